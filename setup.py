@@ -15,6 +15,9 @@ from setuptools import setup
 
 LINK = re.compile(r"(?P<before>\]\(|src=\"|srcset=\")(?!https?:|#|mailto:)(?P<path>[^)\"\s]+)")
 PICTURES = (".png", ".svg", ".gif")
+DARK_PICTURE = re.compile(
+    r"!\[[^\]]*\]\([^)]*#gh-dark-mode-only\)\n"
+)  # an index page shows pictures of both schemes
 
 
 def project_urls(repository: str) -> dict[str, str]:
@@ -40,9 +43,10 @@ def with_absolute_links(text: str, repository: str) -> str:
 def metadata() -> dict[str, object]:
     """The fields that pyproject.toml leaves dynamic."""
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    description = DARK_PICTURE.sub("", readme)
     repository = os.environ.get("REPOSITORY_URL", "").rstrip("/")
     return {
-        "long_description": with_absolute_links(readme, repository) if repository else readme,
+        "long_description": with_absolute_links(description, repository) if repository else description,
         "long_description_content_type": "text/markdown",
         "project_urls": project_urls(repository) if repository else {},
     }

@@ -105,12 +105,12 @@ def identity(
     plan = block_fused._plan("identity", blocks, shape, computer)
     launch = build()
     plans = {f"{launch.warps} warps": launch}
-    others = (
+    rest = (
         (FusedPlan(4, 2, 3), FusedPlan(8, 1, 3))
         if plan.resident
         else (FusedPlan(8, 0, 1), FusedPlan(16, 0, 1))
     )
-    plans |= {f"{other.warps} warps": build(plan=other) for other in others if other != plan}
+    plans |= {f"{other.warps} warps": build(plan=other) for other in rest if other != plan}
     return Case(f"identity {'128x128' if square else '1x128'} {size}", plans, (x, None), expected)
 
 

@@ -44,9 +44,9 @@ class Step(NamedTuple):
 
 
 def main() -> None:
-    made = parser(__doc__, "run the cases whose name contains this, as in b64_s8192")
-    made.add_argument("--flex", action="store_true", help="FlexAttention too, for some of the shapes")
-    chosen = options(made)
+    result = parser(__doc__, "run the cases whose name contains this, as in b64_s8192")
+    result.add_argument("--flex", action="store_true", help="FlexAttention too, for some of the shapes")
+    chosen = options(result)
     roof = copy_rate(1 << 30)
     print(f"a copy of 1 GiB: {roof:.2f} TB/s")
     rows = []

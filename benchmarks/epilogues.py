@@ -46,25 +46,25 @@ def main() -> None:
     rows = []
     print(f"{'case':44} {'together ms':>11} {'apart ms':>9} {'ratio':>6}")
     for case in select_cases((*plain_cases(), *quantized(False), *quantized(True)), chosen.only):
-        together, apart = measure_in_turns((case.together, case.apart), RUNS)
+        joint, separate = measure_in_turns((case.together, case.apart), RUNS)
         rows.append(
-            {"case": case.name, "together_ms": together, "apart_ms": apart, "ratio": together / apart}
+            {"case": case.name, "together_ms": joint, "apart_ms": separate, "ratio": joint / separate}
         )
-        print(f"{case.name:44} {together:11.4f} {apart:9.4f} {together / apart:6.3f}", flush=True)
+        print(f"{case.name:44} {joint:11.4f} {separate:9.4f} {joint / separate:6.3f}", flush=True)
     write(chosen.json, cases=rows)
 
 
 def plain_cases() -> Iterator[Case]:
     x, w, bias = plain(_random(TOKENS, HIDDEN)), plain(_random(INNER, HIDDEN)), _random(INNER)
-    for kept, epilogue in (
+    for saved, epilogue in (
         (True, Epilogue(DTYPE, bias)),
         (False, Epilogue(DTYPE, bias)),
         (True, Epilogue(DTYPE)),
     ):
         yield Case(
-            f"bf16 fc1{'' if epilogue.bias is None else ' + bias'} + gelu, its input {'kept' if kept else 'dropped'}",
-            functools.partial(gemm_gelu, x, w, epilogue, kept),
-            functools.partial(composed.gelu, kept, x, w, epilogue),
+            f"bf16 fc1{'' if epilogue.bias is None else ' + bias'} + gelu, its input {'kept' if saved else 'dropped'}",
+            functools.partial(gemm_gelu, x, w, epilogue, saved),
+            functools.partial(composed.gelu, saved, x, w, epilogue),
         )
     dy, wide = plain(_random(TOKENS, HIDDEN)), _random(TOKENS, INNER)
     back, epilogue = plain(_random(HIDDEN, INNER).t()), Epilogue(DTYPE)
@@ -90,9 +90,9 @@ def quantized(exact: bool) -> Iterator[Case]:
 
 
 def _codes(x: torch.Tensor, element: Element) -> Operand:
-    made = quantize(x, QuantizeSpec(FLOAT8, element))
-    assert made.codes is not None
-    return Operand(made.codes, made.scale, FLOAT8)
+    tensor = quantize(x, QuantizeSpec(FLOAT8, element))
+    assert tensor.codes is not None
+    return Operand(tensor.codes, tensor.scale, FLOAT8)
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -44,8 +44,8 @@ class Step(NamedTuple):
         return None if self.recipe == "none" else family_named(self.recipe).recipe()
 
     def under(self) -> AbstractContextManager[Any]:
-        made = self.made()
-        return te.autocast(enabled=made is not None, recipe=made)
+        result = self.made()
+        return te.autocast(enabled=result is not None, recipe=result)
 
     def unsupported_reason(self) -> str | None:
         """Reason why this machine does not support the recipe, or None."""
@@ -84,8 +84,8 @@ def measure_step(step: Step) -> dict[str, float]:
     first = torch.randn(rows, step.hidden, device=GPU, dtype=x.dtype)
     second = torch.randn(rows, layer.fc2.in_features, device=GPU, dtype=x.dtype)
     products = [
-        train_step(step, lambda x, fc=fc: fc(x, splits), given)
-        for fc, given in ((layer.fc1, first), (layer.fc2, second))
+        train_step(step, lambda x, fc=fc: fc(x, splits), argument)
+        for fc, argument in ((layer.fc1, first), (layer.fc2, second))
     ]
     loop, products_loop = measure(run, GPU).eager_ms, sum(measure(call, GPU).eager_ms for call in products)
     kernels, products_kernels = kernel_ms(run), sum(map(kernel_ms, products))
@@ -103,11 +103,13 @@ def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
     """Kernel milliseconds per call, averaged over several calls."""
     call()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as observed:
         for _ in range(runs):
             call()
         torch.cuda.synchronize()
-    kernels = [event for event in seen.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event for event in observed.events() or () if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     return sum(event.time_range.elapsed_us() for event in kernels) / 1e3 / runs
 
 
@@ -115,12 +117,12 @@ def train_step(
     step: Step, module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> Callable[[], object]:
     """A forward and backward pass through the module under the step's recipe."""
-    given = x.detach().requires_grad_()
+    leaf = x.detach().requires_grad_()
     gradient: list[torch.Tensor] = []
 
     def run() -> None:
         with step.under():
-            y = module(given)
+            y = module(leaf)
         if not gradient:
             gradient.append(torch.randn_like(y))
         y.backward(gradient[0])

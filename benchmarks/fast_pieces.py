@@ -76,14 +76,14 @@ def rows() -> Iterator[Row]:
 
 def _compiled_or_not(build: Callable[[], torch.nn.Module], kind: str) -> tuple[Work, Work]:
     """Two layers: the first layer's passes are compiled when they are warm."""
-    made: list[Work] = []
+    outputs: list[Work] = []
     for compiles in (True, False):
         everywhere("compiles_on", lambda device, compiles=compiles: compiles)
         work = passes(build, RECIPES[kind](), True)
         for _ in range(20):
             work()
-        made.append(work)
-    return made[0], made[1]
+        outputs.append(work)
+    return outputs[0], outputs[1]
 
 
 def _with_plain_environment(work: Work) -> Work:

@@ -189,10 +189,10 @@ def rename_driver(data: bytes) -> bytes:
     values = dict(reversed([*entries]))
     strings, name = values[5], values[14]  # DT_STRTAB, DT_SONAME
     load = next(s for s in segments if s[0] == 1 and s[3] <= strings < s[3] + s[5])
-    place = strings - load[3] + load[2] + name
-    if data[place : place + len(SONAME) + 1] != SONAME + b"\0":
-        raise RuntimeError(f"the driver's soname is {data[place : place + 40]!r}, not {SONAME!r}")
-    return data[:place] + REAL + data[place + len(REAL) :]
+    position = strings - load[3] + load[2] + name
+    if data[position : position + len(SONAME) + 1] != SONAME + b"\0":
+        raise RuntimeError(f"the driver's soname is {data[position : position + 40]!r}, not {SONAME!r}")
+    return data[:position] + REAL + data[position + len(REAL) :]
 
 
 def prepare(folder: Path, shim: Path | None) -> None:

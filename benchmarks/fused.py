@@ -114,26 +114,26 @@ def _scalings() -> Iterator[tuple[str, QuantizeSpec, dict[str, torch.Tensor], in
 def norm_cases() -> Iterator[Case]:
     for rows, width in ((8192, 4096), (8192, 8192), (8192, 12288), (2048, 4096)):
         x, gamma = _random(rows, width), _random(width)
-        for name, spec, given, codes, stored in _scalings():
+        for name, spec, argument, codes, stored in _scalings():
             if name == "block both":  # separate steps
                 continue
 
-            def fused(x=x, gamma=gamma, spec=spec, given=given) -> object:
-                return norm.rmsnorm_forward(x, gamma, 1e-5, False, Cast(spec, *given.values()))
+            def fused(x=x, gamma=gamma, spec=spec, value=argument) -> object:
+                return norm.rmsnorm_forward(x, gamma, 1e-5, False, Cast(spec, *value.values()))
 
-            def separate(x=x, gamma=gamma, spec=spec, given=given) -> object:
+            def separate(x=x, gamma=gamma, spec=spec, options=argument) -> object:
                 y, rstdev = norm.rmsnorm_forward(x, gamma, 1e-5, False)
-                return quantize(y, spec, **given), rstdev
+                return quantize(y, spec, **options), rstdev
 
             size = x.numel() * (2 + codes + stored)
             yield Case(f"rmsnorm {rows}x{width} {name}", fused, separate, size)
 
-            def fused_layer(x=x, gamma=gamma, spec=spec, given=given) -> object:
-                return norm.layernorm_forward(x, gamma, gamma, 1e-5, False, Cast(spec, *given.values()))
+            def fused_layer(x=x, gamma=gamma, spec=spec, value=argument) -> object:
+                return norm.layernorm_forward(x, gamma, gamma, 1e-5, False, Cast(spec, *value.values()))
 
-            def separate_layer(x=x, gamma=gamma, spec=spec, given=given) -> object:
+            def separate_layer(x=x, gamma=gamma, spec=spec, options=argument) -> object:
                 y, *statistics = norm.layernorm_forward(x, gamma, gamma, 1e-5, False)
-                return quantize(y, spec, **given), statistics
+                return quantize(y, spec, **options), statistics
 
             yield Case(f"layernorm {rows}x{width} {name}", fused_layer, separate_layer, size)
 
@@ -142,13 +142,13 @@ def activation_cases() -> Iterator[Case]:
     for kind, rows, width in (("gelu", 8192, 14336), ("swiglu", 8192, 14336), ("swiglu", 2048, 11008)):
         gated = activation.ACTIVATIONS[kind].gated
         x, dy = _random(rows, 2 * width if gated else width), _random(rows, width)
-        for name, spec, given, codes, stored in _scalings():
+        for name, spec, argument, codes, stored in _scalings():
 
-            def fused(kind=kind, x=x, spec=spec, given=given) -> object:
-                return activation.activation_forward(kind, x, PARAMS, Cast(spec, *given.values()))
+            def fused(kind=kind, x=x, spec=spec, value=argument) -> object:
+                return activation.activation_forward(kind, x, PARAMS, Cast(spec, *value.values()))
 
-            def separate(kind=kind, x=x, spec=spec, given=given) -> object:
-                return quantize(activation.activation_forward(kind, x, PARAMS), spec, **given)
+            def separate(kind=kind, x=x, spec=spec, options=argument) -> object:
+                return quantize(activation.activation_forward(kind, x, PARAMS), spec, **options)
 
             size = 2 * x.numel() + dy.numel() * (codes + stored)
             yield Case(f"{kind} f {rows}x{x.shape[1]} {name}", fused, separate, size)
@@ -158,15 +158,15 @@ def activation_cases() -> Iterator[Case]:
                 if not activation.gradient_fuses(back, bias is not None):
                     continue
 
-                def fused_back(kind=kind, x=x, dy=dy, spec=back, given=given, bias=bias) -> object:
+                def fused_back(kind=kind, x=x, dy=dy, spec=back, value=argument, bias=bias) -> object:
                     return activation.activation_backward(
-                        kind, dy, x, PARAMS, Cast(spec, *given.values()), bias
+                        kind, dy, x, PARAMS, Cast(spec, *value.values()), bias
                     )
 
-                def separate_back(kind=kind, x=x, dy=dy, spec=back, given=given, bias=bias) -> object:
+                def separate_back(kind=kind, x=x, dy=dy, spec=back, options=argument, bias=bias) -> object:
                     dx = activation.activation_backward(kind, dy, x, PARAMS)
                     sums = None if bias is None else dx.sum(0, dtype=torch.float32).to(bias)
-                    return quantize(dx, spec, **given), sums
+                    return quantize(dx, spec, **options), sums
 
                 size = 2 * dy.numel() + x.numel() * (2 + codes + stored)
                 label = f"{kind} b{'' if bias is None else ' dbias'} {rows}x{x.shape[1]} {name}"
@@ -176,13 +176,13 @@ def activation_cases() -> Iterator[Case]:
 def bias_cases() -> Iterator[Case]:
     for rows, width in ((8192, 4096), (8192, 14336), (2048, 4096)):
         x = _random(rows, width)
-        for name, spec, given, codes, stored in _scalings():
+        for name, spec, argument, codes, stored in _scalings():
 
-            def fused(x=x, spec=spec, given=given) -> object:
-                return column_sums(x, DTYPE, Cast(spec, *given.values()))
+            def fused(x=x, spec=spec, value=argument) -> object:
+                return column_sums(x, DTYPE, Cast(spec, *value.values()))
 
-            def separate(x=x, spec=spec, given=given) -> object:
-                return quantize(x, spec, **given), x.sum(0, dtype=torch.float32).to(DTYPE)
+            def separate(x=x, spec=spec, options=argument) -> object:
+                return quantize(x, spec, **options), x.sum(0, dtype=torch.float32).to(DTYPE)
 
             size = x.numel() * (2 + codes + stored // 2)  # the second read hits the cache
             yield Case(f"cast dbias {rows}x{width} {name}", fused, separate, size)
@@ -192,11 +192,11 @@ def softmax_cases() -> Iterator[Case]:
     for shape, causal in SCORES:
         x = _random(*shape)
         y, dy = scaled_softmax_forward(x, 0.1, causal=causal), _random(*shape)
-        seen = None if causal is None else torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril()
+        observed = None if causal is None else torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril()
 
-        def plain(x=x, seen=seen) -> object:
+        def plain(x=x, records=observed) -> object:
             score = x * 0.1
-            return torch.softmax(score if seen is None else score.masked_fill(~seen, float("-inf")), -1)
+            return torch.softmax(score if records is None else score.masked_fill(~records, float("-inf")), -1)
 
         def plain_backward(dy=dy, y=y) -> object:
             return torch.ops.aten._softmax_backward_data(dy, y, -1, DTYPE) * 0.1

@@ -123,7 +123,7 @@ def _norm() -> torch.nn.Module:
 
 
 def passes(
-    build: Callable[[], torch.nn.Module], recipe: recipes.Recipe | None, backward: bool, **given: Any
+    build: Callable[[], torch.nn.Module], recipe: recipes.Recipe | None, backward: bool, **kwargs: Any
 ) -> Callable[[], object]:
     """Create a module call: forward, and backward on request."""
     module = build()
@@ -133,14 +133,14 @@ def passes(
 
     def forward() -> object:
         with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
-            return module(x, **given)
+            return module(x, **kwargs)
 
     def both() -> object:
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            y = module(x, **given)
+            y = module(x, **kwargs)
         y.backward(grad)
         return y
 
@@ -148,8 +148,8 @@ def passes(
 
 
 def cases() -> Iterator[Case]:
-    def case(name: str, build: Callable[[], torch.nn.Module], kind: str, both: bool, **given: Any) -> Case:
-        return Case(name, lambda: passes(build, RECIPES[kind](), both, **given))
+    def case(name: str, build: Callable[[], torch.nn.Module], kind: str, both: bool, **kwargs: Any) -> Case:
+        return Case(name, lambda: passes(build, RECIPES[kind](), both, **kwargs))
 
     modules = {
         "linear": _linear,

@@ -71,8 +71,8 @@ def main() -> None:
         rows = measured(chosen.only)
         show({"": rows})
     else:
-        here = Path(te.__file__).parents[2]
-        trees = {"base": chosen.base, "": here}
+        current = Path(te.__file__).parents[2]
+        trees = {"base": chosen.base, "": current}
         rows = {name: {} for name in trees}
         for _ in range(chosen.rounds):
             for name, tree in trees.items():
@@ -99,7 +99,7 @@ def measured(only: str) -> dict[str, dict[str, float]]:
 
 def measure_checkout(tree: Path, only: str) -> dict[str, dict[str, float]]:
     """Measure another checkout in a separate process."""
-    script = f"import json, host_calls_attention as h; print(json.dumps(h.measured({only!r})))"
+    script = f"import json, host_calls_attention as h; print(json.dumps(h.measure({only!r})))"
     paths = os.pathsep.join((str(tree), str(Path(__file__).parent)))
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -112,10 +112,10 @@ def measure_checkout(tree: Path, only: str) -> dict[str, dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def keep_best(kept: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> None:
+def keep_best(saved: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> None:
     """Minimum of each figure over rounds."""
     for case, figures in found.items():
-        best_of = kept.setdefault(case, figures)
+        best_of = saved.setdefault(case, figures)
         for name, value in figures.items():
             best_of[name] = min(best_of[name], value)
 
@@ -208,8 +208,8 @@ def _core(layout: str) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     q, k, v = (
         torch.randn(*_shape(layout), HEADS, SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     )
-    given = _lengths(layout)
-    return lambda: layer(q, k, v, **given), [q, k, v]
+    options = _lengths(layout)
+    return lambda: layer(q, k, v, **options), [q, k, v]
 
 
 def _layer(layout: str, rotary: bool = False) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
@@ -223,10 +223,10 @@ def _layer(layout: str, rotary: bool = False) -> tuple[Callable[[], torch.Tensor
         device="cpu",
     )
     x = torch.randn(*_shape(layout), HEADS * SIZE, dtype=torch.bfloat16, requires_grad=True)
-    given = _lengths(layout)
+    options = _lengths(layout)
     if rotary:
-        given["rotary_pos_emb"] = te.RotaryPositionEmbedding(SIZE)(TOKENS)
-    return lambda: layer(x, **given), [x, *layer.parameters()]
+        options["rotary_pos_emb"] = te.RotaryPositionEmbedding(SIZE)(TOKENS)
+    return lambda: layer(x, **options), [x, *layer.parameters()]
 
 
 def _step() -> Callable[[], object]:

@@ -78,17 +78,17 @@ CASES = (
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--plot", type=Path, help="draw the figures into this file")
-    made.add_argument("--size", default="1b", choices=SIZES)
-    made.add_argument("--length", type=int, help="tokens of a sequence; the step's tokens stay the same")
-    chosen = made.parse_args()
+    result = parser(__doc__)
+    result.add_argument("--plot", type=Path, help="draw the figures into this file")
+    result.add_argument("--size", default="1b", choices=SIZES)
+    result.add_argument("--length", type=int, help="tokens of a sequence; the step's tokens stay the same")
+    chosen = result.parse_args()
     if not optional.installed("transformers"):
         raise SystemExit("these figures need models of transformers; pip install transformers")
     size = SIZES[chosen.size]
     length = chosen.length or size.length
     if length < 1 or size.tokens % length:
-        made.error(f"--length {length} does not divide the {size.tokens} tokens of a step")
+        result.error(f"--length {length} does not divide the {size.tokens} tokens of a step")
     rows = []
     print(f"{'':26} {'tokens/s':>10} {'ms':>9} {'of stock':>9} {'peak GiB':>9}   loss")
     for case in select_cases(CASES, chosen.only):
@@ -128,14 +128,14 @@ def measure_case(case: Case, size: Size, length: int) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
 
     timing = measure(step, DEVICE, EFFORT if DEVICE.type == "cuda" else QUICK)
-    there = torch.cuda.memory_allocated() / 2**20 if DEVICE.type == "cuda" else 0.0
+    remote = torch.cuda.memory_allocated() / 2**20 if DEVICE.type == "cuda" else 0.0
     peak = peak_mib(step, DEVICE)
     return {
         "case": case.name,
         "tokens_per_second": 1e3 * size.tokens / timing.eager_ms,
         "step_ms": timing.eager_ms,
         "gpu_ms": timing.gpu_ms,
-        "peak_gib": None if peak is None else (there + peak) / 2**10,
+        "peak_gib": None if peak is None else (remote + peak) / 2**10,
         "loss": losses[0].item(),
     }
 

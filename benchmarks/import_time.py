@@ -68,8 +68,8 @@ def measure(checkouts: dict[str, Path], runs: int) -> dict[str, dict[str, float]
     found = {}
     for name, programs in rounds.items():
         medians = {program: statistics.median(times) for program, times in programs.items()}
-        for difference, (whole, part) in DIFFERENCES.items():
-            pairs = zip(programs[whole], programs[part], strict=True)
+        for difference, (full, part) in DIFFERENCES.items():
+            pairs = zip(programs[full], programs[part], strict=True)
             medians[difference] = statistics.median([a - b for a, b in pairs])
         found[name] = {program: round(seconds, 2) for program, seconds in medians.items()}
     return found
@@ -84,9 +84,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args()
     checkouts = {name: Path(folder) for name, folder in (each.split("=", 1) for each in options.checkout)}
-    others = "".join(f" --checkout {name}=FOLDER" for name in checkouts)
+    rest = "".join(f" --checkout {name}=FOLDER" for name in checkouts)
     record = {
-        "command": f"python benchmarks/import_time.py --runs {options.runs}{others}",
+        "command": f"python benchmarks/import_time.py --runs {options.runs}{rest}",
         "machine": "two CPU cores",
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in ("torch", "jax", "flax")},

@@ -64,7 +64,7 @@ def workload(case: str, batch: int, tokens: int) -> JaxWorkload:
     return JaxWorkload(function, (*qkv, jnp.zeros((1, HEADS, 1, 1))) if softmax is SINKS else qkv)
 
 
-def measured(quick: bool) -> Iterator[dict[str, Any]]:
+def measure(quick: bool) -> Iterator[dict[str, Any]]:
     """Yield one row per case and backend; the rate is cuDNN's GPU time on the same layout over the row's GPU time."""
     batch, tokens = (1, 64) if quick else (2, 8192)
     device, library = torch.device("cpu" if quick else "cuda"), {}
@@ -85,14 +85,16 @@ def measured(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("json", type=Path, help="where the rows are written")
-    made.add_argument("--quick", action="store_true", help="small sizes by the reference: shows that it runs")
-    chosen = made.parse_args()
+    instance = argparse.ArgumentParser(description=__doc__)
+    instance.add_argument("json", type=Path, help="where the rows are written")
+    instance.add_argument(
+        "--quick", action="store_true", help="small sizes by the reference: shows that it runs"
+    )
+    chosen = instance.parse_args()
     if not chosen.quick and jax.default_backend() == "cpu":
         raise SystemExit("these figures need a GPU, and jax finds none; --quick shows that the script runs")
     rows = []
-    for row in measured(chosen.quick):
+    for row in measure(chosen.quick):
         rows.append(row)
         print(row)
         content = {"machine": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}

@@ -161,10 +161,10 @@ def _figure_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 def _longest_compile_time(rows: list[dict[str, Any]]) -> Goal:
     """The longest compile time; not measured if a time is missing and no time exceeds the limit."""
     compiled = {row["case"]: row.get("compile_s") for row in rows if row["provider"] == "jax"}
-    known = {case: seconds for case, seconds in compiled.items() if seconds is not None}
-    slowest = max(known, key=lambda case: known[case], default="")
-    found, note = known.get(slowest), slowest
-    absent = [case for case in compiled if case not in known]
+    recognized = {case: seconds for case, seconds in compiled.items() if seconds is not None}
+    slowest = max(recognized, key=lambda case: recognized[case], default="")
+    found, note = recognized.get(slowest), slowest
+    absent = [case for case in compiled if case not in recognized]
     if absent and (found is None or found <= WITHOUT_THE_FLAG):
         found, note = None, f"no time of {', '.join(absent)}"
     return Goal("without the flag: s to compile the slowest case", "<=", WITHOUT_THE_FLAG, found, note)
@@ -172,16 +172,16 @@ def _longest_compile_time(rows: list[dict[str, Any]]) -> Goal:
 
 def plot(path: Path, found: list[Goal], title: str) -> None:
     """Draw one bar per goal: the share that is reached, labelled with the value and the limit."""
-    shown = [goal for goal in found if goal.found is not None]
-    figure = Figure(figsize=(8, 1 + 0.24 * len(shown)), dpi=130, layout="constrained")
+    listing = [goal for goal in found if goal.found is not None]
+    figure = Figure(figsize=(8, 1 + 0.24 * len(listing)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    colours = ["#15803d" if goal.reached else "#c2410c" for goal in shown]
-    bars = axis.barh(range(len(shown)), [min(goal.share, SHOWN) for goal in shown], color=colours)
-    texts = [f"{goal.found:.3g} ({goal.sense} {goal.limit:.3g})" for goal in shown]
+    colours = ["#15803d" if goal.reached else "#c2410c" for goal in listing]
+    bars = axis.barh(range(len(listing)), [min(goal.share, SHOWN) for goal in listing], color=colours)
+    texts = [f"{goal.found:.3g} ({goal.sense} {goal.limit:.3g})" for goal in listing]
     axis.bar_label(bars, labels=texts, padding=3, fontsize=8.5)
     axis.axvline(1.0, color="#000000", linewidth=1.0)
-    axis.set_yticks(range(len(shown)), [goal.what for goal in shown], fontsize=8.5)
+    axis.set_yticks(range(len(listing)), [goal.what for goal in listing], fontsize=8.5)
     axis.set_xlim(0.0, SHOWN + 2.0)
     axis.set_xlabel(f"part of the goal (cut at {SHOWN:g})")
     axis.margins(y=0.01)
@@ -191,12 +191,12 @@ def plot(path: Path, found: list[Goal], title: str) -> None:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("file", type=Path, help="what te bench --json wrote")
-    made.add_argument("--write", action="store_true", help="put the goals into the file")
-    made.add_argument("--plot", type=Path, help="draw the goals into this file")
-    made.add_argument("--families", type=Path, help="draw the times of all providers into this folder")
-    chosen = made.parse_args()
+    instance = argparse.ArgumentParser(description=__doc__)
+    instance.add_argument("file", type=Path, help="what te bench --json wrote")
+    instance.add_argument("--write", action="store_true", help="put the goals into the file")
+    instance.add_argument("--plot", type=Path, help="draw the goals into this file")
+    instance.add_argument("--families", type=Path, help="draw the times of all providers into this folder")
+    chosen = instance.parse_args()
     content = json.loads(chosen.file.read_text())
     found = list(goals(content))
     for goal in found:
@@ -209,8 +209,8 @@ def main() -> None:
     if chosen.plot is not None:
         plot(chosen.plot, found, f"transformer_engine.jax, {content['machine']}")
     if chosen.families is not None:
-        known = {field.name for field in fields(Row)}
-        rows = [Row(**{name: row[name] for name in known & set(row)}) for row in content["results"]]
+        recognized = {field.name for field in fields(Row)}
+        rows = [Row(**{name: row[name] for name in recognized & set(row)}) for row in content["results"]]
         plot_families(chosen.families, rows, content["machine"])
 
 

@@ -95,8 +95,8 @@ def step_gradients(
     rest = {name: value for name, value in variables.items() if name not in ("params", "params_axes")}
 
     def apply(params: Any, rest: Any, x: Array) -> Array:
-        made = module.apply({"params": params, **rest}, x, **options)
-        return made[0] if isinstance(made, tuple) else made
+        result = module.apply({"params": params, **rest}, x, **options)
+        return result[0] if isinstance(result, tuple) else result
 
     y = jax.eval_shape(apply, params, rest, x)
     dy = jax.random.normal(jax.random.key(9), y.shape, y.dtype)
@@ -116,7 +116,7 @@ def measure_program(function: Any, arguments: tuple[Any, ...]) -> tuple[dict[str
     after_lowering = time.perf_counter()
     program = lowered.compile()
     compiled = time.perf_counter()
-    made = jax.block_until_ready(program(*arguments))
+    result = jax.block_until_ready(program(*arguments))
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
@@ -132,7 +132,7 @@ def measure_program(function: Any, arguments: tuple[Any, ...]) -> tuple[dict[str
         "lower_s": after_lowering - after_trace,
         "compile_s": compiled - after_lowering,
     }
-    return {name: round(value, 4) for name, value in figures.items()}, made
+    return {name: round(value, 4) for name, value in figures.items()}, result
 
 
 def main() -> None:
@@ -151,9 +151,9 @@ def main() -> None:
                 if chosen.only not in name:
                     continue
                 with te.autocast(enabled=recipe is not None, recipe=recipe), order_layers(order):
-                    figures, made = measure_program(*step_gradients(module, shape, options))
-                reference = made if reference is None else reference
-                equal = all(map(jnp.array_equal, jax.tree.leaves(made), jax.tree.leaves(reference)))
+                    figures, result = measure_program(*step_gradients(module, shape, options))
+                reference = result if reference is None else reference
+                equal = all(map(jnp.array_equal, jax.tree.leaves(result), jax.tree.leaves(reference)))
                 rows.append({"case": name, "same_gradients": equal, **figures})
                 print(json.dumps(rows[-1]), flush=True)
                 chosen.out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -116,7 +116,7 @@ def count_offload_bytes(context, call: Callable[[], None]) -> float:
     states = context.offload_synchronizer.layer_states.values()
     starts = {id(state): state.start_offload for state in states}
 
-    def counted(state):
+    def count_calls(state):
         def start() -> None:
             nonlocal total
             total += sum(values.nbytes for values in state.fwd_gpu_tensor_group.tensor_list)
@@ -125,7 +125,7 @@ def count_offload_bytes(context, call: Callable[[], None]) -> float:
         return start
 
     for state in states:
-        state.start_offload = counted(state)
+        state.start_offload = count_calls(state)
     call()
     for state in states:
         del state.start_offload

@@ -40,9 +40,9 @@ def main() -> None:
             label = f"{recipe_name} {name}"
             if chosen.only not in label:
                 continue
-            row = {"case": label, "planned_mib": planned(case, recipe)}
+            row = {"case": label, "planned_mib": plan_peak(case, recipe)}
             if has_gpu:
-                row["measured_mib"], row["forward_mib"] = measured(case, recipe)
+                row["measured_mib"], row["forward_mib"] = measure(case, recipe)
             rows.append(row)
             figures = [
                 f"{row[key]:9.2f}" if key in row else f"{'-':>9}" for key in ("planned_mib", "measured_mib")
@@ -52,20 +52,20 @@ def main() -> None:
     write(chosen.json, cases=rows)
 
 
-def planned(case: Model, recipe: recipes.Recipe | None) -> float:
+def plan_peak(case: Model, recipe: recipes.Recipe | None) -> float:
     """The plan's peak minus the memory allocated before the call."""
     model = case.make("meta")
     x = torch.empty(TOKENS, 1, case.inputs, dtype=BF16, device="meta")
     keywords = _keywords(model, "meta")
     plan = te.memory_plan(model, recipe, TOKENS, inputs=(x,), **keywords)  # pyright: ignore[reportArgumentType]
     gradients = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
-    given = (
+    argument = (
         x.nbytes + TOKENS * case.outputs * BF16.itemsize + sum(angles.nbytes for angles in keywords.values())
     )
-    return (plan.peak - plan.workspace - plan.parameters - given - gradients) / MIB
+    return (plan.peak - plan.workspace - plan.parameters - argument - gradients) / MIB
 
 
-def measured(case: Model, recipe: recipes.Recipe | None) -> tuple[float, float]:
+def measure(case: Model, recipe: recipes.Recipe | None) -> tuple[float, float]:
     """Forward + backward, and the forward pass where no gradients are recorded."""
     torch.manual_seed(0)
     model = case.make("cuda")

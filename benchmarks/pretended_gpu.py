@@ -149,14 +149,14 @@ def _pretend_library() -> None:
 
 def _pretend_requests(hardware: Hardware) -> None:
     request = _module("pytorch.primitives.gemm.request").GemmRequest
-    made = request.__init__
+    result = request.__init__
 
-    def on_a_gpu(self: Any, *fields: Any, **named: Any) -> None:
-        made(self, *fields, **named)
+    def pretend_gpu(self: Any, *fields: Any, **named: Any) -> None:
+        result(self, *fields, **named)
         for name, value in {"device": "cuda", "hardware": hardware, "index": 0}.items():
             object.__setattr__(self, name, value)
 
-    request.__init__ = on_a_gpu
+    request.__init__ = pretend_gpu
     tables = _module("common.dispatch").tables
     for operation, name in (("scale_update", "triton"), ("grouped_gemm", "triton")):
         object.__setattr__(tables[operation].named(name), "unsupported_reason", _takes_all)

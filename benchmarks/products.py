@@ -164,12 +164,12 @@ def step_row(tokens: int, width: int) -> dict[str, object]:
     x, w, dy = _random(tokens, width), _random(width, width), _random(tokens, width)
     scale = torch.ones(1, device="cuda")
     calls = {"bf16": functools.partial(_step_bf16, x, w, dy)}
-    for kind, (form, weight_form, given) in {
+    for kind, (form, weight_form, argument) in {
         "delayed": (formats.FLOAT8, formats.FLOAT8, scale),
         "current": (formats.FLOAT8, formats.FLOAT8, None),
         "block": (formats.BLOCK_1D, formats.BLOCK_2D, None),
     }.items():
-        calls[kind] = functools.partial(_step_fp8, x, w, dy, form, weight_form, given)
+        calls[kind] = functools.partial(_step_fp8, x, w, dy, form, weight_form, argument)
     found = measure_in_turns(list(calls.values()), RUNS)
     return {
         "tokens": tokens,

@@ -64,10 +64,10 @@ def benchmark(rows: int, depth: int, backend: str, only: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    made = parser("Time quantization on one GPU.")
-    made.add_argument("--shape", default="8192x14336", help="rows x depth of the matrix")
-    made.add_argument("--backend", default="triton", help="a backend of primitives.quantize")
-    chosen = options(made)
+    result = parser("Time quantization on one GPU.")
+    result.add_argument("--shape", default="8192x14336", help="rows x depth of the matrix")
+    result.add_argument("--backend", default="triton", help="a backend of primitives.quantize")
+    chosen = options(result)
     rows, depth = (int(extent) for extent in chosen.shape.split("x"))
     write(chosen.json, **benchmark(rows, depth, chosen.backend, chosen.only))
 

@@ -149,10 +149,10 @@ def run_product(case: ProductCase, device: str) -> dict[str, Any]:
         found["equal"] = float((expected == result).float().mean())
     found["error"] = product_error(result, a, b, added)
     if case.ending == "gelu":
-        kept = torch.empty(m, n, device=device, dtype=dtype)
-        activation = triton.Activation("gelu", None, kept)
+        saved = torch.empty(m, n, device=device, dtype=dtype)
+        activation = triton.Activation("gelu", None, saved)
         y = triton.run_scaled(a, b, epilogue, activation, tma=case.tma)
-        found["kept differs"] = int((kept != result).sum())
+        found["kept differs"] = int((saved != result).sum())
         found["activation differs"] = differing(y, activation_forward("gelu", result))
     if case.ending == "gelu_gradient":
         x = torch.randn(m, n, device=device).to(dtype)
@@ -196,8 +196,8 @@ def groups_case(number: int) -> GroupsCase:
 def run_groups(case: GroupsCase, device: str) -> dict[str, Any]:
     """One product's error over all groups, and the rows in empty groups."""
     n, k, count, total, wrong = case.n, case.k, len(case.splits), sum(case.splits), 0
-    here = torch.device(device)
-    groups = make_groups(case.splits, total, here)
+    current = torch.device(device)
+    groups = make_groups(case.splits, total, current)
     by_rows = replace(QuantizeSpec(formats.MXFP8, formats.E4M3), columnwise=True)
     gradient = replace(by_rows, element=formats.E5M2)
     x = quantize_rows(torch.randn(total, k, device=device).bfloat16(), groups, by_rows)

@@ -52,6 +52,7 @@ from transformer_engine_tools.demo.trainer import EVALUATION_BATCHES
 BATCH: dict[str, Any] = {"batch": 32, "sequence": 512}
 SIZES: dict[str, dict[str, Any]] = {
     "57M": {**BATCH, "layers": 8, "hidden": 768, "heads": 12, "learning_rate": 1e-3},
+    "57M-short": {**BATCH, "batch": 16, "layers": 8, "hidden": 768, "heads": 12, "learning_rate": 1e-3},
     "125M": {**BATCH, "layers": 18, "hidden": 768, "heads": 12, "learning_rate": 6e-4},
     "tiny": {"batch": 2, "sequence": 32, "layers": 2, "hidden": 64, "heads": 2, "learning_rate": 3e-3},
 }
@@ -448,7 +449,7 @@ def main() -> int:
     records = [json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]
     rows = summarize(records)
     print(table(rows))
-    write(options.json, rows=rows, records=records)
+    write(options.json, about=records[0]["machine"] if records else None, rows=rows, records=records)
     return 0 if succeeded else 1
 
 

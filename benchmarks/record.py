@@ -31,15 +31,15 @@ def parser(
     description: str | None, only: str = "run the cases whose name contains this"
 ) -> argparse.ArgumentParser:
     """A parser with --json and --only."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--json", type=Path, help="write the figures to this file")
-    made.add_argument("--only", default="", help=only)
-    return made
+    instance = argparse.ArgumentParser(description=description)
+    instance.add_argument("--json", type=Path, help="write the figures to this file")
+    instance.add_argument("--only", default="", help=only)
+    return instance
 
 
-def options(made: argparse.ArgumentParser) -> argparse.Namespace:
+def options(result: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the options of a script that needs a GPU, and seed its random numbers."""
-    chosen = made.parse_args()
+    chosen = result.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
     torch.manual_seed(0)

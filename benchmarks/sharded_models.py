@@ -6,11 +6,17 @@ A step is forward, backward and the optimizer on each rank's own tokens. The mod
 
 - te:{bf16,delayed,current,block}: this engine, or another release; FSDP2 gathers bfloat16 weights;
 - te:current+codes: weights are FP8 parameters, so FSDP2 gathers codes; FusedAdam keeps float32 master weights;
+- te:current+masters: bfloat16 weights are gathered; FusedAdam keeps float32 master weights;
 - pt:{bf16,tensorwise}: torch with compiled layers and torchao's float8 training; FSDP2 gathers bfloat16 weights;
 - pt:tensorwise+codes: torchao's FP8 all-gather, with all weight scales computed once per step.
 
-Peak GiB is the maximum over the ranks. Gather ms is the kernel time of all all-gathers of a step, gathered MB the bytes
-that they write on a rank. On a CPU, `--size tiny --eager` shows that everything runs.
+Peak GiB is the maximum over the ranks. Gathers is the number of all-gathers of a step, gathered MB the bytes that they
+write on a rank. Transfer ms is their time without waiting: the time of each on the last rank to join;
+gather ms is the mean over the ranks. `--trace` prints the kernels of a step.
+
+`--gathers` measures no steps but the gathers of eight layers alone, in a loop, for each format of parameters: the wall
+time of a layer's gather with the work before and after it, and its transfer. On a CPU, `--size tiny --eager` shows that
+everything runs.
 """
 
 from __future__ import annotations
@@ -20,6 +26,8 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ARMS = (
-    *("te:bf16", "te:delayed", "te:current", "te:block", "te:current+codes"),
+    *("te:bf16", "te:delayed", "te:current", "te:block", "te:current+codes", "te:current+masters"),
     *("pt:bf16", "pt:tensorwise", "pt:tensorwise+codes"),
 )
 MODELS = {
@@ -40,7 +48,10 @@ MODELS = {
     "tiny": SIZES["tiny"],
 }
 WARM_UP, BLOCKS, BLOCK = 3, 3, 3
-CODES = "+codes"
+CODES, MASTERS = "+codes", "+masters"
+FORMATS = ("te:bf16", "te:current", "te:block", "te:mxfp8", "te:nvfp4", "pt:bf16", "pt:tensorwise")
+GATHERED_LAYERS, GATHER_TURNS = 8, 5
+LISTED_KERNELS = 40
 
 
 class GatheredBytes(TorchDispatchMode):
@@ -64,8 +75,8 @@ class ShardedSteps:
     """One rank's training steps."""
 
     def __init__(self, arm: str, size: Size, device: torch.device, compiled: bool) -> None:
-        base = arm.removesuffix(CODES)
-        self.codes = arm.endswith(CODES)
+        base = arm.partition("+")[0]
+        self.codes, self.masters = arm.endswith(CODES), arm.endswith(MASTERS)
         self.precomputes_scales = self.codes and base.startswith("pt:")
         self.device = device
         torch.manual_seed(0)
@@ -98,7 +109,7 @@ class ShardedSteps:
         return model
 
     def _make_optimizer(self, arm: str) -> torch.optim.Optimizer:
-        if self.codes and arm.startswith("te:"):
+        if self.masters or (self.codes and arm.startswith("te:")):
             import transformer_engine.pytorch as te
 
             return te.optimizers.FusedAdam(self.model.parameters(), lr=1e-4, master_weights=True)
@@ -134,7 +145,7 @@ class ShardedSteps:
             "tokens_per_second": 1e3 * self.tokens.numel() * dist.get_world_size() / step_ms,
             "peak_gib": _maximum(peak, self.device),
             "gathered_mb": gathered.total / 1e6,
-            "gather_ms": self._gather_ms() if on_gpu else None,
+            **(gather_times(self.run, self.device) if on_gpu else {}),
             "loss": self.run().item(),
         }
 
@@ -146,18 +157,126 @@ class ShardedSteps:
         self._synchronize()
         return 1e3 * (time.perf_counter() - start) / BLOCK
 
-    def _gather_ms(self) -> float:
-        """Kernel time for the all-gathers in one step."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.run()
-            self._synchronize()
-        times = [event.self_device_time_total for event in profile.key_averages() if "AllGather" in event.key]
-        return sum(times) / 1e3
-
     def _synchronize(self) -> None:
+        _synchronize(self.device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def profiled(run: Callable[[], object], device: torch.device) -> torch.profiler.profile:
+    """Profile the kernels of a call on every rank."""
+    _synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return profile
+
+
+def gather_times(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Measure the all-gathers of a call: their number, and milliseconds with and without waiting for other ranks."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.elapsed_us())
+        for event in profiled(run, device).events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "AllGather" in event.name
+    )
+    local = [length for _, length in spans]
+    lengths: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lengths, local)
+    if len({len(each) for each in lengths}) > 1:
+        raise RuntimeError(
+            f"ranks have {[len(each) for each in lengths]} all-gathers; the trace is incomplete"
+        )
+    return {
+        "gathers": len(local),
+        "transfer_ms": sum(map(min, zip(*lengths, strict=True))) / 1e3,
+        "gather_ms": sum(map(statistics.mean, zip(*lengths, strict=True))) / 1e3,
+    }
+
+
+def print_kernels(run: Callable[[], object], device: torch.device) -> None:
+    """Print the kernels of a call, the longest total first, on the first rank."""
+    averages = profiled(run, device).key_averages()
+    if dist.get_rank() == 0:
+        rows = sorted(averages, key=lambda event: -event.self_device_time_total)[:LISTED_KERNELS]
+        for event in rows:
+            print(
+                f"{event.self_device_time_total / 1e3:9.3f} ms {event.count:6} {event.key[:110]}", flush=True
+            )
+
+
+class GatheredLayers:
+    """Layers with parameters in one format, sharded over all ranks, whose parameters are gathered one after another."""
+
+    def __init__(self, arm: str, size: Size, device: torch.device) -> None:
+        self.device = device
+        torch.manual_seed(0)
+        size = replace(size, layers=GATHERED_LAYERS if device.type == "cuda" else size.layers)
+        self.layers = self._make_model(arm, size, device.type).layers
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh)
+        if arm == "pt:tensorwise":
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.layers)
+
+    @staticmethod
+    def _make_model(arm: str, size: Size, device: str) -> LanguageModel:
+        library, name = arm.split(":")
+        if library == "te":
+            import transformer_engine.pytorch as te
+            from transformer_engine.common import recipe
+
+            recipes = {
+                "current": recipe.Float8CurrentScaling,
+                "block": recipe.Float8BlockScaling,
+                "mxfp8": recipe.MXFP8BlockScaling,
+                "nvfp4": recipe.NVFP4BlockScaling,
+            }
+            chosen = recipes[name]() if name in recipes else None
+            # The casts of MXFP8 and NVFP4 run on every GPU, their products on some.
+            with te.emulate(), te.quantized_model_init(enabled=chosen is not None, recipe=chosen):
+                return make_model("te:bf16", size, device)
+        model = make_model("pt:bf16", size, device, False)
+        if name == "tensorwise":
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+            convert_to_float8_training(model.layers, config=config)
+        return model
+
+    def run(self) -> None:
+        """Gather and free the parameters of each layer."""
+        for layer in self.layers:
+            layer.unshard()
+            layer.reshard()
+
+    def measure(self) -> dict[str, Any]:
+        """Measure a layer's gather; every rank calls this function."""
+        for _ in range(WARM_UP):
+            self.run()
+        times = []
+        for _ in range(GATHER_TURNS):
+            _synchronize(self.device)
+            start = time.perf_counter()
+            self.run()
+            _synchronize(self.device)
+            times.append(1e3 * (time.perf_counter() - start))
+        with GatheredBytes() as gathered:
+            self.run()
+        count = len(self.layers)
+        figures = {
+            "layer_ms": _maximum(statistics.median(times), self.device) / count,
+            "layer_mb": gathered.total / 1e6 / count,
+        }
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
+            found = gather_times(self.run, self.device)
+            figures |= {name: value / count for name, value in found.items()}
+        return figures
 
 
 def _maximum(value: float, device: torch.device) -> float:
@@ -175,6 +294,8 @@ def main() -> None:
     options.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     options.add_argument("--json", type=Path)
     options.add_argument("--eager", action="store_true", help="do not compile the layers of pt")
+    options.add_argument("--trace", action="store_true", help="print the kernels of a step")
+    options.add_argument("--gathers", action="store_true", help="measure the gathers of parameters alone")
     chosen = options.parse_args()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -184,14 +305,23 @@ def main() -> None:
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.cache_size_limit = 64
     rows = []
-    for arm in chosen.arms:
+    for arm in FORMATS if chosen.gathers else chosen.arms:
         row: dict[str, Any] = {"arm": arm, "size": chosen.size, "ranks": dist.get_world_size()}
         try:
-            row |= ShardedSteps(arm, MODELS[chosen.size], device, not chosen.eager).measure()
+            if chosen.gathers:
+                row |= GatheredLayers(arm, MODELS[chosen.size], device).measure()
+            else:
+                steps = ShardedSteps(arm, MODELS[chosen.size], device, not chosen.eager)
+                row |= steps.measure()
+                if chosen.trace and on_gpu:
+                    print_kernels(steps.run, device)
+                del steps
         except (ImportError, RuntimeError, ValueError) as error:  # the next arm may run
             row["error"] = f"{type(error).__name__}: {error}"[:400]
         gc.collect()
         torch._dynamo.reset()
+        if on_gpu:
+            torch.cuda.empty_cache()
         rows.append(row)
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)

@@ -135,8 +135,8 @@ class ApiEntries(griffe.Extension):
         """Correct the docstrings of a package, then the public names that belong to it."""
         for definition in _definitions(pkg):
             if isinstance(definition, griffe.Function):
-                shown = [one for one in definition.parameters if not one.name.startswith("_")]
-                definition.parameters = griffe.Parameters(*shown)
+                listing = [one for one in definition.parameters if not one.name.startswith("_")]
+                definition.parameters = griffe.Parameters(*listing)
             if definition.docstring is not None:
                 text = re.sub(r"^Example:$", "Examples:", definition.docstring.value, flags=re.MULTILINE)
                 definition.docstring.value = with_code_spans(text)
@@ -242,8 +242,8 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
 
 def _is_callable_object(value: Any) -> bool:
     """Whether a value is an instance whose class belongs to this package and defines `__call__`."""
-    own = type(value).__module__.startswith("transformer_engine")
-    return own and callable(value) and not inspect.isclass(value)
+    local = type(value).__module__.startswith("transformer_engine")
+    return local and callable(value) and not inspect.isclass(value)
 
 
 def _complete_defaults(entry: griffe.Object, value: Any) -> None:

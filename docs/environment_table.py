@@ -22,11 +22,11 @@ TITLES = {
 }
 
 
-def value(row: Variable, shown: object) -> str:
+def value(row: Variable, listing: object) -> str:
     """Return a value in shell syntax."""
-    if shown is None:
+    if listing is None:
         return "unset"
-    text = str(int(shown)) if row.kind is bool and isinstance(shown, bool) else str(shown)
+    text = str(int(listing)) if row.kind is bool and isinstance(listing, bool) else str(listing)
     return f"`{text}`" if text else "empty"
 
 
@@ -43,20 +43,20 @@ def read() -> str:
     """One table per group, listing the variables that the package reads."""
     parts = []
     for group, rows in GROUPS.items():
-        kept = [row for row in rows if not row.meaning.startswith(ACCEPTED)]
+        saved = [row for row in rows if not row.meaning.startswith(ACCEPTED)]
         lines = [f"### {TITLES[group]}", "", "| variable | values | unset | meaning |", "|" + " --- |" * 4]
-        lines += [f"| `{r.name}` | {values(r)} | {value(r, r.default)} | {r.meaning} |" for r in kept]
+        lines += [f"| `{r.name}` | {values(r)} | {value(r, r.default)} | {r.meaning} |" for r in saved]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def accepted() -> str:
+def no_effect_table() -> str:
     """Table with the variables that are accepted without effect."""
-    kept = [row for rows in GROUPS.values() for row in rows if row.meaning.startswith(ACCEPTED)]
+    saved = [row for rows in GROUPS.values() for row in rows if row.meaning.startswith(ACCEPTED)]
     lines = ["| variable | reason that it has no effect |", "| --- | --- |"]
-    lines += [f"| `{row.name}` | {row.meaning.removeprefix(ACCEPTED)} |" for row in kept]
+    lines += [f"| `{row.name}` | {row.meaning.removeprefix(ACCEPTED)} |" for row in saved]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    sys.exit(write(__file__, {PAGE: {"variables": read(), "accepted": accepted()}}))
+    sys.exit(write(__file__, {PAGE: {"variables": read(), "accepted": no_effect_table()}}))

@@ -98,13 +98,13 @@ def read_rows() -> list[Name]:
 
 def resolve_name(name: str) -> Any:
     """Resolve a dotted name, an attribute before a module; AttributeError if it does not exist."""
-    place, _, last = name.rpartition(".")
-    if not place:
+    position, _, last = name.rpartition(".")
+    if not position:
         return importlib.import_module(name)
     try:
-        holder = importlib.import_module(place)
+        holder = importlib.import_module(position)
     except ModuleNotFoundError:  # a class
-        holder = resolve_name(place)
+        holder = resolve_name(position)
     try:
         return getattr(holder, last)
     except AttributeError:
@@ -207,7 +207,7 @@ class Original(NamedTuple):
     removed: list[str]
 
 
-def installed(directory: Path, names: Iterable[str]) -> Original:
+def original_names(directory: Path, names: Iterable[str]) -> Original:
     """Public names in the original that is installed in a directory, and which of `names` it lacks.
 
     Modules that cannot be imported are reported on the error stream.
@@ -232,11 +232,11 @@ def installed(directory: Path, names: Iterable[str]) -> Original:
 
 def with_installed(names: list[Name], found: dict[str, list[Any]]) -> list[Name]:
     """Add one row for each name that an installed original has and the file lacks."""
-    known = {row.name for row in names}
+    recognized = {row.name for row in names}
     more = [
         Name(name, word, "", "installed")
         for name, (word, _) in found.items()
-        if name not in known and word != "method"
+        if name not in recognized and word != "method"
     ]
     return sorted([*names, *more])
 
@@ -256,11 +256,11 @@ def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
             continue
         if ours is None:
             continue
-        for place, wanted in enumerate(theirs):
-            match = ours[place] if place < len(ours) else None
-            same_default = match is not None and (wanted[2] in (None, OTHER) or wanted[2] == match[2])
-            if match is None or match[:2] != wanted[:2] or not same_default:
-                lines[name] = f"{name}[{place}]: {wanted} in the original, {match} here"
+        for index, expected in enumerate(theirs):
+            match = ours[index] if index < len(ours) else None
+            same_default = match is not None and (expected[2] in (None, OTHER) or expected[2] == match[2])
+            if match is None or match[:2] != expected[:2] or not same_default:
+                lines[name] = f"{name}[{index}]: {expected} in the original, {match} here"
                 break
     return lines
 
@@ -301,15 +301,15 @@ def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str])
     """
     rows = json.loads(text)
     for name in sorted(names):
-        kept: list[list[Any]] = []
+        saved: list[list[Any]] = []
         defaults = False
         for parameter in found[name][1]:
             literal = parameter[2] not in (None, OTHER)
             if defaults and not literal and parameter[1] == "POSITIONAL_OR_KEYWORD":
                 break
             defaults = defaults or literal
-            kept.append(parameter)
-        rows[name] = {"section": rows.get(name, {}).get("section", 0), "parameters": parameters_text(kept)}
+            saved.append(parameter)
+        rows[name] = {"section": rows.get(name, {}).get("section", 0), "parameters": parameters_text(saved)}
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -323,7 +323,7 @@ def main() -> int:
     options = parser.parse_args()
     names, signatures = read_rows(), SIGNATURES.read_text()
     if options.original is not None:
-        original = installed(options.original, [*(row.name for row in names), *json.loads(signatures)])
+        original = original_names(options.original, [*(row.name for row in names), *json.loads(signatures)])
         names = with_installed(names, original.found)
         different = signature_differences(original.found)
         lines = [*different.values(), *(f"{name}: absent here" for name in absent_methods(original.found))]

@@ -96,8 +96,8 @@ def read_stored_outputs() -> dict[str, list[dict[str, Any]]]:
     """{code cell source: its outputs} in the stored notebook."""
     if not NOTEBOOK.is_file():
         return {}
-    known = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    return {"".join(cell["source"]): cell["outputs"] for cell in known}
+    recognized = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    return {"".join(cell["source"]): cell["outputs"] for cell in recognized}
 
 
 def main() -> int:
@@ -117,8 +117,8 @@ def main() -> int:
         outputs = [stored.get(source, []) for source in sources]
         silent = [
             source
-            for source, shown in zip(sources, outputs, strict=True)
-            if SHOWS.search(source) and not shown
+            for source, listing in zip(sources, outputs, strict=True)
+            if SHOWS.search(source) and not listing
         ]
         stale = bool(silent) or NOTEBOOK.read_text() != notebook(page, outputs)
         if stale:

@@ -1,4 +1,4 @@
-"""Write tables in docs/performance.md and docs/convert.md, and figures in docs/index.md and README.md.
+"""Write tables in docs/{performance,convert,which_recipe}.md, and figures in docs/index.md and README.md.
 
 --check only compares.
 
@@ -18,6 +18,7 @@ PAGE = ROOT / "docs" / "performance.md"
 HOME = ROOT / "docs" / "index.md"
 README = ROOT / "README.md"
 CONVERT = ROOT / "docs" / "convert.md"
+CHOICE = ROOT / "docs" / "which_recipe.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -186,6 +187,47 @@ def conversions() -> str:
     return "\n".join(lines) + "\n"
 
 
+TRAINED = {
+    "bfloat16": "bfloat16",
+    "delayed": "`DelayedScaling(amax_history_len=16)`",
+    "current": "`Float8CurrentScaling`",
+    "block": "`Float8BlockScaling`",
+    "current+attention": "current, `fp8_dpa=True`: FP8 attention",
+    "current+columns": "current, columns of weights and norms cast in the backward pass",
+    "current+cached": "the same, and inputs of activations saved in FP8",
+    "current+loss": "current, `fused_linear_cross_entropy`",
+    "current+head": "current, head in FP8",
+    "mxfp8": "`MXFP8BlockScaling`, emulated",
+    "nvfp4": "`NVFP4BlockScaling`, emulated",
+    "nvfp4-nearest": "the same, `disable_rht` and `disable_stochastic_rounding`",
+    "nvfp4-4over6": 'the same, and `nvfp4_4over6="all"`',
+    "nvfp4-row-scaled": "the same, and `row_scaled_activation` instead",
+}
+
+
+def trainings() -> str:
+    """Loss and next-byte accuracy per recipe relative to bfloat16, with their standard errors."""
+    rows = json.loads((RESULTS / "recipe_table_h200.json").read_text())["rows"]
+    lines = [
+        "| model, million bytes | | seeds | loss, nats per byte | next bytes predicted, % |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    order = list(TRAINED)
+    for row in sorted(rows, key=lambda row: (-row["tokens"], order.index(row["arm"]))):
+        loss, share = f"{row['loss']:.4f}", f"{100 * row['accuracy']:.2f}"
+        if row["arm"] != order[0]:
+            loss, share = (_gap(row, *cell) for cell in (("loss", 1, 4), ("accuracy", 100, 2)))
+        size = f"{row['size']}, {row['tokens'] / 1e6:.0f}"
+        lines.append(f"| {size} | {TRAINED[row['arm']]} | {row['seeds']} | {loss} | {share} |")
+    return "\n".join(lines) + "\n"
+
+
+def _gap(row: dict[str, Any], figure: str, scale: int, digits: int) -> str:
+    text = f"{scale * row[f'{figure}_gap']:+.{digits}f}"
+    error = row[f"{figure}_error"]
+    return text if error is None else f"{text} ± {scale * error:.{digits}f}"
+
+
 # Layer cases, and the run in their picture.
 HIGHLIGHTS = {
     "layer_fb/delayed/llama8b_s8192": "a layer of an 8-billion-parameter model",
@@ -278,6 +320,7 @@ if __name__ == "__main__":
                 HOME: {"numbers": highlights()},
                 README: {"models": models()},
                 CONVERT: {"convert": conversions()},
+                CHOICE: {"trainings": trainings()},
             },
         )
     )

@@ -76,11 +76,12 @@ def plans() -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model, devices, options in PLANS:
-        made = plan(model, devices, recipe="current", global_batch=devices, **options)
+        result = plan(model, devices, recipe="current", global_batch=devices, **options)
         lines.append(
-            f"| {model} | {devices:,} | {made.mesh} | {made.micro_batches} x {made.micro_batch} | {made.recompute} "
-            f"| {made.step_ms:,.0f} | {made.tokens_per_s:,.0f} | {made.utilization:.0%} "
-            f"| {made.memory.peak / 2**30:.0f} |"
+            f"| {model} | {devices:,} | {result.mesh} | {result.micro_batches} x {result.micro_batch} "
+            f"| {result.recompute} "
+            f"| {result.step_ms:,.0f} | {result.tokens_per_s:,.0f} | {result.utilization:.0%} "
+            f"| {result.memory.peak / 2**30:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -20,7 +20,7 @@ PAGES = (Path("docs/install.md"), Path("docs/from_the_original.md"), Path("docs/
 ROW = re.compile(r"^\| (?P<own>[\d.]+) \((?P<date>[\d-]+)\)(?P<supported> \|.+)$", re.M)
 
 
-def release(root: Path, own: str, date: str) -> None:
+def release(root: Path, local: str, date: str) -> None:
     """Write a release into a checkout.
 
     Args:
@@ -32,13 +32,13 @@ def release(root: Path, own: str, date: str) -> None:
         ValueError: `own` is not a newer version, or no change is listed under "Unreleased". No file is written.
     """
     former = _latest_release(root)
-    _check_newer(own, former)
+    _check_newer(local, former)
     current = _current(root)
     api = current.partition("+")[0]
-    before, after = f"{api}+py{former}", f"{api}+py{own}"
+    before, after = f"{api}+py{former}", f"{api}+py{local}"
     written = {
         VERSION: _replace_once(root, VERSION, current, after),
-        Path("CHANGELOG.md"): _changelog(root, former, own, f"{after} ({date})"),
+        Path("CHANGELOG.md"): _changelog(root, former, local, f"{after} ({date})"),
         Path("CITATION.cff"): re.sub(
             r"^date-released: .+$",
             f"date-released: {date}",
@@ -47,12 +47,12 @@ def release(root: Path, own: str, date: str) -> None:
         ),
         **{page: _replace_once(root, page, before, after) for page in PAGES},
     }
-    written[PAGES[-1]] = _page_of_releases(written[PAGES[-1]], former, own, date)
+    written[PAGES[-1]] = _page_of_releases(written[PAGES[-1]], former, local, date)
     for path, text in written.items():
         (root / path).write_text(text, encoding="utf-8")
 
 
-def develop(root: Path, own: str) -> None:
+def develop(root: Path, local: str) -> None:
     """Write the development version into the package.
 
     Args:
@@ -62,9 +62,9 @@ def develop(root: Path, own: str) -> None:
     Raises:
         ValueError: `own` is not newer than the latest release. No file is written.
     """
-    _check_newer(own, _latest_release(root))
+    _check_newer(local, _latest_release(root))
     current = _current(root)
-    written = _replace_once(root, VERSION, current, f"{current.partition('+')[0]}+py{own}.dev0")
+    written = _replace_once(root, VERSION, current, f"{current.partition('+')[0]}+py{local}.dev0")
     (root / VERSION).write_text(written, encoding="utf-8")
 
 
@@ -82,9 +82,9 @@ def _latest_release(root: Path) -> str:
     return row["own"]
 
 
-def _check_newer(own: str, former: str) -> None:
-    if not re.fullmatch(r"\d+\.\d+\.\d+", own) or _parts(own) <= _parts(former):
-        raise ValueError(f"{own} is not newer than {former}; give a version such as 1.2.3")
+def _check_newer(local: str, former: str) -> None:
+    if not re.fullmatch(r"\d+\.\d+\.\d+", local) or _parts(local) <= _parts(former):
+        raise ValueError(f"{local} is not newer than {former}; give a version such as 1.2.3")
 
 
 def _parts(version: str) -> tuple[int, ...]:
@@ -97,20 +97,20 @@ def _replace_once(root: Path, path: Path, before: str, after: str) -> str:
     return text.replace(before, after)
 
 
-def _changelog(root: Path, former: str, own: str, title: str) -> str:
+def _changelog(root: Path, former: str, local: str, title: str) -> str:
     introduction, _, rest = (root / "CHANGELOG.md").read_text(encoding="utf-8").partition("## Unreleased\n")
     if "\n- " not in rest.partition("\n## ")[0]:
         raise ValueError("CHANGELOG.md lists no change under Unreleased")
-    return f"{introduction.replace(f'`py{former}`', f'`py{own}`')}## Unreleased\n\n## {title}\n{rest}"
+    return f"{introduction.replace(f'`py{former}`', f'`py{local}`')}## Unreleased\n\n## {title}\n{rest}"
 
 
-def _page_of_releases(text: str, former: str, own: str, date: str) -> str:
+def _page_of_releases(text: str, former: str, local: str, date: str) -> str:
     row = ROW.search(text)
     assert row is not None and row["own"] == former, f"the first row is not that of {former}"
     introduction, rest = text[: row.start()], text[row.start() :]
     # Commands and file names below the table, but not the table's earlier rows.
     head, end, tail = rest.partition("\n\n")
-    return f"{introduction}| {own} ({date}){row['supported']}\n{head}{end}{tail.replace(former, own)}"
+    return f"{introduction}| {local} ({date}){row['supported']}\n{head}{end}{tail.replace(former, local)}"
 
 
 def main() -> None:

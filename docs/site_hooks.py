@@ -1,4 +1,4 @@
-"""MkDocs hooks: a footer with the version, colors for all Python programs, and names in table cells that wrap."""
+"""MkDocs hooks: a footer with the version, colors for all Python programs, wrapped names in cells, a list of names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 VERSION_FILE = Path(__file__).resolve().parent.parent / "transformer_engine" / "_version.py"
+REFERENCE = Path(__file__).resolve().parent / "api"
+ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+NAMES = re.compile(r"<!-- names: .*? -->")
 PROGRAM = re.compile(r"^```python-\w[\w-]*$", re.MULTILINE)  # python-clients: a program that needs a client
 CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
@@ -22,8 +25,25 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Highlight programs that need a client or a GPU like all other programs."""
-    return PROGRAM.sub("```python", markdown)
+    """Highlight programs that need a client or a GPU like all other programs, and insert the list of names."""
+    return NAMES.sub(lambda _: _list_names(), PROGRAM.sub("```python", markdown))
+
+
+def _list_names() -> str:
+    """A section for each module of the reference, with links to its names."""
+    pages = {
+        name: path.name
+        for path in sorted(REFERENCE.glob("*.md"), reverse=True)
+        for name in ENTRY.findall(path.read_text(encoding="utf-8"))
+    }
+    modules: dict[str, list[str]] = {}
+    for name in sorted(pages, key=str.lower):
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    sections = []
+    for module, names in sorted(modules.items()):
+        links = [f"[`{name.rpartition('.')[2]}`]({pages[name]}#{name})" for name in names]
+        sections.append(f"## {module}\n\n{', '.join(links)}")
+    return "\n\n".join(sections)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -51,15 +51,15 @@ def main(argv: list[str] | None = None) -> list[float]:
         recipe={"fp8_format": "HYBRID", "amax_history_len": 16, "amax_compute_algo": "max"},
         replace_layers=True,
     )
-    shown = not options.quiet
+    listing = not options.quiet
     trainer = lightning.Trainer(
         plugins=[precision],
         max_epochs=options.epochs,
         devices=1,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=shown,
-        enable_model_summary=shown,
+        enable_progress_bar=listing,
+        enable_model_summary=listing,
     )
     model = Autoencoder()
     trainer.fit(model, DataLoader(TensorDataset(data), batch_size=64, shuffle=True))

@@ -20,10 +20,11 @@ from .options import Parser
 
 
 class Command(NamedTuple):
-    """A command: its module, the first sentence in its help, and whether it works without torch."""
+    """A command: its module, the first sentence and the examples in its help, and whether it works without torch."""
 
     module: str
     summary: str
+    examples: tuple[str, ...]  # arguments
     without_torch: bool = False
 
 
@@ -32,39 +33,56 @@ COMMANDS = {
     "train": Command(
         ".train",
         "Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses.",
+        ("--recipe current --steps 200", "--data my_text/ --name mine", "--name mine --steps 400 --resume"),
         without_torch=True,
     ),
     "generate": Command(
         ".generate",
         "Generate text with a model that te train has trained, and report the tokens (bytes) per second.",
+        ('"def main(" --count 100', '--name mine "The " --temperature 0.8'),
     ),
     "convert": Command(
         ".convert",
         "Convert a Hugging Face checkpoint to TransformerLayer stacks, or back.",
+        ("Llama-3.2-1B llama-te --dtype bfloat16", "llama-te llama-hf"),
     ),
     "verify": Command(
         ".verify",
         "Compare a parallel, quantized model in a Python file with the same model on one device in float32.",
+        ("my_model.py --recipe current", "--casts"),
     ),
     "plan": Command(
         ".plan",
         "Predict time and memory of a training step on many devices, or find the fastest mesh that fits.",
+        (
+            "--model llama-8b --devices 64 --fsdp 16 --tp 2 --cp 2 --recipe current",
+            "--model llama-70b --devices 64 --search",
+        ),
         without_torch=True,
     ),
     "info": Command(
         ".info",
         "Describe this machine: device, libraries, recipes and the backend that each operation uses.",
+        ("--why", "--json"),
     ),
     "doctor": Command(
         ".doctor.options",
         "Check this installation: versions, GPU, libraries and clients; exit code 1 if there is a problem.",
+        ("--self-test", "--json"),
         without_torch=True,
     ),
     "bench": Command(
         ".bench.options",
         "Time the engine, plain PyTorch and other libraries on this machine; or compare two figure files.",
+        (
+            "--family linear --recipe none --recipe current",
+            "--quick --json figures.json",
+            "--compare before.json after.json",
+        ),
     ),
 }
+
+OVERVIEW = ("doctor --self-test", "train --recipe current", "plan --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(_completion(options.completion))
         return
     command = COMMANDS[name]
-    parser = Parser(f"{program()} {name}", command.summary)
+    parser = Parser(f"{program()} {name}", command.summary, command.examples, argv[1:])
     module = import_module(command.module, __package__)
     module.add_arguments(parser)
     options = parser.parse_args(argv[1:])  # --help works without torch
@@ -100,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _overview(complete: bool = False) -> Parser:
     """Build the parser for `te --help`, which lists the commands; with `complete`, each has its options."""
-    parser = Parser("te" if complete else program(), "Train and run Transformers in FP8 and FP4.")
+    parser = Parser("te" if complete else program(), "Train and run Transformers in FP8 and FP4.", OVERVIEW)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument(
         "--completion", choices=SHELLS, help="print a script that completes commands and options"

@@ -28,11 +28,28 @@ class TypedHelp(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that accepts no abbreviated options and reports an error in one line."""
+    """A parser that accepts no abbreviated options and reports an error in one line.
 
-    def __init__(self, prog: str, description: str, **settings: Any):
+    Args:
+        prog: The command, as a user types it.
+        description: First paragraph in the help.
+        examples: Arguments of calls that the help ends with.
+        words: The arguments that will be parsed, for errors.
+        **settings: Further settings of argparse.
+    """
+
+    def __init__(
+        self,
+        prog: str,
+        description: str,
+        examples: Sequence[str] = (),
+        words: Sequence[str] = (),
+        **settings: Any,
+    ):
         shared: dict[str, Any] = {"allow_abbrev": False, "formatter_class": TypedHelp}
         super().__init__(prog=prog, description=description, **shared, **settings)
+        self._examples = examples
+        self._words = words
 
     def format_help(self) -> str:
         """Format the help with one line of usage: the positional arguments, and "[options]" for all options."""
@@ -41,10 +58,16 @@ class Parser(argparse.ArgumentParser):
             for action in self._get_positional_actions()
         ]
         self.usage = " ".join(["%(prog)s", "[options]", *names])
-        return super().format_help()
+        examples = "".join(f"  {self.prog} {arguments}\n" for arguments in self._examples)
+        return super().format_help() + (f"\nexamples:\n{examples}" if examples else "")
 
     def error(self, message: str) -> NoReturn:
         """Print the message, a similar option or choice, and the command that prints the help; exit with code 2."""
+        # argparse reports a missing argument before an unknown one, which can be the missing one with a misspelling.
+        names = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
+        unknown = [name for name in names if name not in self._option_string_actions]
+        if unknown and "are required: " in message:
+            message = f"unrecognized arguments: {' '.join(unknown)}"
         similar = _similar(message, self._option_string_actions)
         remedy = f"did you mean {similar}? " if similar else ""
         message = message.removeprefix("argument ")

@@ -6,7 +6,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, required=True, help="number of GPUs")
     parser.add_argument(
         "--model",
-        default="custom",
-        help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with sizes (default: custom)",
+        help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with --hidden, --layers and "
+        "--heads (default: custom, with sizes)",
     )
     _add_named(parser, "--gpu", GPUS, "GPU of every device", "h100")
     _add_named(parser, "--recipe", FORMATS, "recipe of the matrix products; none: bfloat16", "none")
@@ -141,10 +141,11 @@ def run(args: argparse.Namespace) -> None:
                 gpu_named(args.gpu), devices_per_host=args.devices_per_host, network=1e6 * args.network
             ),
         }
+        model = _custom_model(options) if args.model is None else args.model
         if args.search:
-            plans = search(args.model, args.devices, count=args.count, **options)
+            plans = search(model, args.devices, count=args.count, **options)
         else:
-            plans = [predicted(args.model, args.devices, **options)]
+            plans = [predicted(model, args.devices, **options)]
     if args.json:
         data = [each.as_dict() for each in plans]
         print(json.dumps(data if args.search else data[0], indent=2))
@@ -155,6 +156,13 @@ def run(args: argparse.Namespace) -> None:
         console.print(str(best), soft_wrap=True)
     if not plans[0].fits:
         raise SystemExit(FAILED)
+
+
+def _custom_model(options: Mapping[str, Any]) -> str:
+    """Name of a model that the options describe by sizes alone."""
+    if {"hidden", "layers", "heads"} <= options.keys():
+        return "custom"
+    raise ValueError(f"no model; give --model, one of {', '.join(MODELS)}, or hidden, layers and heads")
 
 
 def _in_options(message: str) -> str:

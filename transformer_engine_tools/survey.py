@@ -57,15 +57,20 @@ class Survey:
     unused: tuple[str, ...]
 
 
+def _unique_requests(recipe: str, device: str) -> list[tuple[str, Any]]:
+    """Operations and requests of one training step, each pair once, in the order of first use."""
+    unique: dict[tuple[str, Any], None] = {}
+    with te.emulate(), observing(lambda operation, request: unique.setdefault((operation, request))):
+        _training_step(recipe, device)
+    return list(unique)
+
+
 def survey(device: str) -> Survey:
     """Run one training step with a small TransformerLayer under every recipe and collect the requests."""
     reports: list[RecipeReport] = []
     recipes_by_answer: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
     for name in RECIPES:
-        unique: dict[tuple[str, Any], None] = {}
-        with te.emulate(), observing(lambda operation, request: unique.setdefault((operation, request))):  # noqa: B023
-            _training_step(name, device)
-        requests = list(unique)
+        requests = _unique_requests(name, device)
         answers = [(operation, tuple(tables[operation].explain(request))) for operation, request in requests]
         for answer in dict.fromkeys(answers):
             recipes_by_answer.setdefault(answer, []).append(name)

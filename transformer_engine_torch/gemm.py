@@ -27,7 +27,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.column_sums import column_sums
 from transformer_engine.pytorch.primitives.gemm import Epilogue, gemm
-from transformer_engine.pytorch.primitives.operand import COLS, ROWS, Operand, plain
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE, Operand, plain
 from transformer_engine.pytorch.runtime.checks import floating, tensor_or_none
 from transformer_engine.pytorch.runtime.warn_once import warn_once
 from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
@@ -329,18 +329,18 @@ def te_general_grouped_gemm(
 
 def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Operand]:
     """Arrange operands (b, a) with D = b @ a.T; plain matrices with two dtypes are converted to the wider one."""
-    b, a = _operand(B, ROWS if transB else COLS), _operand(A, COLS if transA else ROWS)
+    b, a = _operand(B, COLUMNWISE if transB else ROWWISE), _operand(A, ROWWISE if transA else COLUMNWISE)
     if a.format is None and b.format is None and a.codes.dtype != b.codes.dtype:
         wide = torch.promote_types(a.codes.dtype, b.codes.dtype)
         a, b = plain(a.codes.to(wide)), plain(b.codes.to(wide))
     return b, a
 
 
-def _operand(x: Any, axis: str) -> Operand:
+def _operand(x: Any, direction: str) -> Operand:
     if isinstance(x, QuantizedTensorStorage):
-        return x.contract(axis)
+        return x.contract(direction)
     matrix = plain_matrix(x)
-    return plain(matrix if axis == COLS else matrix.t())
+    return plain(matrix if direction == ROWWISE else matrix.t())
 
 
 def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:

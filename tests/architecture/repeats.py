@@ -1,33 +1,38 @@
-"""File pairs that share six or more lines, to the letter or with other names, strings and numbers.
+"""File pairs that share five or more statement lines, to the letter or with other names, strings and numbers.
 
-A line counts when it contains more than punctuation, a comment, a docstring's edge, an import or an entry in
-`__all__`; white space is folded. A run of six such lines in more than eight places is a convention and counts
-as no pair. A run that is equal in shape only must have four tokens per line on average and two lines that do
-work.
+A line is a logical one, so that the formatter's line breaks and trailing commas do not count. Imports, decorators,
+docstrings, `__all__` and punctuation do not count either. A run of five lines in more than eight places is a
+convention and counts as no pair. A run that is equal in shape only must have four tokens per line on average and
+two lines that do work.
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-RUN = 6
+RUN = 5
 MOST_PLACES = 8
 FEWEST_TOKENS = 4 * RUN
 FEWEST_STATEMENTS = 2
 LONGEST_LINE = 2000
 
-TOKEN = re.compile(
-    r"""(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<name>[A-Za-z_]\w*)|(?P<number>[0-9][0-9a-fA-FxX_.]*)|\S""",
-    re.ASCII,
-)
-LETTERS = {"string": "s", "name": "x", "number": "0"}
-SILENT = re.compile(r"[\s{}()\[\];,:.]*|(?:#|/\*|\*(?!/)|'''|\"\"\"|import\b|from \S+ import\b).*", re.DOTALL)
-OPENS_NAMES = re.compile(r"(from \S+ import \(|__all__ = \[)(?: *#.*)?")
+LETTERS = {tokenize.STRING: "s", tokenize.NAME: "x", tokenize.NUMBER: "0"}
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+SILENT = re.compile(r"[\s{}()\[\];,:.]*")
+SILENT_WORDS = {"import", "from", "@", "__all__"}
 VERBS = re.compile(
     r"(if|for|while|return|elif|else|try|except|with|raise|yield|await|del|assert|continue|break)"
 )
@@ -46,25 +51,39 @@ class Line(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A run of six counted lines, from its first line number to its last."""
+    """A run of counted lines, from its first line number to its last."""
 
     file: str
     first: int
     last: int
 
 
-def extract_lines(text: str) -> list[Line]:
-    """Lines in a source that count."""
-    lines = []
-    in_names = False  # within an import over several lines, or within __all__
-    for number, raw in enumerate(text.split("\n"), 1):
-        line = " ".join(raw.split())
-        in_names = (in_names and not line.startswith((")", "]"))) or OPENS_NAMES.fullmatch(line) is not None
-        if in_names:
+def logical_lines(text: str) -> Iterator[list[tokenize.TokenInfo]]:
+    """Tokens of each logical line, without layout, and without commas before a closing bracket."""
+    line: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in LAYOUT:
             continue
-        if 3 <= len(line) <= LONGEST_LINE and not SILENT.fullmatch(line):
-            shape = tuple(LETTERS.get(m.lastgroup or "", m.group()) for m in TOKEN.finditer(line))
-            lines.append(Line(number, line, shape, works(line, shape)))
+        if token.type == tokenize.NEWLINE:
+            yield line
+            line = []
+            continue
+        if line and line[-1].string == "," and token.string in (")", "]", "}"):
+            line.pop()
+        line.append(token)
+
+
+def extract_lines(text: str) -> list[Line]:
+    """Logical lines in a source that count."""
+    lines = []
+    for tokens in logical_lines(text):
+        is_docstring = len(tokens) == 1 and tokens[0].type == tokenize.STRING
+        if is_docstring or tokens[0].string in SILENT_WORDS:
+            continue
+        line = " ".join(token.string for token in tokens)
+        if len(line) <= LONGEST_LINE and not SILENT.fullmatch(line):
+            shape = tuple(LETTERS.get(token.type, token.string) for token in tokens)
+            lines.append(Line(tokens[0].start[0], line, shape, works(line, shape)))
     return lines
 
 
@@ -99,19 +118,19 @@ def _runs(file: str, text: str) -> Iterator[tuple[tuple, Place]]:
     lines = extract_lines(text)
     for start in range(len(lines) - RUN + 1):
         run = lines[start : start + RUN]
-        place = Place(file, run[0].number, run[-1].number)
-        yield ("letter", *(line.text for line in run)), place
+        position = Place(file, run[0].number, run[-1].number)
+        yield ("letter", *(line.text for line in run)), position
         says = sum(len(line.shape) for line in run) >= FEWEST_TOKENS
         if says and sum(line.works for line in run) >= FEWEST_STATEMENTS:
-            yield ("shape", *(line.shape for line in run)), place
+            yield ("shape", *(line.shape for line in run)), position
 
 
 def find_repeats(sources: Mapping[str, str]) -> dict[tuple[str, str], tuple[Place, Place]]:
     """{(file, file): one shared run} over {file: text}; a file repeats itself at distinct places."""
     places: dict[tuple, list[Place]] = defaultdict(list)
     for file in sorted(sources):
-        for run, place in runs(file, sources[file]):
-            places[run].append(place)
+        for run, index in runs(file, sources[file]):
+            places[run].append(index)
     found: dict[tuple[str, str], tuple[Place, Place]] = {}
     for shared in places.values():
         if 1 < len(shared) <= MOST_PLACES:

@@ -86,10 +86,10 @@ def _callee_name(node: ast.Call) -> str:
 
 def _constant_target(name: str, node: ast.Call) -> str | None:
     """Absolute module name in an `import_module` call with a constant; otherwise None."""
-    given = node.args[0] if node.args else None
-    if not isinstance(given, ast.Constant):
+    argument = node.args[0] if node.args else None
+    if not isinstance(argument, ast.Constant):
         return None
-    target = str(given.value)
+    target = str(argument.value)
     above = len(target) - len(target.lstrip("."))
     if not above:
         return target

@@ -34,7 +34,7 @@ TWICE = {
     "tensor.construction.StraightThroughQuantize",
 }
 ROOT = "transformer_engine.pytorch."
-BASE = "runtime.autograd.Function"  # the package's base class, which has no passes
+BASES = {"runtime.autograd.Function", "runtime.autograd.TorchFunction"}  # they have no passes
 
 
 def autograd_functions() -> dict[str, ast.FunctionDef]:
@@ -45,8 +45,8 @@ def autograd_functions() -> dict[str, ast.FunctionDef]:
             if not isinstance(node, ast.ClassDef):
                 continue
             function = f"{name}.{node.name}".removeprefix(ROOT)
-            derives = any(ast.unparse(base).split(".")[-1] == "Function" for base in node.bases)
-            if derives and function != BASE:
+            bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+            if bases & {"Function", "TorchFunction"} and function not in BASES:
                 methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
                 found[function] = methods["backward"]
     return found

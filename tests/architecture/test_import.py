@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -67,8 +68,8 @@ for name, program in json.loads(sys.argv[1]).items():
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
     """For each program that ends without an error, the modules that it loads in addition to torch's."""
-    shown = programs.output(["-c", FORKING, json.dumps(PROGRAMS)], ROOT, os.environ)
-    return {name: set(names) for name, *names in map(json.loads, shown.splitlines())}
+    listing = programs.output(["-c", FORKING, json.dumps(PROGRAMS)], ROOT, os.environ)
+    return {name: set(names) for name, *names in map(json.loads, listing.splitlines())}
 
 
 def is_in_packages(name: str, packages: tuple[str, ...]) -> bool:
@@ -79,8 +80,8 @@ def test_import_loads_nothing_heavy_beyond_torch(loaded):
     found = loaded["packages"]
     assert "transformer_engine_torch" in found
     assert not sorted(name for name in found if is_in_packages(name, HEAVY))
-    others = sorted(name for name in found if not name.startswith("transformer_engine"))
-    assert len(others) <= OTHERS, others
+    rest = sorted(name for name in found if not name.startswith("transformer_engine"))
+    assert len(rest) <= OTHERS, rest
 
 
 def test_pytorch_package_does_not_load_its_adapters_or_checkpoint_conversion(loaded):
@@ -106,11 +107,17 @@ def test_every_module_can_be_imported_first(of_megatron: bool):
     # The modules that implement the command are not public, and most of them import a framework each.
     public = [name for name in modules() if not name.startswith("transformer_engine_tools.")]
     names = [name for name in public if name.startswith(MEGATRON) == of_megatron]
+    if importlib.util.find_spec("flax") is None:  # no release supports Python 3.10
+        names = [
+            name
+            for name in names
+            if not name.startswith(("transformer_engine.jax", "transformer_engine_jax"))
+        ]
     assert names
-    shown = subprocess.run(
+    listing = subprocess.run(
         [sys.executable, str(program), *names], capture_output=True, text=True, check=True
     ).stdout
-    failures = json.loads(shown)
+    failures = json.loads(listing)
     assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
 
 

@@ -123,14 +123,16 @@ def files_imported() -> dict[str, set[str]]:
 
 
 def test_no_files_import_each_other_in_a_circle():
-    standing = [sorted(circle) for circle in circles(files_imported())]
-    assert not standing, f"these import each other: {standing}"
+    remaining = [sorted(circle) for circle in circles(files_imported())]
+    assert not remaining, f"these import each other: {remaining}"
 
 
 def test_no_module_is_loaded_while_it_waits_for_another_to_load():
     """A circular import works or fails depending on which of its modules a program imports first."""
-    standing = [sorted(circle) for circle in circles({name: find_loaded_modules(name) for name in modules()})]
-    assert not standing, f"these load each other: {standing}"
+    remaining = [
+        sorted(circle) for circle in circles({name: find_loaded_modules(name) for name in modules()})
+    ]
+    assert not remaining, f"these load each other: {remaining}"
 
 
 def test_loading_a_module_loads_its_imports_packages(tmp_path, monkeypatch):
@@ -140,15 +142,15 @@ def test_loading_a_module_loads_its_imports_packages(tmp_path, monkeypatch):
         "try:\n    from transformer_engine.outer.inner import b, name\nexcept ImportError:\n    pass\n"
         "def f():\n    import transformer_engine.late\n"
     )
-    others = (
+    rest = (
         "transformer_engine.outer",
         "transformer_engine.outer.inner",
         "transformer_engine.outer.inner.b",
     )
-    names = ("transformer_engine", "transformer_engine.types", "transformer_engine.late", *others)
+    names = ("transformer_engine", "transformer_engine.types", "transformer_engine.late", *rest)
     found = dict.fromkeys(names, tmp_path / "__init__.py") | {"transformer_engine.a": tmp_path / "a.py"}
     monkeypatch.setattr(source, "modules", lambda: found)
-    assert find_loaded_modules("transformer_engine.a") == set(others)
+    assert find_loaded_modules("transformer_engine.a") == set(rest)
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,8 @@ def above_the_limit(texts: dict[str, list[str]]) -> dict[str, float]:
 
 def test_code_is_described_in_standard_technical_english():
     found: dict[str, list[str]] = defaultdict(list)
-    others = [
-        path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
-    ]
-    for path in [*modules().values(), *others]:
+    rest = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    for path in [*modules().values(), *rest]:
         found[report_folder(path)] += prose_of_code(text(path))
     assert not above_the_limit(found), "use the words on the right of PHRASES"
 

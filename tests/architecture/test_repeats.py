@@ -1,4 +1,4 @@
-"""Code is not repeated: few file pairs share six or more lines."""
+"""Code is not repeated: few file pairs share five or more statement lines."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import pytest
 from tests.architecture.repeats import find_repeats
 from tests.architecture.source import PACKAGES, ROOT
 
-# File pairs. Most are a kernel's or a public function's argument lists: 14 in te.ops, whose constructors and
-# passes have the original's signatures, and 13 in debug features, reference quantizers,
-# enumerations and `triton` wrappers, whose signatures and members are the original's too.
-MOST_IN_THE_PRODUCT = 150
-MOST = 207
+# File pairs: public functions and passes with the original's signatures, reference quantizers, enumerations and
+# `triton` wrappers, whose members are the original's too.
+MOST_IN_THE_PRODUCT = 175
+MOST = 240
 # Pairs with a file in transformer_engine.jax: both frameworks' references, each in its own array type, the
-# fields of modules that contain one another, both frameworks' enumerations, and 3 between keyword-only
-# arguments and the signature that flax.nnx passes: jax.lax.dot_general's.
-MOST_WITH_JAX = 53
+# fields of modules that contain one another, and both frameworks' enumerations.
+MOST_WITH_JAX = 75
 # Programs to copy: each is complete in one file.
 ALONE = "examples/"
 OF_JAX = ("transformer_engine/jax/", "transformer_engine/common/quantize_spec.py", "tests/jax/")
@@ -87,12 +85,17 @@ def test_a_file_may_repeat_itself_further_down():
 @pytest.mark.parametrize(
     "other",
     [
-        BODY.replace("    seen.append(row)\n", ""),
+        BODY.replace("    seen.append(row)\n", "").replace("total = 0\n", ""),
         BODY.replace("if total > limit", "while total > limit or row"),
     ],
 )
-def test_fewer_than_six_lines_or_another_shape_are_not_a_pair(other):
+def test_fewer_than_five_lines_or_another_shape_are_not_a_pair(other):
     assert find_repeats({"a.py": BODY, "b.py": other}) == {}
+
+
+def test_line_breaks_and_trailing_commas_do_not_hide_a_pair():
+    wrapped = BODY.replace("seen.append(row)", "seen.append(\n        row,\n    )")
+    assert set(find_repeats({"a.py": BODY, "b.py": wrapped})) == {("a.py", "b.py")}
 
 
 def test_lines_in_more_than_eight_places_are_a_convention():

@@ -85,12 +85,21 @@ def test_published_descriptions_have_absolute_links_to_files_that_exist(tmp_path
     targets = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
     links = [first or second for first, second in targets]
     assert len(links) > 20
+    assert [link.partition("#")[2] for link in links if ".png" in link] == ["gh-light-mode-only"]
     for link in links:
         assert link.startswith(("https://", "http://", "#")), link
         own = re.fullmatch(r"https://example\.org/team/engine/(blob|raw)/main/([^#]+)(#.*)?", link)
         if own is not None:
             assert (ROOT / own[2]).exists(), link
             assert (own[1] == "raw") == own[2].endswith((".png", ".svg")), link
+
+
+def test_an_editable_installation_adds_the_checkout_to_the_path(tmp_path: Path):
+    """mypy and pyright read paths in `.pth` files; they do not run import hooks."""
+    with zipfile.ZipFile(build(tmp_path, "editable", "")) as wheel:
+        (paths,) = [name for name in wheel.namelist() if name.endswith(".pth")]
+        assert [Path(line) for line in wheel.read(paths).decode().splitlines()] == [ROOT]
+        assert not [name for name in wheel.namelist() if name.endswith(".py")]
 
 
 def test_the_source_distribution_has_what_a_packager_needs(tmp_path: Path):

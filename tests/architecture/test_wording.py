@@ -52,8 +52,8 @@ def test_names_use_choose_for_selection():
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }
     assert OTHER_WORDS_FOR_CHOOSING.search("_picking") and not OTHER_WORDS_FOR_CHOOSING.search("pickled")
-    others = {n: place for n, place in defined.items() if OTHER_WORDS_FOR_CHOOSING.search(n.lower())}
-    assert others.keys() <= OF_THE_ORIGINAL, others
+    rest = {n: index for n, index in defined.items() if OTHER_WORDS_FOR_CHOOSING.search(n.lower())}
+    assert rest.keys() <= OF_THE_ORIGINAL, rest
 
 
 def parameters(node: ast.FunctionDef) -> set[str]:
@@ -62,10 +62,10 @@ def parameters(node: ast.FunctionDef) -> set[str]:
 
 def words_exchanged(node: ast.FunctionDef) -> bool:
     """Whether a function that makes codes is given a scale without a multiplier, or one that reads them a factor."""
-    name, given = node.name.lstrip("_"), parameters(node)
+    name, argument = node.name.lstrip("_"), parameters(node)
     if name.startswith(("encode", "quantize", "cast")):
-        return "scale" in given and "multiplier" not in given
-    return name.startswith(("decode", "dequantize")) and "multiplier" in given
+        return "scale" in argument and "multiplier" not in argument
+    return name.startswith(("decode", "dequantize")) and "multiplier" in argument
 
 
 @pytest.mark.parametrize(
@@ -140,19 +140,21 @@ def test_docstrings_describe_the_arguments_and_fields_that_exist():
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef):
                 arguments = node.args
-                known = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-                known |= {one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None}
+                recognized = {
+                    one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                }
+                recognized |= {one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None}
                 names = extract_names(ast.get_docstring(node), "Args")
             elif isinstance(node, ast.ClassDef) and all(
                 ast.unparse(base) == "NamedTuple" for base in node.bases
             ):
-                known = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
-                known |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-                known |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+                recognized = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+                recognized |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+                recognized |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
                 names = extract_names(ast.get_docstring(node), "Attributes")
             else:
                 continue
-            unknown += [f"{name}:{node.lineno} {one}" for one in names if one not in known]
+            unknown += [f"{name}:{node.lineno} {one}" for one in names if one not in recognized]
             twice += [f"{name}:{node.lineno} {one}" for one in {*names} if names.count(one) > 1]
     assert unknown == [] and twice == []
 

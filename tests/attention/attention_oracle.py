@@ -65,12 +65,12 @@ def attend(
         for i in range(size_q):
             for h in range(heads):
                 g = h // (heads // groups)
-                seen = [j for j in range(size_kv) if sees(b, i, j)]
-                if not seen:
+                records = [j for j in range(size_kv) if sees(b, i, j)]
+                if not records:
                     rows.append(v.new_zeros(v.shape[-1]) + 0.0 * q[b, i, h].sum())
                     continue
                 logits = []
-                for j in seen:
+                for j in records:
                     product = (q[b, i, h] * k[b, j, g]).sum()
                     extra = bias(b, h, i, j)
                     score = (product + extra if bias_before_scale else product) * scale
@@ -81,7 +81,7 @@ def attend(
                 best[h] = max(best[h], float(stacked.detach().max()))
                 exponentials = torch.exp(stacked)
                 total = exponentials.sum() + (torch.exp(sink[h]) if sink is not None else 0.0)
-                rows.append(sum(e / total * v[b, j, g] for e, j in zip(exponentials, seen, strict=True)))
+                rows.append(sum(e / total * v[b, j, g] for e, j in zip(exponentials, records, strict=True)))
     out = torch.stack(rows).reshape(batch, size_q, heads * v.shape[-1])
     return out, torch.tensor(best, dtype=torch.float64)
 

@@ -148,8 +148,8 @@ def engines(hardware: Hardware) -> dict[str, dict[str, str]]:
                 (cudnn_fp8.describe_backward, (E4M3, E4M3, E5M2, E5M2)),
             )
         found[case] = {
-            name: reason(describe, device, call, given, *dtypes)
-            for name, (describe, dtypes), given in zip(
+            name: reason(describe, device, call, argument, *dtypes)
+            for name, (describe, dtypes), argument in zip(
                 ("forward", "backward"), passes, (strided, backward), strict=True
             )
         }

@@ -24,14 +24,14 @@ def attend(
     score = torch.einsum("ihd,jhd->hij", q, k) * scale
     if score_mod is not None:
         score = score_mod(score)
-    behind = torch.arange(k.shape[0])[None] - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
+    distance = torch.arange(k.shape[0])[None] - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
     if slopes is not None:
-        score = score - slopes[:, None, None] * behind.abs()
-    hidden = torch.zeros_like(behind, dtype=torch.bool)
+        score = score - slopes[:, None, None] * distance.abs()
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
     if window[0] >= 0:
-        hidden |= behind < -window[0]
+        hidden |= distance < -window[0]
     if window[1] >= 0:
-        hidden |= behind > window[1]
+        hidden |= distance > window[1]
     score = score.masked_fill(hidden, -math.inf)
     lse = score.logsumexp(-1)
     if sink is not None:
@@ -72,74 +72,76 @@ class CuteUtilities:
         return derivative
 
 
-def flash_attn_fwd(q, k, v, **given):
+def flash_attn_fwd(q, k, v, **kwargs):
     """As flash_attn.cute.interface._flash_attn_fwd; rows that belong to no sequence are not written."""
-    window = window_sides(given)
-    out = given["out"]
-    queries = spans(q, given["cu_seqlens_q"], given["seqused_q"])
-    targets = spans(out, given["cu_seqlens_q"], given["seqused_q"])
-    keys, values = (spans(x, given["cu_seqlens_k"], given["seqused_k"], given["page_table"]) for x in (k, v))
+    window = window_sides(kwargs)
+    out = kwargs["out"]
+    queries = spans(q, kwargs["cu_seqlens_q"], kwargs["seqused_q"])
+    targets = spans(out, kwargs["cu_seqlens_q"], kwargs["seqused_q"])
+    keys, values = (
+        spans(x, kwargs["cu_seqlens_k"], kwargs["seqused_k"], kwargs["page_table"]) for x in (k, v)
+    )
     shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(shape, -math.inf)
-    place = 0
+    position = 0
     for b, (one, target, key, value) in enumerate(zip(queries, targets, keys, values, strict=True)):
         result, rows = attend(
             one,
             key,
             value,
-            given["softmax_scale"],
+            kwargs["softmax_scale"],
             window,
-            given["learnable_sink"],
+            kwargs["learnable_sink"],
             None,
-            given.get("score_mod"),
+            kwargs.get("score_mod"),
         )
         target.copy_(result)
         if q.ndim == 3:
-            place = int(given["cu_seqlens_q"][b])
-            lse[:, place : place + one.shape[0]] = rows
+            position = int(kwargs["cu_seqlens_q"][b])
+            lse[:, position : position + one.shape[0]] = rows
         else:
             lse[b, :, : one.shape[0]] = rows
-    return out, lse if given["return_lse"] else None, None, None, None
+    return out, lse if kwargs["return_lse"] else None, None, None, None
 
 
-def flash_attn_bwd(q, k, v, out, dout, lse, **given):
+def flash_attn_bwd(q, k, v, out, dout, lse, **kwargs):
     """As flash_attn.cute.interface._flash_attn_bwd, by autograd."""
-    assert given.get("score_mod") is None or given["score_mod_bwd"].derivative_of is given["score_mod"]
-    sink = given["learnable_sink"]
+    assert kwargs.get("score_mod") is None or kwargs["score_mod_bwd"].derivative_of is kwargs["score_mod"]
+    sink = kwargs["learnable_sink"]
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     if sink is not None:
         leaves.append(sink.detach().clone().requires_grad_())
-    window = window_sides(given)
-    queries = spans(leaves[0], given["cu_seqlens_q"], given["seqused_q"])
-    grads = spans(dout, given["cu_seqlens_q"], given["seqused_q"])
-    keys, values = (spans(x, given["cu_seqlens_k"], given["seqused_k"]) for x in leaves[1:3])
+    window = window_sides(kwargs)
+    queries = spans(leaves[0], kwargs["cu_seqlens_q"], kwargs["seqused_q"])
+    grads = spans(dout, kwargs["cu_seqlens_q"], kwargs["seqused_q"])
+    keys, values = (spans(x, kwargs["cu_seqlens_k"], kwargs["seqused_k"]) for x in leaves[1:3])
     total = torch.zeros(())
     for one, key, value, grad in zip(queries, keys, values, grads, strict=True):
         result, _ = attend(
             one,
             key,
             value,
-            given["softmax_scale"],
+            kwargs["softmax_scale"],
             window,
             None if sink is None else leaves[3],
             None,
-            given.get("score_mod"),
+            kwargs.get("score_mod"),
         )
         total = total + (result * grad).sum()
     found = torch.autograd.grad(total, leaves)
     for name, first, starts, used in (
-        ("dq", found[0], given["cu_seqlens_q"], given["seqused_q"]),
-        ("dk", found[1], given["cu_seqlens_k"], given["seqused_k"]),
-        ("dv", found[2], given["cu_seqlens_k"], given["seqused_k"]),
+        ("dq", found[0], kwargs["cu_seqlens_q"], kwargs["seqused_q"]),
+        ("dk", found[1], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
+        ("dv", found[2], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
     ):
-        for target, value in zip(spans(given[name], starts, used), spans(first, starts, used), strict=True):
+        for target, value in zip(spans(kwargs[name], starts, used), spans(first, starts, used), strict=True):
             target.copy_(value)
-    return (given["dq"], given["dk"], given["dv"], *found[3:])
+    return (kwargs["dq"], kwargs["dk"], kwargs["dv"], *found[3:])
 
 
-def window_sides(given) -> tuple[int, int]:
-    left, right = given["window_size_left"], given["window_size_right"]
-    return (-1 if left is None else left, 0 if given["causal"] else -1 if right is None else right)
+def window_sides(argument) -> tuple[int, int]:
+    left, right = argument["window_size_left"], argument["window_size_right"]
+    return (-1 if left is None else left, 0 if argument["causal"] else -1 if right is None else right)
 
 
 def flash_attn_func(

@@ -236,14 +236,14 @@ def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, de
     found, gradients = run_with_gradients(case, tensors, call)
     needs_state = bool(case.options.get("output_final_state"))
     assert len(found) == 1 + needs_state
-    wanted, wanted_gradients = run_with_gradients(
+    expected, wanted_gradients = run_with_gradients(
         case, exact, lambda **x: reference_results(case, x)[: 1 + needs_state]
     )
     limit = BOUNDS[case.dtype] if bound is None else bound
     if case.options.get("gate_domain") == "linear":
         limit = max(limit, 1e-8)  # 1e-10 is added to the gate
     assert found[0].dtype == case.dtype
-    for name, y, exact_y in zip(("output", "state"), found, wanted, strict=False):
+    for name, y, exact_y in zip(("output", "state"), found, expected, strict=False):
         assert y.shape == exact_y.shape
         assert error(y, exact_y) < limit, (name, case)
     for name, dx, exact_dx in zip(tensors, gradients, wanted_gradients, strict=True):

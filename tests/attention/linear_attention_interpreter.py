@@ -92,16 +92,16 @@ def largest_error(case: Case) -> float:
     options = tuple(OPTIONS[name] for name, value in case.options.items() if value)
     spec = request.DeltaSpec(RULES[case.rule], (case.sizes[0] ** -0.5).hex(), options)
 
-    def call(**given: torch.Tensor) -> Any:
-        inputs = {NAMES.get(name, name): x for name, x in given.items()}
+    def call(**kwargs: torch.Tensor) -> Any:
+        inputs = {NAMES.get(name, name): x for name, x in kwargs.items()}
         packed = batch_first(layout, operation_inputs(**inputs, cu_seqlens=bounds))
         output, state = backend.run(packed, spec)
         return layout.output(output), state
 
     found, gradients = run_with_gradients(case, tensors, call)
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    wanted, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x))
-    pairs = [*zip(found, wanted, strict=True), *zip(gradients, wanted_gradients, strict=True)]
+    expected, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x))
+    pairs = [*zip(found, expected, strict=True), *zip(gradients, wanted_gradients, strict=True)]
     return max(error(x, y) for x, y in pairs)  # pyright: ignore[reportArgumentType]
 
 

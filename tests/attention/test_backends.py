@@ -109,8 +109,8 @@ def exists(case: dict[str, Any]) -> bool:
 def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
     """Cases that cover every valid value pair on two axes (greedy, seeded)."""
     names = list(axes)
-    place = {name: number for number, name in enumerate(names)}
-    wanted = {
+    position = {name: number for number, name in enumerate(names)}
+    expected = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(names, 2)
         for x in axes[a]
@@ -119,8 +119,8 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
     }
     draw = random.Random(0)
     cases: list[Case] = []
-    for first in sorted(wanted, key=repr):
-        if first not in wanted:
+    for first in sorted(expected, key=repr):
+        if first not in expected:
             continue
         best: dict[str, Any] = {}
         for _ in range(40):
@@ -129,11 +129,11 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
                 if name in case:
                     continue
                 options = [v for v in axes[name] if exists({**case, name: v})]
-                before = [other for other in case.items() if place[other[0]] < place[name]]
-                after = [other for other in case.items() if place[other[0]] > place[name]]
+                before = [other for other in case.items() if position[other[0]] < position[name]]
+                after = [other for other in case.items() if position[other[0]] > position[name]]
                 scores = [
-                    sum((other, (name, v)) in wanted for other in before)
-                    + sum(((name, v), other) in wanted for other in after)
+                    sum((other, (name, v)) in expected for other in before)
+                    + sum(((name, v), other) in expected for other in after)
                     for v in options
                 ]
                 top = max(scores, default=-1)
@@ -141,17 +141,17 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
                     break
                 case[name] = draw.choice([v for v, s in zip(options, scores, strict=True) if s == top])
             if len(case) == len(names) and (
-                not best or _covers(names, case, wanted) > _covers(names, best, wanted)
+                not best or _covers(names, case, expected) > _covers(names, best, expected)
             ):
                 best = case
         if best:
-            wanted -= {((a, best[a]), (b, best[b])) for a, b in itertools.combinations(names, 2)}
+            expected -= {((a, best[a]), (b, best[b])) for a, b in itertools.combinations(names, 2)}
             cases.append(Case(**best))
     return cases
 
 
-def _covers(names: list[str], case: dict[str, Any], wanted: set[Any]) -> int:
-    return sum(((a, case[a]), (b, case[b])) in wanted for a, b in itertools.combinations(names, 2))
+def _covers(names: list[str], case: dict[str, Any], expected: set[Any]) -> int:
+    return sum(((a, case[a]), (b, case[b])) in expected for a, b in itertools.combinations(names, 2))
 
 
 ALL = pairwise(AXES)
@@ -333,8 +333,8 @@ def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device
         except Unsupported as rejection:
             pytest.skip(str(rejection))
         if case.extra == "deterministic":
-            again = results(case, build(case, device, case.dtype))
-            assert all(torch.equal(got[name], again[name]) for name in got)
+            repeated = results(case, build(case, device, case.dtype))
+            assert all(torch.equal(got[name], repeated[name]) for name in got)
     exact, literal = measures(case, device, monkeypatch)
     for name, value in exact.items():
         assert got[name].isfinite().all(), name
@@ -400,8 +400,8 @@ def test_dropout_gradient_uses_the_forward_mask(backend, device):
         except Unsupported as rejection:
             pytest.skip(str(rejection))
     (grad_v,) = torch.autograd.grad(out, [v], grad)
-    want = out.float()[0].t() @ grad.float()[0]
-    torch.testing.assert_close(grad_v[0, :, 0].float(), want, rtol=2e-2, atol=2e-2)
+    expected = out.float()[0].t() @ grad.float()[0]
+    torch.testing.assert_close(grad_v[0, :, 0].float(), expected, rtol=2e-2, atol=2e-2)
     assert 0.3 < float((out == 0).float().mean()) < 0.7
 
 
@@ -436,8 +436,8 @@ def test_gradients_in_any_layout_are_read_correctly(backend, tensor_format, devi
     }
     for name, gradient in gradients.items():
         found = torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
-        wanted = torch.autograd.grad(out, (q, k, v), gradient.contiguous(), retain_graph=True)
-        for one, other in zip(found, wanted, strict=True):
+        expected = torch.autograd.grad(out, (q, k, v), gradient.contiguous(), retain_graph=True)
+        for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -456,13 +456,13 @@ def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recomp
     gradients = torch.autograd.grad(out.square().sum(), leaves)
 
     a, b, c = (x.transpose(1, 2) for x in (q, k, v))
-    place = torch.arange(128, device=device)
+    position = torch.arange(128, device=device)
     score = 4.0 * torch.tanh(a @ b.transpose(-1, -2) / math.sqrt(64) / 4.0)
-    score = score + table[:, place[:, None] - place[None, :] + 127]
-    hidden = place[None, :] > place[:, None]
-    want = (score.masked_fill(hidden, -math.inf).softmax(-1) @ c).transpose(1, 2).flatten(2)
-    expected = torch.autograd.grad(want.square().sum(), leaves)
-    for ours, theirs in zip((out, *gradients), (want, *expected), strict=True):
+    score = score + table[:, position[:, None] - position[None, :] + 127]
+    hidden = position[None, :] > position[:, None]
+    reference = (score.masked_fill(hidden, -math.inf).softmax(-1) @ c).transpose(1, 2).flatten(2)
+    expected = torch.autograd.grad(reference.square().sum(), leaves)
+    for ours, theirs in zip((out, *gradients), (reference, *expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
 
@@ -480,7 +480,7 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
     q = random_tensor(device, batch, longest_q, HEADS, size, seed=1).to(dtype)
     k, v = (random_tensor(device, batch, longest_kv, groups, size, seed=s).to(dtype) for s in (2, 3))
     real = torch.arange(longest_q, device=device)[None] < torch.tensor(lengths_q, device=device)[:, None]
-    given = {"bshd": q, "sbhd": q.transpose(0, 1).contiguous(), "thd": q[real]}[q_format]
+    input_value = {"bshd": q, "sbhd": q.transpose(0, 1).contiguous(), "thd": q[real]}[q_format]
     request = AttentionCall(
         dtype=dtype,
         device_type=device.type,
@@ -517,7 +517,7 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
     if reason is not None:
         pytest.skip(reason)
     inputs = AttentionInputs(
-        given,
+        input_value,
         k,
         v,
         lengths_q=torch.tensor(lengths_q, dtype=torch.int32, device=device),
@@ -526,5 +526,5 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
         page_table=table,
     )
     got = chosen.bind(request)(request, inputs).output
-    want = reference.forward(request, inputs).output.flatten(-2)
-    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+    expected = reference.forward(request, inputs).output.flatten(-2)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)

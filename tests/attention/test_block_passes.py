@@ -1,4 +1,4 @@
-"""attention_forward and attention_backward: key blocks merged by log-sum-exp equal the full attention."""
+"""Forward and backward passes of attention: key blocks merged by log-sum-exp equal the full attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from transformer_engine.pytorch.functions.attention.autograd import attention_backward, attention_forward
+from transformer_engine.pytorch.functions.attention.autograd import attention_backward
 from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
+from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.primitives.attention.mask import resolve
 
 BATCH, QUERIES, HEADS, GROUPS, SIZE = 2, 6, 4, 2, 8
@@ -53,31 +54,29 @@ def rows(lse, form):
 def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
     q, k, v, grad = tensors(device, form, (QUERIES, HEADS), (KEYS, GROUPS), (KEYS, GROUPS), (QUERIES, HEADS))
     whole = block_call(device, KEYS, form)
-    expected, saved = attention_forward(whole, AttentionInputs(q, k, v))
-    wanted = attention_backward(whole, saved, grad)
+    passes, inputs = choose_passes(whole), AttentionInputs(q, k, v)
+    expected = passes.forward(whole, inputs)
+    wanted = attention_backward(passes, whole, inputs, expected, grad)
 
     axis = 0 if form == "sbhd" else 1
     parts = [
         (replace(whole, seqlen_kv=size), AttentionInputs(q, k_part, v_part))
         for size, k_part, v_part in zip(BLOCKS, k.split(BLOCKS, axis), v.split(BLOCKS, axis), strict=True)
     ]
-    done = [attention_forward(call, inputs) for call, inputs in parts]
-    lse = torch.stack([attended.lse for attended, _ in done])
+    done = [choose_passes(call).forward(call, inputs) for call, inputs in parts]
+    lse = torch.stack([attended.lse for attended in done])
     assert lse.dtype == torch.float32 and lse.shape[1:] == (BATCH, HEADS, QUERIES)
     merged_lse = torch.logsumexp(lse, 0)
     output = sum(
         attended.output * rows((own - merged_lse).exp(), form)
-        for (attended, _), own in zip(done, lse, strict=True)
+        for attended, own in zip(done, lse, strict=True)
     )
     assert expected.lse is not None
     torch.testing.assert_close(merged_lse, expected.lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output, expected.output, rtol=1e-5, atol=1e-5)
 
     merged = Attended(output, merged_lse)
-    found = [
-        attention_backward(call, saved._replace(attended=merged), grad)
-        for (call, _), (_, saved) in zip(parts, done, strict=True)
-    ]
+    found = [attention_backward(choose_passes(call), call, inputs, merged, grad) for call, inputs in parts]
     torch.testing.assert_close(sum(part.q for part in found), wanted.q, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.cat([part.k for part in found], axis), wanted.k, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.cat([part.v for part in found], axis), wanted.v, rtol=1e-4, atol=1e-5)
@@ -88,8 +87,9 @@ def test_a_flat_gradient_is_accepted(device):
         device, "bshd", (QUERIES, HEADS), (KEYS, GROUPS), (KEYS, GROUPS), (QUERIES, HEADS)
     )
     call = block_call(device, KEYS, "bshd")
-    _, saved = attention_forward(call, AttentionInputs(q, k, v))
+    passes, inputs = choose_passes(call), AttentionInputs(q, k, v)
+    arguments = (passes, call, inputs, passes.forward(call, inputs))
     for one, other in zip(
-        attention_backward(call, saved, grad), attention_backward(call, saved, grad.flatten(-2)), strict=True
+        attention_backward(*arguments, grad), attention_backward(*arguments, grad.flatten(-2)), strict=True
     ):
         assert one is other is None or torch.equal(one, other)

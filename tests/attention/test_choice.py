@@ -107,11 +107,11 @@ def test_torch_rejects_determinism_on_cuda_unless_torch_provides_it():
 )
 def test_our_kernels_reject_calls_larger_than_a_cuda_grid(fields, reason):
     """Without this check, CUDA reports "invalid argument"."""
-    asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
-    asked = dataclasses.replace(
-        asked, device_type="cuda", hardware=nvidia(9, 0), needs_gradient=True, **fields
+    requested = AttentionParams(qkv_dtype=torch.bfloat16).request()
+    requested = dataclasses.replace(
+        requested, device_type="cuda", hardware=nvidia(9, 0), needs_gradient=True, **fields
     )
-    assert triton.unsupported_reason(asked) == reason
+    assert triton.unsupported_reason(requested) == reason
 
 
 def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionCall:
@@ -152,7 +152,7 @@ def test_small_calls_and_float32_prefer_torchs_own_attention(request_, first):
 
 
 @pytest.mark.parametrize(
-    "off, want",
+    "off, expected",
     [
         (("NVTE_FLASH_ATTN",), "torch_sdpa"),
         (("NVTE_FUSED_ATTN",), "torch_sdpa"),
@@ -160,10 +160,10 @@ def test_small_calls_and_float32_prefer_torchs_own_attention(request_, first):
         (("NVTE_UNFUSED_ATTN",), "torch_sdpa"),
     ],
 )
-def test_environment_switches_disable_backend_families(off, want, monkeypatch):
+def test_environment_switches_disable_backend_families(off, expected, monkeypatch):
     for name in off:
         monkeypatch.setenv(name, "0")
-    assert select_backend() == want
+    assert select_backend() == expected
 
 
 def test_turning_off_all_switches_raises_in_the_call_only(monkeypatch, device):
@@ -215,8 +215,8 @@ def test_a_bias_shape_that_does_not_broadcast_is_an_error():
 
 
 def test_attention_params_survive_conversion_to_a_request():
-    given = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias_shape": (1, 16, 1, 128)}
-    params = AttentionParams(**given, qkv_layout="bshd_bshd_bshd", softmax_scale=0.5, softcap=2.0)
+    options = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias_shape": (1, 16, 1, 128)}
+    params = AttentionParams(**options, qkv_layout="bshd_bshd_bshd", softmax_scale=0.5, softcap=2.0)
     assert AttentionParams.of(params.request()) == params
     assert params.request().scale == 0.5 and AttentionParams().request().scale == 64**-0.5
 
@@ -351,7 +351,7 @@ def test_the_choice_is_logged_on_request(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    "mask, window, want",
+    "mask, window, expected",
     [
         ("causal", None, (-1, 0)),
         ("padding_causal", (-1, -1), (-1, 0)),
@@ -363,8 +363,8 @@ def test_the_choice_is_logged_on_request(monkeypatch, caplog):
     ],
 )
 @pytest.mark.filterwarnings("ignore:window_size")
-def test_windows_are_adjusted_to_the_mask(mask, window, want):
-    assert check_set_window_size(mask, window) == want
+def test_windows_are_adjusted_to_the_mask(mask, window, expected):
+    assert check_set_window_size(mask, window) == expected
 
 
 @pytest.mark.parametrize("mask, window", [("causal", (-1, -1)), ("causal", (4, 2)), ("no_mask", (-1, 0))])
@@ -451,16 +451,16 @@ def test_masks_and_biases_that_do_not_fit_are_rejected(device):
 
 
 @pytest.mark.parametrize(
-    ("given", "reader"),
+    ("options", "reader"),
     [
         ({"score_mod_bprop": lambda *_: None}, "score_mod"),
         ({"score_mod_tensors": {}}, "score_mod"),
         ({"score_mod_bprop_tensors": {}}, "score_mod_bprop"),
     ],
 )
-def test_score_mod_gradient_or_tensors_without_score_mod_are_rejected(given, reader, device):
-    with pytest.raises(ValueError, match=f"{next(iter(given))}=.* without {reader}; give both"):
-        DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **given)
+def test_score_mod_gradient_or_tensors_without_score_mod_are_rejected(options, reader, device):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.* without {reader}; give both"):
+        DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **options)
 
 
 def test_context_parallel_groups_of_one_rank_are_accepted_and_errors_change_nothing(monkeypatch):
@@ -493,11 +493,11 @@ def test_tensor_parallel_ranks_use_their_own_alibi_slopes(device, monkeypatch):
         torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
     )
     options = {"core_attention_bias_type": "alibi"}
-    whole = DotProductAttention(4, 4, qkv_format="bshd")(q, k, v, **options)
+    full = DotProductAttention(4, 4, qkv_format="bshd")(q, k, v, **options)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
     second = DotProductAttention(4, 4, qkv_format="bshd", tp_group=object())
-    torch.testing.assert_close(second(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], **options), whole[..., 8:])
+    torch.testing.assert_close(second(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], **options), full[..., 8:])
 
 
 def test_packed_buffer_layouts_are_recognised(device):
@@ -513,11 +513,11 @@ def test_packed_buffer_layouts_are_recognised(device):
     assert layout(q, *kv.unbind(1), qkv_format="thd", argument="kv_layer") == "thd_t2hd"
     kv = torch.randn(10, 4, 2, 8, device=device)
     assert layout(q, *kv.unbind(2), qkv_format="thd", argument="kv_layer") == "thd_th2d"
-    apart = torch.randn(3, 5, 2, 4, 8, device=device)
+    separate = torch.randn(3, 5, 2, 4, 8, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert get_qkv_layout(*apart, "sbhd")[0] == "sbhd_sbhd_sbhd"
-    name, q, k, v, *formats = get_qkv_layout(*(x.transpose(0, 1) for x in apart), "bshd")
+        assert get_qkv_layout(*separate, "sbhd")[0] == "sbhd_sbhd_sbhd"
+    name, q, k, v, *formats = get_qkv_layout(*(x.transpose(0, 1) for x in separate), "bshd")
     assert name == "bshd_bshd_bshd" and all(x.is_contiguous() for x in (q, k, v)) and formats == ["bshd"] * 2
     assert get_qkv_layout(q, k, v, "sbhd", inference_params=object())[::4] == ("sbhd_2bshd", "sbhd")
 

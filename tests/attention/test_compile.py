@@ -78,21 +78,21 @@ def test_attention_compiles(case, device):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "argument",
     ["lengths and bias", "lengths", "mask", pytest.param("bias", marks=pytest.mark.slow)],
 )
-def test_padding_and_bias_compile(given, device):
-    padding = given != "bias"
+def test_padding_and_bias_compile(argument, device):
+    padding = argument != "bias"
     module = DotProductAttention(
         4, 8, qkv_format="sbhd", attn_mask_type="padding_causal" if padding else "causal"
     )
     leaves = [sample(device, 6, 2, 4, 8, seed=i) for i in range(3)]
     call: dict[str, Any] = {}
-    if "lengths" in given:
+    if "lengths" in argument:
         call["cu_seqlens_q"] = cumulative([4, 6], device)
-    if "mask" in given:
+    if "mask" in argument:
         call["attention_mask"] = padding_mask([4, 6], 6, device)
-    if "bias" in given:
+    if "bias" in argument:
         call["core_attention_bias_type"] = "post_scale_bias"
         leaves.append(sample(device, 1, 4, 6, 6))
     assert_same_as_eager(lambda q, k, v, bias=None: module(q, k, v, core_attention_bias=bias, **call), leaves)

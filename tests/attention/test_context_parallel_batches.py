@@ -62,12 +62,12 @@ def test_each_rank_gets_two_chunks_per_sequence(size, device, monkeypatch):
         parts = get_batch_on_this_cp_rank(cu, padded, labels, positions, cp_group=group)
         named = get_batch_on_this_cp_rank(cu, padded, labels, positions, cp_group=group, cp_rank=rank)
         assert all(torch.equal(a, b) for a, b in zip(parts, named, strict=True))
-        for whole, part in zip((padded, labels, positions), parts, strict=True):
-            want = []
-            for sequence in whole[0].split([round_up(n, multiple) for n in LENGTHS]):
+        for full, part in zip((padded, labels, positions), parts, strict=True):
+            expected = []
+            for sequence in full[0].split([round_up(n, multiple) for n in LENGTHS]):
                 chunks = sequence.chunk(multiple) if len(sequence) else [sequence] * multiple
-                want += [chunks[rank], chunks[multiple - 1 - rank]]
-            assert torch.equal(part[0], torch.cat(want))
+                expected += [chunks[rank], chunks[multiple - 1 - rank]]
+            assert torch.equal(part[0], torch.cat(expected))
 
 
 def test_one_rank_has_the_whole_batch(device, monkeypatch):
@@ -77,12 +77,12 @@ def test_one_rank_has_the_whole_batch(device, monkeypatch):
 
 
 def test_size_and_rank_come_from_the_default_group_unless_given(device, monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: asked.append(group) or 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: asked.append(group) or 1)
+    queries = []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: queries.append(group) or 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: queries.append(group) or 1)
     ids = torch.arange(8, device=device)
     part, none, rows = get_batch_on_this_cp_rank(bounds([8], device), ids, None, ids[:, None])
-    assert asked == [None, None] and none is None
+    assert queries == [None, None] and none is None
     assert part.tolist() == [2, 3, 4, 5] and rows.tolist() == [[2], [3], [4], [5]]
     with pytest.raises(ValueError, match=r"input_ids_padded is \[7\], cu_seqlens_padded bounds 8 tokens"):
         get_batch_on_this_cp_rank(bounds([8], device), ids[1:], ids, ids)
@@ -111,8 +111,8 @@ def test_bounds_on_a_rank_count_its_real_tokens(size, halves, device):
         for length, extent in zip(LENGTHS, padded, strict=True):
             tokens = torch.arange(extent) < length
             chunks = tokens.chunk(2 * size) if extent else [tokens] * (2 * size)
-            held = [chunks[rank], chunks[2 * size - 1 - rank]]
-            counts.append(sum(int(c.sum()) for c, counted in zip(held, halves, strict=True) if counted))
+            contents = [chunks[rank], chunks[2 * size - 1 - rank]]
+            counts.append(sum(int(c.sum()) for c, counted in zip(contents, halves, strict=True) if counted))
         assert found.tolist() == bounds(counts, "cpu").tolist() and found.dtype == torch.int32
     with pytest.raises(ValueError, match=f"rank={size} is outside"):
         get_cu_seqlens_on_cp_rank(real, real, size, size, *halves)

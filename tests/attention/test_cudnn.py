@@ -25,7 +25,7 @@ from transformer_engine.pytorch.primitives.attention.call import (
 
 
 def request(mask: str = "causal", window=None, bottom_right=None, **options: Any) -> AttentionCall:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dtype": torch.bfloat16,
         "device_type": "cuda",
         "batch": 2,
@@ -42,7 +42,7 @@ def request(mask: str = "causal", window=None, bottom_right=None, **options: Any
         "switches": Switches(),
         "hardware": nvidia(9, 0),
     }
-    return AttentionCall(**{**given, **options})
+    return AttentionCall(**{**arguments, **options})
 
 
 PACKED = {"q_format": "thd", "kv_format": "thd"}
@@ -372,8 +372,8 @@ def assert_exact(r: AttentionCall, inputs: AttentionInputs) -> None:
         if a is not None:
             assert relative(a, b) < 0.006, name
     if r.deterministic:
-        again = cudnn.backward(r, inputs, found, grad)
-        assert all(a is None or torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+        repeated = cudnn.backward(r, inputs, found, grad)
+        assert all(a is None or torch.equal(a, b) for a, b in zip(gradients, repeated, strict=True))
 
 
 EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

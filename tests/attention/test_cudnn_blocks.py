@@ -96,9 +96,9 @@ def test_the_path_is_off_until_the_self_test_has_passed(monkeypatch):
 def test_the_backward_pass_is_in_16_bits_unless_fp8_is_asked_for(installed):
     call = request(**B200)
     for requested, name in ((None, "high_precision"), (False, "high_precision"), (True, "cudnn_mxfp8")):
-        asked = fp8.BackwardRequest(call, "cudnn_mxfp8", requested)
+        query = fp8.BackwardRequest(call, "cudnn_mxfp8", requested)
         found = next(
-            row.name for row in fp8.BACKWARD.candidates(asked) if row.rejection_reason(asked) is None
+            row.name for row in fp8.BACKWARD.candidates(query) if row.rejection_reason(query) is None
         )
         assert found == name
     wide = fp8.BackwardRequest(request(**{**B200, "head_dim_qk": 192}), "cudnn_mxfp8", True)
@@ -129,12 +129,12 @@ class Graph:
     def tensor(self, **facts: Any) -> Recorded:
         return Recorded(**facts)
 
-    def sdpa_mxfp8(self, **given: Any) -> list[Recorded]:
-        self.calls["forward"] = given
+    def sdpa_mxfp8(self, **kwargs: Any) -> list[Recorded]:
+        self.calls["forward"] = kwargs
         return [Recorded() for _ in range(3)]
 
-    def sdpa_mxfp8_backward(self, **given: Any) -> list[Recorded]:
-        self.calls["backward"] = given
+    def sdpa_mxfp8_backward(self, **kwargs: Any) -> list[Recorded]:
+        self.calls["backward"] = kwargs
         return [Recorded() for _ in range(6)]
 
 
@@ -167,14 +167,16 @@ def tensor_facts(tensor: Recorded) -> tuple[Any, ...]:
 def bshd_strides(call, grad_output: bool = False) -> Strided:
     """Strides of contiguous bshd tensors."""
 
-    def of(heads: int, depth: int, tokens: int) -> tuple[int, ...]:
+    def select(heads: int, depth: int, tokens: int) -> tuple[int, ...]:
         return tokens * heads * depth, heads * depth, depth, 1
 
-    q = of(call.heads, call.head_dim_qk, call.seqlen_q)
-    k, v = (of(call.groups, d, call.seqlen_kv) for d in (call.head_dim_qk, call.head_dim_v))
+    q = select(call.heads, call.head_dim_qk, call.seqlen_q)
+    k, v = (select(call.groups, d, call.seqlen_kv) for d in (call.head_dim_qk, call.head_dim_v))
     found = Strided(q, k, v)
     return (
-        found._replace(grad_output=of(call.heads, call.head_dim_v, call.seqlen_q)) if grad_output else found
+        found._replace(grad_output=select(call.heads, call.head_dim_v, call.seqlen_q))
+        if grad_output
+        else found
     )
 
 
@@ -182,20 +184,20 @@ def test_descriptors_of_both_passes_have_the_documented_layouts(recording):
     """E8M0 in F8_128x4: [b, h, s to 128, d / 32 to 4] along d, [b, h, s / 32 to 4, d to 128] along the tokens."""
     call = request(**B200, seqlen_q=160, seqlen_kv=192, needs_gradient=True, window=(64, 0))
     description = cudnn_blocks.describe_forward(call, bshd_strides(call))
-    (given,) = description.graph.calls.values()
+    (argument,) = description.graph.calls.values()
     assert description.graph.settings["io_data_type"] == "FP8_E4M3"
     along_d, tokens = ("FP8_E8M0", "F8_128x4"), ("FP8_E8M0", "F8_128x4")
-    assert tensor_facts(given["descale_q"]) == ((2, 4, 256, 4), (4096, 1024, 4, 1), *along_d)
-    assert tensor_facts(given["descale_k"]) == ((2, 2, 256, 4), (2048, 1024, 4, 1), *along_d)
-    assert tensor_facts(given["descale_v"]) == ((2, 2, 8, 128), (2048, 1024, 1, 8), *tokens)
-    assert tensor_facts(given["q"]) == ((2, 4, 160, 128), (160 * 512, 128, 512, 1), "FP8_E4M3", "")
-    assert tensor_facts(given["v"]) == ((2, 2, 192, 128), (192 * 256, 128, 256, 1), "FP8_E4M3", "")
-    assert given["generate_stats"] and given["attn_scale"] == call.scale
-    assert given["diagonal_band_left_bound"] == 65 and given["diagonal_band_right_bound"] == 0
+    assert tensor_facts(argument["descale_q"]) == ((2, 4, 256, 4), (4096, 1024, 4, 1), *along_d)
+    assert tensor_facts(argument["descale_k"]) == ((2, 2, 256, 4), (2048, 1024, 4, 1), *along_d)
+    assert tensor_facts(argument["descale_v"]) == ((2, 2, 8, 128), (2048, 1024, 1, 8), *tokens)
+    assert tensor_facts(argument["q"]) == ((2, 4, 160, 128), (160 * 512, 128, 512, 1), "FP8_E4M3", "")
+    assert tensor_facts(argument["v"]) == ((2, 2, 192, 128), (192 * 256, 128, 256, 1), "FP8_E4M3", "")
+    assert argument["generate_stats"] and argument["attn_scale"] == call.scale
+    assert argument["diagonal_band_left_bound"] == 65 and argument["diagonal_band_right_bound"] == 0
 
     description = cudnn_blocks.describe_backward(call, bshd_strides(call, grad_output=True))
-    (given,) = description.graph.calls.values()
-    for role, wanted in {
+    (argument,) = description.graph.calls.values()
+    for role, expected in {
         "descale_q": ((2, 4, 256, 4), (4096, 1024, 4, 1)),
         "descale_q_T": ((2, 4, 8, 128), (4096, 1024, 1, 8)),
         "descale_k": ((2, 2, 256, 4), (2048, 1024, 4, 1)),
@@ -204,13 +206,13 @@ def test_descriptors_of_both_passes_have_the_documented_layouts(recording):
         "descale_dO": ((2, 4, 256, 4), (4096, 1024, 4, 1)),
         "descale_dO_T": ((2, 4, 8, 128), (4096, 1024, 1, 8)),
     }.items():
-        assert tensor_facts(given[role]) == (*wanted, "FP8_E8M0", "F8_128x4"), role
+        assert tensor_facts(argument[role]) == (*expected, "FP8_E8M0", "F8_128x4"), role
     for role in ("q", "q_T", "k", "k_T", "v", "dO", "dO_T"):
-        assert given[role].data_type == "FP8_E4M3", role
+        assert argument[role].data_type == "FP8_E4M3", role
     for role in ("o_f16", "dO_f16"):
-        assert given[role].data_type == "BFLOAT16", role
-    assert (given["left_bound"], given["right_bound"]) == (65, 0)
-    uids = [given[role].uid for role in given if isinstance(given[role], Recorded)]
+        assert argument[role].data_type == "BFLOAT16", role
+    assert (argument["left_bound"], argument["right_bound"]) == (65, 0)
+    uids = [argument[role].uid for role in argument if isinstance(argument[role], Recorded)]
     assert len(set(uids)) == len(uids)
 
 
@@ -248,11 +250,11 @@ def test_codes_and_scales_equal_those_of_separate_heads(tensor_format, tokens, d
         * torch.exp2(torch.randint(-5, 5, (*shape[:3], 1)).float()).bfloat16()
     )
     quantizer = MXFP8Quantizer(E4M3)
-    for along_tokens, made in zip(
+    for along_tokens, result in zip(
         (False, True), blocks_cudnn._quantize_directions(x, tensor_format, quantizer, True, True), strict=True
     ):
-        assert made is not None and made.codes.shape == x.shape and made.codes.is_contiguous()
-        found = decode_blocks(made, tensor_format, along_tokens)
+        assert result is not None and result.codes.shape == x.shape and result.codes.is_contiguous()
+        found = decode_blocks(result, tensor_format, along_tokens)
         of_batch = x.transpose(0, 1) if tensor_format == "sbhd" else x
         found = found.transpose(0, 1) if tensor_format == "sbhd" else found
         for b in range(2):
@@ -274,7 +276,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("requested", [None, True], ids=["16 bits", "fp8"])
 def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeypatch, requested):
     """The simulated library computes in float64 what the codes, read in the documented layouts, contain."""
-    seen: dict[str, BlockCodes] = {}
+    records: dict[str, BlockCodes] = {}
 
     def forward(call, q: BlockCodes, k: BlockCodes, v: BlockCodes):
         values = [decode_blocks(x, "bshd", along) for x, along in ((q, False), (k, False), (v, True))]
@@ -282,7 +284,7 @@ def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeyp
         return output.to(call.dtype), lse.float()
 
     def backward(call, codes: dict[str, BlockCodes], output: Tensor, grad_output: Tensor, lse: Tensor):
-        seen.update(codes)
+        records.update(codes)
         inputs = [decode_blocks(codes[role], "bshd", False).requires_grad_() for role in "qkv"]
         grad = decode_blocks(codes["grad_output_codes"], "bshd", False)
         with torch.enable_grad():
@@ -304,22 +306,22 @@ def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeyp
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes)
     bias = [None] * (len(AttentionInputs._fields) - 3)
     out, _ = attention(call, AttentionInputs(q, k, v, *bias))
-    want, _ = exact(q, k, v, call.scale)
+    reference, _ = exact(q, k, v, call.scale)
     dy = torch.randn(out.shape, dtype=torch.bfloat16)
     grads = torch.autograd.grad(out, (q, k, v), dy)
-    wanted = torch.autograd.grad(want, (q, k, v), dy.double().view_as(want))
+    expected_value = torch.autograd.grad(reference, (q, k, v), dy.double().view_as(reference))
     # E4M3 rounds by 2.6 % in the mean: a result's three or four rounded factors differ by up to 5.2 %.
-    assert relative_error(out.view_as(want), want) < 0.06
-    for found, expected in zip(grads, wanted, strict=True):
+    assert relative_error(out.view_as(reference), reference) < 0.06
+    for found, expected in zip(grads, expected_value, strict=True):
         assert relative_error(found, expected) < 0.08
-    assert seen.keys() == {"q", "q_t", "k", "k_t", "v", "grad_output_codes", "grad_output_t"}
+    assert records.keys() == {"q", "q_t", "k", "k_t", "v", "grad_output_codes", "grad_output_t"}
     for role, values in (("q_t", q), ("k_t", k), ("grad_output_t", dy.view(2, 96, 4, 128))):
-        assert relative_error(decode_blocks(seen[role], "bshd", True), values) < 0.04, role
+        assert relative_error(decode_blocks(records[role], "bshd", True), values) < 0.04, role
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.detach().double(), wanted.detach().double()
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
 
 
 def test_requested_fp8_gradients_without_a_kernel_warn_once_with_the_reason(installed, recwarn):
@@ -353,11 +355,11 @@ def test_the_emulation_on_a_cpu_has_the_error_of_the_format(mode, bits, monkeypa
     layer = te.DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     with te.autocast(recipe=MXFP8BlockScaling(**{mode: True})):
         out = layer(q, k, v, attn_mask_type="causal")
-    want, _ = exact(q, k, v, 64**-0.5)
+    reference, _ = exact(q, k, v, 64**-0.5)
     dy = torch.randn(out.shape, dtype=torch.bfloat16)
     found = [out, *torch.autograd.grad(out, (q, k, v), dy)]
-    wanted = [want, *torch.autograd.grad(want, (q, k, v), dy.double().view_as(want))]
+    expected_value = [reference, *torch.autograd.grad(reference, (q, k, v), dy.double().view_as(reference))]
     # Three E4M3 mantissa bits, rounded to nearest: 2^-4 / sqrt(3) at most for a code; q, k, v, p and o are rounded.
-    for name, one, expected in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
+    for name, one, expected in zip(("o", "dq", "dk", "dv"), found, expected_value, strict=True):
         error = relative_error(one.reshape(expected.shape), expected)
         assert 1e-3 < error < 0.08, (name, error)

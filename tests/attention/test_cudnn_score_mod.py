@@ -25,7 +25,7 @@ from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudn
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_score_mod import bound_tensors
 
 
-def unchanged(graph, score, tensors):
+def identity_score(graph, score, tensors):
     return score
 
 
@@ -115,7 +115,7 @@ def test_steps_without_a_reader_are_left_out():
 @pytest.mark.parametrize(
     ("function", "adds"),
     [
-        (unchanged, True),
+        (identity_score, True),
         (add_bias, True),
         (lambda g, s, t: g.sub(g.identity(s), t["bias"]), True),
         (lambda g, s, t: g.add(s, g.mul(t["bias"], g.gen_index(s, axis=3))), True),
@@ -215,7 +215,7 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         (
             {
                 "score_mod": graph_score_mod(
-                    unchanged, {}, lambda g, d, t: t["zero"], {"zero": torch.zeros(1)}
+                    identity_score, {}, lambda g, d, t: t["zero"], {"zero": torch.zeros(1)}
                 )
             },
             "does not depend on the gradient",
@@ -311,9 +311,9 @@ class LoggedGraph:
                 return LoggedTensor(found.name, [])
 
     def operation(self, method: str, *arguments: Any, **named: Any) -> LoggedTensor:
-        given = [getattr(value, "name", value) for value in (*arguments, *named.values())]
-        self.log.append((method, *given))
-        return LoggedTensor(f"{method}({','.join(map(str, given))})", self.log)
+        args = [getattr(value, "name", value) for value in (*arguments, *named.values())]
+        self.log.append((method, *args))
+        return LoggedTensor(f"{method}({','.join(map(str, args))})", self.log)
 
     def __getattr__(self, method: str):
         return lambda *arguments, **named: self.operation(method, *arguments, **named)
@@ -335,8 +335,8 @@ def describe_graph(describe, score_mod: GraphScoreMod) -> LoggedGraph:
     call = request("no_mask", score_mod=score_mod)
     strides = (256 * 4 * 64, 4 * 64, 64, 1)
     modifier, _ = bound_tensors(call, torch.device("cpu"))
-    given = cudnn_plan.Strided(strides, strides, strides, strides, modifier=modifier)
-    description = describe(call, given)
+    argument = cudnn_plan.Strided(strides, strides, strides, strides, modifier=modifier)
+    description = describe(call, argument)
     assert set(description.graph.inputs) <= set(description.roles)
     return description.graph
 
@@ -380,15 +380,15 @@ def test_setters_reach_the_librarys_tensors(library):
 
 
 def test_tensors_are_bound_contiguous_without_expanded_dimensions():
-    whole = torch.zeros(2, 256, 4, 256).transpose(1, 2)
+    full = torch.zeros(2, 256, 4, 256).transpose(1, 2)
     tensors = {
         "scalar": torch.tensor(3.0),
         "expanded": torch.zeros(1, 4, 256, 1).expand(2, 4, 256, 256),
         "transposed": torch.zeros(2, 4, 256, 256).transpose(2, 3),
-        "whole": whole,
+        "whole": full,
     }
     modifier, bound = bound_tensors(
-        request("no_mask", score_mod=graph_score_mod(unchanged, tensors)), torch.device("cpu")
+        request("no_mask", score_mod=graph_score_mod(identity_score, tensors)), torch.device("cpu")
     )
     assert modifier is not None
     shapes = [operand.shape for operand in modifier.operands]
@@ -413,9 +413,9 @@ def test_setters_have_no_effect_where_torch_computes_the_graph(gradient):
         score_mod_bprop=gradient,
         score_mod_bprop_tensors=zero,
     )
-    want = oracle(q, k, v, lambda scores: scores.masked_fill(hidden, -1e9))
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
-    found, expected = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want))
+    reference = oracle(q, k, v, lambda scores: scores.masked_fill(hidden, -1e9))
+    torch.testing.assert_close(got.double(), reference, rtol=1e-5, atol=1e-6)
+    found, expected = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, reference))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -435,7 +435,7 @@ def alibi(graph, score, tensors):
 def case(name: str, size: tuple[int, int]) -> tuple[dict[str, Any], Any]:
     """Arguments for a call on a GPU, and the same score function in plain PyTorch."""
     if name == "unchanged":
-        return {"score_mod": unchanged}, lambda s: s
+        return {"score_mod": identity_score}, lambda s: s
     if name == "softcap":
         capping = Softcap()
         options = {"score_mod": capping.forward, "score_mod_bprop": capping.backward}
@@ -476,7 +476,7 @@ def test_cudnn_computes_the_function_and_its_gradient(name, dtype, tensor_format
     ]
     options, change = case(name, sizes)
     wide = [x.double().requires_grad_() for x in leaves]
-    want = oracle(wide[0], wide[1], wide[2], change)
+    reference = oracle(wide[0], wide[1], wide[2], change)
     if tensor_format == "sbhd":
         leaves = [x.transpose(0, 1).contiguous() for x in leaves]
     leaves = [x.requires_grad_() for x in leaves]
@@ -487,10 +487,10 @@ def test_cudnn_computes_the_function_and_its_gradient(name, dtype, tensor_format
         got = layer(*leaves, **options)
         with torch.no_grad():
             inference = layer(*leaves, **options)
-    gradient = torch.randn_like(want)
-    expected = [want, *torch.autograd.grad(want, wide, gradient)]
-    turned = gradient.transpose(0, 1) if tensor_format == "sbhd" else gradient
-    found = [got, *torch.autograd.grad(got, leaves, turned.to(dtype))]
+    gradient = torch.randn_like(reference)
+    expected = [reference, *torch.autograd.grad(reference, wide, gradient)]
+    transposed = gradient.transpose(0, 1) if tensor_format == "sbhd" else gradient
+    found = [got, *torch.autograd.grad(got, leaves, transposed.to(dtype))]
     assert torch.equal(inference, got)
     limit = 0.006 if dtype == torch.bfloat16 else 0.001
     for part, mine, theirs in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):

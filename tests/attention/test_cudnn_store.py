@@ -131,8 +131,8 @@ class Library:
 
 def gpu(**changes: Any) -> SimpleNamespace:
     """Properties of an H200, with changes."""
-    given = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, **changes}
-    return SimpleNamespace(**given)
+    options = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, **changes}
+    return SimpleNamespace(**options)
 
 
 @pytest.fixture
@@ -241,13 +241,13 @@ def test_another_machine_or_source_looks_for_another_file(name, library, tmp_pat
 
 def test_another_request_or_stride_looks_for_another_file(library, tmp_path):
     r = request()
-    others = [
+    rest = [
         replace(r, scale=0.25),
         replace(r, batch=3),
         replace(r, dtype=torch.float16),
         request("no_mask"),
     ]
-    for other in (r, *others):
+    for other in (r, *rest):
         plan(other)
     plan(r, STRIDED._replace(q=(16384, 64, 16384, 1)))
     assert (library.built, library.read) == (6, 0)
@@ -258,11 +258,11 @@ def test_the_source_digest_covers_every_file_that_describes_graphs(monkeypatch):
     folder = Path(cudnn_store.__file__).parents[1]
     assert all((folder / source).is_file() for source in cudnn_store.SOURCES)
     digest = cudnn_store.source_digest()
-    for place in range(len(cudnn_store.SOURCES)):
+    for index in range(len(cudnn_store.SOURCES)):
         cudnn_store.source_digest.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(
-                cudnn_store, "SOURCES", cudnn_store.SOURCES[:place] + cudnn_store.SOURCES[place + 1 :]
+                cudnn_store, "SOURCES", cudnn_store.SOURCES[:index] + cudnn_store.SOURCES[index + 1 :]
             )
             assert cudnn_store.source_digest() != digest
     cudnn_store.source_digest.cache_clear()
@@ -305,9 +305,9 @@ def test_a_damaged_file_is_logged_once_and_built_again(name, library, tmp_path, 
 def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, library, tmp_path, caplog):
     plan()
     library.rejection = error
-    made = plan()
+    result = plan()
     assert library.built == 2
-    assert made.graph.uids
+    assert result.graph.uids
     assert library.stream == 5  # and not where the failed warm-up left it
     (record,) = caplog.records
     assert f"the library rejects it ({error})" in record.getMessage()

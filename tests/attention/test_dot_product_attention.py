@@ -68,8 +68,8 @@ def oracle_results(q, k, v, grad, sees, extra=(), **options):
     return out, torch.autograd.grad(out, [*leaves, *extra], grad.double().cpu()), max_logit
 
 
-def assert_same(got, want):
-    for ours, theirs in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
+def assert_same(got, expected):
+    for ours, theirs in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
         torch.testing.assert_close(ours.double().cpu(), theirs, **ATTENDED)
 
 
@@ -136,12 +136,12 @@ def test_windows_near_integer_limits_equal_the_loop(mask, window, backend, devic
 def test_backends_receive_windows_of_at_most_the_longest_sequence(device, monkeypatch):
     calls = []
 
-    def watched(*arguments, **options):
+    def watch(*arguments, **options):
         described = describe.describe_call(*arguments, **options)
         calls.append(described[0])
         return described
 
-    monkeypatch.setattr(plan, "describe_call", watched)
+    monkeypatch.setattr(plan, "describe_call", watch)
     q, k, v, _ = tensors(device)
     module = DotProductAttention(2, 4, attn_mask_type="no_mask", window_size=(2**40, 3))
     module(q, k, v, qkv_format="bshd")
@@ -183,7 +183,7 @@ def test_biases_equal_the_loop_with_their_gradient(kind, shape, device):
     module = DotProductAttention(2, 4, attn_mask_type="causal", softmax_scale=0.3)
     arguments = {"core_attention_bias_type": kind, "core_attention_bias": bias}
     got = run(module, q, k, v, grad, extra=[bias], **arguments)
-    want = oracle_results(
+    expected = oracle_results(
         q,
         k,
         v,
@@ -194,7 +194,7 @@ def test_biases_equal_the_loop_with_their_gradient(kind, shape, device):
         bias=lambda b, h, i, j: full[b, h, i, j],
         bias_before_scale=kind == "pre_scale_bias",
     )
-    assert_same(got, want)
+    assert_same(got, expected)
 
 
 def press_slopes(heads):
@@ -207,22 +207,22 @@ def press_slopes(heads):
 
 
 @pytest.mark.parametrize("heads", [2, 3])
-@pytest.mark.parametrize("given", [None, "head", "batch"])
+@pytest.mark.parametrize("argument", [None, "head", "batch"])
 @pytest.mark.parametrize("mask", ["causal", "padding_causal_bottom_right", "no_mask"])
-def test_alibi_equals_the_loop(mask, given, heads, device):
+def test_alibi_equals_the_loop(mask, argument, heads, device):
     q, k, v, grad = tensors(device, heads=heads, groups=heads)
     arguments, rule = mask_arguments(mask, device)
     slopes = torch.tensor(press_slopes(heads)).repeat(2, 1)
-    if given == "head":
+    if argument == "head":
         slopes = torch.rand(heads, generator=torch.Generator().manual_seed(2)).repeat(2, 1)
         arguments["alibi_slopes"] = slopes[0].to(device)
-    elif given == "batch":
+    elif argument == "batch":
         slopes = torch.rand(2, heads, generator=torch.Generator().manual_seed(2))
         arguments["alibi_slopes"] = slopes.to(device)
     shifts = {"causal": [0, 0], "no_mask": [1, 1], "padding_causal_bottom_right": [-1, 3]}[mask]
     module = DotProductAttention(heads, 4, attn_mask_type=mask, attention_type="cross")
     got = run(module, q, k, v, grad, core_attention_bias_type="alibi", **arguments)
-    want = oracle_results(
+    expected = oracle_results(
         q,
         k,
         v,
@@ -230,7 +230,7 @@ def test_alibi_equals_the_loop(mask, given, heads, device):
         visibility(mask, 5, 6, **rule),
         bias=lambda b, h, i, j: -slopes[b, h].double() * abs(i + shifts[b] - j),
     )
-    assert_same(got, want)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("mask", ["causal", "padding"])
@@ -264,8 +264,8 @@ def test_max_logit_is_the_largest_visible_score_of_each_head(mask, device):
     arguments, rule = mask_arguments(mask, device)
     module = DotProductAttention(2, 4, attn_mask_type=mask, return_max_logit=True, attention_type="cross")
     *got, max_logit = run(module, q, k, v, grad, **arguments)
-    *want, best = oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule))
-    assert_same(got, want)
+    *expected, best = oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule))
+    assert_same(got, expected)
     torch.testing.assert_close(max_logit.double().cpu(), best, **ATTENDED)
 
 
@@ -302,9 +302,9 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(backend, device):
 def test_low_precision_is_as_accurate_as_its_rounding(dtype, backend, device):
     q, k, v, grad = (x.to(dtype) for x in tensors(device))
     out, gradients, _ = run(DotProductAttention(2, 4), q, k, v, grad)
-    want, want_gradients, _ = oracle_results(q, k, v, grad, visibility("causal", 5, 6))
+    expected, want_gradients, _ = oracle_results(q, k, v, grad, visibility("causal", 5, 6))
     unit = torch.finfo(dtype).eps
-    for ours, theirs in zip((out, *gradients), (want, *want_gradients), strict=True):
+    for ours, theirs in zip((out, *gradients), (expected, *want_gradients), strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double().cpu(), theirs, atol=4 * unit, rtol=4 * unit)
 
@@ -333,10 +333,12 @@ def test_the_call_overrides_mask_window_and_format(device):
 def test_packed_queries_keys_values_are_views_of_one_tensor(axis, device):
     q, k, v, _ = tensors(device, 5, 5)
     module = DotProductAttention(2, 4, qkv_format="bshd")
-    want = module(q, k, v)
-    torch.testing.assert_close(module(qkv_layer=torch.stack((q, k, v), axis), qkv_interleave_dim=axis), want)
+    expected = module(q, k, v)
+    torch.testing.assert_close(
+        module(qkv_layer=torch.stack((q, k, v), axis), qkv_interleave_dim=axis), expected
+    )
     packed_kv = torch.stack((k, v), axis)
-    torch.testing.assert_close(module(q, kv_layer=packed_kv, qkv_interleave_dim=axis), want)
+    torch.testing.assert_close(module(q, kv_layer=packed_kv, qkv_interleave_dim=axis), expected)
 
 
 @pytest.mark.parametrize("mask", ["causal", "padding"])
@@ -344,9 +346,9 @@ def test_recomputing_the_core_changes_nothing(mask, backend, device):
     q, k, v, grad = tensors(device)
     arguments, _ = mask_arguments(mask, device)
     module = DotProductAttention(2, 4, attn_mask_type=mask, attention_type="cross")
-    kept = run(module, q, k, v, grad, **arguments)
+    saved = run(module, q, k, v, grad, **arguments)
     recomputed = run(module, q, k, v, grad, checkpoint_core_attention=True, **arguments)
-    for one, other in zip((kept[0], *kept[1]), (recomputed[0], *recomputed[1]), strict=True):
+    for one, other in zip((saved[0], *saved[1]), (recomputed[0], *recomputed[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -394,8 +396,8 @@ def test_recomputed_dropout_repeats_its_mask(device):
             2, 4, attention_dropout=0.5, get_rng_state_tracker=lambda tracker=tracker: tracker
         )
         results.append(run(module, q, k, v, grad, checkpoint_core_attention=recompute))
-    (kept, gradients, _), (recomputed, others, _) = results
-    for one, other in zip((kept, *gradients), (recomputed, *others), strict=True):
+    (saved, gradients, _), (recomputed, rest, _) = results
+    for one, other in zip((saved, *gradients), (recomputed, *rest), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -424,8 +426,8 @@ def test_autocast_lowers_the_precision_of_inputs_only(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         got, gradients, _ = run(DotProductAttention(2, 4), q, k, v, grad.bfloat16(), **arguments)
     lowered = [x.bfloat16() for x in (q, k, v, grad)]
-    want, expected_gradients, _ = run(DotProductAttention(2, 4), *lowered, **arguments)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+    expected, expected_gradients, _ = run(DotProductAttention(2, 4), *lowered, **arguments)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
     for gradient, low in zip(gradients, expected_gradients, strict=True):
         assert torch.equal(gradient, low.float())
 

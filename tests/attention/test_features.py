@@ -51,11 +51,11 @@ ASKED = {
 
 @pytest.mark.parametrize("feature", ASKED, ids=[feature.name for feature in ASKED])
 def test_a_backend_names_the_feature_that_it_does_not_support(feature):
-    asked = request(**ASKED[feature])
-    assert asked.features == (feature,)
+    requested = request(**ASKED[feature])
+    assert requested.features == (feature,)
     for backend in TABLE.backends:
         if feature not in backend.takes:
-            assert backend.rejection_reason(asked) == f"it does not support {feature.value}", backend.name
+            assert backend.rejection_reason(requested) == f"it does not support {feature.value}", backend.name
 
 
 def test_a_plain_request_needs_no_feature():
@@ -65,8 +65,8 @@ def test_a_plain_request_needs_no_feature():
 @pytest.mark.parametrize("table", [TABLE, fp8.FORWARD, fp8.BACKWARD], ids=lambda table: table.operation)
 def test_an_unknown_feature_is_rejected_by_all(table, monkeypatch):
     monkeypatch.setattr(AttentionCall, "features", ("an attention of tomorrow",))
-    asked = request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
-    for verdict in table.explain(asked):
+    requested = request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
+    for verdict in table.explain(requested):
         assert verdict.reason == "it does not support an attention of tomorrow", verdict.backend
 
 
@@ -90,11 +90,11 @@ def test_explaining_plans_nothing(monkeypatch):
     monkeypatch.setattr(cudnn, "missing", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: True)
     monkeypatch.setattr(cudnn, "_planning_failure", lambda r: planned.append(r) or "not today")
-    asked = replace(request(), device_type="cuda", hardware=nvidia(9, 0), seqlen_q=4096, seqlen_kv=4096)
-    verdicts = {verdict.backend: verdict for verdict in TABLE.explain(asked)}
+    requested = replace(request(), device_type="cuda", hardware=nvidia(9, 0), seqlen_q=4096, seqlen_kv=4096)
+    verdicts = {verdict.backend: verdict for verdict in TABLE.explain(requested)}
     assert verdicts["cudnn"].reason is None and not planned
-    assert TABLE.bind(asked).name != "cudnn" and planned == [asked]
-    assert {verdict.backend: verdict.reason for verdict in TABLE.explain(asked)}["cudnn"] == "not today"
+    assert TABLE.bind(requested).name != "cudnn" and planned == [requested]
+    assert {verdict.backend: verdict.reason for verdict in TABLE.explain(requested)}["cudnn"] == "not today"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)

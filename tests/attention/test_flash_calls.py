@@ -109,13 +109,13 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_flash4_computes_the_request(name):
     request, inputs = problem(**PROBLEMS[name])
-    got, want = (backend.forward(request, inputs) for backend in (flash4, reference))
-    torch.testing.assert_close(got.output, want.output)
+    got, expected = (backend.forward(request, inputs) for backend in (flash4, reference))
+    torch.testing.assert_close(got.output, expected.output)
     grad = sample(*got.output.shape, seed=5)
     if request.padded_between or request.mask.padding:
-        grad = torch.where(want.output == 0, 0, grad)
+        grad = torch.where(expected.output == 0, 0, grad)
     ours = flash4.backward(request, inputs, got, grad)
-    theirs = reference.backward(request, inputs, want, grad)
+    theirs = reference.backward(request, inputs, expected, grad)
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -143,9 +143,9 @@ def test_flash4_reads_caches(layout, paged):
         q = torch.cat([q[b, :n] for b, n in enumerate(LENGTHS_Q)])
         inputs = inputs._replace(starts_q=cumulative(LENGTHS_Q, "cpu"))
     request, inputs = replace(request, q_format=layout), inputs._replace(q=q, k=k, v=v)
-    want = reference.forward(request, inputs).output
+    expected = reference.forward(request, inputs).output
     got = flash4.forward(request, inputs)
-    torch.testing.assert_close(got.output, want)
+    torch.testing.assert_close(got.output, expected)
     assert got.lse is None
 
 
@@ -246,21 +246,21 @@ def test_missing_packages_are_named(monkeypatch):
     for backend in (flash4, flash3, flash2):
         assert "is not installed" in (backend.BACKEND.rejection_reason(hopper_request()) or "")
     monkeypatch.setattr(flash2, "VERSION", "1.0.9")
-    wanted = "is not a version from 2.1.1 up to, not including, 2.8.4"
+    expected = "is not a version from 2.1.1 up to, not including, 2.8.4"
     for version in ("1.0.9", "2.1.0", "2.8.4", "2.8.4+cu128"):
         monkeypatch.setattr(flash2, "VERSION", version)
-        assert flash2.unsupported_reason(hopper_request()) == f"flash-attn {version} {wanted}"
+        assert flash2.unsupported_reason(hopper_request()) == f"flash-attn {version} {expected}"
 
 
 @pytest.mark.parametrize("version", ["2.1.1", "2.3.6", "2.4.0", "2.4.1", "2.8.3", "2.8.3+cu128torch2.9"])
 def test_flash2_receives_the_options_that_its_release_has(version, monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", version)
-    given = []
+    arguments = []
     package = sys.modules["flash_attn"]
     function = package.flash_attn_func
 
     def call(*tensors, **options):
-        given.append(options)
+        arguments.append(options)
         present = {"window_size": (-1, -1), "alibi_slopes": None, "deterministic": False}
         return function(*tensors, **present | options)
 
@@ -271,7 +271,7 @@ def test_flash2_receives_the_options_that_its_release_has(version, monkeypatch):
     )
     found = flash2.release(version)
     later = {"window_size": (2, 3, 0), "alibi_slopes": (2, 4, 0), "deterministic": (2, 4, 1)}
-    assert set(given[0]) == {"dropout_p", "softmax_scale", "causal"} | {
+    assert set(arguments[0]) == {"dropout_p", "softmax_scale", "causal"} | {
         name for name, first in later.items() if found >= first
     }
 

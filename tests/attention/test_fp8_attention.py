@@ -176,28 +176,30 @@ def test_bias_sink_and_dropout_work_in_fp8(device):
     with te.autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
         out = module(*qkv, **options)
     assert relative(out, exact) < 0.1
-    for found, wanted in zip(torch.autograd.grad(out.float().square().sum(), leaves), expected, strict=True):
-        assert relative(found, wanted) < 0.2
+    for found, reference in zip(
+        torch.autograd.grad(out.float().square().sum(), leaves), expected, strict=True
+    ):
+        assert relative(found, reference) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_recomputing_the_attention_repeats_its_gradients(kind, device):
     recipe, qkv = RECIPES[kind](fp8_dpa=True), tensors(device)
-    plain, again = attention(), attention()
+    plain, repeated = attention(), attention()
     for _ in range(3):
         out, grads = steps(plain, recipe, qkv, count=1)
-        recomputed, found = steps(again, recipe, qkv, count=1, checkpoint_core_attention=True)
+        recomputed, found = steps(repeated, recipe, qkv, count=1, checkpoint_core_attention=True)
         assert torch.equal(out, recomputed)
         assert all(torch.equal(a, b) for a, b in zip(grads, found, strict=True))
 
 
 def test_te_checkpoint_repeats_the_gradients(device):
     recipe, qkv = DelayedScaling(fp8_dpa=True), tensors(device)
-    plain, again = attention(), attention()
+    plain, repeated = attention(), attention()
     for _ in range(3):
         out, grads = steps(plain, recipe, qkv, count=1)
         with te.autocast(recipe=recipe):
-            recomputed = te.checkpoint(again, *qkv, use_reentrant=False)
+            recomputed = te.checkpoint(repeated, *qkv, use_reentrant=False)
         assert torch.equal(out, recomputed)
         found = torch.autograd.grad(recomputed, qkv, torch.ones_like(recomputed))
         assert all(torch.equal(a, b) for a, b in zip(grads, found, strict=True))
@@ -247,8 +249,8 @@ def test_layers_with_fp8_attention_stay_close_to_high_precision(make, kind, fiel
 def test_fp8_mha_passes_codes_to_the_projection(device, monkeypatch):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     module = MultiheadAttention(128, HEADS, params_dtype=dtype, device=device, attention_dropout=0.0)
-    seen = []
-    module.proj.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    records = []
+    module.proj.register_forward_pre_hook(lambda _, arguments: records.append(arguments[0]))
     x = torch.randn(32, 2, 128, device=device, dtype=dtype)
     for recipe in (
         DelayedScaling(fp8_mha=True),
@@ -257,7 +259,7 @@ def test_fp8_mha_passes_codes_to_the_projection(device, monkeypatch):
     ):
         with te.autocast(recipe=recipe):
             module(x)
-    assert [isinstance(context, Float8Tensor) for context in seen] == [True, False, False]
+    assert [isinstance(context, Float8Tensor) for context in records] == [True, False, False]
 
 
 def test_recipes_without_fp8_attention_raise(device):
@@ -284,8 +286,8 @@ def test_the_environment_gives_attention_a_separate_recipe(device, monkeypatch):
 
 def test_explain_names_both_passes_and_the_reason(device):
     with te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
-        told = te.explain(attention(), *tensors(device))
-    by_operation = {decision.operation: decision for decision in told.decisions}
+        report = te.explain(attention(), *tensors(device))
+    by_operation = {decision.operation: decision for decision in report.decisions}
     assert by_operation["fp8_attention_backward"].chosen == "high_precision"
     reasons = {v.backend: v.reason for v in by_operation["fp8_attention_backward"].verdicts}
     if device.type == "cpu":
@@ -383,5 +385,5 @@ def test_one_attention_can_alternate_between_recipe_families(kinds, quantized_we
     # A delayed-scaling state begins anew after another family: its first step uses scales equal to 1.
     for kind in (*kinds, *kinds):
         fresh = layer() if kind == "DelayedScaling" else alone[kind]
-        for got, want in zip(step(alternating, kind), step(fresh, kind), strict=True):
-            torch.testing.assert_close(got, want)
+        for got, expected in zip(step(alternating, kind), step(fresh, kind), strict=True):
+            torch.testing.assert_close(got, expected)

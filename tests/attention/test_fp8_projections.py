@@ -27,10 +27,10 @@ def _emulating(monkeypatch):
 
 
 def make_attention(device, **options) -> MultiheadAttention:
-    given = {"num_gqa_groups": GROUPS, "fuse_qkv_params": True, "attention_dropout": 0.0, **options}
+    kwargs = {"num_gqa_groups": GROUPS, "fuse_qkv_params": True, "attention_dropout": 0.0, **options}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(3)
-    return MultiheadAttention(HIDDEN, HEADS, params_dtype=dtype, device=device, **given)
+    return MultiheadAttention(HIDDEN, HEADS, params_dtype=dtype, device=device, **kwargs)
 
 
 def inputs(device) -> torch.Tensor:
@@ -40,9 +40,9 @@ def inputs(device) -> torch.Tensor:
 
 
 def record_attention_inputs(module: MultiheadAttention) -> list[tuple[torch.Tensor, ...]]:
-    seen: list[tuple[torch.Tensor, ...]] = []
-    module.core_attention.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:3]))
-    return seen
+    records: list[tuple[torch.Tensor, ...]] = []
+    module.core_attention.register_forward_pre_hook(lambda _, arguments: records.append(arguments[:3]))
+    return records
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -53,14 +53,14 @@ def test_attention_receives_the_projections_codes(input_layernorm, interleaved, 
         inputs(device),
     )
     projection = module.layernorm_qkv if input_layernorm else module.qkv
-    seen = record_attention_inputs(module)
+    records = record_attention_inputs(module)
     with te.autocast(recipe=Float8CurrentScaling(fp8_mha=True)), torch.no_grad():
         module(x)
         mixed = projection(x)
     scale = 448.0 / mixed.float().abs().max()
     codes = (mixed.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    wanted = split_heads(codes, HEADS, GROUPS, SIZE, interleaved)
-    for found, part in zip(seen[0], wanted, strict=True):
+    expected = split_heads(codes, HEADS, GROUPS, SIZE, interleaved)
+    for found, part in zip(records[0], expected, strict=True):
         assert isinstance(found, Float8Tensor) and found._transpose is None
         torch.testing.assert_close(found._scale_inv, 1.0 / scale.reshape(1))
         if device.type == "cpu":
@@ -124,40 +124,40 @@ def test_options_that_need_high_precision_values_receive_them(between, device):
         recipe = Float8CurrentScaling(fp8_dpa=True)
     elif between == "delayed":
         recipe = DelayedScaling(fp8_mha=True)
-    seen = record_attention_inputs(module)
+    records = record_attention_inputs(module)
     with te.autocast(recipe=recipe):
         module(inputs(device), **call)
-    assert not any(isinstance(x, Float8Tensor) for x in seen[0])
+    assert not any(isinstance(x, Float8Tensor) for x in records[0])
 
 
 def test_a_backward_in_16_bits_gets_values_and_an_evaluation_codes(device, monkeypatch):
     monkeypatch.delenv("NVTE_FP8_DPA_BWD")
     module = make_attention(device)
-    seen = record_attention_inputs(module)
+    records = record_attention_inputs(module)
     for training in (True, False):
         with te.autocast(recipe=Float8CurrentScaling(fp8_mha=True)):
             module.train(training)(inputs(device))
-    assert [isinstance(q, Float8Tensor) for q, _, _ in seen] == [False, True]
+    assert [isinstance(q, Float8Tensor) for q, _, _ in records] == [False, True]
 
 
 def test_a_projection_in_high_precision_passes_values(device, monkeypatch):
     module = make_attention(device)
-    seen = record_attention_inputs(module)
+    records = record_attention_inputs(module)
     monkeypatch.setattr(
         type(module.qkv), "quantizable_products", lambda self, *_: (UNQUANTIZED,) * self.num_products
     )
     with te.autocast(recipe=Float8CurrentScaling(fp8_mha=True)):
         module(inputs(device))
-    assert not any(isinstance(x, Float8Tensor) for x in seen[0])
+    assert not any(isinstance(x, Float8Tensor) for x in records[0])
 
 
 def test_recomputation_repeats_the_codes(device):
     recipe, x = Float8CurrentScaling(fp8_mha=True), inputs(device)
-    plain, again = make_attention(device), make_attention(device)
+    plain, repeated = make_attention(device), make_attention(device)
     for _ in range(2):
         with te.autocast(recipe=recipe):
             out = plain(x)
-            recomputed = te.checkpoint(again, x, use_reentrant=False)
+            recomputed = te.checkpoint(repeated, x, use_reentrant=False)
         assert torch.equal(out, recomputed)
         (grad,), (same,) = (torch.autograd.grad(y.float().sum(), x) for y in (out, recomputed))
         assert torch.equal(grad, same)

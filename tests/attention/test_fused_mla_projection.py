@@ -50,9 +50,9 @@ def reference_queries(tensors: dict[str, torch.Tensor], centered: bool = False) 
 def test_queries_and_gradients_equal_float64(centered, device):
     tensors = inputs(device)
     wide = {name: tensor.double() for name, tensor in tensors.items()}
-    for held in (tensors, wide):
+    for contents in (tensors, wide):
         for name in ("x", "gamma", "w_q"):
-            held[name].requires_grad_()
+            contents[name].requires_grad_()
     query = call(tensors, zero_centered_gamma=centered)
     reference = reference_queries(wide, centered)
     assert (
@@ -135,9 +135,9 @@ def test_weight_gradients_are_accumulated_and_delayed(delayed, fused, device):
     if delayed:
         assert weight.grad is None and torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
         store.pop()
-    wanted = plain["w_q"].grad.float()
+    expected = plain["w_q"].grad.float()
     found = weight.main_grad - 1 if fused else weight.grad.float()
-    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert fused or torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
 
 

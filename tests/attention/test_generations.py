@@ -111,15 +111,15 @@ def test_fp8_attention_follows_hardware_and_version(
 def test_fp8_gradients_take_more_heads_on_10_and_run_on_request(installed, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cudnn_fp8, "get_cudnn_version", lambda: (9, 28, 1))
 
-    def chosen(hardware, requested, **options):
+    def choose(hardware, requested, **options):
         call = request(hardware=nvidia(*hardware), fp8="delayed", **options)
         verdicts = BACKWARD.explain(BackwardRequest(call, "cudnn", requested))
         return next((v.backend, verdicts[0].reason) for v in verdicts if v.chosen)
 
-    assert chosen((10, 0), True)[0] == "cudnn"
-    assert chosen((10, 0), True, **MLA)[0] == "cudnn"
-    assert chosen((9, 0), True) == ("emulated", "head sizes 64 and 64 in the backward pass; it takes 128")
-    name, reason = chosen((10, 0), None)
+    assert choose((10, 0), True)[0] == "cudnn"
+    assert choose((10, 0), True, **MLA)[0] == "cudnn"
+    assert choose((9, 0), True) == ("emulated", "head sizes 64 and 64 in the backward pass; it takes 128")
+    name, reason = choose((10, 0), None)
     assert name == "high_precision" and "not measured on compute capability 10.0" in str(reason)
 
 

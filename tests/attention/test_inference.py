@@ -94,10 +94,10 @@ def test_cached_attention_equals_attention_over_everything(tensor_format, pages,
 
     cache = params(qkv_format=tensor_format, **pages)
     outputs = play(lambda x: module(*qkv(x), inference_params=cache), cache, data, tensor_format)
-    whole = DotProductAttention(HEADS, WIDTH, num_gqa_groups=GROUPS, qkv_format="bshd")
+    full = DotProductAttention(HEADS, WIDTH, num_gqa_groups=GROUPS, qkv_format="bshd")
     for name, got in outputs.items():
-        want = whole(*qkv(data[name][None, : len(got)]))[0]
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        expected = full(*qkv(data[name][None, : len(got)]))[0]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @PAGED
@@ -257,21 +257,21 @@ def test_padding_tokens_are_not_cached(pages, device):
 @PAGED
 def test_rows_that_move_keep_their_keys(pages, device):
     cache = params(**pages)
-    kept = {}
+    saved = {}
     for turn, entry in enumerate(SCHEDULE):
         cache.pre_step(entry)
-        kept = {name: kept.get(name, []) for name in entry}
+        saved = {name: saved.get(name, []) for name in entry}
         new = torch.zeros(len(entry), max(entry.values()), GROUPS, WIDTH, device=device)
         for row, (name, count) in enumerate(entry.items()):
             for index in range(count):
                 new[row, index] = 100 * turn + 10 * row + index
-                kept[name].append(100.0 * turn + 10 * row + index)
+                saved[name].append(100.0 * turn + 10 * row + index)
         for layer in (1, 2):
             cache.step(layer, new * layer, -new, "bshd")
         for layer in (1, 2):
             keys, values = cache.convert_paged_to_nonpaged(layer)
             for row, name in enumerate(entry):
-                numbers = torch.tensor(kept[name], device=device)
+                numbers = torch.tensor(saved[name], device=device)
                 torch.testing.assert_close(keys[row, : len(numbers), 1, 3], layer * numbers)
                 torch.testing.assert_close(values[row, : len(numbers), 0, 0], -numbers)
 
@@ -321,8 +321,8 @@ def test_tensors_that_a_step_reads_keep_their_addresses(device):
 
 def test_a_custom_manager_replaces_ours(device):
     class Doubling(NonPagedKVCacheManager):
-        def step(self, layer_number, new_k, new_v, *others):
-            return super().step(layer_number, 2 * new_k, new_v, *others)
+        def step(self, layer_number, new_k, new_v, *rest):
+            return super().step(layer_number, 2 * new_k, new_v, *rest)
 
     shape = (4, 16, GROUPS, WIDTH, torch.float32, WIDTH, device)
     cache = params(custom_cache_manager=Doubling(*shape))

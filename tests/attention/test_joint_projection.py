@@ -20,6 +20,7 @@ from transformer_engine.pytorch.functions.split_heads import split_views
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 
+pytestmark = pytest.mark.any_device
 HIDDEN, HEADS, TOKENS, BATCH = 32, 4, 12, 2
 JOINT = "_ProjectedAttentionBackward"
 SHAPES = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}
@@ -38,13 +39,13 @@ def call(layer, form="sbhd", dtype=torch.float32, **more):
     x = torch.randn(*SHAPES[form], HIDDEN, dtype=dtype).to(device).requires_grad_()
     bounds = torch.tensor([0, TOKENS - 2, TOKENS * BATCH], dtype=torch.int32, device=device)
     longest = TOKENS + 2
-    given = {
+    options = {
         "cu_seqlens_q": bounds,
         "cu_seqlens_kv": bounds,
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
-    y = layer(x, **(given if form == "thd" else {}), **more)
+    y = layer(x, **(options if form == "thd" else {}), **more)
     joint = JOINT in nodes(y)
     y.backward(torch.randn(y.shape).to(y))
     results = [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
@@ -102,7 +103,7 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form,
     rest = (lengths, lengths, starts, starts) if form == "thd" else ()
     written = []
 
-    def backward_into(request, inputs, attended, grad_output, into):
+    def write_backward(request, inputs, attended, grad_output, into):
         gradients = reference.backward(request, inputs, attended, grad_output)
         tokens = TOKENS * BATCH - 3 if request.packed else None  # nothing is written after the last sequence
         for target, gradient, part in zip(into, gradients[:3], inputs[:3], strict=True):
@@ -112,7 +113,7 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form,
         return gradients._replace(q=into[0], k=into[1], v=into[2])
 
     found = []
-    for passes in (reference.PASSES, reference.PASSES._replace(backward_into=backward_into)):
+    for passes in (reference.PASSES, reference.PASSES._replace(backward_into=write_backward)):
         projection = x.clone().requires_grad_()
         parts = split_views(projection.detach(), HEADS, groups, 8, interleaved)
         inputs = AttentionInputs(*parts, *rest)
@@ -152,35 +153,35 @@ def test_the_joint_node_exists_where_torch_has_separate_passes(device):
 
 
 @pytest.mark.parametrize(
-    "place", ["hook before", "hook behind", "forward of the object", "forward of the class", "all modules"]
+    "position", ["hook before", "hook behind", "forward of the object", "forward of the class", "all modules"]
 )
-def test_observers_of_the_core_see_its_call(place, device, monkeypatch):
+def test_observers_of_the_core_see_its_call(position, device, monkeypatch):
     layer = make(device)
     call(layer)
-    core, seen = layer.core_attention, []
+    core, records = layer.core_attention, []
     forward = DotProductAttention.forward
 
-    def watched(self, *args, **given):
-        seen.append(len(args))
-        return forward(self, *args, **given)
+    def watch(self, *args, **kwargs):
+        records.append(len(args))
+        return forward(self, *args, **kwargs)
 
     removed = None
-    if place == "hook before":
-        core.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
-    elif place == "hook behind":
-        core.register_forward_hook(lambda _, args, out: seen.append(len(args)))
-    elif place == "forward of the object":
-        monkeypatch.setattr(core, "forward", lambda *args, **given: watched(core, *args, **given))
-    elif place == "forward of the class":
-        monkeypatch.setattr(DotProductAttention, "forward", watched)
+    if position == "hook before":
+        core.register_forward_pre_hook(lambda _, args: records.append(len(args)))
+    elif position == "hook behind":
+        core.register_forward_hook(lambda _, args, out: records.append(len(args)))
+    elif position == "forward of the object":
+        monkeypatch.setattr(core, "forward", lambda *args, **kwargs: watch(core, *args, **kwargs))
+    elif position == "forward of the class":
+        monkeypatch.setattr(DotProductAttention, "forward", watch)
     else:
         removed = torch.nn.modules.module.register_module_forward_pre_hook(
-            lambda module, args: seen.append(len(args)) if module is core else None
+            lambda module, args: records.append(len(args)) if module is core else None
         )
     call(layer)
     if removed is not None:
         removed.remove()
-    assert seen == [3]
+    assert records == [3]
 
 
 def test_the_joint_nodes_second_derivative_is_correct(device):

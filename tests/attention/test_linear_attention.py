@@ -69,15 +69,15 @@ def test_chunks_do_not_depend_on_the_precision_of_float32_products(rule, setting
     )
     tensors, call = case.tensors(device=device), module_call(case, device)
     with use_backend(linear_attention="chunked"):
-        wanted = run_with_gradients(case, tensors, call)
+        expected = run_with_gradients(case, tensors, call)
         torch.set_float32_matmul_precision(setting)
         try:
             found = run_with_gradients(case, tensors, call)
             compare(case, call, device=device)
         finally:
             torch.set_float32_matmul_precision("highest")
-    for got, want in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        assert got is not None and want is not None and torch.equal(got, want)
+    for got, reference in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert got is not None and reference is not None and torch.equal(got, reference)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -105,7 +105,7 @@ def test_a_state_continues_a_sequence_and_passes_gradients(rule, backend):
         pytest.skip("one recurrence serves all rules")
     case = replace(PLAIN[rule], lengths=(50, 50))
 
-    def in_two_calls(**tensors):
+    def run_in_halves(**tensors):
         state, outputs = tensors.pop("initial_state"), []
         for part in (slice(0, 17), slice(17, 50)):
             shares = {name: x[:, part] for name, x in tensors.items()}
@@ -114,7 +114,7 @@ def test_a_state_continues_a_sequence_and_passes_gradients(rule, backend):
         return torch.cat(outputs, 1), state
 
     with use_backend(linear_attention=backend):
-        compare(case, in_two_calls)
+        compare(case, run_in_halves)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,7 +125,7 @@ def test_states_continue_packed_sequences_over_several_calls(rule, backend):
     case = replace(PLAIN[rule], format="thd", lengths=tuple(map(sum, zip(*parts, strict=True))))
     starts = [0, *accumulate(case.lengths)]
 
-    def in_several_calls(**tensors):
+    def run_in_chunks(**tensors):
         state, outputs = tensors.pop("initial_state"), [[] for _ in case.lengths]
         begins = list(starts[:-1])
         for lengths in parts:
@@ -138,7 +138,7 @@ def test_states_continue_packed_sequences_over_several_calls(rule, backend):
         return torch.cat([row for rows in outputs for row in rows]), state
 
     with use_backend(linear_attention=backend):
-        compare(case, in_several_calls)
+        compare(case, run_in_chunks)
 
 
 @pytest.mark.parametrize("layout", ("sbhd", "bshd", "thd"))
@@ -196,10 +196,10 @@ def test_gradients_match_finite_differences(rule, options, backend, packed):
     leaves = [inputs[i].requires_grad_() for i in places]
 
     def function(*tensors):
-        given = list(inputs)
+        args = list(inputs)
         for i, tensor in zip(places, tensors, strict=True):
-            given[i] = tensor
-        return linear_attention(DeltaInputs(*given), spec)
+            args[i] = tensor
+        return linear_attention(DeltaInputs(*args), spec)
 
     with use_backend(linear_attention=backend):
         options = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-5, "fast_mode": packed}
@@ -288,8 +288,8 @@ def test_linear_gates_below_zero_are_floored(backend):
         tensors["g"][:, 3] = -0.5
         zero = {**tensors, "g": tensors["g"].clamp(min=0.0)}
         with use_backend(linear_attention=backend):
-            for found, want in zip(module_call(case)(**tensors), module_call(case)(**zero), strict=True):
-                assert torch.equal(found, want) and found.isfinite().all()
+            for found, expected in zip(module_call(case)(**tensors), module_call(case)(**zero), strict=True):
+                assert torch.equal(found, expected) and found.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -304,9 +304,9 @@ def test_linear_gates_near_zero_have_the_recurrences_gradient(backend, dtype):
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     with use_backend(linear_attention=backend):
         found, gradients = run_with_gradients(case, tensors, module_call(case))
-    wanted, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x)[:1])
+    expected, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x)[:1])
     limit = max(BOUNDS[dtype], 1e-8)
-    assert error(found[0], wanted[0]) < limit
+    assert error(found[0], expected[0]) < limit
     for dx, exact_dx in zip(gradients, wanted_gradients, strict=True):
         assert error(dx, exact_dx) < 3 * limit
 
@@ -376,14 +376,14 @@ def test_autocast_has_no_effect(rule):
     tensors = case.tensors()
     plain = run_with_gradients(case, tensors, module_call(case))
 
-    def in_contexts(**tensors):
+    def run_in_contexts(**tensors):
         with (
             torch.autocast("cpu", torch.bfloat16),
             te.autocast(enabled=True, recipe=Float8CurrentScaling()),
         ):
             return module_call(case)(**tensors)
 
-    cast = run_with_gradients(case, tensors, in_contexts)
+    cast = run_with_gradients(case, tensors, run_in_contexts)
     for found, exact in zip((*plain[0], *plain[1]), (*cast[0], *cast[1]), strict=True):
         assert torch.equal(found, exact)
 

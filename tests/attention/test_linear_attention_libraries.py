@@ -195,20 +195,20 @@ def _reference_cudnn_module() -> types.ModuleType:
     module = types.ModuleType(cudnn.MODULE)
 
     def function(rule, parameters):
-        def compute(**given):
-            assert set(given) == set(parameters.split())
-            assert given["q"].dim() == 3 and all(
-                given[name].is_contiguous() for name in ("q", "k", "v", "g", "beta")
+        def compute(**kwargs):
+            assert set(kwargs) == set(parameters.split())
+            assert kwargs["q"].dim() == 3 and all(
+                kwargs[name].is_contiguous() for name in ("q", "k", "v", "g", "beta")
             )
-            names = [name for name in DeltaInputs._fields[:6] if given.get(name) is not None]
-            tensors = {name: given[name].unsqueeze(0) for name in names}
-            others = {name: given.get(name) for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")}
-            options = [option for name, option in _CUDNN_OPTIONS.items() if given.get(name)]
-            if given.get("gate_domain") == "linear":
+            names = [name for name in DeltaInputs._fields[:6] if kwargs.get(name) is not None]
+            tensors = {name: kwargs[name].unsqueeze(0) for name in names}
+            rest = {name: kwargs.get(name) for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")}
+            options = [option for name, option in _CUDNN_OPTIONS.items() if kwargs.get(name)]
+            if kwargs.get("gate_domain") == "linear":
                 options.append(Option.LINEAR_GATE)
-            spec = DeltaSpec(rule, given["scale"].hex(), tuple(options))
+            spec = DeltaSpec(rule, kwargs["scale"].hex(), tuple(options))
             with use_backend(linear_attention="reference"):
-                output, state = linear_attention(operation_inputs(**tensors, **others), spec)
+                output, state = linear_attention(operation_inputs(**tensors, **rest), spec)
             return output.squeeze(0), output.new_empty(0) if state is None else state
 
         return compute
@@ -272,11 +272,11 @@ def test_bounds_changed_in_place_do_not_reuse_cached_chunks(monkeypatch):
     index = pytest.importorskip("fla.ops.utils.index")
     chunks = []
 
-    def stand_in(inputs, options):
+    def fake_library(inputs, options):
         chunks.append(index.prepare_chunk_indices(options["cu_seqlens"], 64))
         return inputs.v.clone(), None
 
-    monkeypatch.setitem(fla._RULES, Rule.GDN, stand_in)
+    monkeypatch.setitem(fla._RULES, Rule.GDN, fake_library)
     tokens = torch.zeros(1, 200, 1, 16)
     bounds = torch.tensor([0, 200], dtype=torch.int32)
     inputs = operation_inputs(

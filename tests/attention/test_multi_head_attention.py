@@ -82,13 +82,13 @@ def test_every_parameter_layout_means_the_same_attention(fused, interleaved, gro
         linear(normed, weight, bias).unflatten(-1, (-1, WIDTH))
         for weight, bias in projections(module, groups, fused, interleaved)
     )
-    want = linear(attention(q, k, v), module.proj.weight, module.proj.bias)
+    expected = linear(attention(q, k, v), module.proj.weight, module.proj.bias)
     got = module(x)
-    torch.testing.assert_close(got, want, **ATTENDED)
+    torch.testing.assert_close(got, expected, **ATTENDED)
     grad = sample(device, *got.shape, seed=2)
     leaves = [x, *module.parameters()]
     for ours, theirs in zip(
-        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
+        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
@@ -124,8 +124,8 @@ def test_cross_attention_reads_keys_and_values_from_the_encoder(fused, interleav
             -1, (-1, WIDTH)
         )
     context = attention(q.unflatten(-1, (-1, WIDTH)), k, v, "no_mask")
-    want = linear(context, module.proj.weight, module.proj.bias)
-    torch.testing.assert_close(module(x, encoder_output=encoder), want, **ATTENDED)
+    expected = linear(context, module.proj.weight, module.proj.bias)
+    torch.testing.assert_close(module(x, encoder_output=encoder), expected, **ATTENDED)
 
 
 def normalized(module, x, kind):
@@ -152,8 +152,8 @@ def test_query_and_key_norms_run_before_or_after_the_rotation_as_set(kind, befor
         else:
             part = normalized(norm, apply_rotary_pos_emb(part, angles, "bshd"), kind)
         parts.append(part)
-    want = linear(attention(*parts, v), module.proj.weight, module.proj.bias)
-    torch.testing.assert_close(module(x, rotary_pos_emb=(angles, angles)), want, **ATTENDED)
+    expected = linear(attention(*parts, v), module.proj.weight, module.proj.bias)
+    torch.testing.assert_close(module(x, rotary_pos_emb=(angles, angles)), expected, **ATTENDED)
 
 
 def test_the_three_formats_agree(device):

@@ -36,18 +36,18 @@ class TemperedCall(AttentionCall):
         return (*AttentionCall.features.func(self), FEATURE)
 
 
-def tempered(call, inputs):
+def temper_inputs(call, inputs):
     """Inputs whose scores are multiplied by per-head temperatures."""
     factors = torch.tensor(call.temperatures, dtype=inputs.q.dtype, device=inputs.q.device)[:, None]
     return inputs._replace(q=inputs.q * factors), factors
 
 
 def forward(call, inputs):
-    return reference.forward(call, tempered(call, inputs)[0])
+    return reference.forward(call, temper_inputs(call, inputs)[0])
 
 
 def backward(call, inputs, attended, grad_output):
-    inputs, factors = tempered(call, inputs)
+    inputs, factors = temper_inputs(call, inputs)
     gradients = reference.backward(call, inputs, attended, grad_output)
     return gradients._replace(q=gradients.q * factors)
 
@@ -95,8 +95,8 @@ def test_the_core_attention_computes_a_supported_option_and_its_gradients(suppor
     expected = (scores.softmax(-1) @ v).transpose(0, 1).reshape(5, 1, -1)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     found = torch.autograd.grad(out.square().sum(), leaves)
-    wanted = torch.autograd.grad(expected.square().sum(), leaves)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    reference = torch.autograd.grad(expected.square().sum(), leaves)
+    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
@@ -107,20 +107,22 @@ def test_layers_pass_their_planned_record_to_the_backend(kind, supported, device
         attention = layer.self_attention
     else:
         layer = attention = te.MultiheadAttention(HIDDEN, HEADS, **options)
-    seen = []
+    records = []
     compute = reference.forward
-    monkeypatch.setattr(reference, "forward", lambda call, inputs: seen.append(call) or compute(call, inputs))
+    monkeypatch.setattr(
+        reference, "forward", lambda call, inputs: records.append(call) or compute(call, inputs)
+    )
     for _ in range(2):
         layer(sample(5, 1, HIDDEN).to(device)).sum().backward()
     (plan,) = attention._plans.values()
     assert plan is not None and plan.call.temperatures == TEMPERATURES
-    assert len(seen) == 2 and all(call is plan.call for call in seen)
+    assert len(records) == 2 and all(call is plan.call for call in records)
     assert not attention.core_attention._plans, "the core attention has planned the call again"
 
 
 def test_calls_with_equal_options_are_equal_keys():
-    given = AttentionParams().request()
-    fields = {name: getattr(given, name) for name in AttentionCall.__dataclass_fields__}
+    argument = AttentionParams().request()
+    fields = {name: getattr(argument, name) for name in AttentionCall.__dataclass_fields__}
     one, same = TemperedCall(**fields), TemperedCall(**fields)
     assert one == same and hash(one) == hash(same)
     assert replace(one, temperatures=(1.0, 1.0)) != one

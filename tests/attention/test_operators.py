@@ -97,10 +97,10 @@ def test_the_backward_pass_receives_a_contiguous_gradient(opaque, device):
     attention = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="no_mask")
     q, k, v = (sample(device, 2, 6, 2, 8, seed=seed).requires_grad_() for seed in range(3))
     out = attention(q, k, v)
-    whole = sample(device, *out.shape, seed=4)
-    transposed = whole.transpose(0, 2).contiguous().transpose(0, 2)
+    full = sample(device, *out.shape, seed=4)
+    transposed = full.transpose(0, 2).contiguous().transpose(0, 2)
     expanded = torch.ones((), device=device).expand(out.shape)
-    for strided, copy in ((transposed, whole), (expanded, torch.ones_like(out))):
+    for strided, copy in ((transposed, full), (expanded, torch.ones_like(out))):
         assert strided.stride(-1) != 1
         found = torch.autograd.grad(out, (q, k, v), strided, retain_graph=True)
         expected = torch.autograd.grad(out, (q, k, v), copy, retain_graph=True)

@@ -143,8 +143,8 @@ def test_three_tensors_are_quantized_with_one_scale_and_keep_their_layout(layout
     for x, coded in zip((q, k, v), codes, strict=True):
         assert isinstance(coded, te.Float8Tensor) and coded.shape == x.shape and coded.dtype == x.dtype
         assert float(coded._scale_inv) == pytest.approx(1 / scale)
-        want = (x * (1 / coded._scale_inv)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-        near = (coded._data.view(torch.float8_e4m3fn).float() - want).abs() <= 0.126 * want.abs()
+        expected = (x * (1 / coded._scale_inv)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        near = (coded._data.view(torch.float8_e4m3fn).float() - expected).abs() <= 0.126 * expected.abs()
         assert near.all()
     names = {
         get_qkv_layout(*parts, layout.split("_")[0].translate(str.maketrans("", "", "23")))[0]
@@ -160,8 +160,8 @@ def test_delayed_scaling_uses_its_scale_and_records_the_largest(device):
     *codes, _, _ = combine_and_quantize("bs3hd", q, k, v, quantizer)
     assert float(amax) == max(float(x.abs().max()) for x in (q, k, v))
     for x, coded in zip((q, k, v), codes, strict=True):
-        want = (x * 8.0).clamp(-448, 448).to(torch.float8_e4m3fn)
-        assert torch.equal(coded._data, want.view(torch.uint8))
+        expected = (x * 8.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(coded._data, expected.view(torch.uint8))
 
 
 def test_block_formats_and_unknown_layouts_are_rejected(device):
@@ -199,9 +199,9 @@ def test_the_unfused_attention_is_the_reference_backend(device):
         found = unfused(*tensors, **options)
         assert uses() == (False, False, True)
         with use_backend(attention="reference"):
-            wanted = layer(*tensors, **options)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    grads = [torch.autograd.grad(out[0].float().sum(), tensors) for out in (found, wanted)]
+            expected = layer(*tensors, **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    grads = [torch.autograd.grad(out[0].float().sum(), tensors) for out in (found, expected)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert not list(unfused.parameters())
     with pytest.raises(ValueError, match="softmax_type='learnable' needs a parameter"):

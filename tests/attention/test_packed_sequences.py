@@ -48,15 +48,15 @@ def test_packed_sequences_equal_each_sequence_alone(mask, gaps, backend, device)
 
     name = "no_mask" if mask == "padding" else mask.removeprefix("padding_")
     alone = DotProductAttention(4, (8, 6), qkv_format="bshd", attn_mask_type=name, **options)
-    want = torch.zeros_like(out)
+    expected = torch.zeros_like(out)
     for index, length in enumerate(LENGTHS_Q):
         if length:
             keys = (slots_kv, LENGTHS_KV, index)
             parts = (sequence(q, slots_q, LENGTHS_Q, index), sequence(k, *keys), sequence(v, *keys))
             start = sum(slots_q[:index])
-            want[start : start + length] = alone(*parts)[0]
-    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
-    for ours, theirs in zip(gradients, torch.autograd.grad(want, (q, k, v), grad), strict=True):
+            expected[start : start + length] = alone(*parts)[0]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -82,12 +82,12 @@ def test_keys_in_self_attention_may_have_their_own_starts(groups, dispatch, back
         "max_seqlen_kv": 5,
     }
     module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
-    want = module(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths.clone(), **starts)
+    expected = module(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths.clone(), **starts)
     if groups is not None:
         starts["thd_attention_policies"] = policies(device, *groups)
         starts["thd_attention_policy_dispatch"] = dispatch
     got = module(q, k, v, cu_seqlens_q=lengths, **starts)
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
     assert got.any()
 
 
@@ -95,9 +95,9 @@ def test_keys_in_self_attention_may_have_their_own_starts(groups, dispatch, back
 def test_keys_in_cross_attention_need_lengths(groups, device):
     x, bounds = torch.randn(6, 2, 8, device=device), cumulative([2, 4], device)
     module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding", attention_type="cross")
-    given = {} if groups is None else {"thd_attention_policies": policies(device, *groups)}
+    options = {} if groups is None else {"thd_attention_policies": policies(device, *groups)}
     with pytest.raises(ValueError, match=r"cu_seqlens_kv.*None"):
-        module(x, x, x, cu_seqlens_q=bounds, cu_seqlens_kv_padded=bounds, **given)
+        module(x, x, x, cu_seqlens_q=bounds, cu_seqlens_kv_padded=bounds, **options)
 
 
 def test_padding_masks_have_no_effect_if_lengths_are_given(device):
@@ -132,9 +132,9 @@ def test_missing_longest_lengths_are_derived(device):
     x = torch.randn(3, 73, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
     module = DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding_causal")
     bounds = cumulative(lengths, device)
-    given = module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=70, max_seqlen_kv=70)
+    argument = module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=70, max_seqlen_kv=70)
     torch.testing.assert_close(
-        module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds), given, atol=1e-6, rtol=1e-6
+        module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds), argument, atol=1e-6, rtol=1e-6
     )
 
 

@@ -60,15 +60,15 @@ def _launch_outputs(
     launch: Launch, inputs: tuple, like: tuple, device: torch.device
 ) -> list[torch.Tensor | None]:
     """The launch's outputs, filled with their required initial value or with 7."""
-    made = []
+    outputs = []
     for output, shape in zip(launch.outputs, like, strict=True):
         if output is not None:
             begins = 7.0 if output.begins is None else output.begins
-            made.append(torch.full(output.shape or shape, begins, dtype=torch.float32, device=device))
+            outputs.append(torch.full(output.shape or shape, begins, dtype=torch.float32, device=device))
         else:
-            made.append(None)
-    run_program_into(launch, (*inputs, *made), inputs[0].device)
-    return made
+            outputs.append(None)
+    run_program_into(launch, (*inputs, *outputs), inputs[0].device)
+    return outputs
 
 
 def _results(
@@ -88,16 +88,16 @@ def _results(
         torch.tensor(_starts(lengths)[0], dtype=torch.int32, device=device)
         for lengths in (LENGTHS_Q, LENGTHS_KV)
     ]
-    given = (q, k, v, *bounds, None, None, None, None, None)
+    args = (q, k, v, *bounds, None, None, None, None, None)
     sink = sink if case.get("sink") else None
     rng = torch.tensor([5, 1 << 33], device=device) if case.get("dropout") else None
     forward = attention.forward(problem, True, True, True)
-    made = _launch_outputs(forward, (*given, sink, rng, None), (dout.shape, (queries, HEADS), None), device)
-    out, lse, tops = made
+    result = _launch_outputs(forward, (*args, sink, rng, None), (dout.shape, (queries, HEADS), None), device)
+    out, lse, tops = result
     first = attention_delta.delta(problem, problem.out, sink is not None)
     rows = (out, dout, lse, sink, bounds[0], bounds[2], None)
     delta, dsink = _launch_outputs(first, rows, ((queries, HEADS), None), device)
-    context = (*given, rng, dout, lse, delta)
+    context = (*args, rng, dout, lse, delta)
     (dq,) = _launch_outputs(attention_backward.queries(problem, problem.q, True), context, (q.shape,), device)
     second = attention_backward.keys(problem, (0, *problem.k), (0, *problem.v), 1, True)
     dk, dv = _launch_outputs(second, context, (k.shape, v.shape), device)
@@ -180,4 +180,4 @@ def test_every_tile_has_one_program_for_any_number_of_sequences(sequences, warps
     found = torch.full((programs, 2), -1, dtype=torch.int32, device=device)
     run_program_into(launch, (lengths.to(device, torch.int32), found), found.device)
     without = [(-(-size // rows), 0)] * (programs - len(tiles))
-    assert [tuple(place) for place in found.tolist()] == tiles + without
+    assert [tuple(index) for index in found.tolist()] == tiles + without

@@ -90,7 +90,7 @@ def test_random_policies_equal_separate_sequences(first, dispatch, device):
         leaves = [x.requires_grad_() for x in leaves]
         grad = batch(device, lengths, extents, HEADS, seed + 3).flatten(1)
         chosen = {i: kinds[p] for p, part in enumerate(members) for i in part}
-        given = [
+        inputs = [
             policy(
                 device,
                 part,
@@ -113,11 +113,13 @@ def test_random_policies_equal_separate_sequences(first, dispatch, device):
             bounds[1], bounds[3] = bounds[0], bounds[2]
         out = layer(
             *leaves, cu_seqlens_q=bounds[0], cu_seqlens_kv=bounds[1], cu_seqlens_q_padded=bounds[2],
-            cu_seqlens_kv_padded=bounds[3], thd_attention_policies=given, thd_attention_policy_dispatch=dispatch,
+            cu_seqlens_kv_padded=bounds[3], thd_attention_policies=inputs, thd_attention_policy_dispatch=dispatch,
         )  # fmt: skip
         found = torch.autograd.grad(out, leaves, grad)
-        want, wanted = exact(leaves, grad, lengths, extents, lengths_kv, extents_kv, chosen, layer.softcap)
-        for got, expected in zip((out, *found), (want, *wanted), strict=True):
+        reference, expected_value = exact(
+            leaves, grad, lengths, extents, lengths_kv, extents_kv, chosen, layer.softcap
+        )
+        for got, expected in zip((out, *found), (reference, *expected_value), strict=True):
             torch.testing.assert_close(got.double().cpu(), expected, **ATTENDED, msg=f"case {seed}".__add__)
 
 
@@ -134,8 +136,8 @@ def simple(device, **changes):
 def test_one_policy_for_all_sequences_equals_the_call_without_policies(device, monkeypatch):
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
     qkv, arguments = simple(device)
-    given = [policy(device, (0, 1), "causal,padding", (2, 0)), policy(device, ())]
-    arguments["thd_attention_policies"] = given
+    inputs = [policy(device, (0, 1), "causal,padding", (2, 0)), policy(device, ())]
+    arguments["thd_attention_policies"] = inputs
     monkeypatch.setattr(module, "_in_place", None)
     got = layer(*qkv, **arguments)
     plain = layer(
@@ -148,13 +150,13 @@ def test_one_policy_for_all_sequences_equals_the_call_without_policies(device, m
 def test_tokens_are_gathered_if_no_backend_supports_gaps_between_sequences(device, monkeypatch):
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
     qkv, arguments = simple(device)
-    want = layer(*qkv, **arguments)
+    expected = layer(*qkv, **arguments)
 
     def unsupported(*_):
         raise NoBackend("no backend")
 
     monkeypatch.setattr(module, "_in_place", unsupported)
-    torch.testing.assert_close(layer(*qkv, **arguments), want)
+    torch.testing.assert_close(layer(*qkv, **arguments), expected)
 
 
 @pytest.mark.parametrize("dispatch", ["auto", "grouped"])
@@ -198,15 +200,15 @@ def test_layers_pass_policies_to_their_self_attention(kind, hook, device):
     if hook:
         attention = layer.self_attention if kind == "TransformerLayer" else layer.core_attention
         attention.register_forward_hook(lambda *_: None)
-    given = [policy(device, (0,)), policy(device, (1,), "padding")]
-    got = layer(x, thd_attention_policies=given, **bounds)
+    inputs = [policy(device, (0,)), policy(device, (1,), "padding")]
+    got = layer(x, thd_attention_policies=inputs, **bounds)
     name = "self_attn_mask_type" if kind == "TransformerLayer" else "attn_mask_type"
     causal, full = (layer(x, **{name: mask}, **bounds) for mask in ("padding_causal", "padding"))
     torch.testing.assert_close(got[:3], causal[:3])
     torch.testing.assert_close(got[3:], full[3:])
     assert not torch.allclose(causal[3:], full[3:])
     with pytest.raises(ValueError, match="policies have mask types"):
-        layer(x, thd_attention_policies=given, **{name: "padding"}, **bounds)
+        layer(x, thd_attention_policies=inputs, **{name: "padding"}, **bounds)
 
 
 @pytest.mark.parametrize("with_policies", [True, False])
@@ -254,7 +256,7 @@ def test_arguments_that_policies_exclude_raise(changes, words, device):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("argument", "words"),
     [
         (lambda d: [3], r"thd_attention_policies\[0\]=3 is not a dictionary"),
         (lambda d: [{"sequence_ids": ids(d, 0)}], "has the keys"),
@@ -277,9 +279,9 @@ def test_arguments_that_policies_exclude_raise(changes, words, device):
     ],
     ids=lambda value: "",
 )
-def test_wrong_policies_raise(given, words, device):
+def test_wrong_policies_raise(argument, words, device):
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
-    qkv, arguments = simple(device, thd_attention_policies=given(device))
+    qkv, arguments = simple(device, thd_attention_policies=argument(device))
     with pytest.raises(ValueError, match=words):
         layer(*qkv, **arguments)
 

@@ -60,13 +60,13 @@ def random_case(seed: int) -> Case:
     if "padding" in mask:
         lengths = [draw.randint(0 if layout == "thd" else 1, 7) for _ in range(batch)]
         lengths[0] = max(lengths[0], 1)
-        others = [draw.randint(1, 7) for _ in range(batch)] if cross else lengths
+        rest = [draw.randint(1, 7) for _ in range(batch)] if cross else lengths
     else:
         lengths = [draw.randint(1, 7)] * batch
-        others = [draw.randint(1, 7)] * batch if cross else lengths
+        rest = [draw.randint(1, 7)] * batch if cross else lengths
     gaps = draw.random() < 0.4
     extents = [n + draw.choice((0, 2)) * gaps for n in lengths]
-    others_padded = extents if others is lengths else [n + draw.choice((0, 3)) * gaps for n in others]
+    others_padded = extents if rest is lengths else [n + draw.choice((0, 3)) * gaps for n in rest]
     groups = draw.choice((1, 2))
     heads = (groups * draw.choice((1, 2, 3)), groups)
     window = None
@@ -77,7 +77,7 @@ def random_case(seed: int) -> Case:
     shape = None
     if kind.endswith("scale_bias"):
         kind = "no_bias" if layout == "thd" else kind
-        sizes = (batch, heads[0], max(lengths), max(others))
+        sizes = (batch, heads[0], max(lengths), max(rest))
         shape = None if layout == "thd" else tuple(draw.choice((1, n)) for n in sizes)
     return Case(
         layout,
@@ -86,9 +86,9 @@ def random_case(seed: int) -> Case:
         draw.choice((None, True, False)) if "causal" not in mask else None,
         heads,
         (draw.choice((4, 8)), draw.choice((4, 8))),
-        (lengths, others),
+        (lengths, rest),
         (extents, others_padded),
-        others is not lengths,
+        rest is not lengths,
         (kind, shape),  # pyright: ignore[reportArgumentType]
         draw.choice(("default", "heads", "batch")),
         draw.choice(("vanilla", "off-by-one", "learnable")),
@@ -108,12 +108,12 @@ def visible(case: Case, b: int) -> Tensor:
         shift = 0 if case.bottom_right is False else m - n
     ahead = j - i - shift
     left, right = case.window or (-1, -1)
-    seen = ahead <= 0 if "causal" in case.mask else torch.ones(n, m, dtype=torch.bool)
+    visible = ahead <= 0 if "causal" in case.mask else torch.ones(n, m, dtype=torch.bool)
     if left >= 0:
-        seen = seen & (ahead >= -left)
+        visible = visible & (ahead >= -left)
     if right >= 0 and "causal" not in case.mask:
-        seen = seen & (ahead <= right)
-    return seen
+        visible = visible & (ahead <= right)
+    return visible
 
 
 def exact(case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sink: Any) -> Tensor:
@@ -125,8 +125,8 @@ def exact(case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes
     scale = case.scale if case.scale is not None else 1 / math.sqrt(case.sizes[0])
     added = 0.0
     if bias is not None:
-        whole = bias.expand(len(case.lengths[0]), heads, -1, -1)[b]
-        added = whole.expand(heads, max(case.lengths[0]), max(case.lengths[1]))[:, :n, :m]
+        full = bias.expand(len(case.lengths[0]), heads, -1, -1)[b]
+        added = full.expand(heads, max(case.lengths[0]), max(case.lengths[1]))[:, :n, :m]
     if case.bias[0] == "pre_scale_bias":
         scores, added = scores + added, 0.0
     scores = scores * scale
@@ -140,12 +140,12 @@ def exact(case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes
         shift = 0 if top_left else m - n
         distance = (torch.arange(m)[None] - torch.arange(n)[:, None] - shift).abs()
         scores = scores - (slopes if slopes.ndim == 1 else slopes[b])[:, None, None] * distance
-    seen = visible(case, b)
-    exponentials = torch.where(seen, scores, -math.inf).exp()
+    observed = visible(case, b)
+    exponentials = torch.where(observed, scores, -math.inf).exp()
     total = exponentials.sum(-1, keepdim=True)
     if sink is not None:
         total = total + sink.exp()[:, None, None]
-    p = torch.where(seen.any(-1)[None, :, None], exponentials / total.clamp(min=1e-300), 0.0)
+    p = torch.where(observed.any(-1)[None, :, None], exponentials / total.clamp(min=1e-300), 0.0)
     return torch.einsum("hij,jhd->ihd", p, v)
 
 
@@ -200,13 +200,13 @@ def compare(seed: int, device: Any) -> None:
         sink = normal(heads)
         with torch.no_grad():
             layer.softmax_offset.copy_(sink)
-    given = [x.to(device).requires_grad_() for x in (*leaves, *(() if bias is None else (bias,)))]
+    leaf = [x.to(device).requires_grad_() for x in (*leaves, *(() if bias is None else (bias,)))]
     arguments: dict[str, Any] = {
         "core_attention_bias_type": kind,
         "checkpoint_core_attention": case.recompute,
     }
     if bias is not None:
-        arguments["core_attention_bias"] = given[3]
+        arguments["core_attention_bias"] = leaf[3]
     if slopes is not None and case.slopes != "default":
         arguments["alibi_slopes"] = slopes.to(device)
     if "padding" in case.mask:
@@ -216,12 +216,12 @@ def compare(seed: int, device: Any) -> None:
         arguments |= {"cu_seqlens_q": bounds[0], "cu_seqlens_kv": bounds[1]}
         if case.extents != case.lengths and case.format == "thd":
             arguments |= {"cu_seqlens_q_padded": bounds[2], "cu_seqlens_kv_padded": bounds[3]}
-    out = layer(*given[:3], **arguments)
+    out = layer(*leaf[:3], **arguments)
     grads = [normal(n, heads, size_v) for n in case.lengths[0]]
     upstream = packed(grads, case, 0).flatten(-2).to(device)
     if case.softmax == "learnable":
-        given.append(layer.softmax_offset)
-    found = torch.autograd.grad(out, given, upstream)
+        leaf.append(layer.softmax_offset)
+    found = torch.autograd.grad(out, leaf, upstream)
 
     wide = [[x.double().requires_grad_() for x in rows] for rows in parts]
     wide_bias = None if bias is None else bias.double().requires_grad_()
@@ -231,31 +231,33 @@ def compare(seed: int, device: Any) -> None:
         exact(case, b, *x, wide_bias, wide_slopes, wide_sink) for b, x in enumerate(zip(*wide, strict=True))
     ]
     total = sum((row * grad.double()).sum() for row, grad in zip(rows, grads, strict=True))
-    others = [x for x in (wide_bias, wide_sink if case.softmax == "learnable" else None) if x is not None]
-    wanted = torch.autograd.grad(total, [x for group in wide for x in group] + others, allow_unused=True)
+    rest = [x for x in (wide_bias, wide_sink if case.softmax == "learnable" else None) if x is not None]
+    expected = torch.autograd.grad(total, [x for group in wide for x in group] + rest, allow_unused=True)
 
-    def check(name: str, got: Tensor, want: Tensor) -> None:
+    def check(name: str, got: Tensor, expected_value: Tensor) -> None:
         torch.testing.assert_close(
             got.double().cpu(),
-            want.detach(),
+            expected_value.detach(),
             **ATTENDED,
             msg=lambda text: f"{name} of case {seed}, {case}: {text}",
         )
 
-    for got, want in zip(split_sequences(out.unflatten(-1, (heads, size_v)), case, 0), rows, strict=True):
-        check("output", got, want)
+    for got, reference in zip(
+        split_sequences(out.unflatten(-1, (heads, size_v)), case, 0), rows, strict=True
+    ):
+        check("output", got, reference)
     real = sum(case.lengths[0]) * heads * size_v
     assert (out != 0).sum() <= real, "padding has no output"
     count = len(case.lengths[0])
     for index, name in enumerate(("q", "k", "v")):
-        exact_gradients = wanted[index * count : (index + 1) * count]
-        for got, want, x in zip(
+        exact_gradients = expected[index * count : (index + 1) * count]
+        for got, reference, x in zip(
             split_sequences(found[index], case, min(index, 1)), exact_gradients, wide[index], strict=True
         ):
-            check(f"gradient of {name}", got, torch.zeros_like(x) if want is None else want)
+            check(f"gradient of {name}", got, torch.zeros_like(x) if reference is None else reference)
         assert (found[index] != 0).sum() <= sum(x.numel() for x in parts[index]), f"padding in {name}"
-    for got, want in zip(found[3:], wanted[3 * count :], strict=True):
-        check("gradient of bias or sink", got, want)
+    for got, reference in zip(found[3:], expected[3 * count :], strict=True):
+        check("gradient of bias or sink", got, reference)
 
 
 @pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
@@ -280,10 +282,10 @@ def test_the_cases_cover_every_pair_of_options():
             found |= {(a, values[a], b, values[b]) for a in values for b in values}
     impossible = {("thd", kind) for kind in ("no_mask", "causal", "causal_bottom_right", "post_scale_bias")}
     for a, choices in options.items():
-        for b, others in options.items():
+        for b, rest in options.items():
             if a < b:
                 missing = {
-                    (x, y) for x in choices for y in others
+                    (x, y) for x in choices for y in rest
                     if (a, x, b, y) not in found and (x, y) not in impossible and (y, x) not in impossible
                 }  # fmt: skip
                 assert not missing, (a, b, missing)

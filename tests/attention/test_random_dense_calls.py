@@ -67,8 +67,8 @@ def random_case(seed: int) -> Case:
 def hidden(case: Case, masked: Tensor) -> Tensor:
     """Whether sequence b hides key j from query i, bool [b, 1, s_q, s_kv]."""
     batch, queries, keys = case.sizes[:3]
-    whole = ([queries] * batch, [keys] * batch)
-    real_q, real_kv = (torch.tensor(n) for n in (case.lengths if "padding" in case.mask else whole))
+    full = ([queries] * batch, [keys] * batch)
+    real_q, real_kv = (torch.tensor(n) for n in (case.lengths if "padding" in case.mask else full))
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
     aligned = "bottom_right" in case.mask or ("causal" not in case.mask and case.bottom_right)
     ahead = j - i - (real_kv - real_q)[:, None, None] * aligned
@@ -109,14 +109,14 @@ def absolute_terms(case: Case, inputs: list[Tensor], scores: Tensor, grad: Tenso
     dp = torch.einsum("bihd,bjhd->bhij", grad, v)
     ds = p * (dp + (p * dp).sum(-1, keepdim=True))  # from p (dp - sum p dp)
 
-    def of_groups(x: Tensor) -> Tensor:
+    def group_values(x: Tensor) -> Tensor:
         return x.unflatten(2, case.sizes[3:5]).sum(3)
 
     sums = {
         "output": torch.einsum("bhij,bjhd->bihd", p, v),
         "q": torch.einsum("bhij,bjhd->bihd", ds, k),
-        "k": of_groups(torch.einsum("bhij,bihd->bjhd", ds, q)),
-        "v": of_groups(torch.einsum("bhij,bihd->bjhd", p, grad)),
+        "k": group_values(torch.einsum("bhij,bihd->bjhd", ds, q)),
+        "v": group_values(torch.einsum("bhij,bihd->bjhd", p, grad)),
         "bias": ds.sum_to_size(inputs[3].shape) if len(inputs) > 3 else ds,
     }
     return {name: float(value.max()) for name, value in sums.items()}
@@ -158,19 +158,21 @@ def run(case: Case, seed: int, device: torch.device) -> None:
         out, largest = layer(*leaves[:3], **arguments)
     gradients = torch.autograd.grad(out, leaves, grad.to(device))
     wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    want, scores = exact(case, *wide[:3], wide[3] if bias is not None else None, hidden(case, masked))
-    wanted = torch.autograd.grad(want, wide, grad.double())
+    reference, scores = exact(case, *wide[:3], wide[3] if bias is not None else None, hidden(case, masked))
+    expected_value = torch.autograd.grad(reference, wide, grad.double())
     terms = absolute_terms(case, wide, scores, grad.double())
-    for name, found, expected in zip(RESULTS, (out, *gradients), (want, *wanted), strict=False):
+    for name, found, expected in zip(RESULTS, (out, *gradients), (reference, *expected_value), strict=False):
         expected = expected.detach()
         error = float((found.detach().cpu().double() - expected).abs().max())
         rounding = torch.finfo(case.dtype).eps * terms[name]
         assert error <= BOUNDS[case.dtype] * float(expected.abs().max()) + rounding, (name, case)
     best = scores.detach().amax((0, 2, 3))
-    seen = best.isfinite()
+    visible = best.isfinite()
     found = largest.cpu().double()
-    assert (found[~seen] == -math.inf).all(), case
-    assert ((found - best)[seen].abs() <= BOUNDS[case.dtype] * best[seen].abs().clamp(min=1)).all(), case
+    assert (found[~visible] == -math.inf).all(), case
+    assert ((found - best)[visible].abs() <= BOUNDS[case.dtype] * best[visible].abs().clamp(min=1)).all(), (
+        case
+    )
 
 
 @pytest.mark.parametrize("first", range(0, CASES, PER_TEST))

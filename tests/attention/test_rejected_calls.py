@@ -156,8 +156,8 @@ def test_an_attention_layer_rejects_wrong_lengths_before_its_projections_record(
     good = {"attn_mask_type": "padding", "cu_seqlens_q": bounds(device, 9, 12)}
     run_one_step(layer, x, **good)
     lengths, match = NUMBERS[name]
-    given = torch.tensor(lengths, dtype=torch.int32, device=device)
-    assert_rejected(layer, (x,), {**good, "cu_seqlens_q": given}, match)
+    argument = torch.tensor(lengths, dtype=torch.int32, device=device)
+    assert_rejected(layer, (x,), {**good, "cu_seqlens_q": argument}, match)
 
 
 def test_a_rejected_first_call_does_not_change_the_next(device):
@@ -277,7 +277,7 @@ def test_the_window_cache_is_bounded(device, monkeypatch):
 
 def test_lengths_that_the_mask_does_not_read_are_not_checked(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
-    want = layer(x)
+    expected = layer(x)
     for _ in range(2):
-        given = torch.tensor([0, 40, 20], dtype=torch.int32, device=device)
-        torch.testing.assert_close(layer(x, cu_seqlens_q=given), want)
+        argument = torch.tensor([0, 40, 20], dtype=torch.int32, device=device)
+        torch.testing.assert_close(layer(x, cu_seqlens_q=argument), expected)

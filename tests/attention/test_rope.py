@@ -52,8 +52,8 @@ def test_rotation_equals_the_loop(tensor_format, rotated, interleaved, device):
     freqs = angles(device, rotated, interleaved=interleaved)
     got = apply_rotary_pos_emb(layout, freqs, tensor_format, interleaved=interleaved)
     got = got.transpose(0, 1) if tensor_format == "sbhd" else got
-    want = loop(x.cpu(), [range(5)] * 2, interleaved=interleaved, rotated=rotated)
-    torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-5)
+    expected = loop(x.cpu(), [range(5)] * 2, interleaved=interleaved, rotated=rotated)
+    torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
@@ -63,17 +63,17 @@ def test_start_positions_offset_each_sequence(tensor_format, device):
     start = torch.tensor([3, 20], dtype=torch.int32, device=device)
     got = apply_rotary_pos_emb(layout, angles(device, 8), tensor_format, start_positions=start)
     got = got.transpose(0, 1) if tensor_format == "sbhd" else got
-    want = loop(x.cpu(), [range(3, 8), range(20, 25)])
-    torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-5)
+    expected = loop(x.cpu(), [range(3, 8), range(20, 25)])
+    torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("start", [None, [2, 0, 7]])
 def test_packed_sequences_begin_at_their_own_start_position(start, device):
     lengths = [2, 4, 3]
     x = sample(device, 9, 2, 8)
-    given = None if start is None else torch.tensor(start, dtype=torch.int32, device=device)
+    argument = None if start is None else torch.tensor(start, dtype=torch.int32, device=device)
     got = apply_rotary_pos_emb(
-        x, angles(device, 8), "thd", start_positions=given, cu_seqlens=cumulative(lengths, device)
+        x, angles(device, 8), "thd", start_positions=argument, cu_seqlens=cumulative(lengths, device)
     )
     positions = [s + i for s, n in zip(start or [0, 0, 0], lengths, strict=True) for i in range(n)]
     torch.testing.assert_close(got.cpu(), loop(x.cpu()[None], [positions])[0], atol=1e-5, rtol=1e-5)
@@ -83,27 +83,27 @@ def test_packed_sequences_begin_at_their_own_start_position(start, device):
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_context_parallel_ranks_hold_a_chunk_from_each_end(cp_size, tensor_format, device):
     lengths = [4 * cp_size, 2 * cp_size] if tensor_format == "thd" else [4 * cp_size] * 2
-    whole = [sample(device, n, 3, 8) for n in lengths]
+    full = [sample(device, n, 3, 8) for n in lengths]
     freqs = angles(device, 8)
     for rank in range(cp_size):
-        mine, want = [], []
-        for x in whole:
+        mine, expected = [], []
+        for x in full:
             chunks = torch.arange(len(x)).chunk(2 * cp_size)
             rows = torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank])).to(device)
             mine.append(x[rows])
-            want.append(apply_rotary_pos_emb(x[None], freqs, "bshd")[0][rows])
+            expected.append(apply_rotary_pos_emb(x[None], freqs, "bshd")[0][rows])
         if tensor_format == "thd":
             options = {"cu_seqlens": cumulative(lengths, device)}
             got = apply_rotary_pos_emb(
                 torch.cat(mine), freqs, "thd", cp_size=cp_size, cp_rank=rank, **options
             )
-            torch.testing.assert_close(got, torch.cat(want), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(got, torch.cat(expected), rtol=1e-6, atol=1e-6)
             continue
         axis = 1 if tensor_format == "sbhd" else 0
         got = apply_rotary_pos_emb(
             torch.stack(mine, axis), freqs, tensor_format, cp_size=cp_size, cp_rank=rank
         )
-        torch.testing.assert_close(got, torch.stack(want, axis), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, torch.stack(expected, axis), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -122,11 +122,11 @@ def test_the_gradient_is_the_transposed_rotation(interleaved, device):
         return torch.cat((part * torch.cos(angle) + pair * torch.sin(angle), rest), -1)
 
     leaves = [x.clone().requires_grad_() for _ in range(2)]
-    (want,) = torch.autograd.grad(literal(leaves[0]), leaves[0], grad)
+    (expected,) = torch.autograd.grad(literal(leaves[0]), leaves[0], grad)
     (got,) = torch.autograd.grad(
         apply_rotary_pos_emb(leaves[1], freqs, interleaved=interleaved), leaves[1], grad
     )
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -152,15 +152,15 @@ def test_packed_qkv_rotation_covers_queries_and_keys_in_each_group(tensor_format
     got = apply_fused_qkv_rotary_pos_emb(qkv, *freqs, [8, 4, 4], tensor_format, **options)
     q, k, v = qkv.split([8, 4, 4], dim=-1)
     q = q.reshape(*q.shape[:-2], 6, 4)
-    want = [
+    expected = [
         apply_rotary_pos_emb(x, angle, tensor_format, **options)
         for x, angle in zip((q, k), freqs, strict=True)
     ]
     grads = []
-    for results in (got, (*want, v)):
+    for results in (got, (*expected, v)):
         weights = [sample(device, *x.shape, seed=i) for i, x in enumerate(results)]
         grads.append(torch.autograd.grad(results, qkv, weights, retain_graph=True)[0])
-    for ours, theirs in zip(got, (*want, v), strict=True):
+    for ours, theirs in zip(got, (*expected, v), strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*grads)
 
@@ -169,8 +169,8 @@ def test_angles_are_float32_positions_times_frequencies():
     embedding = RotaryPositionEmbedding(8, rotary_base=100.0)
     table = embedding(6, offset=2)
     assert table.shape == (6, 1, 1, 8) and table.dtype == torch.float32
-    want = [(2 + 3) * 100.0 ** (-2 * i / 8) for i in range(4)] * 2
-    torch.testing.assert_close(table[3, 0, 0].cpu(), torch.tensor(want))
+    expected = [(2 + 3) * 100.0 ** (-2 * i / 8) for i in range(4)] * 2
+    torch.testing.assert_close(table[3, 0, 0].cpu(), torch.tensor(expected))
     assert list(embedding.state_dict()) == ["inv_freq"]
 
 

@@ -31,8 +31,10 @@ def test_starts_past_the_table_or_below_zero_are_rejected(tensor_format, device)
         ([0, 15], r"start_positions up to 15 and 2 tokens need 17 positions, freqs has 16; make it longer"),
         ([0, -1], r"start_positions has -1; positions count from 0"),
     ):
-        given = int32(start, device)
-        rejects(match, lambda given=given: apply_rotary_pos_emb(x, angles(device, 16), tensor_format, given))
+        argument = int32(start, device)
+        rejects(
+            match, lambda value=argument: apply_rotary_pos_emb(x, angles(device, 16), tensor_format, value)
+        )
     apply_rotary_pos_emb(x, angles(device, 16), tensor_format, int32([0, 14], device))
     te.check()
 
@@ -77,13 +79,17 @@ def test_packed_sequences_on_several_ranks_need_the_full_table(device):
 def test_the_fused_and_the_extensions_functions_reject_the_same(device):
     qkv, freqs = torch.randn(5, 2, 2, 24, device=device), angles(device, 6)
     start = int32([0, 2], device)
-    want = "start_positions up to 2 and 5 tokens need 7 positions, freqs has 6"
+    expected = "start_positions up to 2 and 5 tokens need 7 positions, freqs has 6"
     x = qkv[..., :8].contiguous()
     sbhd = tex.NVTE_QKV_Format.NVTE_SBHD
-    rejects(want, lambda: apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], start_positions=start))
-    rejects(want, lambda: tex.fused_rope_forward(x, freqs, start, sbhd, False, None, 1, 0))
-    rejects(want, lambda: tex.fused_rope_backward(x, freqs, start, sbhd, False, None, 1, 0))
-    rejects(want, lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0))
+    rejects(
+        expected, lambda: apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], start_positions=start)
+    )
+    rejects(expected, lambda: tex.fused_rope_forward(x, freqs, start, sbhd, False, None, 1, 0))
+    rejects(expected, lambda: tex.fused_rope_backward(x, freqs, start, sbhd, False, None, 1, 0))
+    rejects(
+        expected, lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0)
+    )
     short = angles(device, 4)
     rejects(
         "sequence length 5 > 4 positions",
@@ -167,23 +173,23 @@ def test_starts_with_ranks_equal_the_ranks_part_of_the_full_rotation(cp_size, te
     """A rank's result is its two chunks from the full sequences, rotated from their starts."""
     lengths = [4 * cp_size, 2 * cp_size] if tensor_format == "thd" else [4 * cp_size] * 2
     starts, freqs = [3, 17], angles(device, 17 + 4 * cp_size)
-    whole = [torch.randn(n, 3, 8, device=device) for n in lengths]
-    given = int32(starts, device)
+    full = [torch.randn(n, 3, 8, device=device) for n in lengths]
+    argument = int32(starts, device)
     for rank in range(cp_size):
-        mine, want = [], []
-        for x, start in zip(whole, starts, strict=True):
+        mine, reference = [], []
+        for x, start in zip(full, starts, strict=True):
             chunks = torch.arange(len(x)).chunk(2 * cp_size)
             rows = torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank])).to(device)
             mine.append(x[rows])
-            want.append(apply_rotary_pos_emb(x[None], freqs[start:], "bshd")[0][rows])
+            reference.append(apply_rotary_pos_emb(x[None], freqs[start:], "bshd")[0][rows])
         if tensor_format == "thd":
-            local, expected = torch.cat(mine), torch.cat(want)
+            local, expected = torch.cat(mine), torch.cat(reference)
             options = {"cu_seqlens": cumulative(lengths, device)}
         else:
             axis = int(tensor_format == "sbhd")
-            local, expected = torch.stack(mine, axis), torch.stack(want, axis)
+            local, expected = torch.stack(mine, axis), torch.stack(reference, axis)
             options = {}
-        options |= {"start_positions": given, "cp_size": cp_size, "cp_rank": rank}
+        options |= {"start_positions": argument, "cp_size": cp_size, "cp_rank": rank}
         if fused:
             joint = torch.cat((local, local, local), dim=-1)
             got, key, value = apply_fused_qkv_rotary_pos_emb(

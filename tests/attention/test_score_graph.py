@@ -47,11 +47,11 @@ def oracle(q, k, v, change):
 
 def check(attention, leaves, change, **options):
     q, k, v = leaves[:3]
-    got, want = attention(q, k, v, **options), oracle(q, k, v, change)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    got, expected = attention(q, k, v, **options), oracle(q, k, v, change)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(
         torch.autograd.grad(got.square().sum(), leaves),
-        torch.autograd.grad(want.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-4, atol=1e-5)
@@ -162,18 +162,18 @@ def test_parameters_distinguish_the_two_contracts():
 
 
 def test_a_compiler_distinguishes_the_contracts_as_eager_mode_does():
-    def told(x):
+    def tell(x):
         def nested(graph, score, tensors, cap=1.0):
             return score
 
-        def of_indices(score, b, h, i, j, cap=1.0):
+        def index_values(score, b, h, i, j, cap=1.0):
             return score
 
-        return x, [builds_a_graph(f) for f in (softcap, clip_score, oracle, nested, of_indices)]
+        return x, [builds_a_graph(f) for f in (softcap, clip_score, oracle, nested, index_values)]
 
     torch._dynamo.reset()
-    compiled = torch.compile(told, fullgraph=True, backend="eager")
-    assert compiled(torch.ones(1))[1] == told(torch.ones(1))[1] == [True, True, False, True, False]
+    compiled = torch.compile(tell, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(1))[1] == tell(torch.ones(1))[1] == [True, True, False, True, False]
 
 
 def test_signatures_are_inspected_once_per_function(monkeypatch):
@@ -222,8 +222,8 @@ def test_a_graph_cannot_compute_an_unknown_operation():
 def test_unary_graph_operations(name: str):
     x = torch.linspace(0.1, 3.0, 7)
     plain = {"softplus": torch.nn.functional.softplus, "swish": torch.nn.functional.silu}
-    want = plain[name](x) if name in plain else getattr(torch, name)(x)
-    torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), want)
+    expected = plain[name](x) if name in plain else getattr(torch, name)(x)
+    torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), expected)
 
 
 def test_scores_may_broadcast_and_have_another_dtype():
@@ -233,8 +233,8 @@ def test_scores_may_broadcast_and_have_another_dtype():
     def positions(score, b, h, i, j):
         return (i - j).half()
 
-    want = torch.softmax((torch.arange(3)[:, None] - torch.arange(3)).float(), dim=-1) @ v.transpose(1, 2)
-    torch.testing.assert_close(layer(q, k, v, score_mod=positions), want.transpose(1, 2).flatten(2))
+    expected = torch.softmax((torch.arange(3)[:, None] - torch.arange(3)).float(), dim=-1) @ v.transpose(1, 2)
+    torch.testing.assert_close(layer(q, k, v, score_mod=positions), expected.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize(

@@ -141,18 +141,18 @@ def test_padded_sequences_longer_than_the_tensor_are_rejected(tensor_format, dev
 )
 def test_arguments_of_a_wrong_type_are_rejected(options, match, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    given = {"cu_seqlens_q": cumulative([5, 7], device), "max_seqlen_q": 7, "max_seqlen_kv": 7, **options}
-    rejects(match, lambda: attention()(*qkv(device), **given))
+    kwargs = {"cu_seqlens_q": cumulative([5, 7], device), "max_seqlen_q": 7, "max_seqlen_kv": 7, **options}
+    rejects(match, lambda: attention()(*qkv(device), **kwargs))
 
 
 def test_valid_lengths_are_accepted_with_or_without_a_maximum_and_with_gaps(device):
     x, module = qkv(device), attention()
     bounds = cumulative([5, 4], device)
-    want = module(*x, cu_seqlens_q=bounds, max_seqlen_q=5, max_seqlen_kv=5)
+    expected = module(*x, cu_seqlens_q=bounds, max_seqlen_q=5, max_seqlen_kv=5)
     for options in ({}, {"max_seqlen_q": 64, "max_seqlen_kv": 64}):
-        torch.testing.assert_close(module(*x, cu_seqlens_q=bounds, **options), want)
+        torch.testing.assert_close(module(*x, cu_seqlens_q=bounds, **options), expected)
     te.check()
-    assert not want[9:].any()
+    assert not expected[9:].any()
 
 
 def test_gpu_values_are_checked_only_on_request_and_never_while_tracing(device, monkeypatch):

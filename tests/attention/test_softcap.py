@@ -65,12 +65,12 @@ def test_a_pre_scale_bias_is_capped_and_a_post_scale_bias_is_not(kind, shape, de
     module = te.DotProductAttention(2, 4, attn_mask_type="no_mask", softcap=CAP)
     got = run(module, q, k, v, grad, extra=(bias,), core_attention_bias_type=kind, core_attention_bias=bias)
     wide = bias.detach().double().cpu().requires_grad_()
-    whole = wide.expand(2, 2, 5, 6)
-    want = oracle_results(
+    full = wide.expand(2, 2, 5, 6)
+    expected = oracle_results(
         q, k, v, grad, visibility("no_mask", 5, 6), (wide,),
-        bias=lambda b, h, i, j: whole[b, h, i, j], bias_before_scale=kind == "pre_scale_bias", softcap=CAP,
+        bias=lambda b, h, i, j: full[b, h, i, j], bias_before_scale=kind == "pre_scale_bias", softcap=CAP,
     )  # fmt: skip
-    assert_same(got, want)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("mask", ["causal", "no_mask", "padding_causal_bottom_right"])
@@ -106,9 +106,9 @@ def test_sinks_are_not_capped_and_max_logit_is_the_capped_one(softmax, device):
         )
         wide = (sink,)
     got = run(module, q, k, v, grad, extra=extra)
-    want = oracle_results(q, k, v, grad, visibility("no_mask", 5, 6), wide, sink=sink, softcap=CAP)
-    assert_same(got, want)
-    torch.testing.assert_close(got[2].double().cpu(), want[2], **ATTENDED)
+    expected = oracle_results(q, k, v, grad, visibility("no_mask", 5, 6), wide, sink=sink, softcap=CAP)
+    assert_same(got, expected)
+    torch.testing.assert_close(got[2].double().cpu(), expected[2], **ATTENDED)
     assert got[2].max() <= CAP
 
 
@@ -125,12 +125,12 @@ def test_packed_sequences_equal_the_loop(mask, device):
     out = module(*leaves, softcap=CAP, **bounds)
     found = torch.autograd.grad(out, leaves, packed[3])
     sees = visibility(mask, 5, 6, LENGTHS_Q, LENGTHS_KV)
-    want, gradients, _ = oracle_results(q, k, v, grad, sees, softcap=CAP)
-    for got, whole, lengths in zip(
-        (out, *found), (want, *gradients), (LENGTHS_Q, LENGTHS_Q, LENGTHS_KV, LENGTHS_KV), strict=True
+    expected, gradients, _ = oracle_results(q, k, v, grad, sees, softcap=CAP)
+    for got, full, lengths in zip(
+        (out, *found), (expected, *gradients), (LENGTHS_Q, LENGTHS_Q, LENGTHS_KV, LENGTHS_KV), strict=True
     ):
-        wanted = torch.cat([whole[b, :n] for b, n in enumerate(lengths)])
-        torch.testing.assert_close(got.double().cpu(), wanted, **ATTENDED)
+        reference = torch.cat([full[b, :n] for b, n in enumerate(lengths)])
+        torch.testing.assert_close(got.double().cpu(), reference, **ATTENDED)
 
 
 def test_gradients_match_finite_differences(device):
@@ -205,18 +205,18 @@ def test_layers_pass_the_softcap_to_their_attentions(device):
         torch.nn.init.normal_(parameter, std=0.3)
     plain.load_state_dict(capped.state_dict())
     x, encoded = torch.randn(5, 1, 16, device=device) * 9, torch.randn(4, 1, 16, device=device) * 9
-    want = capped(x, encoder_output=encoded)
-    assert not torch.equal(plain(x, encoder_output=encoded), want)
-    assert torch.equal(plain(x, encoder_output=encoded, softcap=CAP), want)
+    expected = capped(x, encoder_output=encoded)
+    assert not torch.equal(plain(x, encoder_output=encoded), expected)
+    assert torch.equal(plain(x, encoder_output=encoded, softcap=CAP), expected)
     plain.softcap = CAP
-    assert torch.equal(plain(x, encoder_output=encoded), want)
+    assert torch.equal(plain(x, encoder_output=encoded), expected)
     for attention in (plain.self_attention, plain.inter_attention):
         assert attention.softcap == attention.core_attention.softcap == CAP
     # A hook makes the layer call its attention by keywords.
     plain.self_attention.register_forward_hook(lambda *_: None)
     plain.self_attention.core_attention.register_forward_hook(lambda *_: None)
     plain.softcap = 0.0
-    assert torch.equal(plain(x, encoder_output=encoded, softcap=CAP), want)
+    assert torch.equal(plain(x, encoder_output=encoded, softcap=CAP), expected)
 
 
 @pytest.mark.parametrize("tensor_format", ["bshd", "thd"])
@@ -236,8 +236,8 @@ def test_cached_steps_equal_the_full_sequence(pages, tensor_format, device):
     outputs = play(lambda x: layer(*qkv(x), inference_params=cache), cache, data, tensor_format)
     for name, got in outputs.items():
         q, k, v = (x.double().cpu()[None] for x in qkv(data[name][: len(got)]))
-        want, _ = attend(q, k, v, visibility("causal", len(got), len(got)), softcap=CAP)
-        torch.testing.assert_close(got.double().cpu(), want[0], **ATTENDED)
+        expected, _ = attend(q, k, v, visibility("causal", len(got), len(got)), softcap=CAP)
+        torch.testing.assert_close(got.double().cpu(), expected[0], **ATTENDED)
 
 
 def request(**changes) -> AttentionCall:
@@ -264,8 +264,8 @@ def test_fp8_kernels_name_the_softcap_and_emulation_computes_it(device):
         explained = te.explain(layer, q, k, v)
         got = layer(q, k, v)
     assert "it does not support softcap" in str(explained) and "emulated" in str(explained)
-    want = layer(q, k, v)
-    assert (got - want).abs().max() < 0.25 * want.abs().max() and not torch.equal(got, want)
+    expected = layer(q, k, v)
+    assert (got - expected).abs().max() < 0.25 * expected.abs().max() and not torch.equal(got, expected)
 
 
 @pytest.mark.any_device

@@ -96,8 +96,8 @@ def test_flex_describes_a_request_as_the_reference_does(name, monkeypatch):
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     request, extra = FLEX[name]
     inputs = sample_inputs(request, **extra)
-    got, want = (backend.run(request, inputs).output for backend in (flex, reference))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    got, expected = (backend.run(request, inputs).output for backend in (flex, reference))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("q_format", ["bshd", "sbhd", "thd"])

@@ -48,13 +48,13 @@ def compare(case: Case, device: torch.device) -> None:
     request, inputs = build(case, device, GROWN)
     attended = triton.forward(request, inputs)
     grad_output = torch.randn_like(attended.output) if case.gradient else None
-    kept = None
+    saved = None
     if case.dropout:
         assert attended.rng_state is not None
         shape = (case.batch, case.heads, request.seqlen_q, request.seqlen_kv)
-        kept = philox_kept(attended.rng_state, shape, case.dropout)
-    exact = literal(request, inputs, grad_output, torch.float64, kept)
-    plain = literal(request, inputs, grad_output, case.dtype, kept)
+        saved = philox_kept(attended.rng_state, shape, case.dropout)
+    exact = literal(request, inputs, grad_output, torch.float64, saved)
+    plain = literal(request, inputs, grad_output, case.dtype, saved)
     assert attended.output.dtype == case.dtype
     assert_as_accurate(attended.output, exact.output, plain.output)
     if case.max_logit:
@@ -104,8 +104,8 @@ def test_lse_is_a_natural_logarithm_and_includes_the_sink(device):
     q, k = (x.double().transpose(1, 2) for x in (inputs.q, inputs.k))
     logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * request.scale
     assert inputs.lengths_kv is not None and inputs.lengths_q is not None and inputs.sink is not None
-    place = torch.arange(request.seqlen_kv, device=device)
-    logits = logits.masked_fill((place >= inputs.lengths_kv[:, None])[:, None, None], -torch.inf)
+    position = torch.arange(request.seqlen_kv, device=device)
+    logits = logits.masked_fill((position >= inputs.lengths_kv[:, None])[:, None, None], -torch.inf)
     exact = torch.logaddexp(logits.logsumexp(-1), inputs.sink.double()[:, None])
     real = torch.arange(request.seqlen_q, device=device) < inputs.lengths_q[:, None]
     exact = torch.where(real[:, None], exact, inputs.sink.double()[:, None])
@@ -137,10 +137,10 @@ def test_tokens_outside_all_sequences_get_zeros(device):
         (inputs.starts_kv, inputs.lengths_kv, (gradients.k, gradients.v)),
     ):
         assert starts is not None and lengths is not None
-        place = torch.arange(tensors[0].shape[0], device=device)[:, None]
-        outside = ~((place >= starts[:-1]) & (place < starts[:-1] + lengths)).any(1)
-        assert int(outside.sum()) >= 13
-        assert all((x[outside] == 0).all() for x in tensors)
+        position = torch.arange(tensors[0].shape[0], device=device)[:, None]
+        outer = ~((position >= starts[:-1]) & (position < starts[:-1] + lengths)).any(1)
+        assert int(outer.sum()) >= 13
+        assert all((x[outer] == 0).all() for x in tensors)
 
 
 @runs_kernels

@@ -122,8 +122,8 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, 
         slopes = torch.rand(shape, generator=generator) * (0.3 / grown)
     sink = None if case.softmax == "vanilla" else normal(case.heads) * (case.softmax == "learnable")
 
-    def there(x: Tensor | None, wanted: bool = True) -> Tensor | None:
-        return x.to(device) if x is not None and wanted else None
+    def there(x: Tensor | None, expected: bool = True) -> Tensor | None:
+        return x.to(device) if x is not None and expected else None
 
     inputs = AttentionInputs(
         q, k, v,
@@ -176,20 +176,20 @@ def _tensors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with three tokens after the last packed sequence, optionally as views into one buffer."""
 
-    def shaped(starts: Tensor, size: int, form: str, heads: int, width: int) -> Tensor:
+    def shape_like(starts: Tensor, size: int, form: str, heads: int, width: int) -> Tensor:
         if form == "thd":
             return normal(int(starts[-1]) + 3, heads, width).to(case.dtype)
         outer = (size, case.batch) if form == "sbhd" else (case.batch, size)
         return normal(*outer, heads, width).to(case.dtype)
 
     kv_form = "bshd" if case.page else case.form
-    q = shaped(starts_q, size_q, case.form, case.heads, case.head[0])
+    q = shape_like(starts_q, size_q, case.form, case.heads, case.head[0])
     if case.packed_buffer:
-        buffer = shaped(starts_q, size_q, case.form, case.heads + 2 * case.groups, case.head[0])
+        buffer = shape_like(starts_q, size_q, case.form, case.heads + 2 * case.groups, case.head[0])
         q, k, v = buffer.split((case.heads, case.groups, case.groups), dim=-2)
         return q, k, v
-    k = shaped(starts_kv, size_kv, kv_form, case.groups, case.head[0])
-    return q, k, shaped(starts_kv, size_kv, kv_form, case.groups, case.head[1])
+    k = shape_like(starts_kv, size_kv, kv_form, case.groups, case.head[0])
+    return q, k, shape_like(starts_kv, size_kv, kv_form, case.groups, case.head[1])
 
 
 def _paged(case: Case, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +210,7 @@ def literal(
     inputs: AttentionInputs,
     grad_output: Tensor | None,
     dtype: torch.dtype,
-    kept: Tensor | None,
+    saved: Tensor | None,
 ) -> Outcome:
     """Attention as five lines of PyTorch in one dtype, and autograd's gradients."""
     leaves: dict[str, Tensor] = {}
@@ -244,14 +244,14 @@ def literal(
     else:
         blind = (logits == -torch.inf).all(-1, keepdim=True)
         probabilities = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    if kept is not None:
-        probabilities = probabilities * kept / (1.0 - request.dropout)
+    if saved is not None:
+        probabilities = probabilities * saved / (1.0 - request.dropout)
     output = layout.from_bhsd(request, inputs, probabilities @ v)
     gradients, rounding = {}, {}
     if grad_output is not None:
         terms = {name: term for name, term in terms.items() if name in leaves}
-        wanted = [*leaves.values(), *terms.values()]
-        found = torch.autograd.grad(output, wanted, grad_output.to(dtype), allow_unused=True)
+        expected = [*leaves.values(), *terms.values()]
+        found = torch.autograd.grad(output, expected, grad_output.to(dtype), allow_unused=True)
         gradients = dict(zip(leaves, found, strict=False))
         for name, term in zip(terms, found[len(leaves) :], strict=True):
             shape = (1, request.heads, 1, 1) if name == "sink" else leaves[name].shape
@@ -414,11 +414,11 @@ def pairs() -> list[Case]:
 
 
 def _compatible(a: str, first: dict, b: str, second: dict) -> bool:
-    together = first | second
-    if together.get("form") == "thd" and "mask" in together:
-        return together["mask"].startswith("padding") and not together.get("mask_tensors")
-    if "window" in together and "causal" in together.get("mask", ""):
-        return "bottom_right" not in together
+    joint = first | second
+    if joint.get("form") == "thd" and "mask" in joint:
+        return joint["mask"].startswith("padding") and not joint.get("mask_tensors")
+    if "window" in joint and "causal" in joint.get("mask", ""):
+        return "bottom_right" not in joint
     return True
 
 

@@ -10,8 +10,8 @@ from tests.checkpoints.original_states import (
     RELEASES,
     SLOTS,
     histories,
-    saved,
-    saved_in_high_precision,
+    save_high_precision_states,
+    save_states,
     scales,
     stateless,
 )
@@ -33,7 +33,7 @@ def layer(device: torch.device) -> te.TransformerLayer:
 @EVERY
 def test_scales_and_histories_of_a_release_are_those_of_the_next_step(release: str, device: torch.device):
     source, target = layer(device), layer(device)
-    target.load_state_dict(saved(RELEASES[release], source))
+    target.load_state_dict(save_states(RELEASES[release], source))
     for name, (forward, backward) in SLOTS.items():
         meta = target.get_submodule(name).fp8_meta
         for key, count, seed in (("scaling_fwd", forward, 1), ("scaling_bwd", backward, 2)):
@@ -49,7 +49,7 @@ def test_scales_and_histories_of_a_release_are_those_of_the_next_step(release: s
 @EVERY
 def test_a_release_without_fp8_loads_to_the_same_output(release: str, device: torch.device):
     source, target = layer(device), layer(device)
-    target.load_state_dict(saved_in_high_precision(RELEASES[release], source))
+    target.load_state_dict(save_high_precision_states(RELEASES[release], source))
     x = torch.randn(32, 2, 64, device=device)
     assert torch.equal(target(x), source(x))
 
@@ -76,7 +76,7 @@ def test_weights_without_an_extra_state_find_a_warm_layer_as_a_new_one(
 ):
     recipe = recipes.DelayedScaling(amax_history_len=4)
 
-    def made() -> te.Linear:
+    def create() -> te.Linear:
         with te.quantized_model_init(enabled=quantized, recipe=recipe):
             return te.Linear(64, 64, device=device, params_dtype=torch.bfloat16)
 
@@ -91,7 +91,7 @@ def test_weights_without_an_extra_state_find_a_warm_layer_as_a_new_one(
             results += [y.detach(), x.grad]
         return results
 
-    warm, new = made(), made()
+    warm, new = create(), create()
     steps(warm, 3)
     weights = {
         name: torch.randn(param.shape, generator=torch.Generator().manual_seed(1)).mul(30).to(param)

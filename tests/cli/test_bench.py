@@ -107,14 +107,14 @@ def test_a_training_step_replaces_the_gradients():
 
 
 def test_a_forward_step_keeps_no_graph():
-    seen: list[bool] = []
+    records: list[bool] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.is_grad_enabled())
+        records.append(torch.is_grad_enabled())
         return x
 
     Workload(function, (torch.randn(2, requires_grad=True),)).step(backward=False)()
-    assert seen == [False]
+    assert records == [False]
 
 
 def test_a_failure_is_a_row_with_its_sentence():
@@ -136,11 +136,11 @@ def test_a_missing_library_is_a_sentence():
 def test_a_case_runs_on_the_providers_of_its_recipe():
     found = cases(["bf16", "delayed", "current"], True, ["quantize", "linear"])
     plain = next(provider for provider in PROVIDERS if provider.name == "torch")
-    taken = [case.name for case in found if plain.workload(case, CPU) is not None]
-    assert [name for name in taken if name.startswith("linear")] == [
+    selection = [case.name for case in found if plain.workload(case, CPU) is not None]
+    assert [name for name in selection if name.startswith("linear")] == [
         case.name for case in found if case.family == "linear" and case.recipe == "bf16"
     ]
-    assert [name.split("/")[1] for name in taken if name.startswith("quantize")] == [
+    assert [name.split("/")[1] for name in selection if name.startswith("quantize")] == [
         "delayed_row",
         "delayed_both",
     ]
@@ -201,11 +201,11 @@ def test_the_command_writes_figures_machine_and_pictures(tmp_path: Path):
 
 
 def test_an_interrupt_prints_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupted(*arguments):
+    def interrupt(*arguments):
         yield Row("rope_fb/bf16/s1", "rope", "bf16", "te", eager_ms=1.5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measurement, "run", interrupted)
+    monkeypatch.setattr(measurement, "run", interrupt)
     path = tmp_path / "figures.json"
     result = te("--quick", "--family", "rope", "--json", str(path))
     assert result.exit_code == 0, result.output

@@ -40,6 +40,14 @@ def test_long_sequences_and_a_llama_layer_are_measured():
     assert "layer_sp_fb/current/llama8b_s8192_ranks2" in names
 
 
+def test_four_ranks_also_share_a_sequence_over_two_levels():
+    cases = ranks_cases(["bf16"], False, 4, ["attention_cp"])
+    assert [case.arguments["scheme"] for case in cases] == 2 * ["p2p", "a2a", "all_gather", "a2a+p2p"]
+    assert (
+        len({case.one_device for case in cases}) == len({case.arguments["sequence"] for case in cases}) == 2
+    )
+
+
 def test_an_all_reduce_sends_twice_as_much_as_an_all_gather():
     moved = {
         case.arguments["operation"]: case.moved for case in ranks_cases(["bf16"], True, 4, ["collective"])
@@ -126,6 +134,7 @@ def check_figures(path: Path, families: set[str]) -> None:
         if row["family"] == "collective":
             assert row["rate"] > 0
             continue
+        assert row["host_ms"] > 0
         work = 2 if row["family"] == "layers_fsdp" else 1
         assert row["speedup"] == pytest.approx(work * row["one_ms"] / row["eager_ms"], rel=1e-3)
         expected = max(0.0, 1 - row["compute_ms"] / row["eager_ms"])

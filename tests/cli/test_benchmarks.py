@@ -37,6 +37,8 @@ class Case(NamedTuple):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_imports(name):
+    if name.startswith("jax_"):
+        pytest.importorskip("jax")
     assert importlib.import_module(name).__doc__
 
 
@@ -71,7 +73,12 @@ def test_no_script_times_by_itself():
     folder = Path(record.__file__).parent
     timing = {
         *("convergence", "convert", "model_step", "recipe_table", "train_switches"),  # training runs
-        *("context_parallel", "jax_two_gpus", "sharded_models"),  # steps on several devices at once
+        *(
+            "context_parallel",
+            "jax_ranks",
+            "sharded_models",
+            "expert_ranks",
+        ),  # steps on several devices at once
         "jax_memory",  # tracing, lowering and compiling one program
         "shortest",
     }

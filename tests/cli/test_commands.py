@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from transformer_engine import __version__
 from transformer_engine_tools.demo import config
 from transformer_engine_tools.demo.records import read_metrics
 from transformer_engine_tools.demo.trainer import Trainer
+from transformer_engine_tools.options import Parser
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
 
@@ -184,6 +186,24 @@ def test_help_states_the_type_or_the_choices_of_every_value(name: str):
     ] == []
 
 
+@pytest.mark.parametrize("name", tools.COMMANDS)
+def test_examples_in_a_help_are_valid_calls(name: str):
+    command = tools.COMMANDS[name]
+    parser = Parser(f"te {name}", command.summary)
+    importlib.import_module(command.module, tools.__name__).add_arguments(parser)
+    shown = te(name, "--help").output
+    assert command.examples
+    for example in command.examples:
+        parser.parse_args(shlex.split(example))
+        assert f" {name} {example}\n" in shown
+
+
+def test_examples_in_the_overview_are_commands():
+    shown = te("--help").output
+    for example in tools.OVERVIEW:
+        assert example.split()[0] in tools.COMMANDS and f" {example}\n" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "positional"),
     [([], " COMMAND"), (["plan"], ""), (["convert"], " source folder"), (["generate"], " [prompt]")],
@@ -201,6 +221,8 @@ def test_usage_lists_the_positional_arguments(arguments: list[str], positional: 
         (["bench", "--famly=linear"], "did you mean --family?"),
         (["train", "--recipe", "delay"], "did you mean delayed?"),
         (["bench", "--zzz"], "unrecognized arguments: --zzz; "),
+        (["plan", "--devces", "8"], "did you mean --devices?"),
+        (["convert", "--dtpe=bfloat16"], "did you mean --dtype?"),
     ],
 )
 def test_a_misspelt_option_or_choice_is_answered_with_the_right_one(arguments: list[str], remedy: str):

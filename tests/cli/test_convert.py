@@ -20,12 +20,12 @@ def te(*arguments: object):
 def test_checkpoints_convert_both_ways_and_tensors_are_counted(tmp_path: Path):
     theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
     write_checkpoint(theirs, "llama", most=60_000)
-    there = te(theirs, ours)
-    assert there.exit_code == 0, there.output
-    assert "21 tensors made 15" in there.output and "a TransformerLayer stack" in there.output
-    again = te(ours, back, "--dtype", "bfloat16", "--shard-size", "0.00005")
-    assert again.exit_code == 0, again.output
-    assert "15 tensors made 21" in again.output and "llama of Hugging Face" in again.output
+    remote = te(theirs, ours)
+    assert remote.exit_code == 0, remote.output
+    assert "21 tensors made 15" in remote.output and "a TransformerLayer stack" in remote.output
+    repeated = te(ours, back, "--dtype", "bfloat16", "--shard-size", "0.00005")
+    assert repeated.exit_code == 0, repeated.output
+    assert "15 tensors made 21" in repeated.output and "llama of Hugging Face" in repeated.output
     assert (back / "model.safetensors.index.json").is_file()
     assert '"torch_dtype": "bfloat16"' in (back / "config.json").read_text()
 
@@ -33,18 +33,18 @@ def test_checkpoints_convert_both_ways_and_tensors_are_counted(tmp_path: Path):
 def test_id_of_the_hub_is_downloaded_without_its_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hub = pytest.importorskip("huggingface_hub")
     write_checkpoint(tmp_path / "snapshot", "llama", most=60_000)
-    asked = {}
+    queries = {}
 
     def snapshot_download(name, **options):
-        asked.update(name=name, **options)
+        queries.update(name=name, **options)
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download, raising=False)
     result = te("owner/small-llama", tmp_path / "ours", "--revision", "v1")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "ours" / "transformer_engine.json").is_file()
-    assert (asked["name"], asked["revision"]) == ("owner/small-llama", "v1")
-    assert "*.safetensors" in asked["allow_patterns"] and asked["ignore_patterns"] == ["*/*"]
+    assert (queries["name"], queries["revision"]) == ("owner/small-llama", "v1")
+    assert "*.safetensors" in queries["allow_patterns"] and queries["ignore_patterns"] == ["*/*"]
 
 
 def test_failed_download_reports_the_hubs_reason_and_exit_code_1(monkeypatch: pytest.MonkeyPatch):

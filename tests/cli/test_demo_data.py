@@ -29,17 +29,17 @@ def test_training_and_validation_share_no_byte_and_lose_none(folder: Path):
     corpus = load_corpus(str(folder), 32)
     assert corpus.train.size + corpus.validation.size == 12_000
     assert corpus.validation.size == int(12_000 * VALIDATION_SHARE)
-    whole = np.concatenate([corpus.train, corpus.validation])
-    assert np.bincount(whole).tolist() == [0] * 65 + [2000] * 6
+    full = np.concatenate([corpus.train, corpus.validation])
+    assert np.bincount(full).tolist() == [0] * 65 + [2000] * 6
 
 
 def test_a_batch_depends_on_seed_and_step_only(folder: Path):
     corpus = load_corpus(str(folder), 32)
     inputs, targets = corpus.batch(3, 7, 4, 32)
     np.random.seed(99)
-    again, _ = corpus.batch(3, 7, 4, 32)
+    repeated, _ = corpus.batch(3, 7, 4, 32)
     other, _ = corpus.batch(3, 8, 4, 32)
-    assert np.array_equal(inputs, again)
+    assert np.array_equal(inputs, repeated)
     assert not np.array_equal(inputs, other)
     assert inputs.shape == targets.shape == (4, 32)
     assert np.array_equal(inputs[:, 1:], targets[:, :-1])

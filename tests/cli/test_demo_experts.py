@@ -40,7 +40,7 @@ def test_the_loss_under_a_recipe_is_that_of_high_precision_within_noise(recipe: 
                 run.step(*corpus.batch(0, step, config.batch, config.sequence), 3e-3).item()
                 for step in range(config.steps)
             ]
-    assert all(taken[-1] < taken[0] - 1.0 for taken in losses.values())
+    assert all(selection[-1] < selection[0] - 1.0 for selection in losses.values())
     ours, high = (sum(losses[name][-4:]) / 4 for name in config.runs)
     assert 0 < abs(ours - high) < NOISE
 
@@ -63,11 +63,11 @@ def test_tokens_are_the_weighted_sums_of_their_experts():
     tokens = layer.norm(x).flatten(0, 1)
     values, chosen = layer.router(tokens).topk(2)
     expected = torch.zeros_like(tokens)
-    for place in range(2):
-        for token, expert in enumerate(chosen[:, place].tolist()):
+    for index in range(2):
+        for token, expert in enumerate(chosen[:, index].tolist()):
             gate, linear = (tokens[token] @ getattr(layer.fc1, f"weight{expert}").t()).chunk(2)
             y = (torch.nn.functional.silu(gate) * linear) @ getattr(layer.fc2, f"weight{expert}").t()
-            expected[token] += values.softmax(1)[token, place] * y
+            expected[token] += values.softmax(1)[token, index] * y
     torch.testing.assert_close(layer(x).flatten(0, 1), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -75,8 +75,8 @@ def test_the_cache_changes_no_byte():
     config = tiny()
     torch.manual_seed(0)
     model = ByteGPT(config)
-    cached, whole = (generate(model, config, b"def ", 12, temperature=0.0, cached=c) for c in (True, False))
-    assert cached == whole
+    cached, full = (generate(model, config, b"def ", 12, temperature=0.0, cached=c) for c in (True, False))
+    assert cached == full
 
 
 def test_one_expert_is_rejected():

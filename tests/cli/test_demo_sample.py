@@ -31,9 +31,9 @@ def model(config: RunConfig) -> ByteGPT:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_cache_changes_no_byte(model: ByteGPT, config: RunConfig, temperature: float):
     cached = generate(model, config, PROMPT, 24, temperature=temperature)
-    whole = generate(model, config, PROMPT, 24, temperature=temperature, cached=False)
+    full = generate(model, config, PROMPT, 24, temperature=temperature, cached=False)
     assert len(cached) == 24
-    assert cached == whole
+    assert cached == full
     assert len(set(cached)) > 1
 
 

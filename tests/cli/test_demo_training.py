@@ -59,16 +59,16 @@ ALWAYS = ("delayed", "nvfp4", "none")
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: str, corpus: Corpus, tmp_path: Path):
     with te.emulate():  # a GPU without the format computes it on request only
-        whole = Trainer(tiny(recipe), corpus, tmp_path / "whole")
-        assert whole.train()
+        full = Trainer(tiny(recipe), corpus, tmp_path / "whole")
+        assert full.train()
         first = Trainer(tiny(recipe), corpus, tmp_path / "parts")
         assert not first.train(stop=stop_after(3, first))
         second = Trainer(tiny(recipe), corpus, tmp_path / "parts")
         second.load(checkpoint.load(second.checkpoint_path))
         assert second.step == 3
         assert second.train()
-    assert losses(second.history) == losses(whole.history)
-    assert losses(read_metrics(second.metrics_path)) == losses(whole.history)
+    assert losses(second.history) == losses(full.history)
+    assert losses(read_metrics(second.metrics_path)) == losses(full.history)
 
 
 def test_both_runs_start_from_the_same_weights(corpus: Corpus, tmp_path: Path):
@@ -214,8 +214,8 @@ def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: P
     trainer.train()
     lines = [json.loads(line) for line in trainer.observation_path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 11]
-    seen = {tensor["module"] for tensor in lines[0]["tensors"] if tensor["format"]}
-    assert seen == {
+    observed = {tensor["module"] for tensor in lines[0]["tensors"] if tensor["format"]}
+    assert observed == {
         f"layers.0.{name}"
         for name in ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
     }
@@ -250,14 +250,14 @@ def test_fused_adam_trains_as_adamw_does(corpus: Corpus, tmp_path: Path):
 
 def test_a_run_of_fused_adam_continues_exactly(corpus: Corpus, tmp_path: Path):
     config = tiny("delayed", optimizer="fused_adam")
-    whole = Trainer(config, corpus, tmp_path / "whole")
-    whole.train()
+    full = Trainer(config, corpus, tmp_path / "whole")
+    full.train()
     first = Trainer(config, corpus, tmp_path / "parts")
     first.train(stop=stop_after(3, first))
     second = Trainer(config, corpus, tmp_path / "parts")
     second.load(checkpoint.load(second.checkpoint_path))
     second.train()
-    assert losses(second.history) == losses(whole.history)
+    assert losses(second.history) == losses(full.history)
 
 
 def test_a_state_of_the_other_optimizer_is_rejected(corpus: Corpus, tmp_path: Path):

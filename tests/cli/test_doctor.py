@@ -306,10 +306,10 @@ def test_a_requirement_on_the_package_makes_a_client():
 
 
 def test_the_version_satisfies_the_requirements_of_clients():
-    for asked in (">=2.19.0", "<3,>=2", ">=2.14.0", "==2.20.2", ""):
-        needs = (Distribution("1", requires=(f"transformer-engine[pytorch]{asked}",)),)
+    for requested in (">=2.19.0", "<3,>=2", ">=2.14.0", "==2.20.2", ""):
+        needs = (Distribution("1", requires=(f"transformer-engine[pytorch]{requested}",)),)
         environment = replace(CPU, distributions={**CPU.distributions, "theirs": needs})
-        assert said(environment, "clients")[0].status == "good", asked
+        assert said(environment, "clients")[0].status == "good", requested
 
 
 def test_text_and_json_have_the_same_findings():

@@ -79,6 +79,8 @@ PAGES_ELSEWHERE = {
     ],
 )
 def test_a_generated_page_is_that_of_its_source(script: str):
+    if script == "names_table.py":
+        pytest.importorskip("jax")
     forked.output([str(ROOT / "docs" / script), "--check"], ROOT, os.environ)
 
 
@@ -162,13 +164,15 @@ def test_the_examples_of_the_quickstart_in_torch_run(capsys):
         exec(compile(example, "quickstart.md", "exec"), names)
     assert len(in_torch) == len(examples) - 1
     if not torch.cuda.is_available():
-        shapes, _, backends = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+        shapes, losses, _, backends = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
         printed = capsys.readouterr().out
-        assert shapes in printed and backends in printed
+        assert shapes in printed and losses in printed and backends in printed
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if page.startswith("jax"):
+        pytest.importorskip("jax")
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama-3.1")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

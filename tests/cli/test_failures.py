@@ -51,7 +51,7 @@ def assert_rejected(result: Any, *words: str) -> None:
         assert word in result.output, result.output
 
 
-def changed(**values: Any) -> Callable[[Path], None]:
+def rewrite_checkpoint(**values: Any) -> Callable[[Path], None]:
     """Return a function that rewrites a checkpoint with some of its content replaced."""
 
     def write(path: Path) -> None:
@@ -74,7 +74,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def flipped(path: Path) -> None:
+def flip_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(bytes(content))
@@ -88,7 +88,7 @@ def with_smaller_tensor(path: Path) -> None:
     torch.save(state, path)
 
 
-def without_moments(path: Path) -> None:
+def remove_moments(path: Path) -> None:
     state = torch.load(path, weights_only=True)
     state["runs"]["current"]["optimizer"]["masters"] = []
     torch.save(state, path)
@@ -99,21 +99,21 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "text": lambda path: path.write_text("not a checkpoint"),
     "pickle": lambda path: path.write_bytes(b"\x80\x04K\x01."),
     "cut": cut,
-    "flipped": flipped,
+    "flipped": flip_byte,
     "tensor": lambda path: torch.save(torch.zeros(3), path),
     "class": lambda path: torch.save(Path("anything"), path),
     "other dict": lambda path: torch.save({"model": {}}, path),
-    "step of a wrong type": changed(step="four"),
-    "step below zero": changed(step=-1),
-    "config of a wrong type": changed(config=[1, 2]),
-    "config without fields": changed(config={}),
+    "step of a wrong type": rewrite_checkpoint(step="four"),
+    "step below zero": rewrite_checkpoint(step=-1),
+    "config of a wrong type": rewrite_checkpoint(config=[1, 2]),
+    "config without fields": rewrite_checkpoint(config={}),
     "layers of a wrong type": with_config(layers="many"),
     "layers of another number": with_config(layers=2),
     "recipe that does not exist": with_config(recipe="fp3"),
-    "random of a wrong type": changed(random={"cpu": [1, 2]}),
-    "random of another size": changed(random={"cpu": torch.zeros(3, dtype=torch.uint8)}),
-    "runs of a wrong type": changed(runs={"current": 3}),
-    "no runs": changed(runs={}),
+    "random of a wrong type": rewrite_checkpoint(random={"cpu": [1, 2]}),
+    "random of another size": rewrite_checkpoint(random={"cpu": torch.zeros(3, dtype=torch.uint8)}),
+    "runs of a wrong type": rewrite_checkpoint(runs={"current": 3}),
+    "no runs": rewrite_checkpoint(runs={}),
     "a tensor of another shape": with_smaller_tensor,
 }
 
@@ -131,7 +131,7 @@ def test_resume_and_generate_name_an_invalid_checkpoint(damage: str, run: Path):
 
 
 def test_an_optimizer_of_another_model_is_rejected(run: Path):
-    without_moments(run / "checkpoint")
+    remove_moments(run / "checkpoint")
     assert_rejected(
         te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint", "master weights"
     )

@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawn(runs: Path, *options: str) -> str:
+def draw(runs: Path, *options: str) -> str:
     """The generated text after the prompt, without the last line."""
     result = te(PROMPT, "--name", "tiny", "--out", str(runs), "--device", "cpu", *options)
     assert result.exit_code == 0, result.output
@@ -54,18 +54,18 @@ def drawn(runs: Path, *options: str) -> str:
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_the_cache_and_its_pages_change_no_byte(temperature: str, runs: Path):
     options = ["--temperature", temperature, "--count", "40"]
-    whole = drawn(runs, *options, "--no-cache")
+    full = draw(runs, *options, "--no-cache")
     for cached in (["--page-size", "16"], ["--page-size", "1"], ["--page-size", "0"], []):
-        assert drawn(runs, *options, *cached) == whole
-    assert len(set(whole[len(PROMPT) :])) > 1
+        assert draw(runs, *options, *cached) == full
+    assert len(set(full[len(PROMPT) :])) > 1
 
 
 def test_the_seed_and_the_model_decide_the_text(runs: Path):
     options = ["--temperature", "2", "--count", "30"]
-    first = drawn(runs, *options, "--seed", "1")
-    assert first == drawn(runs, *options, "--seed", "1")
-    assert first != drawn(runs, *options, "--seed", "2")
-    assert first != drawn(runs, *options, "--seed", "1", "--high-precision")
+    first = draw(runs, *options, "--seed", "1")
+    assert first == draw(runs, *options, "--seed", "1")
+    assert first != draw(runs, *options, "--seed", "2")
+    assert first != draw(runs, *options, "--seed", "1", "--high-precision")
 
 
 def test_speed_and_cache_are_shown(runs: Path):

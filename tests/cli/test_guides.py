@@ -47,10 +47,10 @@ def test_first_principles_prints_the_output_on_the_page(capsys: pytest.CaptureFi
     for block in (losses, observed):
         for line in block.splitlines():
             assert line.split()[0] in printed
-    shown = dict(re.findall(r"(\w+) +loss [\d.]+ -> ([\d.]+)", losses))
+    listing = dict(re.findall(r"(\w+) +loss [\d.]+ -> ([\d.]+)", losses))
     measured = dict(re.findall(r"(\w+) +loss [\d.]+ -> ([\d.]+)", printed))
-    assert shown.keys() == measured.keys()
-    assert all(abs(float(measured[name]) - float(value)) < 0.02 for name, value in shown.items())
+    assert listing.keys() == measured.keys()
+    assert all(abs(float(measured[name]) - float(value)) < 0.02 for name, value in listing.items())
 
 
 def test_notebook_has_the_cells_of_the_page():

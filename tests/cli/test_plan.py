@@ -99,3 +99,11 @@ def test_high_precision_has_the_name_of_te_train():
     assert by_name[0] == by_name[1] == by_name[2] and by_name[0]["recipe"] == "none"
     assert "no recipe (bfloat16), on 1 x h100" in te(*options[:-1]).output
     assert "--recipe none|delayed|" in te("--help").output
+
+
+def test_a_missing_model_is_reported_with_the_ways_to_name_one():
+    result = te("--devices", "8", "--hidden", "512")
+    assert result.exit_code == 2
+    assert result.output.startswith("error: no model; give --model, one of llama-1b, ")
+    assert result.output.rstrip().endswith("or --hidden, --layers and --heads")
+    assert "custom, " in te("--devices=8", "--hidden=512", "--layers=2", "--heads=8").output

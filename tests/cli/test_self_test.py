@@ -263,7 +263,8 @@ def test_without_frameworks_the_command_names_both_extras(monkeypatch, capsys):
 
 
 def jax_process(tmp_path, monkeypatch, program: str) -> None:
-    """Run a program in place of the self-test of JAX."""
+    """Run a program in place of the self-test of JAX; it does not import JAX."""
+    monkeypatch.setattr(self_tests.optional, "installed", lambda module: True)
     (tmp_path / "jax_program.py").write_text(program, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(self_tests, "JAX_MODULE", "jax_program")

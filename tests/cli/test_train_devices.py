@@ -39,7 +39,7 @@ def tiny(data: Path | str, recipe: str = "delayed") -> RunConfig:
     return resolve("cpu", {**SIZES, "recipe": recipe, "data": str(data)})
 
 
-def text_in(folder: Path) -> Path:
+def file_text(folder: Path) -> Path:
     path = folder / "text.txt"
     path.write_text(TEXT)
     return path
@@ -66,7 +66,7 @@ class LossesOnRanks:
 
 
 def test_every_layout_has_the_losses_of_one_device(tmp_path: Path):
-    first, second = run_on_ranks(LossesOnRanks(str(text_in(tmp_path))), 2, tmp_path)
+    first, second = run_on_ranks(LossesOnRanks(str(file_text(tmp_path))), 2, tmp_path)
     assert first == second
     one = torch.tensor(first["one"])
     assert one[2] < one[0] - 0.05
@@ -92,23 +92,23 @@ class TrainedOnRanks:
             folder = Path(self.folder) / name
             return Trainer(config, corpus, folder, Execution(), ranks)
 
-        whole = trainer("whole")
-        assert whole.train()
+        full = trainer("whole")
+        assert full.train()
         first = trainer("parts")
         assert not first.train(stop=lambda: first.step >= 5)
         second = trainer("parts")
         second.load(ranks.load(sharded_checkpoint.latest(second.folder)))
         assert second.step == 5
         assert second.train()
-        return [[(r.step, r.loss, r.validation) for r in one.history] for one in (whole, second)]
+        return [[(r.step, r.loss, r.validation) for r in one.history] for one in (full, second)]
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(sizes: dict[str, int], tmp_path: Path):
-    body = TrainedOnRanks(str(text_in(tmp_path)), str(tmp_path / "runs"), sizes)
-    for whole, resumed in run_on_ranks(body, 2, tmp_path):
-        assert len(whole) == SIZES["steps"]
-        assert resumed == whole
+    body = TrainedOnRanks(str(file_text(tmp_path)), str(tmp_path / "runs"), sizes)
+    for full, resumed in run_on_ranks(body, 2, tmp_path):
+        assert len(full) == SIZES["steps"]
+        assert resumed == full
     (only,) = (tmp_path / "runs" / "parts" / "checkpoints").iterdir()
     assert only.name == "step_00000012"
 
@@ -148,7 +148,7 @@ def test_an_attempt_does_not_see_the_store_of_the_one_before(monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the processes of Linux")
 def test_a_run_continues_after_a_rank_is_killed(tmp_path: Path):
-    data = text_in(tmp_path)
+    data = file_text(tmp_path)
     sizes = "--devices 2 --fsdp 2 --device cpu --steps 20 --batch 2 --seq 32 --layers 1 --hidden 32 --heads 2"
     command = [sys.executable, "-m", "transformer_engine", "train", *sizes.split(), "--recipe", "delayed"]
     command += ["--data", str(data), "--out", str(tmp_path)]
@@ -168,9 +168,9 @@ def test_a_run_continues_after_a_rank_is_killed(tmp_path: Path):
         printed, _ = process.communicate(timeout=400)
     assert process.returncode == 0, printed
     assert "resume  after step" in printed
-    whole, killed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
+    full, killed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
     assert [r.step for r in killed] == list(range(1, 21))
-    assert [(r.loss, r.validation) for r in killed] == [(r.loss, r.validation) for r in whole]
+    assert [(r.loss, r.validation) for r in killed] == [(r.loss, r.validation) for r in full]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_a_run_continues_after_a_rank_is_killed(tmp_path: Path):
 def test_options_that_cannot_work_are_rejected_before_processes_start(
     options: list[str], message: str, tmp_path: Path
 ):
-    place = ["--device", "cpu", "--out", str(tmp_path)]
-    result = run_te("train", *place, *options)
+    position = ["--device", "cpu", "--out", str(tmp_path)]
+    result = run_te("train", *position, *options)
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert not any(tmp_path.iterdir())

@@ -22,12 +22,12 @@ def run(tmp_path: Path):
     """A function that calls `te train` on a tiny model named "tiny", with further options."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} of a text\n" for i in range(500)))
-    place = ["--device", "cpu", "--name", "tiny", "--out", str(tmp_path)]
+    position = ["--device", "cpu", "--name", "tiny", "--out", str(tmp_path)]
     start = [*TINY, "--data", str(text), "--recipe", "none"]
 
     def train(*options: str):
-        given = [] if "--resume" in options else start
-        return run_te("train", *place, *given, *options, columns=80)
+        args = [] if "--resume" in options else start
+        return run_te("train", *position, *args, *options, columns=80)
 
     return train
 
@@ -54,8 +54,8 @@ def test_finished_run_is_extended_and_continues_exactly(run, tmp_path: Path):
     after = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
     assert [record.step for record in after] == [1, 2, 3, 4, 5, 6] and after[:4] == before
     assert after[-1].validation is not None
-    again = run("--resume", "--steps", "5")
-    assert again.exit_code == 2 and "--steps 5 contradicts the checkpoint, which has 6" in again.output
+    repeated = run("--resume", "--steps", "5")
+    assert repeated.exit_code == 2 and "--steps 5 contradicts the checkpoint, which has 6" in repeated.output
 
 
 def test_interval_below_1_is_an_error(run, tmp_path: Path):

@@ -25,7 +25,7 @@ def te(*arguments: str):
     return run_te("verify", *arguments)
 
 
-def written(folder: Path, text: str) -> str:
+def write_files(folder: Path, text: str) -> str:
     path = folder / "model.py"
     path.write_text(text)
     return str(path)
@@ -33,22 +33,22 @@ def written(folder: Path, text: str) -> str:
 
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed"])
 def test_one_device_equals_itself(recipe: str, tmp_path: Path):
-    result = te(written(tmp_path, MODEL), "--recipe", recipe, "--device", "cpu")
+    result = te(write_files(tmp_path, MODEL), "--recipe", recipe, "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "layer_norm_weight.grad" in result.output and "within the format's noise" in result.output
 
 
 def test_a_difference_exits_with_1_and_names_the_gradient(tmp_path: Path):
     wrong = MODEL + "\ndef reduce_fn(model, mesh):\n    model.bias.grad.mul_(2)\n"
-    result = te(written(tmp_path, wrong), "--device", "cpu")
+    result = te(write_files(tmp_path, wrong), "--device", "cpu")
     assert result.exit_code == 1, result.output
     assert "the model is the first module that differs, on rank 0, in bias.grad" in result.output
 
 
 def test_missing_functions_and_processes_are_named(tmp_path: Path):
-    result = te(written(tmp_path, "batch = 3\n"))
+    result = te(write_files(tmp_path, "batch = 3\n"))
     assert result.exit_code == 2 and "does not define model_fn and batch" in result.output
     result = te(str(tmp_path / "absent.py"))
     assert result.exit_code == 2 and "does not exist" in result.output
-    result = te(written(tmp_path, MODEL), "--tp", "2", "--device", "cpu")
+    result = te(write_files(tmp_path, MODEL), "--tp", "2", "--device", "cpu")
     assert result.exit_code == 2 and "torchrun --nproc-per-node 2" in result.output

@@ -1,4 +1,4 @@
-"""A Llama that accelerate and DeepSpeed train in FP8 on gloo processes; see test_deepspeed.py.
+"""A Llama that accelerate and DeepSpeed train in FP8, on GPUs if there are any; see test_deepspeed.py.
 
 python deepspeed_cases.py STAGE: rank 0 prints its losses and the number of engine layers as JSON.
 """
@@ -24,12 +24,15 @@ def main(stage: int) -> None:
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=1)
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
     accelerator = Accelerator(
-        cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe], deepspeed_plugin=plugin
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="fp8",
+        kwargs_handlers=[recipe],
+        deepspeed_plugin=plugin,
     )
     model = tiny_llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
     torch.manual_seed(accelerator.process_index)
-    tokens = torch.randint(0, 96, (4, 32))
+    tokens = torch.randint(0, 96, (4, 32), device="cpu").to(accelerator.device)
     losses = []
     for _ in range(STEPS):
         loss = model(input_ids=tokens, labels=tokens).loss

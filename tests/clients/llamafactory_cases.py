@@ -65,13 +65,13 @@ def main(folder: Path) -> None:
     classes: set[str] = set()
 
     class Record(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            model = given["model"]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model = kwargs["model"]
             classes.update(
                 type(module).__module__ for module in model.modules() if hasattr(module, "out_features")
             )
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in logs:
                 losses.append(float(logs["loss"]))
 

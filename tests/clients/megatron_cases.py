@@ -98,9 +98,9 @@ def model(settings: dict[str, Any], ours: bool = False) -> Any:
     from megatron.core.transformer.module import Float16Module
 
     torch.manual_seed(0)
-    made = config(**settings)
+    result = config(**settings)
     spec = get_gpt_layer_with_transformer_engine_spec(
-        qk_layernorm=made.qk_layernorm, use_te_op_fuser=made.use_transformer_engine_op_fuser
+        qk_layernorm=result.qk_layernorm, use_te_op_fuser=result.use_transformer_engine_op_fuser
     )
     if ours:
         from transformer_engine.pytorch.integrations.megatron import SelfAttention
@@ -108,13 +108,13 @@ def model(settings: dict[str, Any], ours: bool = False) -> Any:
         spec = copy.deepcopy(spec)
         spec.submodules.self_attention.module = SelfAttention
     gpt = GPTModel(
-        config=made,
+        config=result,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         position_embedding_type="learned_absolute",
     )
-    return Float16Module(made, gpt) if made.bf16 else gpt
+    return Float16Module(result, gpt) if result.bf16 else gpt
 
 
 def batch() -> tuple[Any, ...]:
@@ -160,11 +160,11 @@ def flags() -> dict[str, bool]:
         names = set(FLAG.findall(file.read_text()))
         if not names:
             continue
-        place = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        module = importlib.import_module(f"megatron.core.{place}")
+        position = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        module = importlib.import_module(f"megatron.core.{position}")
         for name in sorted(names):
             if hasattr(module, name):  # some are a function's own
-                found[f"{place} {name}"] = bool(getattr(module, name)) != name.startswith("USING_PYTORCH")
+                found[f"{position} {name}"] = bool(getattr(module, name)) != name.startswith("USING_PYTORCH")
     optional = ("SplitAlongDim", "fused_permute", "fused_permute_with_probs", "fused_permute_and_pad_with_probs",
                 "fused_unpermute", "fused_sort_chunks_by_index", "fused_topk_with_score_function",
                 "te_parallel_cross_entropy", "Fp8Padding", "get_cpu_offload_context")  # fmt: skip
@@ -181,7 +181,7 @@ def fused_adam() -> list[float]:
     return train_model(model({}), te.optimizers.FusedAdam)
 
 
-def recomputed() -> bool:
+def count_recomputations() -> bool:
     """Gradients with and without recomputation under delayed scaling, bit for bit."""
     grads = []
     for settings in (TRAINED["delayed"], {**TRAINED["delayed"], **RECOMPUTED}):
@@ -215,7 +215,7 @@ def t5(ours: bool) -> Any:
     from transformer_engine.pytorch.integrations.megatron import CrossAttention, SelfAttention
 
     torch.manual_seed(0)
-    made = config()
+    result = config()
     encoder = copy.deepcopy(t5_spec.get_t5_encoder_with_transformer_engine_block_spec(2))
     decoder = copy.deepcopy(t5_spec.get_t5_decoder_with_transformer_engine_block_spec(2))
     for spec in (*encoder.layer_specs, *decoder.layer_specs) if ours else ():
@@ -223,7 +223,7 @@ def t5(ours: bool) -> Any:
     for spec in decoder.layer_specs if ours else ():
         spec.submodules.cross_attention.module = CrossAttention
     return T5Model(
-        made, made, encoder, decoder, VOCABULARY, LENGTH, position_embedding_type="learned_absolute"
+        result, result, encoder, decoder, VOCABULARY, LENGTH, position_embedding_type="learned_absolute"
     )
 
 
@@ -232,10 +232,10 @@ def own_cross_attention() -> dict[str, float]:
     theirs, ours = t5(False), t5(True)
     ours.load_state_dict(theirs.state_dict())
     source, target = batch()[0][:, :12], batch()[0][:, 12:21]
-    padded, whole = (torch.zeros(BATCH, 1, 1, length, dtype=torch.bool) for length in (12, 9))
+    padded, full = (torch.zeros(BATCH, 1, 1, length, dtype=torch.bool) for length in (12, 9))
     padded[1, ..., 8:] = True
     labels = torch.roll(target, -1, 1)
-    losses = [t(source, target, padded, None, (whole, padded), lm_labels=labels) for t in (theirs, ours)]
+    losses = [t(source, target, padded, None, (full, padded), lm_labels=labels) for t in (theirs, ours)]
     for loss in losses:
         loss.float().mean().backward()
     pairs = [(a.grad, b.grad) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)]
@@ -317,7 +317,7 @@ def permutation() -> dict[str, float]:
     routing = torch.zeros(16, 4, dtype=torch.bool)
     routing.scatter_(1, torch.rand(16, 4).topk(2, dim=1).indices, True)
     probs = torch.rand(16, 4) * routing
-    made = []
+    outputs = []
     for fused in (False, True):
         tokens = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
         weights = probs.clone().requires_grad_()
@@ -328,9 +328,9 @@ def permutation() -> dict[str, float]:
             out * permuted_probs.unsqueeze(-1), order, tokens.shape, routing_map=routing, fused=fused
         )
         back.square().sum().backward()
-        made.append((out, back, tokens.grad, weights.grad))
+        outputs.append((out, back, tokens.grad, weights.grad))
     names = ("out", "back", "tokens", "probabilities")
-    return {name: (a - b).abs().max().item() for name, a, b in zip(names, *made, strict=True)}
+    return {name: (a - b).abs().max().item() for name, a, b in zip(names, *outputs, strict=True)}
 
 
 def router() -> dict[str, float]:
@@ -339,15 +339,15 @@ def router() -> dict[str, float]:
 
     differences = {}
     for function, bias in (("softmax", None), ("sigmoid", torch.linspace(-0.1, 0.1, 8))):
-        made = []
+        outputs = []
         for fused in (False, True):
             logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
             probs, routing = topk_routing_with_score_function(
                 logits, 2, score_function=function, expert_bias=bias, fused=fused
             )
             (probs * torch.linspace(0, 1, 8)).sum().backward()
-            made.append((probs, routing.float(), logits.grad))
-        for name, a, b in zip(("probabilities", "map", "gradient"), *made, strict=True):
+            outputs.append((probs, routing.float(), logits.grad))
+        for name, a, b in zip(("probabilities", "map", "gradient"), *outputs, strict=True):
             differences[f"{function} {name}"] = (a - b).abs().max().item()
     return differences
 
@@ -374,7 +374,7 @@ CASES: dict[str, Callable[[], Any]] = {
         for name, settings in TRAINED.items()
     },
     "fused_adam": fused_adam,
-    "recomputed": recomputed,
+    "recomputed": count_recomputations,
     **{
         f"own attention {name}": lambda settings=TRAINED[name]: own_attention(settings)
         for name in ("float32", "llama", "qk_layernorm")

@@ -56,10 +56,10 @@ def read_on_host() -> Iterator[None]:
 
 def _ignore_pinning(make: Any) -> Any:
     @functools.wraps(make)
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    def create(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return make(*args, **kwargs)
 
-    return made
+    return create
 
 
 def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:
@@ -93,7 +93,7 @@ def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:
             logits = gpt(tokens, positions, None, inference_context=context, runtime_gather_output=True)
             found = context.last_token_logits(logits)[: len(prompts)]
             each = (gpt(sequence[None], torch.arange(len(sequence))[None], None) for sequence in sequences)
-            worst = max(worst, (found - torch.stack([whole[0, -1] for whole in each])).abs().max().item())
+            worst = max(worst, (found - torch.stack([full[0, -1] for full in each])).abs().max().item())
             following = found.argmax(-1)
             sequences = [torch.cat((s, new[None])) for s, new in zip(sequences, following, strict=True)]
             context.update_requests(torch.ones(len(prompts), dtype=torch.uint8), following)

@@ -131,21 +131,21 @@ def gpt(run: Run) -> Any:
 
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(7, te_rng_tracker=True, force_reset_rng=True)
-    made = config(run)
+    result = config(run)
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=made.num_moe_experts,
-        moe_grouped_gemm=made.moe_grouped_gemm,
-        multi_latent_attention=made.multi_latent_attention,
-        use_te_op_fuser=made.use_transformer_engine_op_fuser,
+        num_experts=result.num_moe_experts,
+        moe_grouped_gemm=result.moe_grouped_gemm,
+        multi_latent_attention=result.multi_latent_attention,
+        use_te_op_fuser=result.use_transformer_engine_op_fuser,
     )
     model = GPTModel(
-        config=made,
+        config=result,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         position_embedding_type=run.positions,
     )
-    return Float16Module(made, model.cuda())
+    return Float16Module(result, model.cuda())
 
 
 class Training:
@@ -344,17 +344,17 @@ def distributed_checkpoint(run: Run) -> dict[str, Any]:
     dist.broadcast_object_list(folder)
     dist_checkpointing.save(sharded(first), folder[0])
     expected = first.losses(3)
-    again = Training(run)
-    again.losses(1)
-    loaded = dist_checkpointing.load(sharded(again), folder[0])
-    again.model.module.load_state_dict(loaded["model"])
-    again.optimizer.load_state_dict(loaded["optimizer"])
-    return {"expected": expected, "found": again.losses(3)}
+    repeated = Training(run)
+    repeated.losses(1)
+    loaded = dist_checkpointing.load(sharded(repeated), folder[0])
+    repeated.model.module.load_state_dict(loaded["model"])
+    repeated.optimizer.load_state_dict(loaded["optimizer"])
+    return {"expected": expected, "found": repeated.losses(3)}
 
 
 def rope_fused(run: Run) -> dict[str, Any]:
     """Logits and gradients of the input embedding with Megatron's and with this engine's rotary embedding."""
-    made = []
+    outputs = []
     for fused in (False, True):
         model = gpt(Run(model={**run.model, "apply_rope_fusion": fused}, positions="rope"))
         generator = torch.Generator().manual_seed(0)
@@ -363,8 +363,8 @@ def rope_fused(run: Run) -> dict[str, Any]:
         loss = model(tokens, positions, None, labels=torch.roll(tokens, -1, 1)).float().mean()
         loss.backward()
         weight = model.module.embedding.word_embeddings.weight
-        made.append((loss.item(), weight.grad.float()))
-    (plain, grad_plain), (fused, grad_fused) = made
+        outputs.append((loss.item(), weight.grad.float()))
+    (plain, grad_plain), (fused, grad_fused) = outputs
     error = (grad_plain - grad_fused).norm() / grad_plain.norm()
     return {"losses": [plain, fused], "gradient": error.item()}
 

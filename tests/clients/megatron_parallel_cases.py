@@ -43,7 +43,7 @@ NCCL_EP = {
 class _NoStream:
     """A replacement of a CUDA stream or event on a machine without a GPU."""
 
-    def wait_stream(self, *others: Any) -> None:
+    def wait_stream(self, *rest: Any) -> None:
         """Do nothing: all work has already completed."""
 
     synchronize = wait_event = wait_stream
@@ -62,10 +62,10 @@ def replace_cuda_functions() -> None:
     cuda.synchronize = lambda device=None: None
     exchange = dist.all_to_all_single
 
-    def exchange_by_tensors(output: Any, given: Any, *sizes: Any, **others: Any) -> Any:
+    def exchange_by_tensors(output: Any, argument: Any, *sizes: Any, **kwargs: Any) -> Any:
         """Megatron converts sizes to numbers only if their tensors are on a GPU."""
-        others = {name: value.tolist() if torch.is_tensor(value) else value for name, value in others.items()}
-        return exchange(output, given, *sizes, **others)
+        kwargs = {name: value.tolist() if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        return exchange(output, argument, *sizes, **kwargs)
 
     dist.all_to_all_single = exchange_by_tensors
 
@@ -93,8 +93,8 @@ def gpt(settings: dict[str, Any], ours: bool = False, first: bool = True, last: 
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(0)
-    made = megatron_cases.config(**settings)
-    spec: Any = get_gpt_layer_with_transformer_engine_spec(made.num_moe_experts, made.moe_grouped_gemm)
+    result = megatron_cases.config(**settings)
+    spec: Any = get_gpt_layer_with_transformer_engine_spec(result.num_moe_experts, result.moe_grouped_gemm)
     if ours:
         from transformer_engine.pytorch.integrations.megatron import SelfAttention
         from transformer_engine.pytorch.integrations.megatron.layers import CoreAttention
@@ -103,7 +103,7 @@ def gpt(settings: dict[str, Any], ours: bool = False, first: bool = True, last: 
         spec.submodules.self_attention.module = SelfAttention
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     return GPTModel(
-        config=made,
+        config=result,
         transformer_layer_spec=spec,
         vocab_size=megatron_cases.VOCABULARY,
         max_sequence_length=megatron_cases.LENGTH,
@@ -173,9 +173,9 @@ def differences(
         gradient = parameter.grad
         if summed(name, parameter):
             dist.all_reduce(gradient)
-        wanted = source[names.get(name, name)].grad
-        difference = (own_part(wanted, gradient, rank) - gradient).abs().max()
-        gradients = max(gradients, float(difference / wanted.abs().max()))
+        reference = source[names.get(name, name)].grad
+        difference = (own_part(reference, gradient, rank) - gradient).abs().max()
+        gradients = max(gradients, float(difference / reference.abs().max()))
     worst = torch.tensor([float((found - expected).abs().max()) if found.numel() else 0.0, gradients])
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(("losses", "gradients"), worst.tolist(), strict=True))
@@ -185,36 +185,36 @@ def context_parallel(comm: str, settings: dict[str, Any], ours: bool) -> dict[st
     """Each rank has a quarter from the front of the sequence and one from its end."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    whole, expected = alone(settings)
+    full, expected = alone(settings)
     start(context_parallel_size=2)
     attention: Any = TEDotProductAttention
     attention.cp_stream = "no stream on a CPU"  # otherwise Megatron creates a CUDA stream
     rank = dist.get_rank()
     part = gpt({**settings, "context_parallel_size": 2, "cp_comm_type": comm}, ours)
-    load(part, {}, whole, rank)
-    held = torch.arange(megatron_cases.LENGTH).view(4, -1)[[rank, 3 - rank]].flatten()
-    found = losses(part, held=held)
+    load(part, {}, full, rank)
+    contents = torch.arange(megatron_cases.LENGTH).view(4, -1)[[rank, 3 - rank]].flatten()
+    found = losses(part, held=contents)
     found.sum().backward()
-    return differences(part, whole, found, expected[:, held], rank, {}, lambda name, parameter: True)
+    return differences(part, full, found, expected[:, contents], rank, {}, lambda name, parameter: True)
 
 
 def tensor_parallel(sequence_parallel: bool) -> dict[str, float]:
     """Each rank has half the heads, inner features and vocabulary."""
-    whole, expected = alone({})
+    full, expected = alone({})
     start(tensor_model_parallel_size=2)
     part = gpt({"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel})
-    load(part, {}, whole, dist.get_rank())
+    load(part, {}, full, dist.get_rank())
     found = losses(part)
     found.sum().backward()
     return differences(
-        part, whole, found, expected, dist.get_rank(), {},
+        part, full, found, expected, dist.get_rank(), {},
         lambda name, parameter: sequence_parallel and getattr(parameter, "sequence_parallel", False),
     )  # fmt: skip
 
 
 def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
     """Each rank has half the experts and half the batch."""
-    whole, expected = alone({**EXPERTS, "moe_token_dispatcher_type": "alltoall"})
+    full, expected = alone({**EXPERTS, "moe_token_dispatcher_type": "alltoall"})
     start(expert_model_parallel_size=2)
     rank = dist.get_rank()
     part = gpt({**EXPERTS, **settings, "expert_model_parallel_size": 2})
@@ -224,17 +224,17 @@ def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
         name: expert.sub(lambda found: str(int(found.group()) + rank * local), name)
         for name, _ in part.named_parameters()
     }
-    load(part, names, whole, rank)
+    load(part, names, full, rank)
     row = slice(rank, rank + 1)
     found = losses(part, rows=row)
     found.sum().backward()
     result = differences(
-        part, whole, found, expected[row], rank, names, lambda name, parameter: expert.search(name) is None
+        part, full, found, expected[row], rank, names, lambda name, parameter: expert.search(name) is None
     )
     with torch.no_grad():
-        for parameter in (*whole.parameters(), *part.parameters()):
+        for parameter in (*full.parameters(), *part.parameters()):
             parameter -= 0.02 * parameter.grad
-        difference = (losses(part, rows=row) - losses(whole)[row]).abs().max()
+        difference = (losses(part, rows=row) - losses(full)[row]).abs().max()
     assert (losses(part, rows=row) - found).abs().max() > 0.1  # the step changed the losses
     dist.all_reduce(difference, dist.ReduceOp.MAX)
     return {**result, "losses after a step": float(difference)}
@@ -244,14 +244,14 @@ def pipeline_parallel() -> dict[str, float]:
     """Each rank has one layer; Megatron's schedule runs two micro-batches with one row each."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    whole, expected = alone({})
+    full, expected = alone({})
     start(pipeline_model_parallel_size=2)
     rank = dist.get_rank()
     part = gpt({"pipeline_model_parallel_size": 2}, first=rank == 0, last=rank == 1)
-    part.model_type = whole.model_type
+    part.model_type = full.model_type
     layers = re.compile(r"(?<=decoder\.layers\.)0(?=\.)")
     names = {name: layers.sub(str(rank), name) for name, _ in part.named_parameters()}
-    load(part, names, whole, rank)
+    load(part, names, full, rank)
     found: list[torch.Tensor] = []
 
     def step(data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -271,7 +271,7 @@ def pipeline_parallel() -> dict[str, float]:
         )  # fmt: skip
     outputs = torch.cat(found) if found else expected[:0]
     return differences(
-        part, whole, outputs, expected[: outputs.shape[0]], 0, names, lambda name, parameter: False
+        part, full, outputs, expected[: outputs.shape[0]], 0, names, lambda name, parameter: False
     )
 
 

@@ -56,9 +56,9 @@ def errors_of_examples(examples: dict[str, list[tuple[str, str, str | None]]]) -
     def compute(folder: Path) -> str:
         programs = {}
         for client, sources in examples.items():
-            place = folder / client
-            place.mkdir(exist_ok=True)
-            programs[client] = (str(place), sources)
+            position = folder / client
+            position.mkdir(exist_ok=True)
+            programs[client] = (str(position), sources)
         (folder / "examples.json").write_text(json.dumps(programs))
         return output([str(ROOT / "tests/clients/forked_examples.py"), str(folder / "examples.json")], folder)
 

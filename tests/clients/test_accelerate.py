@@ -76,9 +76,9 @@ def test_a_saved_training_resumes_bit_for_bit(recipe, convert, tmp_path):
     installed.losses(run.step, 3)
     run.accelerator.save_state(tmp_path / "state")
     expected = installed.losses(run.step, 3)
-    again = Training(recipe, convert=convert)
-    again.accelerator.load_state(tmp_path / "state")
-    assert installed.losses(again.step, 3) == expected
+    repeated = Training(recipe, convert=convert)
+    repeated.accelerator.load_state(tmp_path / "state")
+    assert installed.losses(repeated.step, 3) == expected
 
 
 def test_a_converted_model_keeps_its_layers():

@@ -164,12 +164,12 @@ def test_generation_matches_the_stock_model(family, cache):
 def test_padded_batches_and_given_positions():
     theirs, ours = both()
     tokens = installed.tokens(DEVICE)
-    seen = torch.ones_like(tokens)
-    seen[1, 20:] = 0
+    observed = torch.ones_like(tokens)
+    observed[1, 20:] = 0
     places = torch.stack([torch.arange(32), torch.arange(32) + 5]).to(DEVICE)
-    for given in ({"attention_mask": seen}, {"position_ids": places}):
-        kept = seen.bool() if "attention_mask" in given else torch.ones_like(seen).bool()
-        close(ours(tokens, **given).logits[kept], theirs(tokens, **given).logits[kept])
+    for options in ({"attention_mask": observed}, {"position_ids": places}):
+        saved = observed.bool() if "attention_mask" in options else torch.ones_like(observed).bool()
+        close(ours(tokens, **options).logits[saved], theirs(tokens, **options).logits[saved])
 
 
 @pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
@@ -293,8 +293,8 @@ def test_a_part_that_a_state_dict_lacks_is_named_and_kept():
     before, state = model.state_dict(), theirs.state_dict()
     name = "model.layers.1.self_attn.q_proj.weight"
     del state[name]
-    told = model.load_state_dict(state, strict=False)
-    assert told.missing_keys == [name] and not told.unexpected_keys
+    report = model.load_state_dict(state, strict=False)
+    assert report.missing_keys == [name] and not report.unexpected_keys
     after = model.state_dict()
     assert torch.equal(after[name], before[name])
     assert all(torch.equal(after[key], value) for key, value in state.items())
@@ -316,9 +316,9 @@ def test_attention_outputs_are_recorded_again_after_restoring(when):
     if when == "between":
         model(tokens, output_hidden_states=True)
     te.revert_hf(model)
-    made = model(tokens, output_attentions=True, output_hidden_states=True)
+    result = model(tokens, output_attentions=True, output_hidden_states=True)
     layers = len(model.model.layers)
-    assert len(made.attentions) == layers and len(made.hidden_states) == layers + 1
+    assert len(result.attentions) == layers and len(result.hidden_states) == layers + 1
 
 
 def test_user_attributes_and_modules_survive_restoring():

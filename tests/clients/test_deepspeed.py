@@ -1,4 +1,4 @@
-"""accelerate with DeepSpeed's ZeRO trains a Llama in FP8 on two gloo processes of a CPU.
+"""accelerate with DeepSpeed's ZeRO trains a Llama in FP8 on two gloo processes of a CPU, and on two GPUs.
 
 DeepSpeed is a source distribution, which needs torch while it is built, so `make clients` does not install it:
 `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8`.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.clients import installed, processes
 
@@ -18,9 +19,12 @@ pytestmark = installed.needs("deepspeed", "accelerate", "transformers")
 PROGRAM = str(Path(__file__).with_name("deepspeed_cases.py"))
 
 
-def run(stage: int) -> dict[str, Any]:
-    """Run two ranks with a ZeRO stage."""
-    printed = processes.once([PROGRAM, str(stage)], 2, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(stage: int, **environment: str) -> dict[str, Any]:
+    """Run two ranks with a ZeRO stage, on a CPU unless the environment names an accelerator."""
+    printed = processes.once([PROGRAM, str(stage)], 2, **(environment or ON_CPU))
     return json.loads(next(line for line in printed.splitlines() if line.startswith('{"losses"')))
 
 
@@ -28,6 +32,15 @@ def run(stage: int) -> dict[str, Any]:
 def test_a_llama_trains_under_zero(stage: int):
     found = run(stage)
     assert found["layers"] == 15  # seven products in each layer, and the head
+    installed.assert_falls(found["losses"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_llama_trains_under_zero_on_two_gpus(stage: int):
+    found = run(stage, DS_ACCELERATOR="cuda")
+    assert found["layers"] == 15
     installed.assert_falls(found["losses"])
 
 

@@ -116,15 +116,15 @@ def train_converted(recipe: Any, checkpoint: dict[str, Any] | None) -> tuple[lis
     calls = Calls(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     tokens = installed.tokens(device)
-    seen = []
+    records = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         with te.autocast(recipe=recipe):
             loss = model(tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
-        seen.append(loss.detach())
-    return seen + [p.grad for p in model.parameters() if p.grad is not None], calls.number
+        records.append(loss.detach())
+    return records + [p.grad for p in model.parameters() if p.grad is not None], calls.number
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS.values(), ids=CHECKPOINTS)

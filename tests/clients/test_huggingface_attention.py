@@ -230,12 +230,12 @@ def test_several_tokens_after_a_cache_equal_one_full_pass(family, way):
     import transformers
 
     model = stock(family)
-    ours, whole = engine(model, way), model(tokens()).logits
+    ours, full = engine(model, way), model(tokens()).logits
     cache = transformers.DynamicCache(config=model.config)
     parts = [
         ours(part, past_key_values=cache, use_cache=True).logits for part in tokens().split([5, 4, 3], dim=1)
     ]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, **ATTENDED)
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, **ATTENDED)
     assert all_computed(3 * LAYERS)
 
 
@@ -293,8 +293,8 @@ def test_a_compiled_model_with_a_softcap_is_one_graph():
     torch.compiler.reset()
     model = create_softcap_model()
     ours = torch.compile(engine(model, "attn_implementation"), fullgraph=True, backend="aot_eager")
-    made = ours(tokens(), use_cache=False).logits
-    torch.testing.assert_close(made, model(tokens(), use_cache=False).logits, **ATTENDED)
+    result = ours(tokens(), use_cache=False).logits
+    torch.testing.assert_close(result, model(tokens(), use_cache=False).logits, **ATTENDED)
 
 
 def test_an_injected_layer_ignores_a_softcap_as_sdpa_does():
@@ -327,9 +327,9 @@ def test_a_compiled_model_is_one_graph(way, side):
     model = stock("llama")
     ours = torch.compile(engine(model, way), fullgraph=True, backend="aot_eager")
     mask = attention_mask(side)
-    made = ours(tokens(), attention_mask=mask, use_cache=False).logits[real(side)]
+    result = ours(tokens(), attention_mask=mask, use_cache=False).logits[real(side)]
     torch.testing.assert_close(
-        made, model(tokens(), attention_mask=mask, use_cache=False).logits[real(side)], **ATTENDED
+        result, model(tokens(), attention_mask=mask, use_cache=False).logits[real(side)], **ATTENDED
     )
 
 
@@ -340,21 +340,21 @@ def test_a_compiled_model_is_one_graph(way, side):
 def test_fp8_attention_trains_under_autocast(way, scaling):
     """The loss falls, and the logits differ from bfloat16 logits because codes have 8 bits."""
     model = engine(stock("llama", initializer_range=0.1).bfloat16().to(DEVICE), way)
-    ids, seen, mask = tokens().to(DEVICE), real("right").to(DEVICE), attention_mask("right").to(DEVICE)
-    labels = ids.masked_fill(~seen, -100)
+    ids, observed, mask = tokens().to(DEVICE), real("right").to(DEVICE), attention_mask("right").to(DEVICE)
+    labels = ids.masked_fill(~observed, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(4):
         with te.autocast(enabled=True, recipe=scaling):
-            made = model(ids, attention_mask=mask, labels=labels, use_cache=False)
-        made.loss.backward()
+            result = model(ids, attention_mask=mask, labels=labels, use_cache=False)
+        result.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(made.loss.item())
+        losses.append(result.loss.item())
     assert losses[-1] < losses[0]
     with te.autocast(enabled=True, recipe=scaling), torch.no_grad():
-        coded = model(ids, attention_mask=mask).logits[seen].float()
-    plain = model(ids, attention_mask=mask).logits[seen].float()
+        coded = model(ids, attention_mask=mask).logits[observed].float()
+    plain = model(ids, attention_mask=mask).logits[observed].float()
     assert 0 < (coded - plain).norm() / plain.norm() < 2**-3
 
 

@@ -97,11 +97,11 @@ def test_a_trainer_trains_on_this_engine_s_layers(how, tmp_path):
 
 
 def test_a_trainer_resumes_from_its_checkpoint(tmp_path):
-    whole, *_ = fit_model(tmp_path, steps=6, **plugin(TRAINER))
+    full, *_ = fit_model(tmp_path, steps=6, **plugin(TRAINER))
     _, trainer, _ = fit_model(tmp_path, steps=3, **plugin(TRAINER))
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     rest, *_ = fit_model(tmp_path, tmp_path / "half.ckpt", steps=6, **plugin(TRAINER))
-    assert rest == whole[3:]
+    assert rest == full[3:]
 
 
 @pytest.mark.parametrize("how", ["plugin", "transformer-engine", "transformer-engine-float16"])

@@ -42,7 +42,7 @@ def case_result(results: dict[str, Any], case: str) -> Any:
 def test_every_feature_of_the_engine_is_found(results):
     """Except for the features that docs/megatron.md explains."""
     assert len(case_result(results, "flags")) > 30
-    absent = {name for name, there in case_result(results, "flags").items() if not there}
+    absent = {name for name, remote in case_result(results, "flags").items() if not remote}
     asks_for_cuda = set() if torch.cuda.is_available() else {"dist_checkpointing.strategies.torch HAVE_TE"}
     assert absent == asks_for_cuda
 

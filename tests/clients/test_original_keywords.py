@@ -42,51 +42,51 @@ def values(device, *shape, seed=3):
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_storages_and_tensors_take_the_nominal_dtype_as_fake_dtype(name, device):
-    made = QUANTIZERS[name](device)(values(device, 64, 128))
-    payload = {k: v for k, v in made.get_metadata().items() if k != "dtype"}
-    storage = made.storage_class()(**payload, fake_dtype=torch.bfloat16)
+    instance = QUANTIZERS[name](device)(values(device, 64, 128))
+    payload = {k: v for k, v in instance.get_metadata().items() if k != "dtype"}
+    storage = instance.storage_class()(**payload, fake_dtype=torch.bfloat16)
     assert storage.dtype is torch.bfloat16 and storage.dequantize().dtype is torch.bfloat16
-    tensor = type(made)((64, 128), **payload, fake_dtype=torch.float16)
+    tensor = type(instance)((64, 128), **payload, fake_dtype=torch.float16)
     assert tensor.dtype is torch.float16
     with pytest.raises(ValueError, match="are one setting"):
-        made.storage_class()(**payload, fake_dtype=torch.float16, dtype=torch.bfloat16)
+        instance.storage_class()(**payload, fake_dtype=torch.float16, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_tensor_presents_the_strides_and_the_offset_that_it_is_given(name, device):
-    made = QUANTIZERS[name](device)(values(device, 64, 128))
-    payload = {k: v for k, v in made.get_metadata().items() if k != "dtype"}
-    tensor = type(made)((64, 128), torch.float32, **payload, stride=(256, 1), storage_offset=8)
+    instance = QUANTIZERS[name](device)(values(device, 64, 128))
+    payload = {k: v for k, v in instance.get_metadata().items() if k != "dtype"}
+    tensor = type(instance)((64, 128), torch.float32, **payload, stride=(256, 1), storage_offset=8)
     assert tensor.stride() == (256, 1) and tensor.storage_offset() == 8
-    assert torch.equal(tensor.dequantize(), made.dequantize())
+    assert torch.equal(tensor.dequantize(), instance.dequantize())
     dense = tensor.contiguous()
-    assert dense.stride() == (128, 1) and torch.equal(dense.dequantize(), made.dequantize())
+    assert dense.stride() == (128, 1) and torch.equal(dense.dequantize(), instance.dequantize())
     with pytest.raises(ValueError, match="one for each dimension"):
-        type(made)((64, 128), torch.float32, **payload, stride=(1,))
+        type(instance)((64, 128), torch.float32, **payload, stride=(1,))
 
 
 def test_block_scales_take_the_format_that_products_read(device):
-    made = QUANTIZERS["block"](device)(values(device, 128, 128))
-    payload = made.get_metadata()
+    instance = QUANTIZERS["block"](device)(values(device, 128, 128))
+    payload = instance.get_metadata()
     for data_format in (None, 0):
-        again = te.Float8BlockwiseQTensorStorage(**payload, data_format=data_format)
-        assert torch.equal(again.dequantize(), made.dequantize())
+        repeated = te.Float8BlockwiseQTensorStorage(**payload, data_format=data_format)
+        assert torch.equal(repeated.dequantize(), instance.dequantize())
     with pytest.raises(ValueError, match="GEMM_READY"):
         te.Float8BlockwiseQTensorStorage(**payload, data_format=1)
 
 
 def test_saved_tensors_that_no_object_took_are_returned(device):
-    made = QUANTIZERS["current"](device)(values(device, 32, 32)).as_storage()
+    result = QUANTIZERS["current"](device)(values(device, 32, 32)).as_storage()
 
     class Context:
         pass
 
     ctx, rest = Context(), torch.ones(1)
-    want = made.dequantize()
-    tensors, ctx.tensor_objects = te.prepare_for_saving(made)
+    expected = result.dequantize()
+    tensors, ctx.tensor_objects = te.prepare_for_saving(result)
     ctx.saved_tensors = [*tensors, rest]
     restored, unused = te.restore_from_func_ctx(ctx, return_saved_tensors=True)
-    assert torch.equal(restored[0].dequantize(), want)
+    assert torch.equal(restored[0].dequantize(), expected)
     assert unused == [rest] and ctx.tensor_objects is None
 
 
@@ -94,19 +94,19 @@ def test_saved_tensors_that_no_object_took_are_returned(device):
 def test_a_grouped_tensor_is_made_of_buffers_by_keyword(name, device):
     quantizer = None if name == "plain" else QUANTIZERS[name](device)
     members = [values(device, 128, 256, seed=seed) for seed in range(3)]
-    made = [m if quantizer is None else quantizer(m) for m in members]
-    whole = GroupedTensor.of_members(made)
+    outputs = [m if quantizer is None else quantizer(m) for m in members]
+    full = GroupedTensor.of_members(outputs)
     buffers = {
-        "data": whole.rowwise_data,
-        "columnwise_data": whole.columnwise_data,
-        "scale_inv": whole.scale_inv,
-        "columnwise_scale_inv": whole.columnwise_scale_inv,
+        "data": full.rowwise_data,
+        "columnwise_data": full.columnwise_data,
+        "scale_inv": full.scale_inv,
+        "columnwise_scale_inv": full.columnwise_scale_inv,
         "quantizer": quantizer,
     }
     for shape in ((3 * 128, 256), (3, 128, 256)):
         group = GroupedTensor(shape, torch.float32, num_tensors=3, **buffers, requires_grad=True)
         assert group.shape == (3, 128, 256) and group.logical_shape == (384, 256) and group.requires_grad
-        for part, member in zip(group.split_into_quantized_tensors(), made, strict=True):
+        for part, member in zip(group.split_into_quantized_tensors(), outputs, strict=True):
             assert torch.equal(part.dequantize(), member.dequantize()) and type(part) is type(member)
     storage = GroupedTensorStorage((384, 256), torch.float32, num_tensors=3, **buffers)
     twice = [2 * m for m in members]
@@ -125,8 +125,8 @@ def test_members_of_unequal_rows_are_found_by_their_extents_and_offsets(device):
     assert [list(m.shape) for m in group.quantized_tensors] == [[2, 8], [0, 8], [3, 8]]
     assert torch.equal(group.quantized_tensors[2], data[16:].view(3, 8))
     assert group.tensor_offsets.tolist() == [0, 16, 16, 40]
-    apart = GroupedTensor(num_tensors=2, shapes=[(1, 8), (1, 8)], data=data, offsets=[8, 32])
-    assert torch.equal(apart.quantized_tensors[1], data[32:].view(1, 8))
+    separate = GroupedTensor(num_tensors=2, shapes=[(1, 8), (1, 8)], data=data, offsets=[8, 32])
+    assert torch.equal(separate.quantized_tensors[1], data[32:].view(1, 8))
     for keywords, reason in (
         ({"num_tensors": 2, "first_dims": first_dims}, "first_dims has 3 numbers for num_tensors=2"),
         ({"num_tensors": 3}, "does not divide"),
@@ -136,33 +136,33 @@ def test_members_of_unequal_rows_are_found_by_their_extents_and_offsets(device):
 
 
 def test_the_storage_class_makes_grouped_tensors(device):
-    made = GroupedTensorStorage.make_grouped_tensor_with_shapes(2, [(4, 8), (4, 8)], device=device)
-    assert isinstance(made, GroupedTensor) and made.shape == (2, 4, 8)
+    result = GroupedTensorStorage.make_grouped_tensor_with_shapes(2, [(4, 8), (4, 8)], device=device)
+    assert isinstance(result, GroupedTensor) and result.shape == (2, 4, 8)
     first = torch.tensor([1, 3], device=device)
     assert GroupedTensorStorage.make_grouped_tensor(2, first, None, 4, 8, device=device).shape == (4, 8)
     buffer = torch.zeros(64, device=device)
     for internal in (False, True):
-        made = GroupedTensorStorage.make_grouped_tensor_from_rowwise_data(
+        result = GroupedTensorStorage.make_grouped_tensor_from_rowwise_data(
             num_tensors=2, tensor_shape=(4, 8), rowwise_data=buffer, internal=internal
         )
-        assert isinstance(made, GroupedTensor) is not internal and made.num_tensors == 2
+        assert isinstance(result, GroupedTensor) is not internal and result.num_tensors == 2
     assert GroupedTensorStorage.make_tensor_offsets([2, 0, 3], 8).tolist() == [0, 16, 16, 40]
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_shards_are_joined_by_the_methods_of_the_original(name, device):
-    whole = QUANTIZERS[name](device)(values(device, 256, 128))
-    halves = [whole[:128], whole[128:]]
+    full = QUANTIZERS[name](device)(values(device, 256, 128))
+    halves = [full[:128], full[128:]]
     parts = [half.fsdp_extract_buffers() for half in halves]
     fields = halves[0].fsdp_buffer_fields()
     assert len(fields) == len(parts[0][0])
     assert fields[0] in ("_data", "_rowwise_data") and all(
-        isinstance(getattr(whole, f), torch.Tensor) for f in fields
+        isinstance(getattr(full, f), torch.Tensor) for f in fields
     )
     gathered = [torch.cat(pair) for pair in zip(parts[0][0], parts[1][0], strict=True)]
     empty = QUANTIZERS[name](device).make_empty((256, 128), device=device)
     empty.fsdp_assign_gathered(gathered, parts[0][1])
-    assert torch.equal(empty.dequantize(), whole.dequantize())
+    assert torch.equal(empty.dequantize(), full.dequantize())
     with pytest.raises(ValueError, match="on a tensor of the whole shape"):
         halves[0].fsdp_assign_gathered(gathered, parts[0][1])
 
@@ -175,12 +175,12 @@ def test_quantizer_members_behave_as_documented(device):
     x = values(device, 32, 64)
     assert current.scale.item() == 1.0 and current.amax.item() == 0.0
     amax, scale = current.amax, current.scale
-    made = current(x)
+    result = current(x)
     assert current.amax is amax and amax.item() == x.abs().max().item()
-    assert scale.item() == pytest.approx(1 / made._scale_inv.item())
+    assert scale.item() == pytest.approx(1 / result._scale_inv.item())
     several = current.multi_quantize([x, 2 * x])
     assert torch.equal(several[1].dequantize(), current(2 * x).dequantize())
-    assert made._get_quantizer() is current
+    assert result._get_quantizer() is current
     delayed = te.Float8Quantizer(torch.ones(1, device=device), torch.zeros(1, device=device), E4M3)
     random = te.NVFP4Quantizer(te.DType.kFloat4E2M1, stochastic_rounding=True)
     assert current.is_requantization_safe()
@@ -194,13 +194,13 @@ def test_quantizer_members_behave_as_documented(device):
 def test_parts_of_hybrid_and_identity_tensors(device):
     x = values(device, 32, 64)
     current = te.Float8CurrentScalingQuantizer(E4M3, device)
-    made = te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=te.MXFP8Quantizer(E4M3))(x)
+    result = te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=te.MXFP8Quantizer(E4M3))(x)
     for part, names in (
-        (made.rowwise_storage, ("_rowwise_storage", "rowwise_sub_storage")),
-        (made.columnwise_storage, ("_columnwise_storage", "columnwise_sub_storage")),
+        (result.rowwise_storage, ("_rowwise_storage", "rowwise_sub_storage")),
+        (result.columnwise_storage, ("_columnwise_storage", "columnwise_sub_storage")),
     ):
         for name in names:
-            assert torch.equal(getattr(made, name).dequantize(), part.dequantize())
+            assert torch.equal(getattr(result, name).dequantize(), part.dequantize())
     plain = te.IdentityQuantizer()(x)
     assert torch.equal(plain._hp_data, x)
     plain._hp_data = 2 * x
@@ -216,16 +216,16 @@ def test_a_quantized_parameter_follows_a_recipe_of_another_history(device, monke
         warnings.simplefilter("error")
         with te.autocast(recipe=DelayedScaling(amax_history_len=1024)):
             layer(x)
-    wanted = "Quantizer is being updated, this may affect model behavior"
-    with pytest.warns(UserWarning, match=wanted), te.autocast(recipe=DelayedScaling(amax_history_len=1)):
+    expected = "Quantizer is being updated, this may affect model behavior"
+    with pytest.warns(UserWarning, match=expected), te.autocast(recipe=DelayedScaling(amax_history_len=1)):
         layer(x)
     scaling = layer.fp8_meta["scaling_fwd"]
     assert layer.weight._quantizer.scale.data_ptr() == scaling.scale[1:2].data_ptr()
     with pytest.raises(RuntimeError, match="no quantizer to be updated"):
-        made = te.Float8Tensor(
+        tensor = te.Float8Tensor(
             **te.Float8CurrentScalingQuantizer(E4M3)(x).get_metadata() | {"quantizer": None}
         )
-        made.update_quantizer(te.Float8CurrentScalingQuantizer(E4M3))
+        tensor.update_quantizer(te.Float8CurrentScalingQuantizer(E4M3))
 
 
 def test_a_layer_under_another_recipe_warns_of_the_change(device, monkeypatch):
@@ -233,17 +233,17 @@ def test_a_layer_under_another_recipe_warns_of_the_change(device, monkeypatch):
     layer, x = te.Linear(32, 32, device=device), values(device, 16, 32)
     with te.autocast(recipe=DelayedScaling()):
         layer(x)
-    wanted = "Recipe type changed from DelayedScaling to Float8CurrentScaling"
-    with pytest.warns(UserWarning, match=wanted), te.autocast(recipe=Float8CurrentScaling()):
+    expected = "Recipe type changed from DelayedScaling to Float8CurrentScaling"
+    with pytest.warns(UserWarning, match=expected), te.autocast(recipe=Float8CurrentScaling()):
         layer(x)
 
 
 # Roles in custom recipes.
 
 
-def role_layer(device, asked):
+def role_layer(device, requested):
     def factory(role):
-        asked.append(role)
+        requested.append(role)
         grad = role is not None and role.tensor_type.startswith("grad")
         return te.DelayedScalingRequest(amax_history_len=4) if not grad else te.IdentityQuantizer()
 
@@ -253,32 +253,32 @@ def role_layer(device, asked):
 
 def test_only_a_different_role_calls_the_factory_again(device, monkeypatch):
     monkeypatch.setenv("TE_EMULATE", "1")
-    asked = []
-    layer, recipe = role_layer(device, asked)
+    queries = []
+    layer, recipe = role_layer(device, queries)
     x = values(device, 16, 32)
     with te.autocast(recipe=recipe):
         layer(x)
-    first = list(asked)
+    first = list(queries)
     assert [role.tensor_type for role in first] == ["input", "weight", "output", "grad_output", "grad_input"]
     assert {role.module_type for role in first} == {"linear"} and {role.name for role in first} == {"fc"}
     layer.output_quantizer_role = None
     quantizers = [*layer.quantizers["scaling_fwd"]]
     with te.autocast(recipe=recipe):
         layer(x)
-    assert asked == first and [*layer.quantizers["scaling_fwd"]] == quantizers
+    assert queries == first and [*layer.quantizers["scaling_fwd"]] == quantizers
     layer.output_quantizer_role = QuantizerRole("dpa", "qkv", "next")
     layer.output_quantizer_role = QuantizerRole("dpa", "qkv", "next")
     layer.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", "previous")
     with te.autocast(recipe=recipe):
         layer(x)
-    again = asked[len(first) :]
-    assert again[2] == QuantizerRole("dpa", "qkv", "next")
-    assert again[4] == QuantizerRole("linear", "grad_output", "previous")
-    count = len(asked)
+    repeated = queries[len(first) :]
+    assert repeated[2] == QuantizerRole("dpa", "qkv", "next")
+    assert repeated[4] == QuantizerRole("linear", "grad_output", "previous")
+    count = len(queries)
     layer.output_quantizer_role = QuantizerRole("dpa", "qkv", "next")
     with te.autocast(recipe=recipe):
         layer(x)
-    assert len(asked) == count
+    assert len(queries) == count
 
 
 def test_slots_keep_their_scales_when_another_slot_gets_another_role(device, monkeypatch):
@@ -380,7 +380,7 @@ def test_grouped_weights_are_those_of_the_groups(quantized, device, monkeypatch)
         layer = te.GroupedLinear(2, 32, 16, device=device)
     x = values(device, 16, 32).requires_grad_()
     with te.autocast(enabled=quantized, recipe=recipe):
-        want = layer(x, [8, 8])
+        expected = layer(x, [8, 8])
     plain = lambda weight: (weight.dequantize() if quantized else weight).detach()  # noqa: E731
     weights = [plain(layer.weight0), plain(layer.weight1)]
     layer.make_grouped_weights(defer_init=True)
@@ -393,7 +393,7 @@ def test_grouped_weights_are_those_of_the_groups(quantized, device, monkeypatch)
         assert torch.equal(layer.weight.get_high_precision_init_val()[1], initial)
     with te.autocast(enabled=quantized, recipe=recipe):
         got = layer(x, [8, 8])
-    assert torch.equal(got, want) and layer.single_grouped_weight
+    assert torch.equal(got, expected) and layer.single_grouped_weight
     got.sum().backward()
     assert layer.weight.grad.shape == (2, 16, 32)
     layer.make_grouped_weights()
@@ -426,24 +426,24 @@ def call_attention(layout, device):
     return q, k, v, lengths
 
 
-@pytest.mark.parametrize(("own", "other"), [("sbhd", "bshd"), ("bshd", "sbhd"), ("bshd", "bhsd")])
-def test_fused_attention_keeps_the_requested_order_of_axes(own, other, device):
-    q, k, v, lengths = call_attention(own, device)
-    layout = "_".join([own] * 3)
+@pytest.mark.parametrize(("local", "other"), [("sbhd", "bshd"), ("bshd", "sbhd"), ("bshd", "bhsd")])
+def test_fused_attention_keeps_the_requested_order_of_axes(local, other, device):
+    q, k, v, lengths = call_attention(local, device)
+    layout = "_".join([local] * 3)
     kind = cpp_extensions.fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
     options = {"qkv_layout": layout, "attn_mask_type": "causal"}
     forward = (True, 16, 16, lengths, lengths, q, k, v, q.dtype, kind)
     out, aux = cpp_extensions.fused_attn_fwd(*forward, **options)
-    turned, _ = cpp_extensions.fused_attn_fwd(*forward, **options, o_format=other)
-    axes = [own.index(axis) for axis in other]
-    assert torch.equal(turned, out.permute(axes))
+    transposed, _ = cpp_extensions.fused_attn_fwd(*forward, **options, o_format=other)
+    axes = [local.index(axis) for axis in other]
+    assert torch.equal(transposed, out.permute(axes))
     grad = values(device, *out.shape, seed=9)
     backward = (16, 16, lengths, lengths, q, k, v)
     rest = (q.dtype, q.dtype, aux, kind)
-    want = cpp_extensions.fused_attn_bwd(*backward, out, grad, *rest, **options)
+    expected = cpp_extensions.fused_attn_bwd(*backward, out, grad, *rest, **options)
     got = cpp_extensions.fused_attn_bwd(
         *backward,
-        turned,
+        transposed,
         grad.permute(axes),
         *rest,
         **options,
@@ -451,7 +451,7 @@ def test_fused_attention_keeps_the_requested_order_of_axes(own, other, device):
         do_format=other,
         dqkv_layout="_".join([other] * 3),
     )
-    for mine, theirs in zip(got[:3], want[:3], strict=True):
+    for mine, theirs in zip(got[:3], expected[:3], strict=True):
         assert torch.equal(mine, theirs.permute(axes))
 
 
@@ -478,15 +478,17 @@ def test_rotations_are_the_same_as_autograd_functions(device):
     angles = RotaryPositionEmbedding(16)(8).to(device)
     x = values(device, 8, 2, 3, 16).requires_grad_()
     got = FusedRoPEFunc.apply(x, angles, None, "sbhd", False, None, 1, 0)
-    want = apply_rotary_pos_emb(x, angles)
-    assert torch.equal(got, want)
-    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want)]
+    expected = apply_rotary_pos_emb(x, angles)
+    assert torch.equal(got, expected)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (got, expected)]
     assert torch.equal(*grads)
     packed = values(device, 8, 2, 1, 64).requires_grad_()
     ours = FusedQKVRoPEFunc.apply(packed, angles, angles, (32, 16, 16))
     theirs = apply_fused_qkv_rotary_pos_emb(packed, angles, angles, (32, 16, 16))
     assert all(map(torch.equal, ours, theirs))
-    grads = [torch.autograd.grad(sum(y.square().sum() for y in made), packed)[0] for made in (ours, theirs)]
+    grads = [
+        torch.autograd.grad(sum(y.square().sum() for y in result), packed)[0] for result in (ours, theirs)
+    ]
     assert torch.equal(*grads)
 
 
@@ -502,9 +504,9 @@ def test_softmax_classes_are_those_of_torch_under_their_masks(device):
         (softmax.ScaledAlignedCausalMaskedSoftmax.apply(x, 0.5), above),
     ):
         scores = 0.5 * x
-        want = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
-        torch.testing.assert_close(got, want)
-        first, second = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
+        expected = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
+        torch.testing.assert_close(got, expected)
+        first, second = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, expected))
         torch.testing.assert_close(first, second)
 
 

@@ -133,14 +133,14 @@ def test_a_converted_llama_is_adapted(recipe, tmp_path):
         model = te.convert_hf(installed.tiny_llama(), recipe=recipe)
         return model.cuda() if torch.cuda.is_available() else model
 
-    def tuned(model: Any) -> Any:
+    def tune(model: Any) -> Any:
         torch.manual_seed(3)
         return peft.get_peft_model(
             model,
             peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "o_proj", "mlp"], task_type="CAUSAL_LM"),
         )
 
-    llama = tuned(model())
+    llama = tune(model())
     tokens = installed.tokens(llama.device)
     optimizer = torch.optim.AdamW([p for p in llama.parameters() if p.requires_grad], lr=1e-2)
 

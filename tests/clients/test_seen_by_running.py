@@ -127,14 +127,14 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(32, 64), (256, 160), (2, 64, 96)])
 def test_mxfp8_tensors_of_swizzled_scales_have_the_same_values_and_products(shape):
-    made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(shape))
-    rowwise, columnwise = made._rowwise_scale_inv, made._columnwise_scale_inv
+    result = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(shape))
+    rowwise, columnwise = result._rowwise_scale_inv, result._columnwise_scale_inv
     build = partial(
-        te.MXFP8Tensor, shape=made.shape, dtype=made.dtype, fp8_dtype=made._fp8_dtype, quantizer=None,
-        rowwise_data=made._rowwise_data, columnwise_data=made._columnwise_data,
+        te.MXFP8Tensor, shape=result.shape, dtype=result.dtype, fp8_dtype=result._fp8_dtype, quantizer=None,
+        rowwise_data=result._rowwise_data, columnwise_data=result._columnwise_data,
     )  # fmt: skip
     plain = build(rowwise_scale_inv=rowwise, columnwise_scale_inv=columnwise, with_gemm_swizzled_scales=False)
-    assert made._with_gemm_swizzled_scales is False
+    assert result._with_gemm_swizzled_scales is False
     in_tiles = build(
         rowwise_scale_inv=swizzle_scales(rowwise),
         columnwise_scale_inv=swizzle_scales(columnwise.t()).reshape(columnwise.shape),
@@ -195,11 +195,11 @@ def test_a_monkey_patched_general_gemm_computes_every_product(name):
     arguments = ([6, 10],) if name == "GroupedLinear" else ()
     before, calls = gradients(layer, x, *arguments), []
 
-    def counted(*args, **kwargs):
+    def count_calls(*args, **kwargs):
         calls.append(kwargs["layout"])
         return cpp_extensions.general_gemm(*args, **kwargs)
 
-    with replace_function(file, "general_gemm", counted):
+    with replace_function(file, "general_gemm", count_calls):
         during = gradients(layer, x, *arguments)
         with torch.no_grad():
             layer(x, *arguments)
@@ -213,24 +213,24 @@ def test_a_monkey_patched_general_gemm_computes_every_product(name):
 
 def test_a_replaced_product_rejects_quantized_operands():
     layer = te.Linear(32, 32)
-    own = partial(cpp_extensions.general_gemm)
+    local = partial(cpp_extensions.general_gemm)
     rejected = pytest.raises(NotImplementedError, match="restore the original")
-    with replace_function(linear, "general_gemm", own), rejected, te.autocast():
+    with replace_function(linear, "general_gemm", local), rejected, te.autocast():
         layer(torch.randn(16, 32, device=DEVICE))
 
 
 @pytest.mark.parametrize("chosen", [None, recipe.MXFP8BlockScaling()])
-@pytest.mark.parametrize("place", ["the layer's file", "_common", "both"])
+@pytest.mark.parametrize("position", ["the layer's file", "_common", "both"])
 @pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
-def test_a_monkey_patched_norm_is_used(name, place, chosen):
+def test_a_monkey_patched_norm_is_used(name, position, chosen):
     """Megatron replaces the class in the module that defines it and in modules that import it."""
     file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
-    files = {"the layer's file": [file], "_common": [_common], "both": [_common, file]}[place]
+    files = {"the layer's file": [file], "_common": [_common], "both": [_common, file]}[position]
     torch.manual_seed(0)
     layer, x = LAYERS[name](normalization="RMSNorm"), torch.randn(32, 32, device=DEVICE, requires_grad=True)
     calls, original = [], _common.apply_normalization
 
-    def counted(*args):
+    def count_calls(*args):
         calls.append(args[7])
         return original(*args)
 
@@ -238,7 +238,7 @@ def test_a_monkey_patched_norm_is_used(name, place, chosen):
         before = gradients(layer, x)
         with ExitStack() as stack:
             for each in files:
-                stack.enter_context(replace_function(each, "apply_normalization", counted))
+                stack.enter_context(replace_function(each, "apply_normalization", count_calls))
             during = gradients(layer, x)
         after = gradients(layer, x)
     assert calls == ["RMSNorm"]
@@ -255,15 +255,15 @@ def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad)
     layer, x = LAYERS[name](), torch.randn(16, 32, device=DEVICE)
     arguments = ([6, 10],) if name == "GroupedLinear" else ()
     expected = layer(2 * x, *arguments)
-    step, kept = ("apply", "_apply") if grad else ("forward", "_forward")
-    place = list(inspect.signature(owner.forward).parameters).index("inp") - (1 if grad else 0)
+    step, saved = ("apply", "_apply") if grad else ("forward", "_forward")
+    position = list(inspect.signature(owner.forward).parameters).index("inp") - (1 if grad else 0)
 
-    def doubled(*args):
+    def double(*args):
         args = list(args)
-        args[place] = 2 * args[place]
-        return getattr(owner, kept)(*args)
+        args[position] = 2 * args[position]
+        return getattr(owner, saved)(*args)
 
-    with torch.set_grad_enabled(grad), replace_function(owner, step, doubled):
+    with torch.set_grad_enabled(grad), replace_function(owner, step, double):
         y = layer(x, *arguments)
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
     assert not linear._replaced.names
@@ -272,12 +272,12 @@ def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad)
 
 def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
     """The argument order is inp, ln_weight, ln_bias, weight."""
-    seen = []
+    records = []
 
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, inp, ln_weight, ln_bias, weight, *args):
-            seen.append((inp.shape, ln_weight.shape, ln_bias.shape, weight.shape))
+            records.append((inp.shape, ln_weight.shape, ln_bias.shape, weight.shape))
             former = vars(layernorm_linear)["__LayerNormLinear"]
             return former.forward(ctx, inp, ln_weight, ln_bias, weight, *args)
 
@@ -291,7 +291,7 @@ def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
     with replace_function(layernorm_linear, "_LayerNormLinear", Own):
         y = layer(x)
     during = y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
-    assert seen == [((16, 32), (32,), (32,), (48, 32))]
+    assert records == [((16, 32), (32,), (32,), (48, 32))]
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
 
 
@@ -318,10 +318,10 @@ def test_parts_of_a_split_are_views_and_adjacent_gradients_are_not_copied():
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     parts = SplitAlongDim.apply(x, 1, [4, 6])
     assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
-    whole = torch.randn(3, 10, dtype=torch.float64)
-    (grad,) = torch.autograd.grad(parts, x, whole.split([4, 6], dim=1))
-    assert grad.data_ptr() == whole.data_ptr()
-    assert torch.equal(grad, whole)
+    full = torch.randn(3, 10, dtype=torch.float64)
+    (grad,) = torch.autograd.grad(parts, x, full.split([4, 6], dim=1))
+    assert grad.data_ptr() == full.data_ptr()
+    assert torch.equal(grad, full)
     assert SplitAlongDim.apply(x[:, :2], 1, 1, True)[0].shape == (3,)
     split = partial(lambda t: tuple(p.sin() for p in SplitAlongDim.apply(t, 1, [4, 6])))
     assert torch.autograd.gradgradcheck(split, (x,))

@@ -36,27 +36,27 @@ def line_parameters(text: str) -> list[inspect.Parameter]:
 def differences(callable_, text: str, bound: bool = False) -> list[str]:
     """Differences that break a call written for the listed signature."""
     ours = list(inspect.signature(callable_).parameters.values())[int(bound) :]
-    wanted = line_parameters(text)
+    expected = line_parameters(text)
     by_name = {p.name: p for p in ours}
     found = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [p.name for p in ours if p.kind in positional]
-    for place, want in enumerate(p for p in wanted if p.kind in positional):
-        if place >= len(places) or places[place] != want.name:
-            found.append(f"place {place} is {places[place : place + 1]}, not {want.name}")
-    for want in wanted:
-        mine = by_name.get(want.name)
+    for index, reference in enumerate(p for p in expected if p.kind in positional):
+        if index >= len(places) or places[index] != reference.name:
+            found.append(f"place {index} is {places[index : index + 1]}, not {reference.name}")
+    for reference in expected:
+        mine = by_name.get(reference.name)
         if mine is None:
-            found.append(f"{want.name} is missing")
-        elif (mine.default is WITHOUT_DEFAULT) != (want.default is WITHOUT_DEFAULT):
-            found.append(f"{want.name} differs in having a default")
+            found.append(f"{reference.name} is missing")
+        elif (mine.default is WITHOUT_DEFAULT) != (reference.default is WITHOUT_DEFAULT):
+            found.append(f"{reference.name} differs in having a default")
         elif (
-            want.default is not UNKNOWN
-            and want.default is not WITHOUT_DEFAULT
-            and mine.default != want.default
+            reference.default is not UNKNOWN
+            and reference.default is not WITHOUT_DEFAULT
+            and mine.default != reference.default
         ):
-            found.append(f"{want.name}={mine.default!r}, not {want.default!r}")
-    listed = {p.name for p in wanted}
+            found.append(f"{reference.name}={mine.default!r}, not {reference.default!r}")
+    listed = {p.name for p in expected}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found += [
         f"{p.name} has to be given"
@@ -81,9 +81,9 @@ def resolve_path(path: str):
 
 @pytest.mark.parametrize("name", [*signatures.LAYERS, *signatures.TENSORS])
 def test_a_constructor_is_called_as_in_the_original(name):
-    made = getattr(te, name)
+    result = getattr(te, name)
     text = (signatures.LAYERS | signatures.TENSORS)[name]
-    call = made.__new__ if name == "QuantizerRole" else made.__init__
+    call = result.__new__ if name == "QuantizerRole" else result.__init__
     assert differences(call, text, bound=True) == []
 
 
@@ -109,12 +109,12 @@ def test_a_function_is_called_as_in_the_original(name):
 
 @pytest.mark.parametrize("name", signatures.EXTENSION)
 def test_a_function_of_the_extension_is_called_as_in_the_original(name):
-    want = signatures.EXTENSION[name]
-    if isinstance(want, str):
-        assert differences(getattr(tex, name), want) == []
+    expected = signatures.EXTENSION[name]
+    if isinstance(expected, str):
+        assert differences(getattr(tex, name), expected) == []
         return
     ours = inspect.signature(getattr(tex, name.removeprefix("COUNT "))).parameters.values()
-    assert sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in ours) == want
+    assert sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in ours) == expected
 
 
 @pytest.mark.parametrize(
@@ -225,22 +225,22 @@ def test_a_score_mod_gets_its_tensors_as_keywords(device):
     q, k, v = (torch.randn(2, 8, 2, 16, device=device, requires_grad=True) for _ in range(3))
     table = torch.randn(2, device=device, requires_grad=True)
 
-    def shifted(score, b, h, i, j, slope):
+    def shift(score, b, h, i, j, slope):
         return score + slope[h] * j
 
     attention = te.DotProductAttention(2, 16, qkv_format="bshd")
-    out = attention(q, k, v, score_mod=shifted, score_mod_tensors={"slope": table})
-    want = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h] * j)
+    out = attention(q, k, v, score_mod=shift, score_mod_tensors={"slope": table})
+    expected = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h] * j)
     leaves = (q, k, v, table)
     got = torch.autograd.grad(out.square().sum(), leaves)
-    for mine, theirs in zip(got, torch.autograd.grad(want.square().sum(), leaves), strict=True):
+    for mine, theirs in zip(got, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert torch.equal(out, want)
-    other = attention(q, k, v, score_mod=shifted, score_mod_tensors={"slope": -table})
+    assert torch.equal(out, expected)
+    other = attention(q, k, v, score_mod=shift, score_mod_tensors={"slope": -table})
     assert not torch.allclose(other, out)
     for options, error, words in (
         ({"score_mod_tensors": {"slope": table}}, ValueError, "score_mod_tensors=.* without score_mod"),
-        ({"score_mod": shifted, "score_mod_tensors": {"slope": 1.0}}, TypeError, "no tensor under 'slope'"),
+        ({"score_mod": shift, "score_mod_tensors": {"slope": 1.0}}, TypeError, "no tensor under 'slope'"),
         ({"score_mod_bprop_tensors": {}}, ValueError, "without score_mod_bprop"),
     ):
         with pytest.raises(error, match=words):

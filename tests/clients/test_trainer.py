@@ -89,15 +89,15 @@ def test_a_checkpoint_is_read_by_both(tmp_path):
 
 
 def test_a_converted_training_resumes(tmp_path):
-    whole = trainer(te.convert_hf(installed.tiny_llama()), tmp_path / "whole", max_steps=6)
-    whole.train()
+    full = trainer(te.convert_hf(installed.tiny_llama()), tmp_path / "whole", max_steps=6)
+    full.train()
     arguments = {"max_steps": 6, "save_steps": 3}
     first = trainer(te.convert_hf(installed.tiny_llama()), tmp_path / "half", **arguments)
     first.args.save_strategy = "steps"
     first.train()
-    again = trainer(te.convert_hf(installed.tiny_llama()), tmp_path / "half", max_steps=6)
-    again.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-3"))
-    assert loss_log(again) == pytest.approx(loss_log(whole), rel=1e-6)
+    repeated = trainer(te.convert_hf(installed.tiny_llama()), tmp_path / "half", max_steps=6)
+    repeated.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-3"))
+    assert loss_log(repeated) == pytest.approx(loss_log(full), rel=1e-6)
 
 
 @pytest.mark.gpu

@@ -79,14 +79,14 @@ class Names(ast.NodeVisitor):
         """te = OptionalImport("transformer_engine.pytorch")"""
         call, target = node.value, node.targets[0]
         if isinstance(call, ast.Call) and isinstance(target, ast.Name) and call.args:
-            function, given = ast.unparse(call.func).split(".")[-1], call.args[0]
+            function, argument = ast.unparse(call.func).split(".")[-1], call.args[0]
             if (
                 function in LAZY
-                and isinstance(given, ast.Constant)
-                and str(given.value).split(".")[0] in ENGINE
+                and isinstance(argument, ast.Constant)
+                and str(argument.value).split(".")[0] in ENGINE
             ):
-                self.found.add(given.value)
-                self.bound[target.id] = given.value
+                self.found.add(argument.value)
+                self.bound[target.id] = argument.value
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -128,8 +128,8 @@ def distribution_version(distribution: str, packages: Path) -> str:
     return metadata.name.removesuffix(".dist-info").removeprefix(f"{stem}-")
 
 
-def walk(packages: Path, known: dict[str, Any]) -> dict[str, Any]:
-    surface = dict(known)
+def walk(packages: Path, is_known: dict[str, Any]) -> dict[str, Any]:
+    surface = dict(is_known)
     for distribution, folder in CLIENTS.items():
         if (packages / folder).is_dir():
             found = set[str]().union(*(public_names(source) for source in sources(packages / folder)))

@@ -188,12 +188,12 @@ def test_forcing_reaches_a_bound_request_and_ends_with_its_block(doubler):
 
 def test_observers_are_called_for_every_bound_request(doubler):
     doubler.table.bound((2,))
-    seen = []
-    with dispatch.observing(lambda operation, request: seen.append((operation, request.n))):
+    records = []
+    with dispatch.observing(lambda operation, request: records.append((operation, request.n))):
         doubler.table.bound((2,))
         doubler.table.bound((2,))
         doubler.table.name_of((2,))
-    assert seen == [("doubled", 2)] * 2
+    assert records == [("doubled", 2)] * 2
     assert doubler.planned == [("small", 2)]
 
 
@@ -227,10 +227,13 @@ def test_a_table_of_ways_to_go_decides_and_is_observed():
     table = Table("ways", (left, Backend("right", takes=frozenset({"rain"}))), describe=Doubling)
     try:
         assert [table.choose((n, ("rain",))) for n in (-1, 1, -1)] == ["left", "right", "left"]
-        seen = []
-        with dispatch.observing(lambda operation, request: seen.append(request.n)), use_backend(ways="right"):
+        records = []
+        with (
+            dispatch.observing(lambda operation, request: records.append(request.n)),
+            use_backend(ways="right"),
+        ):
             assert table.choose((-1, ())) == "right"
-        assert seen == [-1]
+        assert records == [-1]
         with pytest.raises(Unsupported, match="right: it does not support snow"):
             table.choose((1, ("snow",)))
     finally:

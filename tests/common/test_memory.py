@@ -70,19 +70,19 @@ def test_a_build_that_could_read_more_than_its_key_is_rejected():
         def build(self, key):
             return key
 
-    def defaulted(key, more=10):
+    def set_default(key, more=10):
         return key + more
 
-    for build in (lambda key: key + offset, Owner().build, partial(plus, 10), Owner, defaulted):
+    for build in (lambda key: key + offset, Owner().build, partial(plus, 10), Owner, set_default):
         with pytest.raises(TypeError, match="is not a plain function"):
             Memory(build, 8)
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_begins_empty(again):
+@pytest.mark.parametrize("repeated", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_begins_empty(repeated):
     memory = Memory(plus, 8, 10)
     assert memory[1] == 11
-    other = again(memory)
+    other = repeated(memory)
     assert type(other) is Memory and not other and other.most == 8
     assert other[1] == 11
 
@@ -95,15 +95,15 @@ def test_the_generation_follows_every_variable_that_is_read(monkeypatch):
     ]
     for variable in read:
         monkeypatch.delenv(variable.name, raising=False)
-    seen = {env.generation()}
+    records = {env.generation()}
     for variable in read:
         for text in ("0", "1"):
             monkeypatch.setenv(variable.name, text)
-            seen.add(env.generation())
-            assert env.generation() in seen, "the same number until the next change"
+            records.add(env.generation())
+            assert env.generation() in records, "the same number until the next change"
         monkeypatch.delenv(variable.name)
-        seen.add(env.generation())
-    assert len(seen) == 1 + 3 * len(read)
+        records.add(env.generation())
+    assert len(records) == 1 + 3 * len(read)
 
 
 def test_the_generation_is_not_moved_by_other_peoples_variables(monkeypatch):

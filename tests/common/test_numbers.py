@@ -124,9 +124,9 @@ def test_other_text_is_an_error(parse, text, message):
 @pytest.mark.parametrize("convert", [to_int, to_float, to_bool])
 def test_symbolic_numbers_stay_symbolic_in_a_compiled_function(convert):
     @torch.compile(backend="eager", dynamic=True, fullgraph=True)
-    def doubled(x):
+    def double(x):
         return x * convert("rows", x.shape[0])
 
     for rows in (3, 5):
         expected = torch.ones(rows) * convert("rows", rows)
-        torch.testing.assert_close(doubled(torch.ones(rows)), expected)
+        torch.testing.assert_close(double(torch.ones(rows)), expected)

@@ -75,11 +75,11 @@ def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
     matrix = Operand(torch.empty(64, 64, dtype=torch.bfloat16), None, None)
     request = GemmRequest.of(matrix, matrix, Epilogue(torch.bfloat16))
     request = dataclasses.replace(request, device="cuda", hardware=row, index=0)
-    for operation, asked in (
+    for operation, requested in (
         ("gemm", dataclasses.replace(request, bias=torch.bfloat16)),
         ("gemm_epilogue", FusedRequest(GELU, request, False, None, None, None)),
     ):
-        verdicts = [v for v in tables[operation].explain(asked) if v.backend.startswith("cublaslt")]
+        verdicts = [v for v in tables[operation].explain(requested) if v.backend.startswith("cublaslt")]
         assert verdicts
         for verdict in verdicts:
             assert f"AMD {row.architecture} has no cublaslt" in str(verdict.reason), (
@@ -117,10 +117,10 @@ def test_amd_casts_by_the_reference_and_says_why(rocm, monkeypatch):
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_devices_without_fp8_tensors_say_so(kind, monkeypatch):
     monkeypatch.setattr(backends, "_allocates", lambda device, dtype: dtype != torch.float8_e4m3fn)
-    here = torch.device(kind)
+    current = torch.device(kind)
 
     def reason(form, element):
-        request = QuantizeRequest(QuantizeSpec(form, element), (128, 128), torch.bfloat16, here)
+        request = QuantizeRequest(QuantizeSpec(form, element), (128, 128), torch.bfloat16, current)
         return tables["quantize"].named("reference").rejection_reason(request)
 
     assert reason(formats.FLOAT8, formats.E4M3) == (

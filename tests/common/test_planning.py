@@ -57,26 +57,26 @@ def test_models_have_their_published_number_of_parameters(name, parameters):
 
 
 def test_a_step_has_at_least_the_flops_of_its_products():
-    made = plan("llama-8b", 8, fsdp=8)
+    result = plan("llama-8b", 8, fsdp=8)
     tokens = 8192 * 8
     matrices = 8.03e9 - 128256 * 4096
     attention = 3 * 4 * 32 * 32 * 128 * 8192 / 2  # forward and backward, half of the pairs
     flops = tokens * (6 * matrices + attention)
-    assert made.model.flops_per_token(8192) * tokens == pytest.approx(flops, rel=1e-2)
-    assert made.utilization == pytest.approx(flops / (made.step_ms * 8 * 989e9), rel=1e-2)
-    assert made.tokens_per_s == pytest.approx(1e3 * tokens / made.step_ms)
+    assert result.model.flops_per_token(8192) * tokens == pytest.approx(flops, rel=1e-2)
+    assert result.utilization == pytest.approx(flops / (result.step_ms * 8 * 989e9), rel=1e-2)
+    assert result.tokens_per_s == pytest.approx(1e3 * tokens / result.step_ms)
 
 
 def test_parts_and_exposed_communication_add_up_to_the_step():
-    for made in (
+    for result in (
         plan("llama-8b", 64, fsdp=8, tp=2, cp=2, pp=2, recipe="current", recompute="full"),
         plan("mixtral-8x7b", 64, fsdp=16, tp=2, ep=8, recipe="block"),
         plan(TINY, 1),
     ):
-        total = sum(made.parts.values()) + sum(made.exposed.values())
-        assert total == pytest.approx(made.step_ms)
-        assert all(took <= made.communication[axis] * 1.000001 for axis, took in made.exposed.items())
-        assert made.memory.peak == pytest.approx(sum(made.as_dict()["memory"].values()) / 2)
+        total = sum(result.parts.values()) + sum(result.exposed.values())
+        assert total == pytest.approx(result.step_ms)
+        assert all(took <= result.communication[axis] * 1.000001 for axis, took in result.exposed.items())
+        assert result.memory.peak == pytest.approx(sum(result.as_dict()["memory"].values()) / 2)
 
 
 def test_more_ranks_take_less_time_and_memory_of_the_same_batch():
@@ -111,12 +111,17 @@ def test_sequence_parallel_ranks_halve_the_saved_activations():
 
 
 def test_a_pipeline_idles_for_its_other_stages():
-    made = plan(replace(TINY, layers=4, vocabulary=1), 4, pp=4, micro_batch=1, global_batch=8, graphs=True)
-    assert made.micro_batches == 8
-    busy = made.step_ms - made.parts["pipeline idle"] - made.parts["optimizer"] - made.exposed.get("dp", 0)
-    assert made.parts["pipeline idle"] == pytest.approx(busy * 3 / 8, rel=0.1)
+    result = plan(replace(TINY, layers=4, vocabulary=1), 4, pp=4, micro_batch=1, global_batch=8, graphs=True)
+    assert result.micro_batches == 8
+    busy = (
+        result.step_ms
+        - result.parts["pipeline idle"]
+        - result.parts["optimizer"]
+        - result.exposed.get("dp", 0)
+    )
+    assert result.parts["pipeline idle"] == pytest.approx(busy * 3 / 8, rel=0.1)
     more = plan(replace(TINY, layers=4, vocabulary=1), 4, pp=4, micro_batch=1, global_batch=64, graphs=True)
-    assert more.parts["pipeline idle"] == pytest.approx(made.parts["pipeline idle"])
+    assert more.parts["pipeline idle"] == pytest.approx(result.parts["pipeline idle"])
 
 
 def test_collectives_follow_bytes_ranks_and_hosts():
@@ -127,9 +132,9 @@ def test_collectives_follow_bytes_ranks_and_hosts():
     gather, reduce = (links.collective_ms(kind, size, 8, 1) for kind in ("all_gather", "all_reduce"))
     assert gather < reduce < 2 * gather
     # One rank per host has one network adapter; 8 ranks on a host have 8 adapters.
-    apart, together = (links.collective_ms("all_gather", size, 16, stride) for stride in (8, 1))
-    assert apart == pytest.approx(links.start + 15 * links.hop + size * 15 / 16 / links.network)
-    assert together == pytest.approx(links.start + links.hop + size * 15 / 16 / links.ring)
+    separate, joint = (links.collective_ms("all_gather", size, 16, stride) for stride in (8, 1))
+    assert separate == pytest.approx(links.start + 15 * links.hop + size * 15 / 16 / links.network)
+    assert joint == pytest.approx(links.start + links.hop + size * 15 / 16 / links.ring)
     slow = replace(links, network=links.network / 10)
     assert (
         plan("llama-8b", 64, fsdp=64, links=slow).exposed["fsdp"]
@@ -151,12 +156,12 @@ def test_a_search_equals_trying_every_mesh():
             global_batch=8,
             gpu="h200",
             recipe="delayed",
-            recompute=again,
+            recompute=repeated,
             sequence=4096,
         )
         for tp in (1, 2, 4, 8)
         for fsdp in (1, 2, 4, 8)
-        for again in ("none", "full")
+        for repeated in ("none", "full")
         if tp * fsdp <= 8
     ]
     assert found.step_ms == min(each.step_ms for each in every if each.fits)
@@ -185,9 +190,9 @@ def test_a_search_equals_trying_every_mesh():
     ({"scheme": "a2a", "cp": 8, "tp": 2, "devices": 16}, "kv_heads / tp=4 is not divisible by cp with scheme='a2a'=8"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named_with_its_limit_and_remedy(options, words):
-    given = {"model": "llama-8b", "devices": 8, **options}
+    kwargs = {"model": "llama-8b", "devices": 8, **options}
     with pytest.raises(ValueError) as raised:
-        plan(given.pop("model"), given.pop("devices"), **given)
+        plan(kwargs.pop("model"), kwargs.pop("devices"), **kwargs)
     assert words in str(raised.value)
 
 
@@ -241,18 +246,18 @@ def test_every_model_has_a_plan_under_every_recipe_of_each_gpu():
         for recipe, row in FORMATS.items():
             if gpu.rates.keys() >= set(row.products):
                 for shape in MODELS.values():
-                    made = plan(replace(shape, layers=2), 8, fsdp=4, tp=2, gpu=gpu, recipe=recipe)
-                    assert math.isfinite(made.step_ms) and 0 < made.utilization < 2, (
+                    result = plan(replace(shape, layers=2), 8, fsdp=4, tp=2, gpu=gpu, recipe=recipe)
+                    assert math.isfinite(result.step_ms) and 0 < result.utilization < 2, (
                         gpu.name,
                         recipe,
                         shape.name,
                     )
-                    assert all(took >= 0 for took in (*made.parts.values(), *made.exposed.values()))
+                    assert all(took >= 0 for took in (*result.parts.values(), *result.exposed.values()))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_rate_of_a_plan_states_its_source(gpu):
-    made = plan("llama-8b", 8, fsdp=8, gpu=gpu, recipe="current")
+    result = plan("llama-8b", 8, fsdp=8, gpu=gpu, recipe="current")
     source = "data sheet" if gpu == "b200" else "measured"
     assert {
         "bf16 products",
@@ -260,10 +265,10 @@ def test_every_rate_of_a_plan_states_its_source(gpu):
         "fp8_split products",
         "cudnn attention",
         "copies",
-    } <= made.rates.keys()
-    sources = {name: rate.rpartition("(")[2].rstrip(")") for name, rate in made.rates.items()}
+    } <= result.rates.keys()
+    sources = {name: rate.rpartition("(")[2].rstrip(")") for name, rate in result.rates.items()}
     assert sources.pop("network") == "assumed" and set(sources.values()) == {source}
-    assert f"rates: bf16 products {made.rates['bf16 products']}" in str(made)
+    assert f"rates: bf16 products {result.rates['bf16 products']}" in str(result)
     links = replace(host_links(GPUS[gpu]), network=1e7)
     assert plan("llama-8b", 8, fsdp=8, gpu=gpu, links=links).rates["network"] == "10 GB/s (given)"
 

@@ -51,8 +51,8 @@ def make(kind) -> Recipe:
 def test_exactly_the_predicates_of_its_family_hold(kind):
     derived = type("Derived", (kind,), {})
     for instance in (make(kind), derived(qfactory=len) if kind is CustomRecipe else derived()):
-        held = {name for name in PREDICATES if getattr(instance, name)()}
-        assert held == {name for name, kinds in PREDICATES.items() if kind in kinds}
+        contents = {name for name in PREDICATES if getattr(instance, name)()}
+        assert contents == {name for name, kinds in PREDICATES.items() if kind in kinds}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_repr_begins_as_the_originals(recipe, beginning):
 def test_a_repr_shows_every_other_field(kind):
     recipe = kind()
     formats = ("margin", "fp4_format", "fp8_format")
-    others = [f.name for f in dataclasses.fields(recipe) if f.name not in formats]
-    assert all(f", {name}={getattr(recipe, name)!r}" in repr(recipe) for name in others)
+    rest = [f.name for f in dataclasses.fields(recipe) if f.name not in formats]
+    assert all(f", {name}={getattr(recipe, name)!r}" in repr(recipe) for name in rest)
 
 
 def test_the_largest_magnitudes_are_those_of_the_formats():
@@ -283,10 +283,10 @@ def test_environment_variables_are_defaults_from_import_on(name, value, expressi
     ],
 )
 def test_a_switch_that_is_assigned_counts_as_one_that_was_given(recipe, switch, changed):
-    assigned, given = recipe(), recipe(**{switch: True})
-    assert repr(assigned) != repr(given)
+    assigned, argument = recipe(), recipe(**{switch: True})
+    assert repr(assigned) != repr(argument)
     setattr(assigned, switch, True)
-    assert assigned == given and repr(assigned) == repr(given)
+    assert assigned == argument and repr(assigned) == repr(argument)
     setattr(assigned, switch, False)
     assert assigned == recipe()
 

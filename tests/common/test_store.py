@@ -30,7 +30,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store("tests", b"TESTS001", "test files", "tests", "set TE_CACHE_DIR")
 
 
-def path_of(stored: Store, *key: object) -> Path:
+def entry_path(stored: Store, *key: object) -> Path:
     path = stored.path_of(*key)
     assert path is not None
     return path
@@ -43,15 +43,15 @@ def test_processes_that_write_at_the_same_time_lose_nothing(stored: Store):
     assert [writer.wait(120) for writer in writers] == [0] * 4
     for writer in range(4):
         for number in range(50):
-            assert stored.read(path_of(stored, writer, number)) == f"{writer} {number}".encode()
-    assert len(list(path_of(stored, 0).parent.iterdir())) == 200  # and no temporary file
+            assert stored.read(entry_path(stored, writer, number)) == f"{writer} {number}".encode()
+    assert len(list(entry_path(stored, 0).parent.iterdir())) == 200  # and no temporary file
 
 
 def test_a_folder_that_cannot_be_written_is_logged_once(stored: Store, tmp_path: Path, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
     for number in range(3):
-        stored.write(path_of(stored, number), b"content")
-        assert stored.read(path_of(stored, number)) is None
+        stored.write(entry_path(stored, number), b"content")
+        assert stored.read(entry_path(stored, number)) is None
     assert sum("cannot be kept in" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written_is_logged_once(stored: Store, tmp_path:
 def test_an_interrupted_write_leaves_the_old_file_alone(
     stored: Store, error, monkeypatch: pytest.MonkeyPatch
 ):
-    path = path_of(stored, "key")
+    path = entry_path(stored, "key")
     stored.write(path, b"old")
 
     def fail(*_: object) -> None:
@@ -77,7 +77,7 @@ def test_an_interrupted_write_leaves_the_old_file_alone(
 
 @pytest.mark.parametrize("damage", [b"", b"TESTS00", b"TESTS001", b"TESTS001" + bytes(40)])
 def test_a_damaged_file_is_deleted(stored: Store, damage: bytes, caplog):
-    path = path_of(stored, "key")
+    path = entry_path(stored, "key")
     stored.write(path, b"content")
     path.write_bytes(damage)
     assert stored.read(path) is None
@@ -85,7 +85,7 @@ def test_a_damaged_file_is_deleted(stored: Store, damage: bytes, caplog):
 
 
 def test_a_file_of_another_key_or_version_is_not_read(stored: Store):
-    path, other = path_of(stored, "key"), path_of(stored, "other")
+    path, other = entry_path(stored, "key"), entry_path(stored, "other")
     stored.write(path, b"content")
     other.write_bytes(path.read_bytes())
     assert stored.read(other) is None
@@ -95,17 +95,17 @@ def test_a_file_of_another_key_or_version_is_not_read(stored: Store):
 def test_the_least_recently_used_files_are_deleted(stored: Store):
     few = replace(stored, limit=3)
     for age in range(3):
-        few.write(path_of(few, age), b"content")
-        os.utime(path_of(few, age), (1000 + age, 1000 + age))
-    assert few.read(path_of(few, 0)) == b"content"
-    few.write(path_of(few, 3), b"content")
-    assert [few.read(path_of(few, age)) is None for age in range(4)] == [False, True, False, False]
+        few.write(entry_path(few, age), b"content")
+        os.utime(entry_path(few, age), (1000 + age, 1000 + age))
+    assert few.read(entry_path(few, 0)) == b"content"
+    few.write(entry_path(few, 3), b"content")
+    assert [few.read(entry_path(few, age)) is None for age in range(4)] == [False, True, False, False]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files exist on POSIX systems")
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_file_that_others_may_write_is_not_read(stored: Store, mode: int, caplog):
-    path = path_of(stored, "key")
+    path = entry_path(stored, "key")
     stored.write(path, b"content")
     path.chmod(mode)
     assert stored.read(path) is None

@@ -32,12 +32,12 @@ def logits(name: str) -> torch.Tensor:
     return theirs(name)(tokens()).logits
 
 
-def _rounded(values: Any) -> Any:
+def _round_logits(values: Any) -> Any:
     """Return nested lists of float32 numbers with nine digits, which represent them exactly."""
-    return [_rounded(value) for value in values] if isinstance(values, list) else float(f"{values:.9g}")
+    return [_round_logits(value) for value in values] if isinstance(values, list) else float(f"{values:.9g}")
 
 
 if __name__ == "__main__":
-    recorded = {name: _rounded(logits(name)[..., COLUMNS].tolist()) for name in SETTINGS}
+    recorded = {name: _round_logits(logits(name)[..., COLUMNS].tolist()) for name in SETTINGS}
     content = {"transformers": transformers.__version__, "logits": recorded}
     GOLDEN.write_text(json.dumps(content, separators=(",", ":")).replace("]],", "]],\n") + "\n")

@@ -51,21 +51,21 @@ def test_transformers_reads_a_checkpoint_converted_back(name: str, tmp_path: Pat
 
     conversion.convert(write_checkpoint(tmp_path / "theirs", name), tmp_path / "ours")
     conversion.convert(tmp_path / "ours", tmp_path / "back")
-    again, told = transformers.AutoModelForCausalLM.from_pretrained(
+    repeated, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", output_loading_info=True
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     for key, value in theirs(name).state_dict().items():
-        assert torch.equal(again.state_dict()[key], value), key
+        assert torch.equal(repeated.state_dict()[key], value), key
 
 
 @FAMILIES
 def test_every_weight_comes_back_bit_for_bit(name: str, tmp_path: Path):
     conversion.convert(write_checkpoint(tmp_path / "theirs", name), tmp_path / "ours", shard_bytes=50_000)
     conversion.convert(tmp_path / "ours", tmp_path / "back")
-    back, given = Shards.open(tmp_path / "back"), weights(SETTINGS[name])
-    assert set(back.files) == set(given)
-    for key, value in given.items():
+    back, argument = Shards.open(tmp_path / "back"), weights(SETTINGS[name])
+    assert set(back.files) == set(argument)
+    for key, value in argument.items():
         assert torch.equal(back.read(key), value), key
 
 
@@ -90,8 +90,8 @@ def test_a_loaded_model_trains_and_is_saved_in_its_new_state(name: str, model, t
         losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
     conversion.save_model(model, tmp_path / "trained")
-    again = conversion.load_model(tmp_path / "trained", device=device)
-    assert torch.equal(again(batch), model(batch))
+    repeated = conversion.load_model(tmp_path / "trained", device=device)
+    assert torch.equal(repeated(batch), model(batch))
     conversion.convert(tmp_path / "trained", tmp_path / "back")
     assert set(Shards.open(tmp_path / "back").files) == set(weights(SETTINGS[name]))
 
@@ -102,8 +102,8 @@ def test_the_state_of_delayed_scaling_is_saved_with_a_model(name: str, model, tm
     with te.autocast():
         model.loss(batch[:, :-1], batch[:, 1:]).backward()
     conversion.save_model(model, tmp_path / "saved")
-    again = conversion.load_model(tmp_path / "saved", device=device)
-    for a, b in zip(model.layers, again.layers, strict=True):
+    repeated = conversion.load_model(tmp_path / "saved", device=device)
+    for a, b in zip(model.layers, repeated.layers, strict=True):
         state, loaded = (layer.layernorm_mlp.fp8_meta["scaling_fwd"] for layer in (a, b))
         assert torch.equal(loaded.scale, state.scale)
         assert torch.equal(loaded.amax_history, state.amax_history)

@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> conversion.Decoder:
     return conversion.load_model(write_checkpoint(tmp_path / "source", "llama"), device="cpu")
 
 
-def decoded(folder: Path) -> dict[str, Tensor]:
+def decode_folder(folder: Path) -> dict[str, Tensor]:
     """The tensors of a quantized folder in float32."""
     shards = dequantized(Shards.open(folder), {**read_json(folder / "config.json"), "torch_dtype": "float32"})
     return {name: shards.read(name) for name in shards.files}
@@ -39,7 +39,7 @@ def is_linear(name: str) -> bool:
     return name.split(".")[-2] in LINEAR
 
 
-def saved(model: conversion.Decoder, folder: Path, name: str) -> Path:
+def save_folder(model: conversion.Decoder, folder: Path, name: str) -> Path:
     conversion.save_quantized(model, folder, name, sample=tokens() if FORMATS[name].calibrated else None)
     return folder
 
@@ -48,9 +48,12 @@ def saved(model: conversion.Decoder, folder: Path, name: str) -> Path:
 def test_only_linear_weights_change_and_by_less_than_a_rounding(
     name: str, model: conversion.Decoder, tmp_path: Path
 ):
-    given, values = weights(SETTINGS["llama"]), decoded(saved(model, tmp_path / "quantized", name))
-    assert set(values) == set(given)
-    for key, weight in given.items():
+    argument, values = (
+        weights(SETTINGS["llama"]),
+        decode_folder(save_folder(model, tmp_path / "quantized", name)),
+    )
+    assert set(values) == set(argument)
+    for key, weight in argument.items():
         # The 112 columns of down_proj are not a multiple of 32.
         if not is_linear(key) or weight.shape[1] % FORMATS[name].block:
             assert torch.equal(values[key], weight), key
@@ -100,7 +103,7 @@ def test_codes_equal_those_of_quantized_parameters(name: str, recipe, tmp_path: 
     source = write_checkpoint(tmp_path / "source", "llama")
     with te.quantized_model_init(recipe=recipe):
         model = conversion.load_model(source, device="cpu")
-    values = decoded(saved(model, tmp_path / "quantized", name))
+    values = decode_folder(save_folder(model, tmp_path / "quantized", name))
     for layer, block in enumerate(model.layers):
         # One weight per layer that no server concatenates, so that its scale is that of training.
         trained = block.self_attention.proj.weight.dequantize(dtype=torch.float32)
@@ -109,10 +112,10 @@ def test_codes_equal_those_of_quantized_parameters(name: str, recipe, tmp_path: 
 
 @pytest.mark.parametrize("name", UNCALIBRATED)
 def test_second_round_trip_returns_the_same_values(name: str, model: conversion.Decoder, tmp_path: Path):
-    first = saved(model, tmp_path / "first", name)
-    again = conversion.load_model(first, device="cpu", dtype=torch.float32)
-    second = saved(again, tmp_path / "second", name)
-    values, repeated = decoded(first), decoded(second)
+    first = save_folder(model, tmp_path / "first", name)
+    second_result = conversion.load_model(first, device="cpu", dtype=torch.float32)
+    second = save_folder(second_result, tmp_path / "second", name)
+    values, repeated = decode_folder(first), decode_folder(second)
     exact = name != "nvfp4"  # block scales are rounded to E4M3, so the second quantization may choose others
     for key in values:
         if exact:
@@ -125,7 +128,7 @@ def test_second_round_trip_returns_the_same_values(name: str, model: conversion.
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_modelopt"])
 def test_concatenated_layers_share_their_scale(name: str, model: conversion.Decoder, tmp_path: Path):
-    shards = Shards.open(saved(model, tmp_path / "quantized", name))
+    shards = Shards.open(save_folder(model, tmp_path / "quantized", name))
     suffix = {"fp8": "weight_scale", "nvfp4": "weight_global_scale", "nvfp4_modelopt": "weight_scale_2"}[name]
     for joint in (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -173,7 +176,7 @@ def test_model_of_transformers_is_saved_under_its_names(tmp_path: Path):
     model.model.layers[0].self_attn.o_proj = replaced
     conversion.save_quantized(model, tmp_path / "by_transformers", "fp8_block")
     conversion.convert(source, tmp_path / "converted", quantization="fp8_block")
-    ours, theirs = decoded(tmp_path / "converted"), decoded(tmp_path / "by_transformers")
+    ours, theirs = decode_folder(tmp_path / "converted"), decode_folder(tmp_path / "by_transformers")
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -182,16 +185,16 @@ def test_model_of_transformers_is_saved_under_its_names(tmp_path: Path):
 def test_transformers_decodes_blocks_to_the_same_weights(model: conversion.Decoder, tmp_path: Path):
     import transformers
 
-    folder = saved(model, tmp_path / "quantized", "fp8_block")
-    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+    folder = save_folder(model, tmp_path / "quantized", "fp8_block")
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         output_loading_info=True,
         quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert not report["missing_keys"] and not report["unexpected_keys"]
     state = theirs.state_dict()
-    for key, value in decoded(folder).items():
+    for key, value in decode_folder(folder).items():
         assert torch.equal(state[key].float(), value), key
     logits = conversion.load_model(folder, device="cpu", dtype=torch.float32)(tokens())
     torch.testing.assert_close(theirs(tokens()).logits, logits, rtol=1e-4, atol=1e-4)
@@ -214,15 +217,15 @@ def test_compressed_tensors_decodes_the_same_weights(
     conversion.save_quantized(model, folder, name, sample=tokens() if sampled else None)
     # The library decodes MXFP8 and NVFP4 to bfloat16, and rounds FP8 scales to the dtype of the model.
     dtype = torch.bfloat16 if name in ("mxfp8", "nvfp4") else torch.float32
-    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         output_loading_info=True,
         quantization_config=transformers.CompressedTensorsConfig(run_compressed=False),
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     state = theirs.state_dict()
-    for key, value in decoded(folder).items():
+    for key, value in decode_folder(folder).items():
         assert torch.equal(state[key], value.to(dtype)), key
     assert theirs.generate(tokens()[:1], max_new_tokens=4).shape[1] == tokens().shape[1] + 4
 
@@ -274,7 +277,7 @@ def test_transposed_weights_are_rejected(tmp_path: Path):
 def test_unsupported_quantizations_raise_an_error(
     change: dict, sentence: str, model: conversion.Decoder, tmp_path: Path
 ):
-    folder = saved(model, tmp_path / "quantized", "fp8_block")
+    folder = save_folder(model, tmp_path / "quantized", "fp8_block")
     config = read_json(folder / "config.json")
     config["quantization_config"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -284,7 +287,7 @@ def test_unsupported_quantizations_raise_an_error(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_loaded_model_trains_and_converts_back(name: str, model: conversion.Decoder, tmp_path: Path):
-    folder = saved(model, tmp_path / "quantized", name)
+    folder = save_folder(model, tmp_path / "quantized", name)
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         frozen = conversion.load_model(folder, device="cpu")
     with te.autocast(recipe=Float8CurrentScaling()):
@@ -292,6 +295,6 @@ def test_loaded_model_trains_and_converts_back(name: str, model: conversion.Deco
     conversion.save_model(conversion.load_model(folder, device="cpu"), tmp_path / "ours")
     conversion.convert(tmp_path / "ours", tmp_path / "back")
     assert "quantization_config" not in read_json(tmp_path / "back" / "config.json")
-    back, values = Shards.open(tmp_path / "back"), decoded(folder)
+    back, values = Shards.open(tmp_path / "back"), decode_folder(folder)
     for key, value in values.items():
         torch.testing.assert_close(back.read(key).float(), value, rtol=2.0**-8, atol=0.0)

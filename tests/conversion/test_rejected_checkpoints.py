@@ -20,7 +20,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 HEAD = "lm_head.weight"
 
 
-def rejection_of(source: Path) -> str:
+def rejection_message(source: Path) -> str:
     """Return the error message; the conversion must not have written anything."""
     before = sorted(source.parent.rglob("*"))
     with pytest.raises(ValueError) as raised:
@@ -45,7 +45,7 @@ def rejection_of(source: Path) -> str:
     ids=["missing", "over", "shape", "dtype"],
 )
 def test_every_tensor_is_there_once_and_as_it_must_be(changed: dict, sentence: str, tmp_path: Path):
-    assert sentence in rejection_of(write_checkpoint(tmp_path / "theirs", "llama", **changed))
+    assert sentence in rejection_message(write_checkpoint(tmp_path / "theirs", "llama", **changed))
 
 
 def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path: Path):
@@ -54,8 +54,9 @@ def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path: Path):
         write_checkpoint(tmp_path / "equal", "llama-3.1", **{HEAD: embedding}), tmp_path / "ours"
     )
     other = write_checkpoint(tmp_path / "other", "llama-3.1", **{HEAD: embedding + 1})
-    assert f"config.json ties {HEAD} to model.embed_tokens.weight, but their values differ" in rejection_of(
-        other
+    assert (
+        f"config.json ties {HEAD} to model.embed_tokens.weight, but their values differ"
+        in rejection_message(other)
     )
 
 
@@ -66,11 +67,11 @@ def test_tensors_that_follow_from_the_settings_are_left_out(tmp_path: Path):
 
 
 def test_names_without_their_prefix_are_read(tmp_path: Path):
-    given = weights(SETTINGS["gpt2"])
-    bare: dict = dict.fromkeys(given)
-    bare |= {name.removeprefix("transformer."): value for name, value in given.items()}
+    argument = weights(SETTINGS["gpt2"])
+    bare: dict = dict.fromkeys(argument)
+    bare |= {name.removeprefix("transformer."): value for name, value in argument.items()}
     model = conversion.load_model(write_checkpoint(tmp_path / "theirs", "gpt2", **bare), device="cpu")
-    assert torch.equal(model.embedding.weight, given["transformer.wte.weight"])
+    assert torch.equal(model.embedding.weight, argument["transformer.wte.weight"])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
 def test_settings_that_are_not_computed_are_named(settings: dict, sentence: str, tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
     (folder / "config.json").write_text(json.dumps(SETTINGS["llama"] | settings))
-    assert sentence in rejection_of(folder)
+    assert sentence in rejection_message(folder)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_sizes_of_the_settings_are_compared_with_the_tensors_first(
     folder = write_checkpoint(tmp_path / "theirs", name)
     (folder / "config.json").write_text(json.dumps(SETTINGS[name] | changed))
     start = time.perf_counter()
-    assert sentence in rejection_of(folder)
+    assert sentence in rejection_message(folder)
     assert time.perf_counter() - start < 5
 
 
@@ -141,7 +142,7 @@ def test_tensors_that_differ_from_the_plan_are_not_written(tensors: list, tmp_pa
         write(tmp_path / "model.safetensors", plan, tensors)
 
 
-def _shortened(folder: Path) -> None:
+def _truncate_file(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -167,7 +168,7 @@ def _unsupported(folder: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"F32","shape":[112,64]', b'"U16","shape":[224,64]', 1))
 
 
-def _pickled(folder: Path) -> None:
+def _pickle_model(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -187,11 +188,11 @@ def _absent_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (_shortened, "cannot be read as safetensors"),
+        (_truncate_file, "cannot be read as safetensors"),
         (_garbage, "cannot be read as safetensors"),
         (_overlapping, "cannot be read as safetensors"),
         (_unsupported, "has dtype U16; supported are F64"),
-        (_pickled, "holds pytorch_model.bin, a pickle, which can run code when it is read"),
+        (_pickle_model, "holds pytorch_model.bin, a pickle, which can run code when it is read"),
         (_no_settings, "holds neither config.json nor transformer_engine.json"),
         (_no_json, "config.json cannot be read as JSON"),
         (_absent_shard, "names '../absent', which is not a file in the same folder"),
@@ -200,7 +201,7 @@ def _absent_shard(folder: Path) -> None:
 def test_a_damaged_folder_is_named_with_the_remedy(damage, sentence: str, tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
     damage(folder)
-    assert sentence in rejection_of(folder)
+    assert sentence in rejection_message(folder)
 
 
 def test_an_existing_folder_is_left_unchanged(tmp_path: Path):
@@ -257,15 +258,15 @@ def test_a_file_holds_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int
 def test_its_own_library_reads_a_file_and_writes_one_that_is_read(tmp_path: Path):
     from safetensors.torch import load_file, save_file
 
-    given = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(2)}
-    save_file(given, tmp_path / "theirs.safetensors")
+    inputs = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(2)}
+    save_file(inputs, tmp_path / "theirs.safetensors")
     theirs = SafetensorsFile.open(tmp_path / "theirs.safetensors")
     write(
         tmp_path / "ours.safetensors",
-        {name: Described(value.dtype, tuple(value.shape)) for name, value in given.items()},
-        given.items(),
+        {name: Described(value.dtype, tuple(value.shape)) for name, value in inputs.items()},
+        inputs.items(),
     )
     ours = load_file(tmp_path / "ours.safetensors")
-    for name, value in given.items():
+    for name, value in inputs.items():
         assert torch.equal(theirs.read(name), value)
         assert torch.equal(ours[name], value)

@@ -95,11 +95,11 @@ def weights(settings: dict[str, Any]) -> dict[str, Tensor]:
     """Return the named tensors of a checkpoint: norm weights around 1 (Gemma's around 0), others around 0."""
     family = family_named(settings["model_type"])
     config = family.settings(Settings(settings, "settings"))
-    made = {}
+    outputs = {}
     for name, shape in Correspondence.of(family, config).theirs.items():
         is_norm = len(shape) == 1 and name.endswith("weight")
-        made[name] = 0.4 * noise(name, shape) + (1.0 if is_norm and not config.zero_centered else 0.0)
-    return made
+        outputs[name] = 0.4 * noise(name, shape) + (1.0 if is_norm and not config.zero_centered else 0.0)
+    return outputs
 
 
 def tokens() -> Tensor:

@@ -59,7 +59,7 @@ def session(folder: Path, features: dict[str, Any], pattern: str = ".*", *extra:
         debug_api.end_debug()
 
 
-def called(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
+def call_layer(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
     if isinstance(layer, te.GroupedLinear):
         return layer(x, [x.shape[0] // 2] * 2, **options)
     if isinstance(layer, te.TransformerLayer):
@@ -67,7 +67,9 @@ def called(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> torch.Ten
     return layer(x, **options)
 
 
-def trained(kind: str, recipe: str, steps: int = 2, device: torch.device | None = None) -> list[torch.Tensor]:
+def train_layer(
+    kind: str, recipe: str, steps: int = 2, device: torch.device | None = None
+) -> list[torch.Tensor]:
     """Return outputs and gradients of steps that update the parameters, by default on the CPU, with fixed seeds."""
     device = device or torch.device("cpu")
     layer = make_layer(kind, device=device)
@@ -76,7 +78,7 @@ def trained(kind: str, recipe: str, steps: int = 2, device: torch.device | None 
     for _ in range(steps):
         x = torch.randn(64, 64, generator=generator).to(device).requires_grad_()
         with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
-            y = called(layer, x)
+            y = call_layer(layer, x)
         y.backward(torch.randn(y.shape, generator=generator).to(y))
         found += [y.detach().clone(), x.grad, *(p.grad.clone() for p in layer.parameters())]
         with torch.no_grad():
@@ -93,7 +95,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def in_float8(x: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_float8(x: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x to E4M3 with one scale, or a power of two per block of a row; return values and inverse scales."""
     if block is None:
         inverse = x.abs().max() / 448.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.debug.sessions import GEMMS, LAYERS, TENSORS, assert_equal, in_float8, session, trained
+from tests.debug.sessions import GEMMS, LAYERS, TENSORS, assert_equal, quantize_float8, session, train_layer
 from tests.support.layers import QUANTIZED, RECIPES
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -39,7 +39,7 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
     dtype: torch.dtype, recipe: str, tmp_path: Path
 ):
     layer = te.Linear(64, 96, params_dtype=dtype, device="cpu", name="layer")
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name in TENSORS}
+    observed: dict[str, list[torch.Tensor]] = {name: [] for name in TENSORS}
     with session(tmp_path, {"LogTensorStats": {"tensors": TENSORS, "stats": VALUES}}) as log:
         for _ in range(2):
             x = torch.randn(32, 64, dtype=dtype, requires_grad=True)
@@ -51,9 +51,9 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
             for name, tensor in zip(
                 TENSORS, (x, layer.weight, dy, y, x.grad, layer.weight.grad), strict=True
             ):
-                seen[name].append(tensor)
+                observed[name].append(tensor)
         debug_api.step()
-    for tensor, parts in seen.items():
+    for tensor, parts in observed.items():
         for name, value in statistics(torch.stack(parts)).items():
             if tensor == "weight":  # the same in both micro-batches, counted once
                 value = statistics(parts[0])[name]
@@ -97,7 +97,7 @@ def test_quantization_errors_are_those_of_float8_in_plain_torch(recipe: str, tmp
             layer(x.requires_grad_())
         debug_api.step()
     x = x.detach()
-    by_one, by_blocks = in_float8(x, None), in_float8(x, 32)
+    by_one, by_blocks = quantize_float8(x, None), quantize_float8(x, 32)
     values, inverse = by_one if recipe == "current" else by_blocks
 
     def mean_error(decoded: torch.Tensor, of: torch.Tensor = x) -> float:
@@ -112,7 +112,7 @@ def test_quantization_errors_are_those_of_float8_in_plain_torch(recipe: str, tmp
         "scale_inv_min": inverse.min().item(),
         "scale_inv_max": inverse.max().item(),
         "mxfp8_mse": mean_error(by_blocks[0]),
-        "mxfp8_mse_columnwise": mean_error(in_float8(x.t().contiguous(), 32)[0], x.t()),
+        "mxfp8_mse_columnwise": mean_error(quantize_float8(x.t().contiguous(), 32)[0], x.t()),
         "fp8_current_scaling_underflows%": underflow(by_one[0]),
     }
     assert expected["underflows%"] > 0 or recipe == "mxfp8"
@@ -155,12 +155,12 @@ def test_errors_of_nvfp4_are_those_of_its_quantizer(tmp_path: Path):
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 @pytest.mark.sampled
 def test_statistics_change_no_result(kind: str, recipe: str, tmp_path: Path):
-    expected = trained(kind, recipe)
+    expected = train_layer(kind, recipe)
     features = {"LogTensorStats": {"tensors": TENSORS, "stats": ["max"]}}
     if recipe != "none":
         features["LogFp8TensorStats"] = {"tensors": TENSORS[:3], "stats": ["mse"]}
     with session(tmp_path, features) as log:
-        assert_equal(trained(kind, recipe), expected)
+        assert_equal(train_layer(kind, recipe), expected)
     assert log.iterations(next(iter(log.values))[0]) == [0, 1]
 
 
@@ -168,16 +168,16 @@ def test_statistics_change_no_result(kind: str, recipe: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("recipe", ["current", "block", "nvfp4"])
 def test_statistics_change_no_result_of_other_recipes(kind: str, recipe: str, tmp_path: Path):
-    expected = trained(kind, recipe)
+    expected = train_layer(kind, recipe)
     with session(tmp_path, {"LogTensorStats": {"tensors": TENSORS, "stats": ["max"]}}):
-        assert_equal(trained(kind, recipe), expected)
+        assert_equal(train_layer(kind, recipe), expected)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layer_without_quantization_computes_as_outside_of_autocast(kind: str, tmp_path: Path):
-    expected = trained(kind, "none")
+    expected = train_layer(kind, "none")
     with session(tmp_path, {"DisableQuantizationLayer": {}}):
-        assert_equal(trained(kind, "mxfp8"), expected)
+        assert_equal(train_layer(kind, "mxfp8"), expected)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -185,9 +185,9 @@ def test_layer_without_quantization_computes_as_outside_of_autocast(kind: str, t
 @pytest.mark.filterwarnings("ignore:the debug feature DisableFP8GEMM:DeprecationWarning")
 @pytest.mark.sampled
 def test_one_product_in_high_precision_leaves_the_others_quantized(gemm: str, recipe: str, tmp_path: Path):
-    plain, quantized = trained("Linear", "none", steps=1), trained("Linear", recipe, steps=1)
+    plain, quantized = train_layer("Linear", "none", steps=1), train_layer("Linear", recipe, steps=1)
     with session(tmp_path, {"DisableFP8GEMM": {"gemms": [gemm]}}):
-        found = trained("Linear", recipe, steps=1)
+        found = train_layer("Linear", recipe, steps=1)
     for name, one, in_high_precision, in_codes in zip(GEMMS, found, plain, quantized, strict=False):
         torch.testing.assert_close(one, in_high_precision if name == gemm else in_codes, rtol=0, atol=0)
         assert not torch.equal(in_high_precision, in_codes)
@@ -208,15 +208,15 @@ def test_fake_quantization_multiplies_decoded_values(tmp_path: Path):
         with te.autocast(recipe=Float8CurrentScaling()):
             y = layer(x)
         y.backward(dy)
-    values, weight = in_float8(x.detach(), None)[0], in_float8(layer.weight.detach(), None)[0]
+    values, weight = quantize_float8(x.detach(), None)[0], quantize_float8(layer.weight.detach(), None)[0]
     torch.testing.assert_close(y, torch.nn.functional.linear(values, weight, layer.bias))
-    torch.testing.assert_close(layer.weight.grad, in_float8(dy, 32)[0].t() @ x.detach())
+    torch.testing.assert_close(layer.weight.grad, quantize_float8(dy, 32)[0].t() @ x.detach())
 
 
 def test_per_tensor_scaling_under_delayed_scaling_is_current_scaling(tmp_path: Path):
-    expected = trained("Linear", "current", steps=1)
+    expected = train_layer("Linear", "current", steps=1)
     with session(tmp_path, {"PerTensorScaling": {"gemms": GEMMS, "tensors": TENSORS[:3]}}):
-        found = trained("Linear", "delayed", steps=1)
+        found = train_layer("Linear", "delayed", steps=1)
     assert_equal(found, expected)
 
 
@@ -248,7 +248,7 @@ def test_dumped_tensors_are_those_of_the_step(tmp_path: Path):
     assert files == [folder / "a_b_c_activation.pt", folder / "a_b_c_output.pt"]
     content = torch.load(tmp_path / files[0], weights_only=True)
     assert torch.equal(content["high_precision"], x)
-    assert torch.equal(content["quantized"].dequantize(), in_float8(x, 32)[0])
+    assert torch.equal(content["quantized"].dequantize(), quantize_float8(x, 32)[0])
     assert torch.equal(torch.load(tmp_path / files[1], weights_only=True)["high_precision"], y)
 
 

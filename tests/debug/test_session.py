@@ -19,7 +19,7 @@ from nvdlfw_inspect.registry import Registry
 
 import transformer_engine.debug
 import transformer_engine.pytorch as te
-from tests.debug.sessions import TENSORS, in_float8, session
+from tests.debug.sessions import TENSORS, quantize_float8, session
 from tests.distributed.ranks import run_on_ranks
 from tests.support.layers import RECIPES
 from transformer_engine.common.recipe import Float8CurrentScaling
@@ -89,7 +89,7 @@ def test_a_session_may_begin_after_the_layers_and_end_before_them(tmp_path: Path
         assert not TEDebugState.initialize()
 
 
-def calls_of(layer: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
+def python_calls(layer: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
     """Return file and name of every Python function that a warm forward and backward pass calls, in order."""
     calls: list[tuple[str, str]] = []
 
@@ -117,10 +117,10 @@ def calls_of(layer: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP])
 def test_warm_passes_make_the_same_calls_before_and_after_a_session(make: type, tmp_path: Path):
     layer, x = make(64, 96, device="cpu"), torch.randn(32, 64, requires_grad=True)
-    before = calls_of(layer, x)
+    before = python_calls(layer, x)
     with session(tmp_path, MAXIMA):
-        during = calls_of(layer, x)
-    assert calls_of(layer, x) == before
+        during = python_calls(layer, x)
+    assert python_calls(layer, x) == before
     hooks = [path for path, _ in before if re.search("transformer_engine/debug/|nvdlfw_inspect", path)]
     assert not hooks and len(during) > len(before) > 10
 
@@ -163,7 +163,10 @@ def test_cached_weights_follow_the_plan(tmp_path: Path):
             y.sum().backward()
         debug_api.step()
     assert log.values["layer_weight_mse_columnwise", 0] == pytest.approx(
-        (layer.weight.t() - in_float8(layer.weight.detach().t().contiguous(), 32)[0]).square().mean().item(),
+        (layer.weight.t() - quantize_float8(layer.weight.detach().t().contiguous(), 32)[0])
+        .square()
+        .mean()
+        .item(),
         rel=1e-5,
     )
 
@@ -226,9 +229,9 @@ def test_copies_of_debugged_layers_have_the_quantizers_of_the_recipe(tmp_path: P
         with te.autocast(recipe=RECIPES["current"]):
             layer(x)
         copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
-    for made in copies:
+    for result in copies:
         with te.autocast(recipe=RECIPES["current"]):
-            assert torch.equal(made(x), expected)
+            assert torch.equal(result(x), expected)
 
 
 def test_observed_layers_are_rejected_and_keep_their_observation(tmp_path: Path):
@@ -357,9 +360,9 @@ def test_a_debug_quantizer_returns_both_directions(tmp_path: Path):
     assert (quantizer.plan.rowwise, quantizer.plan.columnwise) == (STANDARD_QUANTIZE, HIGH_PRECISION)
     assert quantizer.any_feature_enabled() and quantizer.get_next_debug_iter() is None
     x = torch.randn(32, 64)
-    made = quantizer(x)
-    assert torch.equal(made.get_tensor(False).dequantize(), quantizer.parent_quantizer(x).dequantize())
-    assert torch.equal(made.get_tensor(True), x)
+    result = quantizer(x)
+    assert torch.equal(result.get_tensor(False).dequantize(), quantizer.parent_quantizer(x).dequantize())
+    assert torch.equal(result.get_tensor(True), x)
 
 
 def test_features_are_registered_by_sessions_only():
@@ -400,11 +403,11 @@ def test_merged_fields_are_those_of_the_concatenated_tensors():
 def test_statistics_are_reduced_over_ranks(tmp_path: Path):
     found = run_on_ranks(statistics_of_two_ranks, 2, tmp_path)
     parts = [torch.randn(16 + 16 * rank, 64, generator=torch.manual_seed(rank)) for rank in range(2)]
-    whole = torch.cat(parts).double()
+    full = torch.cat(parts).double()
     for values in found:
-        assert values["layer_activation_mean"] == pytest.approx(whole.mean().item(), rel=1e-6)
-        assert values["layer_activation_std"] == pytest.approx(whole.std().item(), rel=1e-6)
-        assert values["layer_activation_max"] == whole.max().item()
+        assert values["layer_activation_mean"] == pytest.approx(full.mean().item(), rel=1e-6)
+        assert values["layer_activation_std"] == pytest.approx(full.std().item(), rel=1e-6)
+        assert values["layer_activation_max"] == full.max().item()
         assert values["unused_activation_std"] == pytest.approx(parts[1].double().std().item(), rel=1e-6)
     assert found[0]["layer_weight_std"] == found[1]["layer_weight_std"]
     assert "unused_weight_std" in found[1] and "unused_weight_std" not in found[0]

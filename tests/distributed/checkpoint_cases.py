@@ -111,11 +111,11 @@ def save_and_load(device: torch.device, cases: list[tuple[str, bool]], directory
     found = {}
     with emulate():  # MXFP8 on the CPU in a machine with a Hopper GPU
         for name, quantized in cases:
-            place = directory / f"{name}-{quantized}"
+            position = directory / f"{name}-{quantized}"
             mesh = replicated if (name, quantized) == cases[0] else meshes[4]
             saved = Trained(name, quantized, mesh, None)
             first = saved.step(0)
-            dcp.save(saved.state(), checkpoint_id=place)
+            dcp.save(saved.state(), checkpoint_id=position)
             states = {4: saved.whole(mesh.get_group(mesh.ndim - 1))}
             steps = {4: torch.stack([first, saved.step(1), saved.step(2)])}
             for size in (2, 1):
@@ -123,7 +123,7 @@ def save_and_load(device: torch.device, cases: list[tuple[str, bool]], directory
                     scaling_group = meshes[size].get_group()
                     group = scaling_group if size > 1 else None
                     read = Trained(name, quantized, meshes[size] if size > 1 else None, scaling_group)
-                    read.load(place, group)
+                    read.load(position, group)
                     states[size] = read.whole(group)
                     steps[size] = torch.stack([first, read.step(1), read.step(2)])
                 dist.barrier()

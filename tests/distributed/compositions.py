@@ -113,10 +113,12 @@ class Experts(nn.Module):
         buffer = te.ep.EpBuffer(EXPERTS, TOKENS * BATCH, HIDDEN, len(self.own))
         received, scales, counts = te.ep.ep_dispatch(buffer, flat, chosen, weights)
         rows = received.split(counts.tolist())
-        made = [self.experts[i].forward(part) for i, part in zip(self.own, rows, strict=True)]
+        outputs = [self.experts[i].forward(part) for i, part in zip(self.own, rows, strict=True)]
         # A zero gradient for other ranks' experts.
         idle = sum(expert.weight.sum() for i, expert in enumerate(self.experts) if i not in self.own)
-        y = te.ep.ep_combine(buffer, torch.cat(made) * scales[:, None] + 0 * idle, num_local_tokens=len(flat))
+        y = te.ep.ep_combine(
+            buffer, torch.cat(outputs) * scales[:, None] + 0 * idle, num_local_tokens=len(flat)
+        )
         return x + y.view(x.shape)
 
 

@@ -43,22 +43,22 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        shown = [self.comm, str(self.size), self.layout, self.mask]
-        shown += [str(self.window)] * (self.window is not None) + [f"g{self.groups}"] * (self.groups != 8)
-        shown += [
+        listing = [self.comm, str(self.size), self.layout, self.mask]
+        listing += [str(self.window)] * (self.window is not None) + [f"g{self.groups}"] * (self.groups != 8)
+        listing += [
             f"{n}={v}"
             for n, v in (("bias", self.bias), ("d", self.head_dim), ("s", self.softmax))
             if v not in (None, (8, 8), "vanilla")
         ]
-        shown += [
+        listing += [
             name
             for name in ("alibi", "arbitrary", "mask_tensor", "max_logit", "recompute")
             if getattr(self, name)
         ]
-        shown += [f"softcap={self.softcap}"] * (self.softcap > 0.0)
-        shown += ["padded"] * (self.padded is not None) + ["lengths"] * (self.lengths is not None)
-        shown += ["cross"] * (self.keys is not None) + [str(self.dtype)[6:]] * (self.dtype != torch.float32)
-        return " ".join(shown)
+        listing += [f"softcap={self.softcap}"] * (self.softcap > 0.0)
+        listing += ["padded"] * (self.padded is not None) + ["lengths"] * (self.lengths is not None)
+        listing += ["cross"] * (self.keys is not None) + [str(self.dtype)[6:]] * (self.dtype != torch.float32)
+        return " ".join(listing)
 
 
 def sequences(case: Case) -> list[tuple[int, int, int, int]]:
@@ -91,27 +91,27 @@ def problem(case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]
         "v": (total_k, case.groups, d_v),
         "dout": (total_q, case.heads, d_v),
     }
-    made = {name: torch.randn(shape, generator=generator).to(case.dtype) for name, shape in shapes.items()}
+    result = {name: torch.randn(shape, generator=generator).to(case.dtype) for name, shape in shapes.items()}
     rows, columns = case.tokens, case.keys or case.tokens
     if case.bias:
         shape = (case.batch if "b" in case.bias else 1, case.heads if "h" in case.bias else 1, rows, columns)
-        made["bias"] = torch.randn(shape, generator=generator).to(case.dtype)
+        result["bias"] = torch.randn(shape, generator=generator).to(case.dtype)
     if case.arbitrary:
         masked = torch.rand((case.batch, 1, rows, columns), generator=generator) < 0.4
         masked[..., 0] = False
-        made["masked"] = masked
+        result["masked"] = masked
     if case.softmax == "learnable":
-        made["sink"] = torch.randn(case.heads, generator=generator)
-    return {name: tensor.to(device) for name, tensor in made.items()}
+        result["sink"] = torch.randn(case.heads, generator=generator)
+    return {name: tensor.to(device) for name, tensor in result.items()}
 
 
 def exact(case: Case) -> dict[str, Tensor]:
     """Full-sequence results and gradients in float64."""
-    given = problem(case)
-    names = [name for name in ("q", "k", "v", "bias", "sink") if name in given]
-    leaves = {name: given[name].double().requires_grad_() for name in names}
+    argument = problem(case)
+    names = [name for name in ("q", "k", "v", "bias", "sink") if name in argument]
+    leaves = {name: argument[name].double().requires_grad_() for name in names}
     each, scale, logits_of = case.heads // case.groups, 1 / math.sqrt(case.head_dim[0]), []
-    out = torch.zeros(*given["q"].shape[:2], case.head_dim[1], dtype=torch.float64)
+    out = torch.zeros(*argument["q"].shape[:2], case.head_dim[1], dtype=torch.float64)
     for number, (start_q, start_k, real_q, real_k) in enumerate(sequences(case)):
         if real_q == 0:
             continue
@@ -122,14 +122,14 @@ def exact(case: Case) -> dict[str, Tensor]:
         )
         i, j = torch.arange(real_q)[:, None], torch.arange(real_k)[None]
         bottom_right = "bottom_right" in case.mask or "causal" not in case.mask
-        behind = j - i - (real_k - real_q if bottom_right else 0)
+        distance = j - i - (real_k - real_q if bottom_right else 0)
         left, right = case.window or (-1, -1)
         right = 0 if "causal" in case.mask else right
         visible = torch.ones(real_q, real_k, dtype=torch.bool)
         if left >= 0:
-            visible = visible & (behind >= -left)
+            visible = visible & (distance >= -left)
         if right >= 0:
-            visible = visible & (behind <= right)
+            visible = visible & (distance <= right)
         logits = q @ k.transpose(1, 2) * scale
         if case.softcap:
             logits = case.softcap * torch.tanh(logits / case.softcap)
@@ -138,9 +138,9 @@ def exact(case: Case) -> dict[str, Tensor]:
             logits = logits + bias[number if bias.shape[0] > 1 else 0][:, :real_q, :real_k]
         if case.alibi:
             slopes = torch.exp2(-8.0 * torch.arange(1, case.heads + 1) / case.heads).double()
-            logits = logits - slopes[:, None, None] * behind.abs()
+            logits = logits - slopes[:, None, None] * distance.abs()
         if case.arbitrary:
-            visible = visible & ~given["masked"][number, 0]
+            visible = visible & ~argument["masked"][number, 0]
         logits = logits.masked_fill(~visible, -torch.inf)
         logits_of.append(logits.detach().flatten(1).amax(1))
         blind = ~visible.any(-1)
@@ -156,7 +156,7 @@ def exact(case: Case) -> dict[str, Tensor]:
         rows = torch.zeros_like(out)
         rows[start_q : start_q + real_q] = (p @ v).transpose(0, 1)
         out = out + rows
-    grads = torch.autograd.grad(out, list(leaves.values()), given["dout"].double())
+    grads = torch.autograd.grad(out, list(leaves.values()), argument["dout"].double())
     found = {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)}}
     if case.max_logit:
         found["max_logit"] = torch.stack(logits_of).amax(0)
@@ -165,13 +165,13 @@ def exact(case: Case) -> dict[str, Tensor]:
 
 def rank_tokens(lengths: tuple[int, ...], size: int, rank: int) -> list[int]:
     """A rank's tokens: chunks `rank` and `2 * size - 1 - rank` out of 2 * size chunks per sequence."""
-    held, start = [], 0
+    tokens, start = [], 0
     for length in lengths:
         chunk = length // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
-            held += range(start + number * chunk, start + (number + 1) * chunk)
+            tokens += range(start + number * chunk, start + (number + 1) * chunk)
         start += length
-    return held
+    return tokens
 
 
 def convert_layout(x: Tensor, layout: str, batch: int) -> Tensor:
@@ -224,24 +224,24 @@ def create_attention(case: Case, group: Any) -> DotProductAttention:
 def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Results and gradients of one rank; cases with masks or lengths run on the CPU."""
     group, rank = communication_groups(case, rank)
-    given, (lengths_q, lengths_k) = problem(case, device), extents(case)
+    argument, (lengths_q, lengths_k) = problem(case, device), extents(case)
     rows, columns = (rank_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
     names = ("q", "k", "v")
     local = {
         name: convert_layout(
-            given[name][rows if name == "q" else columns], case.layout, case.batch
+            argument[name][rows if name == "q" else columns], case.layout, case.batch
         ).requires_grad_()
         for name in names
     }
     arguments: dict[str, Any] = dict(case.arguments)
     of_row = rank_tokens((case.tokens,), case.size, rank)
     if case.bias:
-        local["bias"] = given["bias"][:, :, of_row].contiguous().requires_grad_()
+        local["bias"] = argument["bias"][:, :, of_row].contiguous().requires_grad_()
         arguments |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": local["bias"]}
     if case.alibi:
         arguments["core_attention_bias_type"] = "alibi"
     if case.arbitrary:
-        arguments["attention_mask"] = given["masked"][:, :, of_row]
+        arguments["attention_mask"] = argument["masked"][:, :, of_row]
     if case.mask_tensor:
         assert case.lengths is not None
         arguments["attention_mask"] = (torch.arange(case.tokens) >= torch.tensor(case.lengths)[:, None])[
@@ -259,14 +259,14 @@ def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[st
             )
     module = create_attention(case, group)
     if case.softmax == "learnable":
-        module.softmax_offset = torch.nn.Parameter(given["sink"].clone())
+        module.softmax_offset = torch.nn.Parameter(argument["sink"].clone())
     if case.recompute:
         arguments["checkpoint_core_attention"] = True
     out = module(local["q"], local["k"], local["v"], **arguments)
     found = {}
     if case.max_logit:
         out, found["max_logit"] = out
-    dout = convert_layout(given["dout"][rows], case.layout, case.batch).flatten(-2)
+    dout = convert_layout(argument["dout"][rows], case.layout, case.batch).flatten(-2)
     out.backward(dout)
     found["out"] = packed(out.detach().unflatten(-1, (case.heads, -1)), case.layout)
     for name in names:

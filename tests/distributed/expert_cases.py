@@ -79,21 +79,21 @@ def inputs(case: Case) -> Inputs:
 
 def one_device_results(case: Case) -> dict[str, Any]:
     """Outputs and gradients in float64: {"y", "tokens", "weights": one per rank, "fc1", "fc2": of all experts}."""
-    given = inputs(case)
+    argument = inputs(case)
     leaves = {
-        "tokens": [x.double().requires_grad_() for x in given.tokens],
-        "weights": [w.double().requires_grad_() for w in given.weights],
+        "tokens": [x.double().requires_grad_() for x in argument.tokens],
+        "weights": [w.double().requires_grad_() for w in argument.weights],
     }
-    fc1, fc2 = (w.double().requires_grad_() for w in (given.fc1, given.fc2))
-    kept = rows_within_capacity(case, given.choices)
+    fc1, fc2 = (w.double().requires_grad_() for w in (argument.fc1, argument.fc2))
+    saved = rows_within_capacity(case, argument.choices)
     outputs = []
     for rank, (x, w) in enumerate(zip(leaves["tokens"], leaves["weights"], strict=True)):
         y = torch.zeros(x.shape, dtype=torch.float64) + 0 * x
-        for token, place, expert in kept[rank]:
-            out = fc2[expert] @ torch.tanh(fc1[expert] @ x[token]) * w[token, place]
+        for token, index, expert in saved[rank]:
+            out = fc2[expert] @ torch.tanh(fc1[expert] @ x[token]) * w[token, index]
             y = y.index_add(0, torch.tensor([token]), out[None])
         outputs.append(y)
-    loss = sum((y * g.double()).sum() for y, g in zip(outputs, given.gradients, strict=True))
+    loss = sum((y * g.double()).sum() for y, g in zip(outputs, argument.gradients, strict=True))
     loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
     zero = {"fc1": torch.zeros_like(fc1), "fc2": torch.zeros_like(fc2)}
     return {
@@ -108,32 +108,34 @@ def one_device_results(case: Case) -> dict[str, Any]:
 def rows_within_capacity(case: Case, choices: list[Tensor]) -> list[list[tuple[int, int, int]]]:
     """Per rank, the (token, position, expert) of every choice whose row is within the capacity."""
     local, align = case.experts // len(case.tokens), max(1, case.alignment)
-    kept: list[list[tuple[int, int, int]]] = [[] for _ in case.tokens]
+    saved: list[list[tuple[int, int, int]]] = [[] for _ in case.tokens]
     row = 0
     for expert in range(case.experts):
         row = 0 if expert % local == 0 else row
         for rank, chosen in enumerate(choices):
-            for token, place in (chosen == expert).nonzero().tolist():
+            for token, index in (chosen == expert).nonzero().tolist():
                 if case.capacity is None or row < case.capacity:
-                    kept[rank].append((token, place, expert))
+                    saved[rank].append((token, index, expert))
                 row += 1
         row = -(-row // align) * align
-    return kept
+    return saved
 
 
 def rank_results(
     case: Case, rank: int, drop: bool = False, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """Outputs and gradients of one rank: {"y", "tokens", "weights", "fc1", "fc2"}, and the received rows."""
-    given, ranks = inputs(case), len(case.tokens)
+    argument, ranks = inputs(case), len(case.tokens)
     local = case.experts // ranks
     most = max(1, *case.tokens)
     ep.ep_bootstrap(None, case.experts, most, HIDDEN, case.top_k, case.capacity, drop_on_overflow=drop)
     buffer = ep.EpBuffer(case.top_k, most, HIDDEN, local, alignment=case.alignment, **case.settings)
-    x, w = (values[rank].to(device).requires_grad_() for values in (given.tokens, given.weights))
-    own = slice(rank * local, (rank + 1) * local)
-    fc1, fc2 = (full[own].to(device, copy=True).requires_grad_() for full in (given.fc1, given.fc2))
-    received, received_weights, counts = ep.ep_dispatch(buffer, x, given.choices[rank].to(device), w)
+    x, w = (values[rank].to(device).requires_grad_() for values in (argument.tokens, argument.weights))
+    separate = slice(rank * local, (rank + 1) * local)
+    fc1, fc2 = (
+        full[separate].to(device, copy=True).requires_grad_() for full in (argument.fc1, argument.fc2)
+    )
+    received, received_weights, counts = ep.ep_dispatch(buffer, x, argument.choices[rank].to(device), w)
     rows = (
         received.dequantize()
         if hasattr(received, "dequantize") and type(received) is not Tensor
@@ -144,7 +146,7 @@ def rank_results(
     out = torch.cat([*outputs, torch.full_like(parts[-1], float("nan"))])  # unused rows do not contribute
     weighted = (out * received_weights[:, None]).to(x.dtype)
     y = ep.ep_combine(buffer, weighted, num_local_tokens=case.tokens[rank])
-    y.backward(given.gradients[rank].to(device))
+    y.backward(argument.gradients[rank].to(device))
     ep.ep_finalize()
     if dist.is_initialized():
         dist.barrier()

@@ -26,8 +26,8 @@ def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: 
         )
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
         # torch raises the first rank's error, often only that another rank disconnected.
-        told = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))]
-        raise RuntimeError("\n".join(told)) from error
+        report = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))]
+        raise RuntimeError("\n".join(report)) from error
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 

@@ -121,13 +121,13 @@ def train(name: str, run: Run, device: torch.device, shards: bool, look=None) ->
 
 def count_gathered_bytes(model: nn.Sequential, loss: torch.Tensor) -> int:
     """Weight bytes (tensors with at least width x width elements) in the gathered parameters or the graph."""
-    held: dict[int, int] = {}
+    tokens: dict[int, int] = {}
     width = model[0].in_features
 
     def count(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if tensor.numel() * (2 if tensor.element_size() == 1 else 1) >= width * width:
-            held[storage._cdata] = storage.size()
+            tokens[storage._cdata] = storage.size()
 
     for layer in model:
         state = layer._get_fsdp_state()
@@ -137,18 +137,18 @@ def count_gathered_bytes(model: nn.Sequential, loss: torch.Tensor) -> int:
         )
         for group in groups:
             for parameter in group.fsdp_params:
-                whole = parameter._unsharded_param
-                for name in getattr(whole, "TENSORS", ()):
-                    if (tensor := getattr(whole, name)) is not None:
+                full = parameter._unsharded_param
+                for name in getattr(full, "TENSORS", ()):
+                    if (tensor := getattr(full, name)) is not None:
                         count(tensor)
-    seen, waiting = set(), [loss.grad_fn]
+    records, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in records:
             continue
-        seen.add(node)
+        records.add(node)
         waiting += [following for following, _ in node.next_functions]
         for tensor in getattr(node, "saved_tensors", ()):
             if tensor is not None:
                 count(tensor)
-    return sum(held.values())
+    return sum(tokens.values())

@@ -43,12 +43,12 @@ def _quantizers(device):
 
 def _gather_quantized(quantizer, device):
     """Return a matrix quantized after gathering, and gathered after quantizing as a tensor and as a storage."""
-    whole = quantizer(gather_along_first_dim(_rows(device), None)[0])
+    full = quantizer(gather_along_first_dim(_rows(device), None)[0])
     as_tensor = gather_along_first_dim(quantizer(_rows(device)), None)[0]
-    assert type(as_tensor) is type(whole)
+    assert type(as_tensor) is type(full)
     as_storage = gather_along_first_dim(quantizer.encode(_rows(device), True, False), None)[0]
     assert not isinstance(as_storage, torch.Tensor)
-    return [tensor.dequantize() for tensor in (whole, as_tensor, as_storage)]
+    return [tensor.dequantize() for tensor in (full, as_tensor, as_storage)]
 
 
 def _collect(device):
@@ -89,19 +89,19 @@ def _gather_ragged(device, group):
     """Rows that end inside a block of one scale are gathered as values and quantized again."""
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
     ragged = quantizer(_rows(device)[:3])
-    wanted = quantizer(gather_along_first_dim(ragged.dequantize(), group)[0])
+    expected = quantizer(gather_along_first_dim(ragged.dequantize(), group)[0])
     with pytest.warns(
         UserWarning, match="3 rows ends inside a block of 128 rows of one scale: it is gathered in"
     ):
         found, _ = gather_along_first_dim(ragged, group)
-    assert type(found) is type(wanted) and torch.equal(found._rowwise_data, wanted._rowwise_data)
-    assert torch.equal(found._columnwise_data, wanted._columnwise_data)
+    assert type(found) is type(expected) and torch.equal(found._rowwise_data, expected._rowwise_data)
+    assert torch.equal(found._columnwise_data, expected._columnwise_data)
     later, handle = gather_along_first_dim(ragged, group, async_op=True, quantizer=quantizer)
     handle.wait()
-    assert torch.equal(later._rowwise_data, wanted._rowwise_data)
-    target = quantizer.make_empty(wanted.shape, device=device)
+    assert torch.equal(later._rowwise_data, expected._rowwise_data)
+    target = quantizer.make_empty(expected.shape, device=device)
     assert gather_along_first_dim(ragged, group, output_tensor=target)[0] is target
-    assert torch.equal(target.dequantize(), wanted.dequantize())
+    assert torch.equal(target.dequantize(), expected.dequantize())
     ragged._quantizer = None
     with pytest.raises(ValueError, match="inside a block of 128 rows of one scale, "):
         gather_along_first_dim(ragged, group)
@@ -109,15 +109,15 @@ def _gather_ragged(device, group):
 
 def _gather_into_buffers(x, group):
     """Gathered into a tensor of the caller's: plain, FP8, quantized on the way and before, and coalesced."""
-    held = [torch.zeros(2 * x.shape[0], *x.shape[1:], device=x.device) for _ in range(3)]
-    made = [gather_along_first_dim(x, group, output_tensor=held[0])[0]]
+    tokens = [torch.zeros(2 * x.shape[0], *x.shape[1:], device=x.device) for _ in range(3)]
+    outputs = [gather_along_first_dim(x, group, output_tensor=tokens[0])[0]]
     with dist._coalescing_manager(group, async_ops=False):
-        made += [
+        outputs += [
             gather_along_first_dim(x * factor, group, output_tensor=out, external_coalescing=True)[0]
-            for factor, out in ((1, held[1]), (2, held[2]))
+            for factor, out in ((1, tokens[1]), (2, tokens[2]))
         ]
-    assert all(a is b for a, b in zip(made, held, strict=True))
-    codes = torch.zeros(held[0].shape, dtype=torch.float8_e5m2, device=x.device)
+    assert all(a is b for a, b in zip(outputs, tokens, strict=True))
+    codes = torch.zeros(tokens[0].shape, dtype=torch.float8_e5m2, device=x.device)
     assert gather_along_first_dim(x.to(torch.float8_e5m2), group, output_tensor=codes)[0] is codes
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
     rows = torch.cat([x, x]).repeat(16, 43)[:128, :128].contiguous()
@@ -130,11 +130,11 @@ def _gather_into_buffers(x, group):
         )
     _quantized_later(quantizer, rows, group)
     with pytest.raises(ValueError, match="the gathered rows are"):
-        gather_along_first_dim(x, group, output_tensor=held[0][1:])
+        gather_along_first_dim(x, group, output_tensor=tokens[0][1:])
     with pytest.raises(TypeError, match="give a plain tensor"):
         gather_along_first_dim(x, group, output_tensor=target)
-    assert torch.equal(codes.float(), held[0].to(codes.dtype).float())
-    return torch.stack([held[0], held[1], held[2] / 2])
+    assert torch.equal(codes.float(), tokens[0].to(codes.dtype).float())
+    return torch.stack([tokens[0], tokens[1], tokens[2] / 2])
 
 
 def _quantized_later(quantizer, rows, group):
@@ -187,9 +187,9 @@ def test_fp8_codes_arrive_unchanged(results):
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_quantized_rows_are_sent_as_codes(results, name):
     for result in results:
-        whole, as_tensor, as_storage = result[f"gather_{name}"]
-        assert whole.shape == (256, 128)
-        assert torch.equal(as_tensor, whole) and torch.equal(as_storage, whole)
+        full, as_tensor, as_storage = result[f"gather_{name}"]
+        assert full.shape == (256, 128)
+        assert torch.equal(as_tensor, full) and torch.equal(as_storage, full)
 
 
 def test_a_quantizer_receives_the_gathered_tensor(results):
@@ -222,8 +222,8 @@ def test_a_gather_fills_the_output_tensor(results):
 
 def test_compiled_collectives_equal_eager_ones(results):
     for index, result in enumerate(results):
-        own = (X0, X1)[index]
-        assert torch.equal(result["compiled"], own * SIZE + X0 + X1)
+        local = (X0, X1)[index]
+        assert torch.equal(result["compiled"], local * SIZE + X0 + X1)
 
 
 def test_without_a_process_group_every_collective_is_the_identity():

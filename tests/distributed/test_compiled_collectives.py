@@ -33,7 +33,7 @@ def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device
     """Results and gradients from some steps."""
     FP8GlobalStateManager.reset()
     width = module.weight.shape[1] if isinstance(module, te.Linear) else HIDDEN
-    made = []
+    outputs = []
     for number in range(STEPS):
         generator = torch.Generator(device).manual_seed(10 * number + dist.get_rank())
         x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, generator=generator)
@@ -44,8 +44,8 @@ def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device
         with te.emulate(), te.autocast(recipe is not None, recipe=recipe, amax_reduction_group=group):
             y = module(x)
         y.backward(torch.randn(y.shape, device=device, dtype=y.dtype, generator=generator))
-        made += [y.detach(), x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
-    return made
+        outputs += [y.detach(), x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
+    return outputs
 
 
 def _compare_compiled_cases(device: torch.device) -> dict[str, Any]:

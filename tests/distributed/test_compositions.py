@@ -23,7 +23,9 @@ def composition_name(row: Composition) -> str:
 
 
 def read_outcome(row: Composition) -> str:
-    (found,) = [given["outcome"] for given in read_outcomes() if asdict(row).items() <= given.items()]
+    (found,) = [
+        argument["outcome"] for argument in read_outcomes() if asdict(row).items() <= argument.items()
+    ]
     return found
 
 
@@ -41,7 +43,7 @@ def test_every_other_composition_has_the_recorded_outcome(row: Composition):
 
 def test_every_pair_of_settings_is_recorded():
     assert [
-        asdict(row).items() <= given.items() for row, given in zip(ROWS, read_outcomes(), strict=True)
+        asdict(row).items() <= argument.items() for row, argument in zip(ROWS, read_outcomes(), strict=True)
     ].count(False) == 0
     possible = [row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible]
     assert set().union(*map(pairs, possible)) == set().union(*map(pairs, ROWS))

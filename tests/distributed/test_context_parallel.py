@@ -32,7 +32,7 @@ from transformer_engine.pytorch.functions.attention.context_parallel.layout impo
 )
 from transformer_engine.pytorch.functions.attention.context_parallel.merge import merge
 from transformer_engine.pytorch.functions.attention.context_parallel.schedule import (
-    plan_gathered_blocks,
+    plan_gathered_steps,
     ring_blocks,
 )
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall
@@ -187,6 +187,25 @@ def test_processes_compute_full_sequence_attention(tmp_path):
             torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
 
 
+def _run_on_four_processes(device: torch.device) -> list[torch.Tensor]:
+    found = []
+    for comm in (*SCHEMES, "a2a+p2p"):
+        case = Case(comm=comm, size=4, tokens=64, groups=4)
+        found += shared(case, dist.get_rank(), device).values()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_four_gpus_compute_full_sequence_attention(tmp_path):
+    alone = Case(size=4, tokens=64, groups=4)
+    whole = exact(alone)
+    for rank, found in enumerate(run_on_ranks(_run_on_four_processes, 4, tmp_path)):
+        expected = list(rank_results(alone, whole, rank).values()) * (len(SCHEMES) + 1)
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
+
+
 # Layers
 
 
@@ -314,8 +333,10 @@ def _visible_pairs(block, length_q: int, length_k: int, rows: list[int], columns
     "window", [(-1, -1), (-1, 0), (0, 0), (3, 0), (9, 0), (4, 2), (-1, 5), (0, 7), (40, 40)]
 )
 @pytest.mark.parametrize("bottom_right", [False, True])
-def test_blocks_on_all_ranks_cover_every_visible_pair_once(size, window, bottom_right):
-    length_q, length_k = 4 * size, 6 * size
+@pytest.mark.parametrize("square", [False, True])
+def test_blocks_on_all_ranks_cover_every_visible_pair_once(size, window, bottom_right, square):
+    length_q = 4 * size
+    length_k = length_q if square else 6 * size
     name = "causal" if window[1] == 0 else "no_mask"
     call = replace(_call(Mask(name, window, bottom_right)), seqlen_q=length_q, seqlen_kv=length_k)
     behind = torch.arange(length_k)[None] - torch.arange(length_q)[:, None]
@@ -330,7 +351,13 @@ def test_blocks_on_all_ranks_cover_every_visible_pair_once(size, window, bottom_
             columns = rank_tokens((length_k,), size, owner)
             for block in ring_blocks(call, size, rank, owner):
                 of_ring += _visible_pairs(block, length_q, length_k, rows, columns)
-        for block in plan_gathered_blocks(call, size, rank):
+        *own, last = plan_gathered_steps(call, size, rank)
+        for step in own:
+            for block in step:
+                of_gather += _visible_pairs(
+                    block, length_q, length_k, rows, rank_tokens((length_k,), size, rank)
+                )
+        for block in last:
             of_gather += _visible_pairs(block, length_q, length_k, rows, list(range(length_k)))
     assert torch.equal(of_ring, visible.int())
     assert torch.equal(of_gather, visible.int())
@@ -344,6 +371,19 @@ def test_causal_work_is_balanced_over_ranks_and_steps():
                 (block,) = ring_blocks(call, size, rank, (rank - step) % size)
                 rows, columns = (part.stop - part.first for part in (block.queries, block.keys))
                 assert rows * columns == (64 // size) ** 2 // 2
+
+
+def test_gathered_causal_work_is_balanced_and_has_one_masked_square_per_rank():
+    call = _call(Mask("causal", (-1, 0), False), 64)
+    for size in (2, 4, 8):
+        works = []
+        for rank in range(size):
+            own, others = plan_gathered_steps(call, size, rank)
+            assert [block.mask.name for block in own] == ["causal"]
+            assert {block.mask.name for block in others} == {"no_mask"}
+            sizes = [[part.stop - part.first for part in (block.queries, block.keys)] for block in others]
+            works.append(sum(rows * columns for rows, columns in sizes))
+        assert len(set(works)) == 1
 
 
 def test_merged_attention_ignores_fully_masked_keys():

@@ -64,17 +64,19 @@ def _run(case: Case, recipe, rank: int):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp8_errors_are_at_most_twice_the_one_device_errors(case, recipe, backward, monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
-    whole = exact(case)
+    full = exact(case)
     alone = run_on_threads(partial(_run, replace(case, comm="p2p", size=1), recipe), 1)[0]
     for rank, result in enumerate(run_on_threads(partial(_run, case, recipe), case.size)):
         plain = rank_results(case, alone, rank)
-        for name, expected in rank_results(case, whole, rank).items():
+        for name, expected in rank_results(case, full, rank).items():
             assert_as_good_as(result[name], plain[name], expected)
 
 
 def _shared_output(case: Case, recipe, fp8_output: bool, recompute: bool, rank: int):
-    given, rows = problem(case), rank_tokens((case.tokens,) * case.batch, case.size, rank)
-    q, k, v = (convert_layout(given[name][rows], case.layout, case.batch).requires_grad_() for name in "qkv")
+    argument, rows = problem(case), rank_tokens((case.tokens,) * case.batch, case.size, rank)
+    q, k, v = (
+        convert_layout(argument[name][rows], case.layout, case.batch).requires_grad_() for name in "qkv"
+    )
     module = create_attention(case, dist.group.WORLD)
     with te.autocast(enabled=True, recipe=recipe):
         out = module(q, k, v, fp8_output=fp8_output, checkpoint_core_attention=recompute)
@@ -144,22 +146,22 @@ def test_projections_that_make_codes_share_a_scale(comm):
             64, 4, attention_dropout=0.0, attn_mask_type="causal", device="cpu", params_dtype=torch.bfloat16
         )
 
-    whole, layers = layer(), [layer(), layer()]
+    full, layers = layer(), [layer(), layer()]
     for each in layers:
-        each.load_state_dict(whole.state_dict())
+        each.load_state_dict(full.state_dict())
     x = torch.randn(64, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[:16] *= 8  # rank 0's first chunk
     exact_layer = layer().float()
-    exact_layer.load_state_dict(whole.state_dict())
+    exact_layer.load_state_dict(full.state_dict())
     expected = exact_layer(x.float())
     with te.autocast(enabled=True, recipe=recipe):
-        alone = whole(x)
+        alone = full(x)
 
     def run(rank):
         layers[rank].set_context_parallel_group(dist.group.WORLD, [0, 1], None, comm)
-        held = torch.tensor(rank_tokens((64,), 2, rank))
+        tokens = torch.tensor(rank_tokens((64,), 2, rank))
         with te.autocast(enabled=True, recipe=recipe):
-            assert_as_good_as(layers[rank](x[held]), alone[held], expected[held])
+            assert_as_good_as(layers[rank](x[tokens]), alone[tokens], expected[tokens])
 
     run_on_threads(run, 2)
 
@@ -170,12 +172,12 @@ def _quantized_shards(case: Case, factor: float) -> list[list[te.Float8Tensor]]:
     Keys are multiplied, and queries divided, by the factor.
     """
     factors = {"q": 1 / factor, "k": factor, "v": 1.0}
-    given, shards = problem(case), []
+    argument, shards = problem(case), []
     for rank in range(case.size):
         rows = rank_tokens((case.tokens,) * case.batch, case.size, rank)
         shards.append([])
         for name in "qkv":
-            x = convert_layout(given[name][rows], case.layout, case.batch) * (
+            x = convert_layout(argument[name][rows], case.layout, case.batch) * (
                 8 ** (rank % 2) / 4 * factors[name]
             )
             scale = (448 / x.abs().amax().float()).reshape(1)
@@ -207,23 +209,23 @@ def test_quantized_inputs_are_read_with_their_ranks_scale(recipe, comm, size, ba
     shards = _quantized_shards(case, 64.0 if backward == "0" else 1.0)
     values = [[x.dequantize() for x in shard] for shard in shards]
     rows = [rank_tokens((case.tokens,), size, rank) for rank in range(size)]
-    order = torch.cat([torch.tensor(held) for held in rows]).argsort()
-    whole = [torch.cat(parts)[order] for parts in zip(*values, strict=True)]
+    order = torch.cat([torch.tensor(token_indices) for token_indices in rows]).argsort()
+    full = [torch.cat(parts)[order] for parts in zip(*values, strict=True)]
     dout = convert_layout(problem(case)["dout"], case.layout, case.batch).flatten(-2)
-    leaves = [x.float().requires_grad_() for x in whole]
+    leaves = [x.float().requires_grad_() for x in full]
     attended = torch.nn.functional.scaled_dot_product_attention(
         *(x.permute(1, 2, 0, 3) for x in leaves), is_causal=True
     )
     out = attended.permute(2, 0, 1, 3).flatten(-2)
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout.float())]
     quantizer = te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device=torch.device("cpu"))
-    codes = [quantizer(x) for x in whole]
+    codes = [quantizer(x) for x in full]
     run = partial(_results, replace(case, comm="p2p", size=1), RECIPES[recipe], [codes], [dout])
     alone = run_on_threads(run, 1)[0]
-    run = partial(_results, case, RECIPES[recipe], shards, [dout[held] for held in rows])
-    for held, result in zip(rows, run_on_threads(run, size), strict=True):
+    run = partial(_results, case, RECIPES[recipe], shards, [dout[token_indices] for token_indices in rows])
+    for tokens, result in zip(rows, run_on_threads(run, size), strict=True):
         for found, plain, exact_result in zip(result, alone, expected, strict=True):
-            assert_as_good_as(found, plain[held], exact_result[held])
+            assert_as_good_as(found, plain[tokens], exact_result[tokens])
 
 
 def _steps_with_own_maxima(
@@ -241,13 +243,13 @@ def _steps_with_own_maxima(
     """
     os.environ["NVTE_FP8_DPA_BWD"] = backward
     rank, size = dist.get_rank(), dist.get_world_size()
-    own = [dist.new_group([member]) for member in range(size)][rank] if alone else None
+    local = [dist.new_group([member]) for member in range(size)][rank] if alone else None
     group, _ = communication_groups(case, rank)
-    held = rank_tokens((case.tokens,), size, rank)
+    tokens = rank_tokens((case.tokens,), size, rank)
     module, outputs = create_attention(case, group).to(device), []
     for step in range(3):
-        leaves = [(x[held] / 2**step).to(device).requires_grad_() for x in values]
-        with te.autocast(recipe=recipe, amax_reduction_group=own):
+        leaves = [(x[tokens] / 2**step).to(device).requires_grad_() for x in values]
+        with te.autocast(recipe=recipe, amax_reduction_group=local):
             out = module(*leaves)
         out.backward(torch.ones_like(out))
         outputs += [out.detach(), leaves[2].grad]
@@ -271,13 +273,13 @@ def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(comm, backward,
     case = replace(CASE, comm=comm, tokens=32)
     recipe = DelayedScaling(fp8_dpa=True, amax_history_len=1, reduce_amax=reduce_amax)
     values = [convert_layout(problem(case)[name], case.layout, case.batch) for name in "qkv"]
-    held = [rank_tokens((case.tokens,), case.size, rank) for rank in range(case.size)]
+    tokens = [rank_tokens((case.tokens,), case.size, rank) for rank in range(case.size)]
     for x, factor in zip(values, (1.0, 1.0, 16.0), strict=True):
-        x[held[1]] *= factor
-    whole = replace(case, comm="p2p", size=1)
+        x[tokens[1]] *= factor
+    full = replace(case, comm="p2p", size=1)
     (tmp_path / "alone").mkdir()
     alone = run_on_ranks(
-        partial(_steps_with_own_maxima, whole, recipe, values, False, backward), 1, tmp_path / "alone"
+        partial(_steps_with_own_maxima, full, recipe, values, False, backward), 1, tmp_path / "alone"
     )[0]
     run = partial(_steps_with_own_maxima, case, recipe, values, reduce_amax, backward)
     found = run_on_ranks(run, case.size, tmp_path)
@@ -290,16 +292,16 @@ def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(comm, backward,
         out.sum().backward()
         for number, expected in enumerate((out.detach(), leaves[2].grad)):
             for rank, results in enumerate(found):
-                plain = alone[2 * step + number][held[rank]]
-                assert_as_good_as(results[2 * step + number], plain, expected[held[rank]])
+                plain = alone[2 * step + number][tokens[rank]]
+                assert_as_good_as(results[2 * step + number], plain, expected[tokens[rank]])
 
 
 def test_recipes_that_scale_blocks_exchange_values(emulated):
     case, recipe = replace(CASE, head_dim=(32, 32)), MXFP8BlockScaling(fp8_dpa=True)
-    whole = exact(case)
+    full = exact(case)
     alone = run_on_threads(partial(_run, replace(case, size=1), recipe), 1)[0]
     for comm in ("p2p", "a2a"):
         for rank, result in enumerate(run_on_threads(partial(_run, replace(case, comm=comm), recipe), 2)):
             plain = rank_results(case, alone, rank)
-            for name, expected in rank_results(case, whole, rank).items():
+            for name, expected in rank_results(case, full, rank).items():
                 assert_as_good_as(result[name], plain[name], expected)

@@ -22,10 +22,10 @@ def whole(device):
 
 def _losses(device):
     logits, target = whole(device)
-    own = logits.chunk(2, dim=-1)[dist.get_rank()].contiguous()
+    local = logits.chunk(2, dim=-1)[dist.get_rank()].contiguous()
     found = []
     for smoothing, mean in ((0.0, True), (0.1, False)):
-        leaf = own.clone().requires_grad_()
+        leaf = local.clone().requires_grad_()
         loss = parallel_cross_entropy(leaf, target, smoothing, mean, dist.group.WORLD)
         loss.sum().backward()
         found += [loss.detach(), leaf.grad]
@@ -35,21 +35,21 @@ def _losses(device):
 def test_two_ranks_give_the_loss_and_the_gradient_of_one(tmp_path):
     first, second = run_on_ranks(_losses, 2, tmp_path)
     logits, target = whole("cpu")
-    for place, (smoothing, mean) in enumerate(((0.0, True), (0.1, False))):
+    for index, (smoothing, mean) in enumerate(((0.0, True), (0.1, False))):
         leaf = logits.clone().requires_grad_()
         loss = parallel_cross_entropy(leaf, target, smoothing, mean)
         loss.sum().backward()
-        assert torch.equal(first[2 * place], second[2 * place])
-        torch.testing.assert_close(first[2 * place], loss.detach(), rtol=1e-5, atol=1e-6)
-        grad = torch.cat([found[2 * place + 1] for found in (first, second)], dim=-1)
+        assert torch.equal(first[2 * index], second[2 * index])
+        torch.testing.assert_close(first[2 * index], loss.detach(), rtol=1e-5, atol=1e-6)
+        grad = torch.cat([found[2 * index + 1] for found in (first, second)], dim=-1)
         torch.testing.assert_close(grad, leaf.grad, rtol=1e-5, atol=1e-7)
 
 
 def _outside(device):
     logits, target = whole(device)
-    own = logits.chunk(2, dim=-1)[dist.get_rank()].contiguous()
+    local = logits.chunk(2, dim=-1)[dist.get_rank()].contiguous()
     with pytest.raises(ValueError, match=f"target {IDS} is outside of a vocabulary of {IDS} ids"):
-        parallel_cross_entropy(own, torch.full_like(target, IDS), 0.0, False, dist.group.WORLD)
+        parallel_cross_entropy(local, torch.full_like(target, IDS), 0.0, False, dist.group.WORLD)
     return torch.ones(1)
 
 

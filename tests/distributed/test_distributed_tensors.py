@@ -104,8 +104,8 @@ def compare_gradients(used: Any, sequence: bool) -> tuple[list[str], dict[str, s
     of_one_device = largest_errors(steps(create_layer(), x, used), exact)
     rank, size = dist.get_rank(), dist.get_world_size()
     model = parallel(create_layer(), sequence)
-    own = x.chunk(size)[rank] if sequence else x
-    found = steps(model, own, used)
+    local = x.chunk(size)[rank] if sequence else x
+    found = steps(model, local, used)
     if sequence:
         parts = [torch.empty_like(found["input"]) for _ in range(size)]
         dist.all_gather(parts, found["input"].contiguous())
@@ -154,7 +154,7 @@ def _sharded_twice(device: torch.device) -> dict[str, float]:
 def _largest_differences() -> dict[str, float]:
     """Largest difference from one device over three steps, for each recipe."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    own, size = mesh.get_local_rank("data"), 2
+    local, size = mesh.get_local_rank("data"), 2
     x = torch.randn(size * ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
     found: dict[str, float] = {}
     for name in ("none", "delayed", "mxfp8"):
@@ -166,14 +166,14 @@ def _largest_differences() -> dict[str, float]:
         for layer in model.children():
             fully_shard(layer, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
-        rows = x.chunk(size)[own].chunk(size)[mesh.get_local_rank("tensor")]
-        together = steps(model, rows, used, 3, float(size))  # fully_shard averages gradients
-        whole = [torch.empty_like(together["output"]) for _ in range(size)]
-        dist.all_gather(whole, together["output"].contiguous(), group=mesh.get_group("data"))
-        together["output"], together["input"] = torch.cat(whole), alone["input"]
+        rows = x.chunk(size)[local].chunk(size)[mesh.get_local_rank("tensor")]
+        joint = steps(model, rows, used, 3, float(size))  # fully_shard averages gradients
+        full = [torch.empty_like(joint["output"]) for _ in range(size)]
+        dist.all_gather(full, joint["output"].contiguous(), group=mesh.get_group("data"))
+        joint["output"], joint["input"] = torch.cat(full), alone["input"]
         # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
-        wanted = {key: value for key, value in alone.items() if "grad" in key or key == "output"}
-        found[name] = max(largest_errors(together, wanted).values())
+        expected = {key: value for key, value in alone.items() if "grad" in key or key == "output"}
+        found[name] = max(largest_errors(joint, expected).values())
     return found
 
 

@@ -46,24 +46,24 @@ class Shard(torch.nn.Parameter):
         return self._materialized()
 
     def _materialized(self) -> Any:
-        made = []
+        outputs = []
         for shard in self.group:
-            whole = torch.empty(
+            full = torch.empty(
                 SIZE * shard.shape[0], *shard.shape[1:], dtype=shard.dtype, device=shard.device
             )
-            dist.all_gather_into_tensor(whole, shard.detach())
-            made.append(whole)
-        return made[0] if len(made) == 1 else made
+            dist.all_gather_into_tensor(full, shard.detach())
+            outputs.append(full)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def finalize_group_grads(self, wgrads: Any) -> Any:
         self.calls.append("gradients")
         single = isinstance(wgrads, torch.Tensor)
-        made = []
+        outputs = []
         for grad in [wgrads] if single else wgrads:
             total = grad.clone()
             dist.all_reduce(total)
-            made.append(total.to(self.dtype).chunk(SIZE)[dist.get_rank()])
-        return made[0] if single else made
+            outputs.append(total.to(self.dtype).chunk(SIZE)[dist.get_rank()])
+        return outputs[0] if single else outputs
 
     def grad_buffer(self) -> torch.Tensor:
         return self.buffer
@@ -75,9 +75,9 @@ def sharded(layer: Any, groups: list[list[str]], size: int = SIZE, rank: int = 0
     for names in groups:
         shards = []
         for name in names:
-            whole = getattr(layer, name).detach()
-            shard = Shard(whole.chunk(size)[rank].clone())
-            shard.calls, shard.buffer = calls, torch.zeros(whole.shape, device=whole.device)
+            full = getattr(layer, name).detach()
+            shard = Shard(full.chunk(size)[rank].clone())
+            shard.calls, shard.buffer = calls, torch.zeros(full.shape, device=full.device)
             layer._parameters[name] = shard
             shards.append(shard)
         for shard in shards:
@@ -119,8 +119,8 @@ def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool 
         layer.backward_dw()
     for member in names:
         weight = getattr(one, member)
-        whole = weight.main_grad.to(weight.dtype) if fused else weight.grad
-        expected.append(whole.chunk(SIZE)[rank])
+        full = weight.main_grad.to(weight.dtype) if fused else weight.grad
+        expected.append(full.chunk(SIZE)[rank])
         actual.append(getattr(layer, member).grad)
     equal = [torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True)]
     error = max(
@@ -153,8 +153,8 @@ def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) 
     one, ours = chain(device, fused, grouped), chain(device, fused, grouped)
     calls: list[str] = []
     for i, weight in weights:
-        whole = getattr(one[i], weight)
-        whole.main_grad = torch.zeros(whole.shape, device=device)
+        full = getattr(one[i], weight)
+        full.main_grad = torch.zeros(full.shape, device=device)
     for i, names in groups.items():
         calls = sharded(ours[i], [names], SIZE, rank)
     equal = []
@@ -164,8 +164,8 @@ def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) 
         equal += [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)]
     error = 0.0
     for i, weight in weights:
-        whole = getattr(one[i], weight)
-        gradient = whole.main_grad if fused else whole.grad
+        full = getattr(one[i], weight)
+        gradient = full.main_grad if fused else full.grad
         theirs = gradient.chunk(SIZE)[rank].float()
         error = max(error, float((getattr(ours[i], weight).grad.float() - theirs).norm() / theirs.norm()))
     return {"equal": equal, "error": error, "calls": calls}
@@ -275,19 +275,19 @@ def test_operations_that_do_not_accept_shards_raise_an_error():
 
 def test_a_chain_of_shards_accumulates_gradients_of_whole_weights_into_main_grad():
     """The first weight is a shard, whose gradient is returned; the other is whole and has a buffer."""
-    whole, ours = (chain(torch.device("cpu"), False) for _ in range(2))
+    full, ours = (chain(torch.device("cpu"), False) for _ in range(2))
     ours[2] = te.ops.BasicLinear(128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16)
     with torch.no_grad():
-        ours[2].weight.copy_(whole[2].weight)
+        ours[2].weight.copy_(full[2].weight)
     ours[2].weight.main_grad = torch.zeros(64, 128)
     sharded(ours[0], [["weight"]], 1)
     shard = ours[0].weight
     shard.materialize_group_for_forward = shard.materialize_group_for_backward = shard.detach().clone
     shard.finalize_group_grads = lambda wgrads: wgrads
-    expected, actual = [step(model, "chain", "none", 0, torch.device("cpu")) for model in (whole, ours)]
+    expected, actual = [step(model, "chain", "none", 0, torch.device("cpu")) for model in (full, ours)]
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert torch.equal(shard.grad, whole[0].weight.grad)
-    assert torch.equal(ours[2].weight.main_grad.bfloat16(), whole[2].weight.grad)
+    assert torch.equal(shard.grad, full[0].weight.grad)
+    assert torch.equal(ours[2].weight.main_grad.bfloat16(), full[2].weight.grad)
 
 
 def test_sharded_biases_are_rejected():

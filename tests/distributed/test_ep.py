@@ -51,12 +51,12 @@ def assert_equal_to_one_device(case: Case, found: list[dict[str, Any]], rtol: fl
     expected = one_device_results(case)
     local = case.experts // len(case.tokens)
     for rank, of_rank in enumerate(found):
-        own = slice(rank * local, (rank + 1) * local)
+        separate = slice(rank * local, (rank + 1) * local)
         for name in ("y", "tokens", "weights", "fc1", "fc2"):
-            wanted = expected[name][own] if name in ("fc1", "fc2") else expected[name][rank]
+            reference = expected[name][separate] if name in ("fc1", "fc2") else expected[name][rank]
             torch.testing.assert_close(
                 of_rank[name].double(),
-                wanted,
+                reference,
                 rtol=rtol,
                 atol=atol,
                 msg=lambda text, name=name: f"{name}: {text}",
@@ -74,8 +74,8 @@ def test_outputs_and_gradients_equal_one_device(name):
 def test_rows_beyond_the_capacity_are_dropped_and_counted(name):
     case = DROPPED[name]
     found = run_on_threads(lambda rank: rank_results(case, rank, drop=True), len(case.tokens))
-    kept = sum(map(len, rows_within_capacity(case, inputs(case).choices)))
-    assert kept < sum(int((chosen >= 0).sum()) for chosen in inputs(case).choices)
+    saved = sum(map(len, rows_within_capacity(case, inputs(case).choices)))
+    assert saved < sum(int((chosen >= 0).sum()) for chosen in inputs(case).choices)
     assert_equal_to_one_device(case, found, 1e-5, 1e-5)
     assert max(int(of_rank["total"]) for of_rank in found) > case.capacity  # pyright: ignore[reportOperatorIssue]
     assert all(int(of_rank["counts"].sum()) <= case.capacity for of_rank in found)  # pyright: ignore[reportOperatorIssue]
@@ -90,17 +90,17 @@ def test_bfloat16_is_within_its_rounding(capacity):
 
 def test_rows_are_ordered_by_expert_rank_and_token_and_padded_with_zeros():
     case = Case((7, 5), alignment=8)
-    given = inputs(case)
+    argument = inputs(case)
     found = run_on_threads(lambda rank: rank_results(case, rank), 2)
     for rank, of_rank in enumerate(found):
         rows, weights = of_rank["rows"], of_rank["row_weights"]
         begin = 0
         for local, count in enumerate(of_rank["counts"].tolist()):
             expert, row = rank * 4 + local, begin
-            for source, chosen in enumerate(given.choices):
-                for token, place in (chosen == expert).nonzero().tolist():
-                    assert torch.equal(rows[row], given.tokens[source][token])
-                    assert weights[row] == given.weights[source][token, place]
+            for source, chosen in enumerate(argument.choices):
+                for token, index in (chosen == expert).nonzero().tolist():
+                    assert torch.equal(rows[row], argument.tokens[source][token])
+                    assert weights[row] == argument.weights[source][token, index]
                     row += 1
             assert (
                 count % 8 == 0
@@ -122,20 +122,20 @@ def test_both_modes_compute_the_same_bits():
 @pytest.mark.parametrize("capacity", [None, 64])
 def test_mxfp8_dispatch_sends_codes_and_scales(capacity):
     case = Case((7, 5), dtype=torch.bfloat16, alignment=4, capacity=capacity)
-    given = inputs(case)
+    argument = inputs(case)
 
-    def received(rank: int) -> dict[str, Any]:
+    def record_received(rank: int) -> dict[str, Any]:
         ep.ep_bootstrap(None, 8, 7, HIDDEN, 2, capacity)
         buffers = [
-            ep.EpBuffer(2, 7, HIDDEN, 4, alignment=4, dispatch_fwd_quant_recipe=made)
-            for made in (None, recipe.MXFP8BlockScaling())
+            ep.EpBuffer(2, 7, HIDDEN, 4, alignment=4, dispatch_fwd_quant_recipe=result)
+            for result in (None, recipe.MXFP8BlockScaling())
         ]
-        arguments = (given.tokens[rank], given.choices[rank], given.weights[rank])
+        arguments = (argument.tokens[rank], argument.choices[rank], argument.weights[rank])
         rows = [ep.ep_dispatch(buffer, *arguments)[0] for buffer in buffers]
         ep.ep_finalize()
         return {"plain": rows[0], "quantized": rows[1]}
 
-    for of_rank in run_on_threads(received, 2):
+    for of_rank in run_on_threads(record_received, 2):
         expected = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)(of_rank["plain"])
         filled = of_rank["plain"].any(1)
         assert filled.any()
@@ -146,18 +146,18 @@ def test_mxfp8_dispatch_sends_codes_and_scales(capacity):
 
 
 @pytest.mark.parametrize(
-    "made", [recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()], ids=["mxfp8", "block"]
+    "result", [recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()], ids=["mxfp8", "block"]
 )
-def test_a_quantized_exchange_trains_within_the_format_s_rounding(made):
-    settings = {"dispatch_fwd_quant_recipe": made, "combine_bwd_quant_recipe": made}
+def test_a_quantized_exchange_trains_within_the_format_s_rounding(result):
+    settings = {"dispatch_fwd_quant_recipe": result, "combine_bwd_quant_recipe": result}
     case = Case((7, 5), settings=settings)
     plain = Case((7, 5))
     found = run_on_threads(lambda rank: rank_results(case, rank), 2)
     expected = one_device_results(case)
     for name in ("y", "tokens", "weights"):
-        whole = torch.cat(expected[name])
-        error = torch.cat([of_rank[name] for of_rank in found]).double() - whole
-        assert 0 < error.norm() < 0.06 * whole.norm(), name  # E4M3 rounds by up to 1/16
+        full = torch.cat(expected[name])
+        error = torch.cat([of_rank[name] for of_rank in found]).double() - full
+        assert 0 < error.norm() < 0.06 * full.norm(), name  # E4M3 rounds by up to 1/16
     exact = run_on_threads(lambda rank: rank_results(plain, rank), 2)
     for rank, (a, b) in enumerate(zip(found, exact, strict=True)):
         error = a["fc1"].double() - expected["fc1"][rank * 4 : rank * 4 + 4]
@@ -166,36 +166,36 @@ def test_a_quantized_exchange_trains_within_the_format_s_rounding(made):
 
 
 @pytest.mark.parametrize(
-    "made",
+    "result",
     [recipe.Float8CurrentScaling(), recipe.DelayedScaling(), recipe.NVFP4BlockScaling()],
     ids=["current", "delayed", "nvfp4"],
 )
-def test_recipes_whose_rows_share_a_scale_are_rejected(made):
+def test_recipes_whose_rows_share_a_scale_are_rejected(result):
     def attempt(rank: int) -> str:
         ep.ep_bootstrap(None, 4, 4, HIDDEN)
         try:
             with pytest.raises(NotImplementedError, match=r"share a scale.*pass MXFP8BlockScaling") as raised:
-                ep.EpBuffer(1, 4, HIDDEN, 4, dispatch_fwd_quant_recipe=made)
+                ep.EpBuffer(1, 4, HIDDEN, 4, dispatch_fwd_quant_recipe=result)
             return str(raised.value)
         finally:
             ep.ep_finalize()
 
-    assert type(made).__name__ in run_on_threads(attempt, 1)[0]
+    assert type(result).__name__ in run_on_threads(attempt, 1)[0]
 
 
 def test_two_dispatches_in_flight_and_a_buffer_used_again_keep_their_routing():
     case = Case((6, 6))
-    given = inputs(case)
+    argument = inputs(case)
 
     def attempt(rank: int) -> None:
         ep.ep_bootstrap(None, 8, 6, HIDDEN, 2)
         first, second = (ep.EpBuffer(2, 6, HIDDEN, 4) for _ in range(2))
-        x, w = given.tokens[rank].clone().requires_grad_(), given.weights[rank]
-        turned = given.choices[rank].flip(0)
-        a = ep.ep_dispatch(first, x, given.choices[rank], w)[0]
-        b = ep.ep_dispatch(second, x, turned, w)[0]
+        x, w = argument.tokens[rank].clone().requires_grad_(), argument.weights[rank]
+        transposed = argument.choices[rank].flip(0)
+        a = ep.ep_dispatch(first, x, argument.choices[rank], w)[0]
+        b = ep.ep_dispatch(second, x, transposed, w)[0]
         y = [ep.ep_combine(buffer, rows, num_local_tokens=6) for buffer, rows in ((first, a), (second, b))]
-        ep.ep_dispatch(first, x, turned, w)  # before the backward pass for its first use
+        ep.ep_dispatch(first, x, transposed, w)  # before the backward pass for its first use
         torch.testing.assert_close(y[0], 2 * x)
         torch.testing.assert_close(y[1], 2 * x)
         (y[0] + 3 * y[1]).sum().backward()
@@ -207,7 +207,7 @@ def test_two_dispatches_in_flight_and_a_buffer_used_again_keep_their_routing():
 
 def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
     case = Case((6, 5), capacity=32)
-    given = inputs(case)
+    argument = inputs(case)
 
     def attempt(rank: int) -> None:
         ep.ep_bootstrap(None, 8, 6, HIDDEN, 2, 32)
@@ -217,9 +217,9 @@ def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
         assert (
             ep.is_symm_backed(rows) and ep.is_symm_backed(rows[3:]) and not ep.is_symm_backed(torch.zeros(3))
         )
-        x = given.tokens[rank].clone().requires_grad_()
+        x = argument.tokens[rank].clone().requires_grad_()
         for _ in range(2):  # the second call overwrites the first result
-            arguments = (x, given.choices[rank], given.weights[rank])
+            arguments = (x, argument.choices[rank], argument.weights[rank])
             received, received_weights, counts = ep.ep_dispatch(
                 buffer, *arguments, recv_tokens=rows, recv_topk_weights=weights
             )
@@ -239,18 +239,18 @@ def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
 
 def test_prepare_returns_the_counts_of_a_dispatch_and_frozen_inputs_are_dispatched():
     case = Case((6, 6), alignment=4)
-    given = inputs(case)
+    argument = inputs(case)
 
     def attempt(rank: int) -> None:
         ep.ep_bootstrap(None, 8, 6, HIDDEN)
         buffer = ep.EpBuffer(2, 6, HIDDEN, 4, alignment=4)
-        expected = ep.ep_prepare(buffer, given.choices[rank].int())
+        expected = ep.ep_prepare(buffer, argument.choices[rank].int())
         assert buffer.handle_mem.dtype == torch.uint8 and buffer.tokens_per_expert is expected
-        x = given.tokens[rank].view(2, 3, HIDDEN)
-        rows, weights, counts = ep.ep_dispatch(buffer, x, given.choices[rank], given.weights[rank])
+        x = argument.tokens[rank].view(2, 3, HIDDEN)
+        rows, weights, counts = ep.ep_dispatch(buffer, x, argument.choices[rank], argument.weights[rank])
         assert torch.equal(counts, expected) and not rows.requires_grad and not weights.requires_grad
-        w = given.weights[rank].clone().requires_grad_()  # the router alone is trained
-        rows, weights, _ = ep.ep_dispatch(buffer, x, given.choices[rank], w)
+        w = argument.weights[rank].clone().requires_grad_()  # the router alone is trained
+        rows, weights, _ = ep.ep_dispatch(buffer, x, argument.choices[rank], w)
         y = ep.ep_combine(buffer, rows * weights[:, None], num_local_tokens=6)
         y.sum().backward()
         torch.testing.assert_close(w.grad, x.reshape(6, HIDDEN).sum(1, keepdim=True).expand(6, 2))

@@ -46,5 +46,5 @@ def test_two_processes_print_the_page_and_equal_one_device(tmp_path):
             for name in ("y", "tokens", "weights"):
                 torch.testing.assert_close(of_case[name].double(), expected[name][rank], rtol=1e-5, atol=1e-5)
             for name in ("fc1", "fc2"):
-                own = expected[name][rank * 4 : rank * 4 + 4]
-                torch.testing.assert_close(of_case[name].double(), own, rtol=1e-5, atol=1e-5)
+                local = expected[name][rank * 4 : rank * 4 + 4]
+                torch.testing.assert_close(of_case[name].double(), local, rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ from transformer_engine.pytorch.distributed import faults
 HIDDEN, TOKENS = 32, 16
 
 
-def raised(body: Callable[[int], object], size: int = 2) -> list[str]:
+def rank_errors(body: Callable[[int], object], size: int = 2) -> list[str]:
     """Return the message that each rank raises, "" for none."""
 
     def run(rank: int) -> str:
@@ -224,7 +224,7 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], 
 def test_a_difference_is_reported_on_every_rank(difference: str, emulated: None):
     assert len(MISMATCHES) >= 20
     function, first, second, text = MISMATCHES[difference]
-    messages = raised(lambda rank: function(rank, **(first, second)[rank]))
+    messages = rank_errors(lambda rank: function(rank, **(first, second)[rank]))
     for message in messages:
         assert "the ranks of a process group differ" in message, messages
         assert re.search(text, message), message
@@ -267,7 +267,7 @@ def test_every_step_is_compared_with_te_check(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setenv("TE_CHECK", "1")
     counted = exchanges(monkeypatch)
-    messages = raised(body)
+    messages = rank_errors(body)
     assert all(re.search(r"tensor: rank 0: .*\[16, 32\]; rank 1: .*\[24, 32\]", text) for text in messages), (
         messages
     )
@@ -301,12 +301,12 @@ def test_layers_without_communication_may_differ():
 
 def test_recipes_with_functions_are_equal_in_different_processes():
     def body(rank: int) -> None:
-        def made(role: Any) -> Any:
+        def create(role: Any) -> Any:
             return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)
 
-        forward(rank, used=recipe.CustomRecipe(qfactory=made))  # one function object per rank
+        forward(rank, used=recipe.CustomRecipe(qfactory=create))  # one function object per rank
 
-    assert raised(body) == ["", ""]
+    assert rank_errors(body) == ["", ""]
 
 
 def join_pair(rank: int, directory: str, seconds: int) -> None:
@@ -417,7 +417,7 @@ def run_all(processes: list) -> None:
 def test_a_rank_that_ends_or_waits_is_named_by_the_others(fault: str, tmp_path: Path):
     context = CONTEXT
     arguments = [(rank, 2, str(tmp_path), fault) for rank in range(2)]
-    processes = [context.Process(target=fail_during, args=given) for given in arguments]
+    processes = [context.Process(target=fail_during, args=argument) for argument in arguments]
     run_all(processes)
     message = (tmp_path / "0.message").read_text()
     assert "all_reduce of torch.float32 [16, 32] over ranks [0, 1] failed on rank 0" in message

@@ -73,11 +73,14 @@ def _train_sharded(device: torch.device, cases: tuple[str, ...]) -> dict[str, An
     found: dict[str, Any] = {}
     with te.emulate():  # a GPU lacks some formats
         for case in dict.fromkeys((*cases, *map(_case_without_resharding, cases))):
-            held: list[int] = []
-            together = train(
-                *CASES[case], device, True, lambda *seen, held=held: held.append(count_gathered_bytes(*seen))
+            tokens: list[int] = []
+            joint = train(
+                *CASES[case],
+                device,
+                True,
+                lambda *observed, held=tokens: held.append(count_gathered_bytes(*observed)),
             )
-            found[case] = (together, torch.tensor(held))
+            found[case] = (joint, torch.tensor(tokens))
         for name, run in sorted({_alone(case) for case in cases}, key=repr):
             if name == "delayed" or torch.distributed.get_rank() == 0:
                 found[f"alone {name} {run}"] = train(name, run, device, False)
@@ -123,8 +126,8 @@ def parametrize_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
 def test_sharded_training_equals_unsharded_training(case, ranks):
     name, run = _alone(case)
     for rank in ranks:
-        alone, (together, _) = rank.get(f"alone {name} {run}", ranks[0][f"alone {name} {run}"]), rank[case]
-        assert torch.equal(alone, together)
+        alone, (joint, _) = rank.get(f"alone {name} {run}", ranks[0][f"alone {name} {run}"]), rank[case]
+        assert torch.equal(alone, joint)
         assert alone.isfinite().all() and not torch.equal(alone[0], alone[-1])
 
 
@@ -155,15 +158,15 @@ def _train_uneven_shards(sharded: bool) -> torch.Tensor:
         optimizer.zero_grad()
         found.append(y.detach().flatten())
     for parameter in model.parameters():
-        whole = parameter.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        found.append(whole.dequantize().flatten())  # pyright: ignore[reportCallIssue]
+        full = parameter.detach()
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        found.append(full.dequantize().flatten())  # pyright: ignore[reportCallIssue]
     return torch.cat(found)
 
 
 def _uneven(device: torch.device) -> float:
-    alone, together = _train_uneven_shards(False), _train_uneven_shards(True)
-    return ((alone - together).norm() / alone.norm()).item()
+    alone, joint = _train_uneven_shards(False), _train_uneven_shards(True)
+    return ((alone - joint).norm() / alone.norm()).item()
 
 
 def test_unevenly_sharded_rows_train_as_on_one_rank(tmp_path):

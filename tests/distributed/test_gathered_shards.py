@@ -114,17 +114,17 @@ def _step(
     generator = torch.Generator().manual_seed(11 + dist.get_rank())
     device = next(layer.parameters()).device
     x = torch.randn(*shape, generator=generator).to(device, DTYPE).requires_grad_()
-    kept: dict[int, int] = {}
+    remaining: dict[int, int] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             # On a GPU, per-tensor scales are elements of one process-wide array.
-            place, size = (
+            position, size = (
                 (tensor.data_ptr(), 4) if tensor.numel() == 1 else (storage.data_ptr(), storage.nbytes())
             )
-            kept[place] = max(size, kept.get(place, 0))
+            remaining[position] = max(size, remaining.get(position, 0))
         return tensor
 
     layer.zero_grad()
@@ -134,7 +134,7 @@ def _step(
         autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=dist.group.WORLD),
     ):
         y = layer(x)
-    saved = sum(kept.values())
+    saved = sum(remaining.values())
     dy = torch.randn(y.shape, generator=generator).to(device, DTYPE)
     with record_collectives() as backward:
         y.backward(dy)
@@ -157,8 +157,8 @@ def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, 
     for _ in range(2):
         found, forward, backward, saved = _step(layer, recipe, _rows(kind, tokens))
         with mock.patch.object(linear_spec, "plan_gather", lambda quantizer, *_: linear_spec.ONCE):
-            whole, whole_forward, whole_backward, whole_saved = _step(other, recipe, _rows(kind, tokens))
-        equal = equal and all(torch.equal(found[key], whole[key]) for key in found)
+            full, whole_forward, whole_backward, whole_saved = _step(other, recipe, _rows(kind, tokens))
+        equal = equal and all(torch.equal(found[key], full[key]) for key in found)
     alone = 0
     if kind != "row":
         alone = _step(_create_layer(kind, False, device), recipe, (tokens, HIDDEN))[3]
@@ -184,13 +184,13 @@ CASES += [("column", name, RAGGED) for name in QUANTIZED] + [("mlp", name, RAGGE
 def _compare_quantized_layers(device: torch.device, rowwise: bool, columnwise: bool) -> dict[str, Any]:
     """Compare column-parallel layers on MXFP8 shards and the quantized full matrix; return the sent bytes."""
     generator = torch.Generator().manual_seed(5)
-    whole = torch.randn(TOKENS, HIDDEN, generator=generator).to(device, DTYPE)
+    full = torch.randn(TOKENS, HIDDEN, generator=generator).to(device, DTYPE)
     layer = _create_layer("column", True, device)
     alone = Linear(HIDDEN, INNER // SIZE, params_dtype=DTYPE, device=device)
     alone.load_state_dict(layer.state_dict())
     found: dict[str, Any] = {"sent": []}
     results = []
-    cases = ((layer, whole.chunk(SIZE)[dist.get_rank()], rowwise, columnwise), (alone, whole, True, True))
+    cases = ((layer, full.chunk(SIZE)[dist.get_rank()], rowwise, columnwise), (alone, full, True, True))
     for module, x, *directions in cases:
         codes = MXFP8Quantizer(torch.float8_e4m3fn, rowwise=directions[0], columnwise=directions[1])(x)
         with record_collectives() as forward, autocast(recipe=RECIPES["mxfp8"]):

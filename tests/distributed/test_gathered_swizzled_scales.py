@@ -30,10 +30,10 @@ DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
 def create_quantizer(name: str, rowwise: bool = True, columnwise: bool = True) -> Any:
-    made = MXFP8Quantizer(DType.kFloat8E4M3) if name == "mxfp8" else NVFP4Quantizer()
-    made.set_usage(rowwise=rowwise, columnwise=columnwise)
-    made.optimize_for_gemm = True
-    return made
+    result = MXFP8Quantizer(DType.kFloat8E4M3) if name == "mxfp8" else NVFP4Quantizer()
+    result.set_usage(rowwise=rowwise, columnwise=columnwise)
+    result.optimize_for_gemm = True
+    return result
 
 
 def values(rows: int) -> Tensor:
@@ -85,21 +85,21 @@ def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnw
     x = values(rows)
     expected = create_quantizer(name, rowwise, columnwise)(x)
 
-    def gathered(rank: int) -> Any:
+    def gather(rank: int) -> Any:
         quantizer = create_quantizer(name, rowwise, columnwise)
         shard = quantizer(x[rank * rows : (rank + 1) * rows])
         assert shard._with_gemm_swizzled_scales
         options: dict[str, Any] = {"async_op": way == "later"}
         if way == "into a tensor":
             options["output_tensor"] = quantizer(torch.zeros_like(x))
-        whole, handle = gather_along_first_dim(shard, dist.group.WORLD, quantizer=quantizer, **options)
+        full_value, handle = gather_along_first_dim(shard, dist.group.WORLD, quantizer=quantizer, **options)
         assert (handle is not None) == (way == "later")
         if handle is not None:
             handle.wait()
-        return whole
+        return full_value
 
-    for whole in run_on_threads(gathered, SIZE):
-        assert_equal_tensors(whole, expected)
+    for full in run_on_threads(gather, SIZE):
+        assert_equal_tensors(full, expected)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -107,12 +107,12 @@ def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnw
 def test_scale_rows_are_sent_without_tile_padding(name, rows):
     x = values(rows)
 
-    def gathered(rank: int) -> None:
+    def gather(rank: int) -> None:
         quantizer = create_quantizer(name, columnwise=False)
         gather_along_first_dim(quantizer(x[rank * rows : (rank + 1) * rows]), None, quantizer=quantizer)
 
     with Gathered() as sent:
-        run_on_threads(gathered, SIZE)
+        run_on_threads(gather, SIZE)
     codes = rows * DEPTH // (2 if name == "nvfp4" else 1)
     scales = rows * DEPTH // LENGTH[name]
     tiles = -(-rows // 128) * 128 * (-(-DEPTH // LENGTH[name] // 4) * 4)
@@ -130,8 +130,8 @@ def test_products_of_gathered_tensors_have_the_bits_of_one_rank(name, rows):
     def product(rank: int) -> Tensor:
         quantizer = create_quantizer(name)
         shard = quantizer(x[rank * rows : (rank + 1) * rows])
-        whole, _ = gather_along_first_dim(shard, dist.group.WORLD, quantizer=quantizer)
-        return general_gemm(weight, whole, out_dtype=torch.bfloat16)[0]
+        full, _ = gather_along_first_dim(shard, dist.group.WORLD, quantizer=quantizer)
+        return general_gemm(weight, full, out_dtype=torch.bfloat16)[0]
 
     for result in run_on_threads(product, SIZE):
         assert torch.equal(result, expected)

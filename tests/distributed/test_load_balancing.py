@@ -142,10 +142,10 @@ def whole_attention(leaves, real, padded, softcap=0.0, sink=None, slopes=None):
         scores = a @ b.transpose(1, 2) / math.sqrt(SIZE)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        behind = torch.arange(length)[None] - torch.arange(length)[:, None]
+        distance = torch.arange(length)[None] - torch.arange(length)[:, None]
         if slopes is not None:
-            scores = scores - slopes[:, None, None] * behind.abs()
-        scores = scores.masked_fill(behind > 0, -math.inf)
+            scores = scores - slopes[:, None, None] * distance.abs()
+        scores = scores.masked_fill(distance > 0, -math.inf)
         if length:
             best = torch.maximum(best, scores.detach().amax((1, 2)))
         column = None if sink is None else sink[:, None, None].expand(-1, length, 1)
@@ -161,9 +161,9 @@ def rank_attention(buffer: str, size: int, options: dict[str, Any], rank: int):
     real, padded = BUFFERS[buffer]
     generator = torch.Generator().manual_seed(3)
     total = sum(padded)
-    whole = [torch.randn(total, h, SIZE, generator=generator) for h in (HEADS, GROUPS, GROUPS, HEADS)]
-    held = get_thd_partitioned_indices(bounds(padded), total, size, rank, None, CONTIGUOUS).long()
-    q, k, v, grad = (x[held].clone() for x in whole)
+    full = [torch.randn(total, h, SIZE, generator=generator) for h in (HEADS, GROUPS, GROUPS, HEADS)]
+    tokens = get_thd_partitioned_indices(bounds(padded), total, size, rank, None, CONTIGUOUS).long()
+    q, k, v, grad = (x[tokens].clone() for x in full)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     cu, starts = bounds(real), bounds(padded)
     lengths = {
@@ -196,7 +196,7 @@ def rank_attention(buffer: str, size: int, options: dict[str, Any], rank: int):
     out, best = out if isinstance(out, tuple) else (out, None)
     out = out.reshape(-1, HEADS, SIZE)
     grads = torch.autograd.grad(out, leaves if sink is None else [*leaves, sink], grad)
-    return held, whole, out.detach(), grads, best
+    return tokens, full, out.detach(), grads, best
 
 
 @pytest.mark.parametrize(
@@ -211,18 +211,18 @@ def rank_attention(buffer: str, size: int, options: dict[str, Any], rank: int):
 def test_pieces_compute_the_attention_of_the_whole_buffer(buffer, size, options):
     results = run_on_threads(partial(rank_attention, buffer, size, options), size)
     real, padded = BUFFERS[buffer]
-    whole = results[0][1]
-    leaves = [x.double().requires_grad_() for x in whole[:3]]
+    full = results[0][1]
+    leaves = [x.double().requires_grad_() for x in full[:3]]
     sink = torch.linspace(-1, 1, HEADS).double().requires_grad_() if "softmax_type" in options else None
     slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1) / HEADS).double() if options.get("alibi") else None
-    want, best = whole_attention(leaves, real, padded, options.get("softcap", 0.0), sink, slopes)
-    wanted = torch.autograd.grad(want, leaves if sink is None else [*leaves, sink], whole[3].double())
-    for held, _, out, grads, largest in results:
-        torch.testing.assert_close(out.double(), want[held].detach(), **ATTENDED)
-        for got, exact in zip(grads[:3], wanted[:3], strict=True):
-            torch.testing.assert_close(got.double(), exact[held], **ATTENDED)
+    expected, best = whole_attention(leaves, real, padded, options.get("softcap", 0.0), sink, slopes)
+    reference = torch.autograd.grad(expected, leaves if sink is None else [*leaves, sink], full[3].double())
+    for tokens, _, out, grads, largest in results:
+        torch.testing.assert_close(out.double(), expected[tokens].detach(), **ATTENDED)
+        for got, exact in zip(grads[:3], reference[:3], strict=True):
+            torch.testing.assert_close(got.double(), exact[tokens], **ATTENDED)
         if sink is not None:
-            torch.testing.assert_close(grads[3].double(), wanted[3], **ATTENDED)
+            torch.testing.assert_close(grads[3].double(), reference[3], **ATTENDED)
         if options.get("return_max_logit"):
             torch.testing.assert_close(largest.double(), best, **ATTENDED)
 
@@ -287,41 +287,41 @@ def layer_outputs(strategy, rank):
         "cu_seqlens_q": REAL, "cu_seqlens_kv": REAL, "cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED,
         "max_seqlen_q": 16, "max_seqlen_kv": 16, "rotary_pos_emb": angles,
     }  # fmt: skip
-    held = torch.arange(24)
+    tokens = torch.arange(24)
     if strategy is not None:
         layer.set_context_parallel_group(dist.group.WORLD, None, None, "all_gather", strategy)
-        held = get_thd_partitioned_indices(PADDED, 24, 2, rank, None, strategy).long()
-    x = x[held].requires_grad_()
+        tokens = get_thd_partitioned_indices(PADDED, 24, 2, rank, None, strategy).long()
+    x = x[tokens].requires_grad_()
     out = layer(x, **arguments)
-    (found,) = torch.autograd.grad(out, x, grad[held])
-    return held, out.detach(), found
+    (found,) = torch.autograd.grad(out, x, grad[tokens])
+    return tokens, out.detach(), found
 
 
 @pytest.mark.parametrize("strategy", [SWAP, CONTIGUOUS])
 def test_a_layer_rotates_by_the_positions_of_its_tokens(strategy):
-    _, want, wanted = layer_outputs(None, 0)
-    for held, out, grad in run_on_threads(partial(layer_outputs, strategy), 2):
-        torch.testing.assert_close(out, want[held], **ATTENDED)
-        torch.testing.assert_close(grad, wanted[held], **ATTENDED)
+    _, expected, reference = layer_outputs(None, 0)
+    for tokens, out, grad in run_on_threads(partial(layer_outputs, strategy), 2):
+        torch.testing.assert_close(out, expected[tokens], **ATTENDED)
+        torch.testing.assert_close(grad, reference[tokens], **ATTENDED)
 
 
 def create_balanced_function(rank):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(8, 1, h, SIZE, generator=generator) for h in (HEADS, GROUPS, GROUPS))
-    held = torch.tensor([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
+    tokens = torch.tensor([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
     results = []
     for comm in ("p2p", "all_gather", "a2a"):
-        own = [x[held] for x in (q, k, v)]
+        local = [x[tokens] for x in (q, k, v)]
         rest = (0.0, dist.group.WORLD, [0, 1], None, comm, None, "sbhd", "causal")
-        results.append(attn_forward_func_with_cp(False, *own, None, None, 8, 8, None, None, *rest))
-    return held, results, te.DotProductAttention(HEADS, SIZE, GROUPS)(q, k, v)
+        results.append(attn_forward_func_with_cp(False, *local, None, None, 8, 8, None, None, *rest))
+    return tokens, results, te.DotProductAttention(HEADS, SIZE, GROUPS)(q, k, v)
 
 
 def test_the_function_computes_every_balanced_scheme():
-    for held, results, want in run_on_threads(create_balanced_function, 2):
+    for tokens, results, expected in run_on_threads(create_balanced_function, 2):
         for out in results:
             assert out.shape == (4, 1, HEADS, SIZE)
-            torch.testing.assert_close(out.flatten(-2), want[held], **ATTENDED)
+            torch.testing.assert_close(out.flatten(-2), expected[tokens], **ATTENDED)
 
 
 GRAPHS = """

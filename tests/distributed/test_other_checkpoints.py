@@ -164,7 +164,7 @@ def train_two_steps(
             return module(x)
 
     call = function if way is None else way(function)
-    seen: list[Tensor] = []
+    records: list[Tensor] = []
     for step in range(2):
         module.zero_grad()
         inputs, outputs = [], []
@@ -178,9 +178,11 @@ def train_two_steps(
         for y in outputs:
             torch.manual_seed(7)  # later draws must not matter
             y.square().mean().backward()
-        seen += [y.detach() for y in outputs] + [x.grad for x in inputs if x.grad is not None]
-        seen += [p.grad.clone() for p in module.parameters() if p.grad is not None] + scaling_states(module)
-    return seen
+        records += [y.detach() for y in outputs] + [x.grad for x in inputs if x.grad is not None]
+        records += [p.grad.clone() for p in module.parameters() if p.grad is not None] + scaling_states(
+            module
+        )
+    return records
 
 
 def assert_same(expected: list[Tensor], actual: list[Tensor]) -> None:

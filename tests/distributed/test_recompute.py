@@ -69,10 +69,10 @@ def test_intermediate_activations_are_not_saved(reentrant, device):
     block, x = _block(device), torch.randn(4, 16, device=device, requires_grad=True)
     runs = []
     block[1].register_forward_hook(lambda *_: runs.append(1))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = checkpoint(block, x, use_reentrant=reentrant)
-    assert [tuple(t.shape) for t in kept if t.numel() and t.data_ptr() != x.data_ptr()] == []
+    assert [tuple(t.shape) for t in saved if t.numel() and t.data_ptr() != x.data_ptr()] == []
     assert len(runs) == 1
     y.sum().backward()
     assert len(runs) == 2
@@ -85,15 +85,15 @@ def test_gradients_reach_tensors_inside_nested_arguments(reentrant, device):
 
     x, a, b, scale = (torch.rand(4, device=device).add(0.5).requires_grad_() for _ in range(4))
     arguments = (x, [a, b]), {"options": {"scale": scale, "name": "here"}, "power": 3}
-    (expected, _), wanted = function(*arguments[0], **arguments[1]), (x, a, b, scale)
+    (expected, _), reference = function(*arguments[0], **arguments[1]), (x, a, b, scale)
     expected["y"].sum().backward()
-    expected_grads = [t.grad for t in wanted]
-    for tensor in wanted:
+    expected_grads = [t.grad for t in reference]
+    for tensor in reference:
         tensor.grad = None
     result, name = checkpoint(function, *arguments[0], use_reentrant=reentrant, **arguments[1])
     assert name == "here" and result["n"] is None and torch.equal(result["y"], expected["y"])
     result["y"].sum().backward()
-    assert all(torch.equal(t.grad, e) for t, e in zip(wanted, expected_grads, strict=True))
+    assert all(torch.equal(t.grad, e) for t, e in zip(reference, expected_grads, strict=True))
 
 
 @BOTH
@@ -166,12 +166,12 @@ def test_both_runs_set_their_phase_and_see_the_same_autocasts(reentrant, device)
     with torch.autocast(device.type, dtype=torch.bfloat16), quantized(recipe=recipe):
         y = checkpoint(probe, x, use_reentrant=reentrant)
         inside = current()
-    outside = current()
+    outer = current()
     y.float().sum().backward()
     first, second = probe.runs
     assert first == (True, False, inside, True, torch.bfloat16)
     assert second == (True, True, inside, True, torch.bfloat16)
-    assert current() is outside and not outside.enabled and not any(flag() for flag in FLAGS)
+    assert current() is outer and not outer.enabled and not any(flag() for flag in FLAGS)
 
 
 @BOTH
@@ -208,7 +208,7 @@ def test_an_exception_restores_the_recomputation_phase(reentrant, device):
 
 @BOTH
 def test_tracked_random_states_repeat_and_then_continue(reentrant, device):
-    def seeded():
+    def seed_generator():
         torch.manual_seed(3)
         tracker = CudaRNGStatesTracker()
         tracker.add("model-parallel-rng", 4)
@@ -226,8 +226,8 @@ def test_tracked_random_states_repeat_and_then_continue(reentrant, device):
         with tracker.fork():
             return [y.detach(), x.grad, torch.rand(4, device=device)]
 
-    expected = run(seeded(), lambda function, x: function(x))
-    tracker = seeded()
+    expected = run(seed_generator(), lambda function, x: function(x))
+    tracker = seed_generator()
     actual = run(
         tracker,
         lambda function, x: checkpoint(
@@ -379,15 +379,15 @@ def _distributed(device):
     block = _block(device)
     x = torch.randn(4, 16, device=device)
     torch.manual_seed(99)
-    kept = []
+    saved = []
 
     def call(x):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
             return checkpoint(block, x, distribute_saved_activations=True, tp_group=dist.group.WORLD)
 
     pairs = zip(_gradients(block, x, call), _gradients(block, x, block), strict=True)
     equal = all(torch.equal(a, b) for a, b in pairs)
-    return torch.tensor([equal, kept == [x.numel() // 2]])
+    return torch.tensor([equal, saved == [x.numel() // 2]])
 
 
 def test_ranks_share_the_saved_activation_and_get_the_same_gradients(tmp_path):
@@ -401,7 +401,7 @@ def _shared_arguments(device):
     layer = Linear(16, 16, device=device)
 
     def function(x, factor, *, names):
-        seen.append(type(x))
+        records.append(type(x))
         return (layer(x) if x.shape[-1:] == (16,) else x * layer.bias.sum()) * factor + len(names)
 
     uneven, scalar, none = (torch.rand(shape, device=device) for shape in ((5, 1), (), (0, 16)))
@@ -409,14 +409,14 @@ def _shared_arguments(device):
     codes = quantizer(torch.randn(32, 16, device=device))
     found = {}
     for name, x in {"uneven": uneven, "scalar": scalar, "none": none, "codes": codes}.items():
-        gradients, kept, seen = [], [], []
+        gradients, saved, records = [], [], []
         for recomputed in (True, False):
             layer.zero_grad()
             first = x.detach() if name == "codes" else x.clone().requires_grad_()
             factor = torch.tensor(3.0, device=device, requires_grad=True)
             if recomputed:
                 with torch.autograd.graph.saved_tensors_hooks(
-                    lambda t, kept=kept: kept.append(t) or t, lambda t: t
+                    lambda t, remaining=saved: remaining.append(t) or t, lambda t: t
                 ):
                     y = checkpoint(function, first, factor, names=["a"], distribute_saved_activations=True)
             else:
@@ -425,7 +425,7 @@ def _shared_arguments(device):
             leaves = [t for t in (first, factor, *layer.parameters()) if t.grad is not None]
             gradients.append([y.detach(), *(t.grad.clone() for t in leaves)])
         equal = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-        found[name] = equal, len(set(seen)) == 1, kept[0].numel()
+        found[name] = equal, len(set(records)) == 1, saved[0].numel()
     return found
 
 

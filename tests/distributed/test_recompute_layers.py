@@ -43,10 +43,10 @@ def _states(layer):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_three_steps_have_the_bits_of_steps_that_keep_everything(recipe, way, device):
     plain = make_layer("LayerNormMLP", device=device)
-    again = make_layer("LayerNormMLP", device=device, checkpoint="itself" in way)
+    repeated = make_layer("LayerNormMLP", device=device, checkpoint="itself" in way)
     for step in range(3):
         results = []
-        for layer, how in ((plain, ""), (again, way)):
+        for layer, how in ((plain, ""), (repeated, way)):
             x = (
                 torch.randn(16, 4, 64, generator=torch.Generator().manual_seed(step))
                 .to(device)
@@ -58,7 +58,7 @@ def test_three_steps_have_the_bits_of_steps_that_keep_everything(recipe, way, de
             y.square().sum().backward()
             results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
         assert same(*results)
-        assert same(_states(plain), _states(again))
+        assert same(_states(plain), _states(repeated))
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])

@@ -196,9 +196,9 @@ def test_nested_checkpoints_of_both_kinds_repeat_the_first_run(device):
         return [x]
 
     expected = gradients(module, function(module, plain, plain))
-    for outside, inside in ((True, False), (False, True)):
+    for outer, inside in ((True, False), (False, True)):
         other = copy.deepcopy(twin)
-        inputs = function(other, checkpoint_caller(outside), checkpoint_caller(inside))
+        inputs = function(other, checkpoint_caller(outer), checkpoint_caller(inside))
         assert equal(expected, gradients(other, inputs))
 
 
@@ -223,11 +223,11 @@ def test_a_graph_that_is_retained_repeats_its_first_run_twice(reentrant, device)
 
 @BOTH
 def test_states_live_as_long_as_the_node_that_repeats_them(reentrant, device):
-    layer, kept = te.Linear(WIDTH, WIDTH, device=device), []
+    layer, saved = te.Linear(WIDTH, WIDTH, device=device), []
     keep = recompute_states.ReplayStates.keep
 
     def watching(self, module, states):
-        kept.append(weakref.ref(states[0][0][0]))
+        saved.append(weakref.ref(states[0][0][0]))
         keep(self, module, states)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -236,11 +236,11 @@ def test_states_live_as_long_as_the_node_that_repeats_them(reentrant, device):
         for _ in range(50):
             with te.autocast(recipe=RECIPES["delayed"]()):
                 outputs.append(checkpoint(layer, tokens(device), use_reentrant=reentrant))
-    assert len(kept) == 50
-    assert all(ref() is not None for ref in kept)
+    assert len(saved) == 50
+    assert all(ref() is not None for ref in saved)
     del outputs[10:]
     gc.collect()
-    assert sum(ref() is not None for ref in kept) == 10
+    assert sum(ref() is not None for ref in saved) == 10
     assert not any("replay" in name for name in vars(layer))
     assert len(recompute_states.marked_by_hand) == 0
 
@@ -312,9 +312,9 @@ def test_torchs_reentrant_checkpoint_under_the_same_autocast_gives_the_plain_gra
     with te.autocast(recipe=recipe):
         y = layer(x)
     y.square().sum().backward()
-    again = x.detach().clone().requires_grad_()
-    way(twin, again, recipe)
-    assert equal(gradients(layer, [x]), gradients(twin, [again]))
+    repeated = x.detach().clone().requires_grad_()
+    way(twin, repeated, recipe)
+    assert equal(gradients(layer, [x]), gradients(twin, [repeated]))
 
 
 def test_torchs_reentrant_checkpoint_without_autocast_works_after_an_evaluation_under_one(device):
@@ -327,15 +327,15 @@ def test_torchs_reentrant_checkpoint_without_autocast_works_after_an_evaluation_
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_layer_may_be_called_in_a_hook_of_a_backward(quantized, device):
-    layer, x, seen = te.Linear(WIDTH, WIDTH, device=device), tokens(device), []
+    layer, x, records = te.Linear(WIDTH, WIDTH, device=device), tokens(device), []
     with torch.no_grad(), te.autocast(recipe=RECIPES["delayed"]()):
         layer(x)
     y = x * 2
 
     def hook(grad):
         with te.autocast(enabled=quantized, recipe=Float8CurrentScaling()):
-            seen.append(layer(grad))
+            records.append(layer(grad))
 
     y.register_hook(hook)
     y.sum().backward()
-    assert len(seen) == 1
+    assert len(records) == 1

@@ -66,8 +66,8 @@ def test_collectives_are_equal_whatever_the_directions_of_a_rank(first, second, 
 @pytest.mark.parametrize("second", USAGES)
 def test_the_maximum_of_transformed_columns_is_that_of_the_ranks_which_compute_them(second):
     quantizer = te.NVFP4Quantizer(**SETTINGS["transform"])
-    own = [float(quantizer(_values(rank))._amax_columnwise) for rank in (0, 1)]
+    local = [float(quantizer(_values(rank))._amax_columnwise) for rank in (0, 1)]
     (_, found), (_, other) = _maxima("transform", {0: (True, True), 1: second})
-    assert own[1] > own[0]
-    assert float(found["columns"]) == (own[1] if second[1] else own[0])
+    assert local[1] > local[0]
+    assert float(found["columns"]) == (local[1] if second[1] else local[0])
     assert ("columns" in other) == second[1]

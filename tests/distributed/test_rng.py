@@ -169,7 +169,7 @@ def test_a_graph_draws_new_numbers_from_a_registered_state_at_every_replay():
 def test_torchs_checkpoint_repeats_draws_from_trackers(reentrant, nested, tracker, device):
     """Twice, from two trackers; later draws are the same as without a checkpoint."""
 
-    def trained(checkpointed):
+    def train_model(checkpointed):
         torch.manual_seed(5)
         trackers = [tracker, CudaRNGStatesTracker()]
         trackers[0].reset()
@@ -206,6 +206,6 @@ def test_torchs_checkpoint_repeats_draws_from_trackers(reentrant, nested, tracke
                 after.append(_draw(device))
         return [y.detach(), x.grad, *after], get_all_rng_states() is trackers[1].states_
 
-    (expected, registered), (actual, again) = trained(False), trained(True)
-    assert registered == again
+    (expected, registered), (actual, repeated) = train_model(False), train_model(True)
+    assert registered == repeated
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))

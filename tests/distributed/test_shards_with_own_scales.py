@@ -105,11 +105,11 @@ def _case(kind: str, name: str, device: torch.device) -> dict[str, Any]:
             y = layer(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(device)
     y.backward(dy)
-    whole = _everywhere(x.detach().dequantize())
-    expected = dy.t() @ whole
+    full = _everywhere(x.detach().dequantize())
+    expected = dy.t() @ full
     return {
         "scale": x._scale_inv.item() if name != "nvfp4" else x._amax_rowwise.item(),
-        "rows": _error(y.detach(), whole @ weight.detach().t()),
+        "rows": _error(y.detach(), full @ weight.detach().t()),
         "weight": ((weight.grad - expected).norm() / expected.norm()).item(),
     }
 
@@ -122,10 +122,10 @@ def _local(name: str, device: torch.device) -> dict[str, bool]:
     grouped: Any = GroupedLinear(2, HIDDEN, INNER, parallel_mode="column", bias=False, **parallel)
     results = []
     values: Any = x.dequantize()
-    for given in (x, values):
+    for argument in (x, values):
         FP8GlobalStateManager.reset()
         with autocast(recipe=RECIPES[name], amax_reduction_group=dist.group.WORLD):
-            results.append(mlp(given).detach())
+            results.append(mlp(argument).detach())
     with autocast(recipe=RECIPES[name], amax_reduction_group=dist.group.WORLD):
         y = grouped(x, [ROWS // 2] * 2)
     parts = zip(values.chunk(2), (grouped.weight0, grouped.weight1), strict=True)
@@ -142,22 +142,22 @@ def _gathers(device: torch.device) -> dict[str, Any]:
     values[0, 0] = torch.nan
     codes = _quantized("delayed", values.nan_to_num(0.0))
     codes._data.view(E4M3)[0, 0] = torch.nan
-    together = Float8CurrentScalingQuantizer(
+    joint = Float8CurrentScalingQuantizer(
         E4M3, device=device, with_amax_reduction=True, amax_reduction_group=dist.group.WORLD
     )(values.nan_to_num(0.0))
     zeros = _quantized("current", values.nan_to_num(0.0) * dist.get_rank())
     found = {}
-    for kind, shard in (("own", codes), ("together", together), ("zeros", zeros)):
-        whole, _ = gather_along_first_dim(shard, dist.group.WORLD)
+    for kind, shard in (("own", codes), ("together", joint), ("zeros", zeros)):
+        full, _ = gather_along_first_dim(shard, dist.group.WORLD)
         later, handle = gather_along_first_dim(shard, dist.group.WORLD, async_op=True)
         assert handle is not None
         handle.wait()
-        assert torch.equal(whole._data, later._data) and torch.equal(whole._scale_inv, later._scale_inv)
+        assert torch.equal(full._data, later._data) and torch.equal(full._scale_inv, later._scale_inv)
         found[kind] = {
             "shard": shard._data,
             "scale": shard._scale_inv,
-            "whole": whole._data,
-            "scale_of_whole": whole._scale_inv,
+            "whole": full._data,
+            "scale_of_whole": full._scale_inv,
         }
     return found
 
@@ -210,9 +210,9 @@ def test_gathered_codes_are_rounded_to_the_largest_scale(measured):
     expected = [(s["shard"].view(E4M3).float() * (s["scale"] / largest)).to(E4M3).float() for s in shards]
     for shard in shards:
         assert torch.equal(shard["scale_of_whole"].reshape(()), largest)
-        whole = shard["whole"].view(E4M3).float()
-        assert torch.equal(whole.nan_to_num(1000.0), torch.cat(expected).nan_to_num(1000.0))
-        assert whole.isnan().sum() == SIZE
+        full = shard["whole"].view(E4M3).float()
+        assert torch.equal(full.nan_to_num(1000.0), torch.cat(expected).nan_to_num(1000.0))
+        assert full.isnan().sum() == SIZE
 
 
 def test_codes_of_equal_scales_are_unchanged(measured):

@@ -68,7 +68,7 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
     memories: dict[Any, Memory] = {}
     lock = threading.Lock()
 
-    def allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
         with lock:
             memory = memories.setdefault(numel, Memory(2))
         values = torch.zeros(numel, dtype=dtype)
@@ -77,10 +77,10 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
     buffers = threading.local()
 
     def buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> Any:
-        known = vars(buffers).setdefault("made", {})
-        if numel not in known:
-            known[numel] = symmetric_memory._SharedBuffer(*allocated(numel, dtype, device, group), group)
-        return known[numel]
+        recognized = vars(buffers).setdefault("made", {})
+        if numel not in recognized:
+            recognized[numel] = symmetric_memory._SharedBuffer(*allocate(numel, dtype, device, group), group)
+        return recognized[numel]
 
     monkeypatch.setattr(symmetric_memory, "_buffer", buffer)
     monkeypatch.setattr(ALL_REDUCE, "choose", lambda key: PROCESS_GROUP if key[0] is None else SYMMETRIC)
@@ -122,8 +122,8 @@ def _run_on_ranks(device: torch.device) -> dict[str, Any]:
     assert handle is not None
     handle.wait()
     sums["later"] = result
-    told = [str(warning.message) for warning in caught if "symmetric_ar_type" in str(warning.message)]
-    return {"sums": sums, "told": len(told), "cuda": device.type == "cuda"}
+    report = [str(warning.message) for warning in caught if "symmetric_ar_type" in str(warning.message)]
+    return {"sums": sums, "told": len(report), "cuda": device.type == "cuda"}
 
 
 def test_every_type_computes_the_sum_and_one_without_effect_is_warned_about_once(tmp_path):
@@ -160,13 +160,13 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
     class Group:
         group_name = "tensor-parallel"
 
-    made = []
+    outputs = []
 
-    def allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
-        made.append(group)
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
+        outputs.append(group)
         return torch.zeros(numel, dtype=dtype), None
 
-    monkeypatch.setattr(symmetric_memory, "allocate_together", allocated)
+    monkeypatch.setattr(symmetric_memory, "allocate_together", allocate)
     monkeypatch.setattr(symmetric_memory, "_buffers", {})
     group: Any = Group()
     device = torch.device("cuda")
@@ -175,6 +175,6 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
     assert get_symmetric_memory_tensor(8, torch.float32, device, group, tag="other") is not first
     other: Any = Group()  # with the same name, after the first was destroyed
     assert get_symmetric_memory_tensor(8, torch.float32, device, other) is not first
-    assert made == [group, group, other]
+    assert outputs == [group, group, other]
     with pytest.raises(ValueError, match=r"device='cpu'.*give a CUDA device"):
         get_symmetric_memory_tensor(8, torch.float32, torch.device("cpu"), group)

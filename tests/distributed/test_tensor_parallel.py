@@ -42,10 +42,10 @@ def _two_layers(column, row, x, w1, w2, dy):
 
 
 def _gather_gradient(x, group, index):
-    own = x.chunk(SIZE, 0)[index].clone().requires_grad_()
-    gathered = gather_sequence(own, group)
+    local = x.chunk(SIZE, 0)[index].clone().requires_grad_()
+    gathered = gather_sequence(local, group)
     (gathered * (1 + index)).sum().backward()
-    return [gathered.detach(), own.grad]
+    return [gathered.detach(), local.grad]
 
 
 def _parallel(device):
@@ -56,8 +56,8 @@ def _parallel(device):
     for sequence in (False, True):
         column = TensorParallel("column", group, SIZE, sequence)
         row = TensorParallel("row", group, SIZE, sequence)
-        own = (x.chunk(SIZE, 0)[index], dy.chunk(SIZE, 0)[index]) if sequence else (x, dy)
-        results[str(sequence)] = _two_layers(column, row, own[0], w1, w2, own[1])
+        local = (x.chunk(SIZE, 0)[index], dy.chunk(SIZE, 0)[index]) if sequence else (x, dy)
+        results[str(sequence)] = _two_layers(column, row, local[0], w1, w2, local[1])
     return results
 
 

@@ -19,11 +19,11 @@ from transformer_engine.pytorch import distributed
 SIZE, HIDDEN, INNER = 2, 32, 64
 CPU: dict[str, Any] = {"device": "cpu"}
 LAYERS: dict[str, Callable[..., Any]] = {
-    "column": lambda **given: te.Linear(HIDDEN, INNER, parallel_mode="column", **CPU, **given),
-    "row": lambda **given: te.Linear(INNER, HIDDEN, parallel_mode="row", **CPU, **given),
-    "norm": lambda **given: te.LayerNormLinear(HIDDEN, INNER, parallel_mode="column", **CPU, **given),
-    "mlp": lambda **given: te.LayerNormMLP(HIDDEN, INNER, set_parallel_mode=True, **CPU, **given),
-    "grouped": lambda **given: te.GroupedLinear(2, HIDDEN, INNER, parallel_mode="column", **CPU, **given),
+    "column": lambda **kwargs: te.Linear(HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs),
+    "row": lambda **kwargs: te.Linear(INNER, HIDDEN, parallel_mode="row", **CPU, **kwargs),
+    "norm": lambda **kwargs: te.LayerNormLinear(HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs),
+    "mlp": lambda **kwargs: te.LayerNormMLP(HIDDEN, INNER, set_parallel_mode=True, **CPU, **kwargs),
+    "grouped": lambda **kwargs: te.GroupedLinear(2, HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs),
 }
 
 
@@ -88,28 +88,28 @@ def test_experts_sharded_over_ranks_equal_whole_experts():
         y.backward(dy)
         return y.detach(), x.grad, layer.weight0.grad, layer.weight1.grad  # pyright: ignore[reportReturnType]
 
-    def made(weights: torch.Tensor, **given: Any) -> torch.nn.Module:
-        layer = te.GroupedLinear(2, HIDDEN, INNER, bias=False, **CPU, **given)
+    def create(weights: torch.Tensor, **kwargs: Any) -> torch.nn.Module:
+        layer = te.GroupedLinear(2, HIDDEN, INNER, bias=False, **CPU, **kwargs)
         with torch.no_grad():
             for i, weight in enumerate(weights):
                 layer.get_parameter(f"weight{i}").copy_(weight)
         return layer
 
     def run(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        given: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
-        column = made(weights.chunk(SIZE, 1)[rank], parallel_mode="column", **given)
+        options: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
+        column = create(weights.chunk(SIZE, 1)[rank], parallel_mode="column", **options)
         by_columns = [*step(column, x, dy.chunk(SIZE, 1)[rank])]
         dist.all_reduce(by_columns[1])  # the layer does not communicate
-        row = made(weights.chunk(SIZE, 2)[rank], parallel_mode="row", **given)
+        row = create(weights.chunk(SIZE, 2)[rank], parallel_mode="row", **options)
         by_rows = [*step(row, x.chunk(SIZE, 1)[rank], dy)]
         dist.all_reduce(by_rows[0])
         return by_columns, by_rows
 
-    whole = step(made(weights), x, dy)
+    full = step(create(weights), x, dy)
     for rank, (by_columns, by_rows) in enumerate(run_on_threads(run, SIZE)):
-        shards = [whole[0].chunk(SIZE, 1)[rank], whole[1], *[w.chunk(SIZE, 0)[rank] for w in whole[2:]]]
+        shards = [full[0].chunk(SIZE, 1)[rank], full[1], *[w.chunk(SIZE, 0)[rank] for w in full[2:]]]
         torch.testing.assert_close(by_columns, shards)
-        shards = [whole[0], *[w.chunk(SIZE, 1)[rank] for w in whole[1:]]]
+        shards = [full[0], *[w.chunk(SIZE, 1)[rank] for w in full[1:]]]
         torch.testing.assert_close(by_rows, shards)
 
 
@@ -151,15 +151,15 @@ def test_parameters_carry_the_marks_that_megatron_reads(kind):
 
 def test_ranks_share_the_elements_of_a_tensor_and_gather_them():
     def run(rank: int) -> tuple[torch.Tensor, bool, bool]:
-        whole, group = torch.arange(12.0).view(3, 4), dist.group.WORLD
-        own = distributed.split_tensor_into_1d_equal_chunks(whole, group)
-        copy = distributed.split_tensor_into_1d_equal_chunks(whole, group, new_buffer=True)
+        full, group = torch.arange(12.0).view(3, 4), dist.group.WORLD
+        local = distributed.split_tensor_into_1d_equal_chunks(full, group)
+        copy = distributed.split_tensor_into_1d_equal_chunks(full, group, new_buffer=True)
         with pytest.raises(ValueError, match="pad it to 6"):
             distributed.split_tensor_into_1d_equal_chunks(torch.ones(5), group)
-        shared = own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        assert torch.equal(copy, own) and copy.untyped_storage().nbytes() == 6 * 4
-        gathered = distributed.gather_split_1d_tensor(own, group)
-        return own.clone(), shared, torch.equal(gathered, whole.view(-1))
+        shared = local.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        assert torch.equal(copy, local) and copy.untyped_storage().nbytes() == 6 * 4
+        gathered = distributed.gather_split_1d_tensor(local, group)
+        return local.clone(), shared, torch.equal(gathered, full.view(-1))
 
     first, second = run_on_threads(run, SIZE)
     assert torch.equal(torch.cat((first[0], second[0])), torch.arange(12.0))
@@ -194,5 +194,5 @@ def test_all_collectives_of_a_layer_use_its_own_group(monkeypatch):
 
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         recording(name)
-    own = run_on_threads(run, SIZE)
-    assert len(groups) >= 12 and all(any(group is mine for mine in own) for group in groups)
+    local = run_on_threads(run, SIZE)
+    assert len(groups) >= 12 and all(any(group is mine for mine in local) for group in groups)

@@ -146,8 +146,8 @@ def run_gathered_norm(device, kind: str):
     rank = dist.get_rank()
     x, weights = (t.to(device) for t in problem())
     options = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True, "device": device}
-    own = x.chunk(SIZE)[rank].contiguous()
-    return with_norm_output(kind, own, weights, return_layernorm_output_gathered=True, **options)
+    local = x.chunk(SIZE)[rank].contiguous()
+    return with_norm_output(kind, local, weights, return_layernorm_output_gathered=True, **options)
 
 
 @pytest.mark.parametrize("kind", NORM_OUTPUT)

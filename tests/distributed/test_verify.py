@@ -69,15 +69,15 @@ def create_model(plan: Plan, mesh: Any) -> nn.Sequential:
     )
     norm = te.LayerNorm(HIDDEN, sequence_parallel=plan.sequence and tp, dtype=plan.dtype, device=plan.device)
     model = nn.Sequential(norm, first, second, block)
-    own = mesh.get_local_rank("tp") if mesh is not None and tp else 0
-    fill(model, own)
+    local = mesh.get_local_rank("tp") if mesh is not None and tp else 0
+    fill(model, local)
     if mesh is not None and "cp" in plan.names:
         ring = mesh.get_group("cp")
         block.set_context_parallel_group(ring, dist.get_process_group_ranks(ring), None, cp_comm_type="p2p")
     if error == "weight of another rank":
         fill(second, 0, start=6)
     if error == "exchanged weights":
-        fill(second, 1 - own, start=6)
+        fill(second, 1 - local, start=6)
     if error == "replicated weight differs" and dist.get_rank() == 1:
         block.layernorm_mlp.layer_norm_weight.data[3] += 0.5
     if error == "factor":
@@ -184,11 +184,11 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
             for rank, shard in enumerate(shards):
                 fill(shard, rank, start=6)
             with torch.no_grad():
-                whole = {"weight": torch.cat([shard.weight for shard in shards], 1), "bias": shards[0].bias}
-                model[2].load_state_dict(whole, strict=False)
+                full = {"weight": torch.cat([shard.weight for shard in shards], 1), "bias": shards[0].bias}
+                model[2].load_state_dict(full, strict=False)
         return nn.Sequential(model[2])
 
-    def report_of(error: str) -> te.Verification:
+    def rank_report(error: str) -> te.Verification:
         plan, x = (
             Plan(error=error),
             torch.randn(TOKENS, BATCH, INNER, generator=torch.Generator().manual_seed(1)),
@@ -204,17 +204,17 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
 
         return run_on_threads(run, 2)[0]
 
-    assert report_of("").equal, str(report_of(""))
-    first = report_of("exchanged weights").first
+    assert rank_report("").equal, str(rank_report(""))
+    first = rank_report("exchanged weights").first
     assert first is not None and (first.module, first.tensor) == ("0", "weight")
 
 
 def test_a_sum_in_place_of_an_average_is_found_in_every_gradient():
-    def summed(model: nn.Module, mesh: Any) -> None:
+    def sum_values(model: nn.Module, mesh: Any) -> None:
         for p in model.parameters():
             dist.all_reduce(p.grad, group=mesh.get_group("dp"))
 
-    report = verify_on_threads(Plan(("dp",)), reduce_fn=summed)
+    report = verify_on_threads(Plan(("dp",)), reduce_fn=sum_values)
     assert report.first is not None and report.first.tensor.endswith(".grad")
     gradients = [
         check for check in report.checks if check.tensor.endswith(".grad") and check.gain is not None
@@ -287,22 +287,22 @@ def test_arguments_that_cannot_be_verified_are_named():
 
 
 def test_parts_of_a_gated_matrix_are_sharded_one_by_one():
-    whole = torch.arange(16.0).reshape(8, 2)
-    shards = [shard_parts(whole, 0, (rank, 2), (4, 4)) for rank in range(2)]
+    full = torch.arange(16.0).reshape(8, 2)
+    shards = [shard_parts(full, 0, (rank, 2), (4, 4)) for rank in range(2)]
     assert shards[0][:, 0].tolist() == [0, 2, 8, 10] and shards[1][:, 0].tolist() == [4, 6, 12, 14]
 
-    def gathered(rank: int) -> torch.Tensor:
+    def gather(rank: int) -> torch.Tensor:
         return gather_parts(shards[rank], 0, dist.group.WORLD, (4, 4))[0]
 
-    assert all(torch.equal(value, whole) for value in run_on_threads(gathered, 2))
+    assert all(torch.equal(value, full) for value in run_on_threads(gather, 2))
 
 
 def test_a_rank_holds_two_chunks_of_the_tokens_and_a_part_of_the_batch():
-    place = RankPlace(data=(1, 2), context=(0, 2), tensor=(1, 2), tokens_over_tensor=True)
+    position = RankPlace(data=(1, 2), context=(0, 2), tensor=(1, 2), tokens_over_tensor=True)
     x = torch.arange(8.0)[:, None].expand(8, 4)
-    assert place.shard_batch(x).tolist() == [[6.0, 6.0], [7.0, 7.0]]
-    assert place.shard_activation(x[..., None].expand(8, 4, 6), (4, 2, 3), (6,)) is not None
-    assert place.shard_activation(x, (3, 2), (4,)) is None
+    assert position.shard_batch(x).tolist() == [[6.0, 6.0], [7.0, 7.0]]
+    assert position.shard_activation(x[..., None].expand(8, 4, 6), (4, 2, 3), (6,)) is not None
+    assert position.shard_activation(x, (3, 2), (4,)) is None
 
 
 @pytest.mark.parametrize("noise", [1e-6, 0.05, 0.4])

@@ -38,7 +38,7 @@ def rows(text: str) -> dict[str, list[str]]:
     """{first cell: other cells} from all tables on a page."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return {first: others for first, *others in cells}
+    return {first: rest for first, *rest in cells}
 
 
 def test_the_page_lists_every_extra():

@@ -61,7 +61,7 @@ OVERFLOWING = """
 """
 
 
-# Signatures that do not fit into their box, tables that scroll, and the height of the page.
+# Signatures and programs that do not fit into their box, tables that scroll, and the height of the page.
 GEOMETRY = """
 (async () => {
   await new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)));  // the theme's script wraps tables
@@ -72,6 +72,7 @@ GEOMETRY = """
     / Math.max(1, element.querySelectorAll("tr:first-child").length);
   return {
     signatures: clipped(".doc-signature, .doc-signature pre, .doc-signature code").map(text),
+    programs: clipped(".md-content pre > code").map(text),
     tables: clipped(".md-content .md-typeset__scrollwrap").map(element => [columns(element), text(element)]),
     height: document.documentElement.scrollHeight,
   };
@@ -188,7 +189,9 @@ def test_no_element_overflows(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_signatures_and_tables_fit_into_the_page(browser: Browser, site: Path, address: str, width: int):
+def test_signatures_tables_and_programs_fit_into_the_page(
+    browser: Browser, site: Path, address: str, width: int
+):
     """Every page of a complete site; without the API reference, the pages with the widest tables."""
     complete = (site / "api").is_dir()
     pages = (
@@ -202,29 +205,39 @@ def test_signatures_and_tables_fit_into_the_page(browser: Browser, site: Path, a
         found = browser.evaluate(GEOMETRY)
         limit = PHONE_COLUMNS if width < 600 else 100
         tables = [text for columns, text in found["tables"] if columns <= limit]
-        if found["signatures"] or tables or (width == 1280 and found["height"] > TALLEST):
-            wide[page] = found["signatures"], tables, found["height"]
+        programs = found["programs"] if width >= 1280 else []  # on a phone, they scroll in their box
+        if found["signatures"] or programs or tables or (width == 1280 and found["height"] > TALLEST):
+            wide[page] = found["signatures"], programs, tables, found["height"]
     assert wide == {}
 
 
-def test_a_table_and_a_signature_that_are_too_wide_are_found(browser: Browser, tmp_path: Path):
+def test_a_table_a_signature_and_a_program_that_are_too_wide_are_found(browser: Browser, tmp_path: Path):
     page = tmp_path / "clipped.html"
     page.write_text(
         "<main class='md-content'><div class='doc-signature' style='width: 90px; overflow: auto'>"
         f"<code>{'x' * 60}</code></div><div class='md-typeset__scrollwrap' style='width: 90px; overflow: auto'>"
-        f"<table><tr><td>{'x' * 60}</td><td>b</td></tr></table></div></main>"
+        f"<table><tr><td>{'x' * 60}</td><td>b</td></tr></table></div>"
+        f"<pre><code style='display: block; width: 90px; overflow: auto'>{'x' * 60}</code></pre></main>"
     )
     browser.open(page.as_uri(), 1280)
     found = browser.evaluate(GEOMETRY)
-    assert len(found["signatures"]) == 1 and [columns for columns, _ in found["tables"]] == [2]
+    assert len(found["signatures"]) == len(found["programs"]) == 1
+    assert [columns for columns, _ in found["tables"]] == [2]
 
 
-def test_the_dark_scheme_has_its_own_pictures(browser: Browser, site: Path, address: str):
-    """A plot on white is inverted, so that its background is dark."""
-    style = "getComputedStyle(document.querySelector('.md-content img')).filter"
-    for scheme, expected in (("light", "none"), ("dark", "invert(1) hue-rotate(180deg)")):
+def test_the_dark_scheme_has_dark_pictures(browser: Browser, site: Path, address: str):
+    """The home page has two variants of its plot. Other plots are inverted, so that their background is dark."""
+    shown = """[...document.querySelectorAll(".md-content img")]
+        .map(image => [image.src.split("/").pop().split("#")[0], getComputedStyle(image)])
+        .filter(([, style]) => style.display !== "none").map(([name, style]) => [name, style.filter])"""
+    for scheme, picture, inverted in (
+        ("light", "models-h200.png", "none"),
+        ("dark", "models-h200-dark.png", "invert(1) hue-rotate(180deg)"),
+    ):
         browser.open(f"{address}/", 1280, scheme)
-        assert browser.evaluate(style) == expected
+        assert browser.evaluate(shown) == [[picture, "none"]]
+        browser.open(f"{address}/cli/", 1280, scheme)
+        assert {filter for _, filter in browser.evaluate(shown)} == {inverted}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("*.png")), ids=lambda path: path.stem)

@@ -14,6 +14,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
+from transformer_engine.common.checks import nearest
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer
 
 # Arguments that these pass on: to the model, the checkpointed function, the explained function or `ModelShape`; and
@@ -76,6 +77,12 @@ def test_keywords_without_a_similar_parameter_get_no_suggestion():
         te.Linear(16, 16, zzz=1)
 
 
+def test_the_first_word_of_a_parameter_suggests_it_unless_several_begin_with_it():
+    names = ("dp_resource", "tp_resource", "tp_resource_size")
+    assert nearest("dp", names) == "dp_resource"
+    assert nearest("tp", names) is None
+
+
 def test_recipes_name_the_field_that_an_ignored_argument_resembles():
     with pytest.warns(
         UserWarning, match=r"ignores unknown arguments: amax_history \(did you mean amax_history_len\?\)"
@@ -87,7 +94,8 @@ def test_recipes_name_the_field_that_an_ignored_argument_resembles():
 
 
 def test_a_jax_recipe_without_enabled_warns_that_nothing_is_quantized():
-    te_jax = pytest.importorskip("transformer_engine.jax")
+    pytest.importorskip("flax")
+    te_jax = importlib.import_module("transformer_engine.jax")
     with pytest.warns(UserWarning, match="enabled is False by default.*pass enabled=True"):
         te_jax.autocast(recipe=recipe.DelayedScaling())
     with warnings.catch_warnings():
@@ -101,9 +109,9 @@ def test_a_jax_recipe_without_enabled_warns_that_nothing_is_quantized():
 
 def test_users_operations_receive_their_own_keywords():
     class Scaled(te.ops.GELU):
-        def __init__(self, scale: float = 1.0, **others: Any) -> None:
+        def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
             super().__init__()
-            self.others = others
+            self.others = kwargs
 
     assert Scaled(scael=2.0).others == {"scael": 2.0}
     assert list(inspect.signature(te.ops.Linear).parameters)[:2] == ["in_features", "out_features"]

@@ -385,3 +385,22 @@ def test_message_has_the_value_the_limit_and_the_remedy(mistake: str):
 
 def test_there_are_fifty_mistakes():
     assert len(MISTAKES) >= 50
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "message"),
+    [
+        ("64", "jax", "'64' must be a whole number or several; give an int or a tuple of ints"),
+        (8, "torch", "inputs is a Tensor of shape [4, 4] and torch.float32, which JAX does not read"),
+    ],
+)
+def test_a_flax_module_reports_a_wrong_size_and_a_tensor_of_torch(features: Any, dtype: str, message: str):
+    pytest.importorskip("flax")
+    import jax
+
+    import transformer_engine.jax.flax as te_flax
+
+    inputs: Any = torch.ones(4, 4) if dtype == "torch" else jax.numpy.ones((4, 4))
+    with pytest.raises(TypeError) as raised:
+        te_flax.DenseGeneral(features=features).init(jax.random.key(0), inputs)
+    assert str(raised.value).startswith(message)

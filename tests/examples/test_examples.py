@@ -38,21 +38,21 @@ def load(name: str) -> ModuleType:
 def test_training_of_the_llama_resumes_bit_for_bit(tmp_path: Path):
     main = load("llama").main
     sizes = ["--layers", "1", "--hidden", "64", "--batch", "2", "--length", "32", "--recipe", "delayed"]
-    whole = main([*sizes, "--steps", "8"])
+    full = main([*sizes, "--steps", "8"])
     saved = ["--checkpoint", str(tmp_path / "llama.pt")]
     first = main([*sizes, "--steps", "4", *saved])
     rest = main([*sizes, "--steps", "8", *saved, "--resume"])
-    assert first + rest == whole
-    assert whole[-1] < whole[0] - 0.1
+    assert first + rest == full
+    assert full[-1] < full[0] - 0.1
 
 
 def test_batching_does_not_change_the_tokens_of_a_request():
     main = load("continuous_batching").main
-    together = main(["--requests", "5", "--layers", "1"])
+    joint = main(["--requests", "5", "--layers", "1"])
     alone = main(["--requests", "5", "--layers", "1", "--places", "1"])
     few_pages = main(["--requests", "5", "--layers", "1", "--pages", "4"])
-    assert together == alone == few_pages
-    assert len({tuple(tokens) for tokens in together.values()}) == 5
+    assert joint == alone == few_pages
+    assert len({tuple(tokens) for tokens in joint.values()}) == 5
 
 
 def test_request_that_exceeds_the_cache_is_an_error():

@@ -16,16 +16,16 @@ from transformer_engine.pytorch.export import assert_warmed_up, is_in_onnx_expor
 
 
 def test_the_mode_ends_with_its_block_and_belongs_to_a_thread():
-    seen: list[bool] = []
+    records: list[bool] = []
     with te.onnx_export(enabled=True):
         assert is_in_onnx_export_mode()
         with te.onnx_export():  # off by default
             assert not is_in_onnx_export_mode()
         assert is_in_onnx_export_mode()
-        thread = threading.Thread(target=lambda: seen.append(is_in_onnx_export_mode()))
+        thread = threading.Thread(target=lambda: records.append(is_in_onnx_export_mode()))
         thread.start()
         thread.join()
-    assert seen == [False] and not is_in_onnx_export_mode()
+    assert records == [False] and not is_in_onnx_export_mode()
     with pytest.raises(ZeroDivisionError), te.onnx_export(True):
         raise ZeroDivisionError
     assert not is_in_onnx_export_mode()
@@ -43,8 +43,8 @@ def test_an_export_changes_no_scales_and_no_later_results():
         inside = layer(x)
     assert torch.equal(before[0], state.scale) and torch.equal(before[1], state.amax_history)
     with torch.no_grad(), te.autocast(recipe=chosen):
-        outside = layer(x)
-    torch.testing.assert_close(inside, outside, rtol=1e-5, atol=1e-6)
+        outer = layer(x)
+    torch.testing.assert_close(inside, outer, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("chosen", [None, recipe.MXFP8BlockScaling()], ids=["float32", "mxfp8"])

@@ -24,18 +24,18 @@ def test_norms_flatten_leading_axes(shape, eps):
     layer_norm = torch.nn.functional.layer_norm(leaf, (32,), gamma.double(), beta.double(), 1e-5)
     out, mu, rsigma = tex.layernorm_fwd(x, gamma, beta, eps, None, None, tex.DType.kFloat32, 0, False)
     torch.testing.assert_close(out.double(), layer_norm, atol=1e-5, rtol=1e-5)
-    (wanted,) = torch.autograd.grad(layer_norm, leaf, dy.double())
+    (expected,) = torch.autograd.grad(layer_norm, leaf, dy.double())
     found = tex.layernorm_bwd(dy, x, mu, rsigma, gamma, 0, False)[0]
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     rms_norm = torch.nn.functional.rms_norm(leaf, (32,), gamma.double(), 1e-5)
     out, _, rsigma = tex.rmsnorm_fwd(x, gamma, eps, None, None, tex.DType.kFloat32, 0, False)
     torch.testing.assert_close(out.double(), rms_norm, atol=1e-5, rtol=1e-5)
-    (wanted,) = torch.autograd.grad(rms_norm, leaf, dy.double())
+    (expected,) = torch.autograd.grad(rms_norm, leaf, dy.double())
     for found in (
         tex.rmsnorm_bwd(dy, x, rsigma, gamma, 0, False)[0],
         tex.rmsnorm_bwd_add(dy, x, x, rsigma, gamma, 0, False)[0] - x,
     ):
-        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dgelu", "dswiglu", "clamped_dswiglu"])
@@ -64,9 +64,9 @@ def test_parts_may_leave_rows_out(sizes):
 def test_dropout_takes_scalars_of_any_library(p):
     x = torch.ones(4096)
     y, mask = tex.dropout_fwd(x, p)
-    kept = y != 0
-    assert 0.7 < float(kept.float().mean()) < 0.8
-    torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
+    saved = y != 0
+    assert 0.7 < float(saved.float().mean()) < 0.8
+    torch.testing.assert_close(y[saved], torch.full_like(y[saved], 1 / 0.75))
     torch.testing.assert_close(tex.dropout_bwd(x, mask, p), y)
 
 
@@ -75,8 +75,8 @@ def test_permuted_rows_are_counted_in_every_form(count):
     x, experts = sample(3, 8), torch.tensor([[1, 0], [0, 2], [2, 1]], dtype=torch.int32)
     y, rows, _ = tex.moe_permute_fwd(x, tex.DType.kFloat32, experts, count, [], 0)
     order = experts.flatten().sort(stable=True).indices
-    wanted = x[order // 2]
-    torch.testing.assert_close(y, wanted[: int(count)] if count > 0 else wanted, rtol=0, atol=0)
+    expected = x[order // 2]
+    torch.testing.assert_close(y, expected[: int(count)] if count > 0 else expected, rtol=0, atol=0)
     if count <= 0:
         back = tex.moe_unpermute_fwd(y, tex.DType.kFloat32, rows, None, torch.tensor(3), numpy.int64(2))
         torch.testing.assert_close(back, 2 * x)
@@ -87,8 +87,8 @@ def test_rows_of_padded_groups_may_be_given_in_every_form(form):
     x = sample(5, 4)
     padded = torch.full((8, 4), torch.nan)
     tex.fused_multi_row_padding(x, padded, form([3, 2]), form([4, 4]))
-    wanted = torch.cat((x[:3], torch.zeros(1, 4), x[3:], torch.zeros(2, 4)))
-    assert torch.equal(padded, wanted)
+    expected = torch.cat((x[:3], torch.zeros(1, 4), x[3:], torch.zeros(2, 4)))
+    assert torch.equal(padded, expected)
     back = torch.empty_like(x)
     tex.fused_multi_row_unpadding(padded, back, form([4, 4]), form([3, 2]))
     assert torch.equal(back, x)

@@ -69,8 +69,8 @@ def generic(A, B, *, transA=True, transB=False, D=None, quantizer=None, dtype=No
     return tex.generic_gemm(*places, **rest)
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+def close(found, expected):
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
@@ -78,14 +78,14 @@ def close(found, wanted):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_gelu_comes_after_accumulation_and_bias(kind, alpha, beta, with_bias):
     x, x_values, w, w_values = operands(kind)
-    held = sample(M, N, seed=2)
+    contents = sample(M, N, seed=2)
     bias = sample(N, seed=3) if with_bias else None
-    before = alpha * x_values @ w_values.t() + (1.0 if beta is None else beta) * held.double()
+    before = alpha * x_values @ w_values.t() + (1.0 if beta is None else beta) * contents.double()
     before = before if bias is None else before + bias.double()
     out, _, gelu_input, _ = generic(
-        w, x, D=held, accumulate=True, gelu=True, alpha=alpha, beta=beta, bias=bias
+        w, x, D=contents, accumulate=True, gelu=True, alpha=alpha, beta=beta, bias=bias
     )
-    assert out is held
+    assert out is contents
     close(gelu_input, before)
     close(out, gelu(before, approximate="tanh"))
 
@@ -93,48 +93,48 @@ def test_gelu_comes_after_accumulation_and_bias(kind, alpha, beta, with_bias):
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_the_derivative_of_gelu_multiplies_the_accumulated_gradient(kind):
     x, x_values, w, w_values = operands(kind)
-    held, gelu_in = sample(M, N, seed=2), sample(M, N, seed=4)
+    contents, gelu_in = sample(M, N, seed=2), sample(M, N, seed=4)
     leaf = gelu_in.double().requires_grad_()
-    (wanted,) = torch.autograd.grad(
-        gelu(leaf, approximate="tanh"), leaf, x_values @ w_values.t() + held.double()
+    (expected,) = torch.autograd.grad(
+        gelu(leaf, approximate="tanh"), leaf, x_values @ w_values.t() + contents.double()
     )
-    out = generic(w, x, D=held, accumulate=True, gelu=True, grad=True, gelu_in=gelu_in)[0]
-    assert out is held
-    close(out, wanted)
+    out = generic(w, x, D=contents, accumulate=True, gelu=True, grad=True, gelu_in=gelu_in)[0]
+    assert out is contents
+    close(out, expected)
 
 
 def test_a_quantizer_writes_a_quantized_result_in_place():
     x, x_values, _, _ = operands("mxfp8")
     quantizer = te.MXFP8Quantizer(E4M3, columnwise=False)
-    held = quantizer(sample(M, 64, seed=2))
+    contents = quantizer(sample(M, 64, seed=2))
     wide = te.MXFP8Quantizer(E4M3)(sample(64, K, seed=1))
     product = x_values @ wide.dequantize().double().t()
-    old = held.dequantize().double()
-    made = generic(wide, x, D=held, quantizer=quantizer)[0]
-    assert made is held
-    assert torch.equal(held._rowwise_data, quantizer(product.float())._rowwise_data)
-    held.quantize_(old.float())
-    assert generic(wide, x, D=held, quantizer=quantizer, accumulate=True, beta=0.5)[0] is held
-    assert torch.equal(held._rowwise_data, quantizer((product + 0.5 * old).float())._rowwise_data)
-    held.quantize_(old.float())
-    assert generic(wide, x, D=held)[0] is held  # by the output quantizer
-    assert torch.equal(held._rowwise_data, quantizer(product.float())._rowwise_data)
+    old = contents.dequantize().double()
+    result = generic(wide, x, D=contents, quantizer=quantizer)[0]
+    assert result is contents
+    assert torch.equal(contents._rowwise_data, quantizer(product.float())._rowwise_data)
+    contents.quantize_(old.float())
+    assert generic(wide, x, D=contents, quantizer=quantizer, accumulate=True, beta=0.5)[0] is contents
+    assert torch.equal(contents._rowwise_data, quantizer((product + 0.5 * old).float())._rowwise_data)
+    contents.quantize_(old.float())
+    assert generic(wide, x, D=contents)[0] is contents  # by the output quantizer
+    assert torch.equal(contents._rowwise_data, quantizer(product.float())._rowwise_data)
 
 
 @pytest.mark.parametrize("number", [numpy.float32(0.5), torch.tensor(0.5), numpy.array(0.5)])
 def test_alpha_and_beta_may_be_scalars_of_any_library(number):
     x, x_values, w, w_values = operands("plain")
-    held = sample(M, N, seed=2)
-    wanted = 0.5 * x_values @ w_values.t() + 0.5 * held.double()
-    close(cpp.general_gemm(w, x, out=held, accumulate=True, alpha=number, beta=number)[0], wanted)
+    contents = sample(M, N, seed=2)
+    expected = 0.5 * x_values @ w_values.t() + 0.5 * contents.double()
+    close(cpp.general_gemm(w, x, out=contents, accumulate=True, alpha=number, beta=number)[0], expected)
 
 
 @pytest.mark.parametrize("flag", [2, "yes", torch.tensor(True), numpy.bool_(True), numpy.array([1])])
 def test_flags_may_be_anything_with_a_truth_value(flag):
     x, x_values, w, w_values = operands("plain")
-    held = sample(M, N, seed=2)
-    wanted = x_values @ w_values.t() + held.double()
-    close(cpp.general_gemm(w, x, out=held, accumulate=flag)[0], wanted)
+    contents = sample(M, N, seed=2)
+    expected = x_values @ w_values.t() + contents.double()
+    close(cpp.general_gemm(w, x, out=contents, accumulate=flag)[0], expected)
 
 
 def test_a_tensor_with_several_elements_is_rejected_as_a_flag():

@@ -28,63 +28,63 @@ def create_buffer(cls: Any, dtype: torch.dtype, comm_type: Any, columns: int = D
 
 
 def all_gather_products(device: torch.device) -> list[torch.Tensor]:
-    own = slice(dist.get_rank() * ROWS // SIZE, (dist.get_rank() + 1) * ROWS // SIZE)
+    local = slice(dist.get_rank() * ROWS // SIZE, (dist.get_rank() + 1) * ROWS // SIZE)
     x, w = values(ROWS, DEPTH, seed=1, device=device), values(COLUMNS, DEPTH, seed=2, device=device)
     results = []
     for cls in CLASSES:
         ub = create_buffer(cls, torch.float32, AG)
-        ub.copy_into_buffer(x[own], local_chunk=True)
-        assert torch.equal(ub.get_buffer(True), x[own]) and ub.get_buffer(shape=[ROWS * DEPTH]).dim() == 1
+        ub.copy_into_buffer(x[local], local_chunk=True)
+        assert torch.equal(ub.get_buffer(True), x[local]) and ub.get_buffer(shape=[ROWS * DEPTH]).dim() == 1
         extra = torch.empty(ROWS // SIZE, DEPTH, device=device)
         y, _, _, returned = general_gemm(
             w, ub.get_buffer(), torch.float32, ub=ub, ub_type=AG, extra_output=extra
         )
-        assert returned is extra and torch.equal(extra, x[own]) and torch.equal(ub.get_buffer(), x)
+        assert returned is extra and torch.equal(extra, x[local]) and torch.equal(ub.get_buffer(), x)
         assert torch.equal(y, general_gemm(w, x, torch.float32)[0])
         with pytest.raises(ValueError, match="B has other memory"):
             general_gemm(w, x, torch.float32, ub=ub, ub_type=AG)
         # FP8: the buffer holds all ranks' codes, with one scale.
         quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device, columnwise=False)
-        whole = quantizer(x)
+        full = quantizer(x)
         codes = create_buffer(cls, torch.uint8, AG)
         assert codes.is_fp8_ubuf() and not ub.is_fp8_ubuf()
-        codes.copy_into_buffer(whole._data[own], local_chunk=True)
+        codes.copy_into_buffer(full._data[local], local_chunk=True)
         scattered = te.Float8Tensor(
-            shape=(ROWS, DEPTH), dtype=torch.float32, data=codes.get_buffer(), fp8_scale_inv=whole._scale_inv,
+            shape=(ROWS, DEPTH), dtype=torch.float32, data=codes.get_buffer(), fp8_scale_inv=full._scale_inv,
             fp8_dtype=te.DType.kFloat8E4M3, quantizer=quantizer,
         )  # fmt: skip
         weight = quantizer(w)
         y = general_gemm(weight, scattered, torch.float32, ub=codes, ub_type=AG)[0]
-        assert torch.equal(y, general_gemm(weight, whole, torch.float32)[0])
+        assert torch.equal(y, general_gemm(weight, full, torch.float32)[0])
         results.append(y)
     return results
 
 
 def reduce_scatter_products(device: torch.device) -> list[torch.Tensor]:
     rank, half = dist.get_rank(), DEPTH // SIZE
-    own = slice(rank * half, (rank + 1) * half)
+    local = slice(rank * half, (rank + 1) * half)
     x, w = values(ROWS, DEPTH, seed=1, device=device), values(COLUMNS, DEPTH, seed=2, device=device)
     results = []
     for cls in CLASSES:
         ub = create_buffer(cls, torch.float32, RS, COLUMNS)
         rows = torch.empty(ROWS // SIZE, COLUMNS, device=device)
         y, _, _, extra = general_gemm(
-            w[:, own], x[:, own], torch.float32, ub=ub, ub_type=RS, extra_output=rows
+            w[:, local], x[:, local], torch.float32, ub=ub, ub_type=RS, extra_output=rows
         )
-        assert extra is rows and torch.equal(y, general_gemm(w[:, own], x[:, own], torch.float32)[0])
+        assert extra is rows and torch.equal(y, general_gemm(w[:, local], x[:, local], torch.float32)[0])
         with pytest.raises(ValueError, match="RS without extra_output"):
-            general_gemm(w[:, own], x[:, own], torch.float32, ub=ub, ub_type=RS)
+            general_gemm(w[:, local], x[:, local], torch.float32, ub=ub, ub_type=RS)
         results.append(rows)
     return results
 
 
 def bulk_collectives(device: torch.device) -> list[torch.Tensor]:
     rank = dist.get_rank()
-    own = slice(rank * ROWS // SIZE, (rank + 1) * ROWS // SIZE)
+    local = slice(rank * ROWS // SIZE, (rank + 1) * ROWS // SIZE)
     x, w = values(ROWS, DEPTH, seed=1, device=device), values(COLUMNS, DEPTH, seed=2, device=device)
     expected = general_gemm(w, x, torch.float32)[0]
     ub = create_buffer(tex.CommOverlap, torch.float32, AG)
-    ub.copy_into_buffer(x[own], local_chunk=True)
+    ub.copy_into_buffer(x[local], local_chunk=True)
     assert torch.equal(general_gemm(w, x, torch.float32, ub=ub, ub_type=AG, bulk_overlap=True)[0], expected)
     gathered = ub.get_buffer().clone()
     ub.copy_into_buffer(x * (rank + 1))
@@ -99,7 +99,7 @@ def bulk_collectives(device: torch.device) -> list[torch.Tensor]:
     with pytest.raises(ValueError, match="codes have no scale"):
         general_gemm(w, x, torch.float32, ub=codes, ub_type=RS, bulk_overlap=True)
     external = create_buffer(tex.CommOverlapP2P, torch.float32, AG)
-    external.copy_into_buffer(x[own], local_chunk=True)
+    external.copy_into_buffer(x[local], local_chunk=True)
     send, receive = external.get_communication_stream()
     tex.bulk_overlap_ag_with_external_gemm(external, send, receive)
     if receive is not None:

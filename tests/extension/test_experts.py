@@ -95,5 +95,5 @@ def test_the_balancing_loss_and_its_gradient(device, graph_safe):
     loss, constant = forward(probs.detach(), tokens, total, E, T, E, K, 0.01)
     expected = fused_moe_aux_loss(probs, tokens, T, E, K, 0.01)
     torch.testing.assert_close(loss, expected)
-    made = tex.fused_moe_aux_loss_bwd(constant, tokens, T, E, torch.ones_like(loss))
-    torch.testing.assert_close(made, torch.autograd.grad(expected, probs)[0])
+    result = tex.fused_moe_aux_loss_bwd(constant, tokens, T, E, torch.ones_like(loss))
+    torch.testing.assert_close(result, torch.autograd.grad(expected, probs)[0])

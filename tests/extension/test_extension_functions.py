@@ -21,11 +21,11 @@ def test_new_keys_follow_the_cached_ones_in_their_pages(form, device):
     new_lens, cached = [2, 1], [5, 1]  # the cached lengths count the new tokens
     k = sample(device, 3, 2, 4) if form == THD else sample(device, 2, 3, 2, 4)
     v = -k
-    given = [x.transpose(0, 1).contiguous() if form == SBHD else x for x in (k, v)]
+    args = [x.transpose(0, 1).contiguous() if form == SBHD else x for x in (k, v)]
     pages = torch.tensor([[4, 2], [0, 1]], dtype=torch.int32, device=device)
     caches = [torch.zeros(5, 4, 2, 4, device=device) for _ in range(2)]
     tex.copy_to_kv_cache(
-        *given,
+        *args,
         *caches,
         pages,
         cumulative(new_lens, device),
@@ -39,10 +39,10 @@ def test_new_keys_follow_the_cached_ones_in_their_pages(form, device):
     )
     first = k[:2] if form == THD else k[0, :2]
     second = k[2] if form == THD else k[1, 0]
-    want = torch.zeros(5, 4, 2, 4, device=device)
-    want[4, 3], want[2, 0], want[0, 0] = first[0], first[1], second
-    torch.testing.assert_close(caches[0], want, rtol=0, atol=0)
-    torch.testing.assert_close(caches[1], -want, rtol=0, atol=0)
+    expected = torch.zeros(5, 4, 2, 4, device=device)
+    expected[4, 3], expected[2, 0], expected[0, 0] = first[0], first[1], second
+    torch.testing.assert_close(caches[0], expected, rtol=0, atol=0)
+    torch.testing.assert_close(caches[1], -expected, rtol=0, atol=0)
 
 
 def test_a_contiguous_cache_follows_the_batch_order(device):
@@ -90,9 +90,9 @@ def test_packed_and_padded_sequences_convert_into_each_other(device):
 
 def test_filling_takes_a_value_or_the_first_row_to_clear(device):
     x = sample(device, 5, 2)
-    kept = x[:3].clone()
+    saved = x[:3].clone()
     tex.mha_fill(x, torch.tensor([3], device=device))
-    assert torch.equal(x[:3], kept) and not x[3:].any()
+    assert torch.equal(x[:3], saved) and not x[3:].any()
     tex.mha_fill(x, 2.5)
     assert bool((x == 2.5).all())
 
@@ -105,11 +105,11 @@ def test_rotation_and_its_gradient_are_those_of_the_module(form, interleaved, de
     bounds = cumulative([4, 2], device) if form == THD else None
     freqs = RotaryPositionEmbedding(8, interleaved=interleaved)(8).to(device)
     leaf = x.clone().requires_grad_()
-    want = apply_rotary_pos_emb(leaf, freqs, name, interleaved=interleaved, cu_seqlens=bounds)
+    expected = apply_rotary_pos_emb(leaf, freqs, name, interleaved=interleaved, cu_seqlens=bounds)
     grad = sample(device, *x.shape, seed=1)
     where = (None, form, interleaved, bounds, 1, 0)
-    torch.testing.assert_close(tex.fused_rope_forward(x, freqs, *where), want.detach())
-    (want_grad,) = torch.autograd.grad(want, leaf, grad)
+    torch.testing.assert_close(tex.fused_rope_forward(x, freqs, *where), expected.detach())
+    (want_grad,) = torch.autograd.grad(expected, leaf, grad)
     torch.testing.assert_close(tex.fused_rope_backward(grad, freqs, *where), want_grad)
 
 
@@ -122,12 +122,12 @@ def test_rotation_of_packed_projections_and_its_gradient(device):
     parts = qkv.split(sizes, dim=-1)
     want_q = apply_rotary_pos_emb(parts[0].reshape(4, 2, 6, 8), freqs[0], start_positions=start)
     want_k = apply_rotary_pos_emb(parts[1], freqs[1], start_positions=start)
-    for got, want in zip((q, k, v), (want_q, want_k, parts[2]), strict=True):
-        torch.testing.assert_close(got, want.detach())
+    for got, expected in zip((q, k, v), (want_q, want_k, parts[2]), strict=True):
+        torch.testing.assert_close(got, expected.detach())
     grads = [sample(device, *x.shape, seed=seed) for seed, x in enumerate((q, k, v))]
-    (want,) = torch.autograd.grad([want_q, want_k, parts[2]], qkv, grads)
+    (expected,) = torch.autograd.grad([want_q, want_k, parts[2]], qkv, grads)
     got = tex.fused_qkv_rope_backward(*grads, *freqs, sizes, SBHD, False, 1, 0, start_positions=start)
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, expected)
 
 
 def hidden(name, device):
@@ -156,13 +156,13 @@ def test_softmaxes_and_their_gradients(name, dtype, device):
     shape = (6, 6, 6) if "triang" in name else (2, 3, 4, 6)
     x = sample(device, *shape, seed=1, dtype=dtype)
     wide = x.double().requires_grad_()
-    want = torch.softmax((0.7 * wide).masked_fill(mask, -torch.inf), dim=-1).nan_to_num()
+    expected = torch.softmax((0.7 * wide).masked_fill(mask, -torch.inf), dim=-1).nan_to_num()
     extra = [mask] if name == "scaled_masked_softmax" else []
     got = getattr(tex, name + "_forward")(x, *extra, 0.7)
     close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 8e-3}
     assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), want.detach(), **close)
+    torch.testing.assert_close(got.double(), expected.detach(), **close)
     grad = sample(device, *shape, seed=2, dtype=dtype)
-    (want_grad,) = torch.autograd.grad(want, wide, grad.double())
+    (want_grad,) = torch.autograd.grad(expected, wide, grad.double())
     got = getattr(tex, name + "_backward")(grad, got, 0.7)
     torch.testing.assert_close(got.double(), want_grad, **{**close, "atol": 4 * close["atol"]})

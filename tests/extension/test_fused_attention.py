@@ -73,44 +73,44 @@ def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax
     sink = {"vanilla": None, "off-by-one": torch.zeros(HEADS).double(), "learnable": extra[-1:] and extra[-1]}
     slopes = [2.0 ** (-8.0 * (h + 1) / HEADS) for h in range(HEADS)]
 
-    def added(b, h, i, j):
+    def add_buffers(b, h, i, j):
         if bias == "alibi":
             shift = LENGTH - LENGTH if "padding" not in mask else lengths_kv[b] - lengths_q[b]
             return -slopes[h] * abs(j - i - (shift if "bottom" in mask or "causal" not in mask else 0))
         return extra[0][0, h, i, j] if table is not None else 0.0
 
     sees = visibility(mask, LENGTH, LENGTH, lengths_q, lengths_kv, window)
-    want, _ = attend(*leaves, sees, None, added, bias == "pre_scale_bias", sink[softmax])
-    want_gradients = torch.autograd.grad(want, [*leaves, *extra], grad.double().flatten(-2))
+    expected, _ = attend(*leaves, sees, None, add_buffers, bias == "pre_scale_bias", sink[softmax])
+    want_gradients = torch.autograd.grad(expected, [*leaves, *extra], grad.double().flatten(-2))
 
     q, grad = (convert_layout(x, formats[0], lengths_q).to(device, dtype) for x in (q, grad))
     k, v = (convert_layout(x, formats[1], lengths_kv).to(device, dtype) for x in (k, v))
     bounds = [cumulative(n, device) for n in (lengths_q, lengths_kv)]
     kinds = [LAYOUTS[layout], BIASES[bias], MASKS[mask], SOFTMAXES[softmax], window]
     before, after = (LENGTH, LENGTH), (1.0 / math.sqrt(SIZE), options.pop("dropout", 0.0), True)
-    given = None if offset is None else offset.view(1, HEADS, 1, 1).to(device)
+    argument = None if offset is None else offset.view(1, HEADS, 1, 1).to(device)
     out = tex.fused_attn_fwd(
         *before, True, *after, *kinds, *bounds, q, k, v, dtype,
-        Bias=None if table is None else table.to(device), SoftmaxOffset=given, **options,
+        Bias=None if table is None else table.to(device), SoftmaxOffset=argument, **options,
     )  # fmt: skip
     aux = [x for i, x in enumerate(out) if i > 0 and not (options.get("return_max_logit") and i == 2)]
     gradients = tex.fused_attn_bwd(
         *before, *after, *kinds, True, *bounds, q, k, v, out[0], grad, dtype,
         TE_DType[dtype], aux,
     )  # fmt: skip
-    wanted = [convert_layout(want.unflatten(-1, (HEADS, SIZE)).detach(), formats[0], lengths_q)]
+    reference = [convert_layout(expected.unflatten(-1, (HEADS, SIZE)).detach(), formats[0], lengths_q)]
     for x, axes, lengths in zip(
         want_gradients,
         (formats[0], formats[1], formats[1]),
         (lengths_q, lengths_kv, lengths_kv),
         strict=False,
     ):
-        wanted.append(convert_layout(x, axes, lengths))
-    return out, gradients, wanted, list(want_gradients[3:])
+        reference.append(convert_layout(x, axes, lengths))
+    return out, gradients, reference, list(want_gradients[3:])
 
 
-def check(found, gradients, wanted, extra, close=CLOSE):
-    for ours, theirs in zip([found[0], *gradients[:3]], wanted, strict=True):
+def check(found, gradients, expected, extra, close=CLOSE):
+    for ours, theirs in zip([found[0], *gradients[:3]], expected, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.cpu().double(), theirs, **close)
     for ours, theirs in zip([x for x in gradients[3:] if x is not None], extra, strict=True):
@@ -144,15 +144,15 @@ def test_windows_end_behind_their_left_side(window, device):
 
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_have_their_gradient(bias, device):
-    out, gradients, *wanted = run(device, bias=bias)
-    check(out, gradients, *wanted)
+    out, gradients, *expected = run(device, bias=bias)
+    check(out, gradients, *expected)
     assert (gradients[3] is None) == ("scale" not in bias)
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_softmax_offsets_have_their_gradient(softmax, device):
-    out, gradients, *wanted = run(device, softmax=softmax)
-    check(out, gradients, *wanted)
+    out, gradients, *expected = run(device, softmax=softmax)
+    check(out, gradients, *expected)
     assert (gradients[4] is None) == (softmax != "learnable")
 
 
@@ -197,8 +197,8 @@ def test_dropout_is_replayed_by_the_backward(device):
     )  # fmt: skip
     # Summed over keys, dv equals the kept probabilities summed over queries, which are the output.
     torch.testing.assert_close(grad_v.sum(dim=1), out.sum(dim=1), atol=1e-4, rtol=1e-4)
-    again = tex.fused_attn_fwd(8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32)
-    assert not torch.equal(again[2], state)
+    repeated = tex.fused_attn_fwd(8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32)
+    assert not torch.equal(repeated[2], state)
 
 
 @pytest.mark.parametrize("keys", ["BSHD", "SBHD"])
@@ -210,8 +210,8 @@ def test_pages_are_read_through_their_table(queries, keys, device):
     dense = [x[pages.cpu().long()].flatten(1, 2) for x in (k, v)]
     mask = "padding_causal_bottom_right"
     sees = visibility(mask, 3, 8, lengths_q, lengths_kv)
-    want, _ = attend(q.double(), *(x.double() for x in dense), sees)
-    want = want.unflatten(-1, (HEADS, SIZE))
+    expected, _ = attend(q.double(), *(x.double() for x in dense), sees)
+    expected = expected.unflatten(-1, (HEADS, SIZE))
     out, *_ = tex.fused_attn_fwd(
         3, 8, False, 1.0 / math.sqrt(SIZE), 0.0, True, LAYOUTS[f"Paged_KV_{queries}_{keys}_{keys}"],
         BIASES["no_bias"], MASKS[mask], SOFTMAXES["vanilla"], (-1, -1),
@@ -219,7 +219,9 @@ def test_pages_are_read_through_their_table(queries, keys, device):
         convert_layout(q, queries.lower(), lengths_q).to(device), *(convert_layout(x, keys.lower(), None).to(device)
         for x in (k, v)), torch.float32, page_table_k=pages, page_table_v=pages,
     )  # fmt: skip
-    torch.testing.assert_close(out.cpu().double(), convert_layout(want, queries.lower(), lengths_q), **CLOSE)
+    torch.testing.assert_close(
+        out.cpu().double(), convert_layout(expected, queries.lower(), lengths_q), **CLOSE
+    )
 
 
 def test_a_page_table_and_its_layout_belong_together(device):
@@ -287,12 +289,12 @@ def test_the_softmax_quantizer_learns_the_largest_probability(device):
 
 def test_interleaved_buffers_are_split_and_merged(device):
     buffer = sample(5, 2, 3, 12).to(device)
-    apart = tex.fa_prepare_fwd(buffer)
-    assert apart.shape == (3, 2, 5, 3, 4) and apart.is_contiguous()
-    for got, want in zip(apart, buffer.chunk(3, dim=-1), strict=True):
-        assert torch.equal(got, want.transpose(0, 1))
-    assert torch.equal(tex.fa_prepare_fwd(buffer[..., :4]), apart)
-    assert torch.equal(tex.fa_prepare_bwd(*apart), buffer)
+    separate = tex.fa_prepare_fwd(buffer)
+    assert separate.shape == (3, 2, 5, 3, 4) and separate.is_contiguous()
+    for got, expected in zip(separate, buffer.chunk(3, dim=-1), strict=True):
+        assert torch.equal(got, expected.transpose(0, 1))
+    assert torch.equal(tex.fa_prepare_fwd(buffer[..., :4]), separate)
+    assert torch.equal(tex.fa_prepare_bwd(*separate), buffer)
     with pytest.raises(ValueError, match=r"neither ends in 3 \* d features"):
         tex.fa_prepare_fwd(buffer[..., :4].contiguous())
 

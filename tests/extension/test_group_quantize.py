@@ -66,8 +66,8 @@ def test_random_groups_have_the_codes_and_scales_of_their_matrices(name, seed, d
         assert same_payload(member, quantizer(name, device, **usage)(piece))
     assert group.offsets == ends  # known once the shapes are read
     for buffer in ("rowwise_data", "columnwise_data", "scale_inv", "columnwise_scale_inv"):
-        held = getattr(group, buffer)
-        assert held is None or (held.dim() == 1 and held.is_contiguous())
+        contents = getattr(group, buffer)
+        assert contents is None or (contents.dim() == 1 and contents.is_contiguous())
     values = group.dequantize()
     assert torch.equal(values[: sum(rows)], torch.cat([member.dequantize() for member in members]))
 
@@ -113,8 +113,8 @@ def test_equal_first_dims_stay_varying(device):
     assert group.first_dims.tolist() == [32, 32] and group.shape == (64, 32)
     assert group.split_into_quantized_tensors()[1].shape == (32, 32)
     offsets = torch.tensor([0, 1024, 2048], device=device)
-    given = tex.group_quantize(x, quantizer("mxfp8", device), 2, group.first_dims, tensor_offsets=offsets)
-    assert given.tensor_offsets is offsets
+    argument = tex.group_quantize(x, quantizer("mxfp8", device), 2, group.first_dims, tensor_offsets=offsets)
+    assert argument.tensor_offsets is offsets
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4_2d"])

@@ -35,13 +35,13 @@ def test_grouped_products_equal_per_matrix_products(layout, kind, accumulate, de
         expected.append(product + result * accumulate)
     A = a if kind == "list of A" else create_group(a)
     results = out if kind == "list of results" else create_group(out)
-    made = general_grouped_gemm_for_grouped_tensor(
+    output = general_grouped_gemm_for_grouped_tensor(
         A, create_group(b), results, layout=layout, accumulate=accumulate
     )
-    assert made is results
-    found = made if kind == "list of results" else made.members()
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert output is results
+    found = output if kind == "list of results" else output.members()
+    for got, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-4, atol=1e-4)
 
 
 def test_factors_and_scaled_biases_per_matrix(device):
@@ -62,8 +62,8 @@ def test_factors_and_scaled_biases_per_matrix(device):
     )
     parts = scales.split([8, 24])
     for i, got in enumerate(out.members()):
-        wanted = alpha[i] * (x[i] @ w[i].t()) + parts[i][:, None] * biases[i]
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        expected = alpha[i] * (x[i] @ w[i].t()) + parts[i][:, None] * biases[i]
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_quantized_groups_are_multiplied_by_their_codes(device):
@@ -133,13 +133,13 @@ def test_recomputed_activations_are_quantized_by_group(clamped, device):
 def test_given_maxima_and_preparations_of_attention(device):
     x = torch.randn(32, 64, device=device)
     cast = te.NVFP4Quantizer()
-    own = cast(x)
-    given = tex.nvfp4_quantize_with_amax(x, cast, own._amax_rowwise, own._amax_columnwise)
-    assert same_payload(own, given)
-    larger = tex.nvfp4_quantize_with_amax(x, cast, 2 * own._amax_rowwise, None)
-    assert torch.equal(larger._amax_rowwise, 2 * own._amax_rowwise)
+    local = cast(x)
+    argument = tex.nvfp4_quantize_with_amax(x, cast, local._amax_rowwise, local._amax_columnwise)
+    assert same_payload(local, argument)
+    larger = tex.nvfp4_quantize_with_amax(x, cast, 2 * local._amax_rowwise, None)
+    assert torch.equal(larger._amax_rowwise, 2 * local._amax_rowwise)
     q = torch.randn(5, 2, 3, 6, device=device)  # sbhd
-    (turned,) = tex.multi_tensor_transpose_to_bhsd([q], tex.NVTE_QKV_Format.NVTE_SBHD)
-    assert torch.equal(turned, q.permute(1, 2, 0, 3)) and turned.is_contiguous()
+    (transposed,) = tex.multi_tensor_transpose_to_bhsd([q], tex.NVTE_QKV_Format.NVTE_SBHD)
+    assert torch.equal(transposed, q.permute(1, 2, 0, 3)) and transposed.is_contiguous()
     (padded,) = tex.multi_tensor_pad_last_dim([q], 8)
     assert padded.shape == (5, 2, 3, 8) and torch.equal(padded[..., :6], q) and not padded[..., 6:].any()

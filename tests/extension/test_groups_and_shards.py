@@ -37,9 +37,9 @@ def test_a_group_has_the_codes_of_its_matrices(name, rows):
     values = tex.group_dequantize(group, torch.float32)
     expected = torch.cat([quantizer(piece).dequantize(dtype=torch.float32) for piece in pieces])
     assert torch.equal(torch.cat([m.reshape(-1, 64) for m in values.members()]), expected)
-    sums, again = tex.bgrad_group_quantize(x, quantizer, len(used), dims)
+    sums, repeated = tex.bgrad_group_quantize(x, quantizer, len(used), dims)
     assert torch.equal(sums, torch.stack([p.sum(0, dtype=torch.float32).bfloat16() for p in pieces]))
-    assert torch.equal(again.rowwise_data, group.rowwise_data)
+    assert torch.equal(repeated.rowwise_data, group.rowwise_data)
 
 
 def test_a_group_is_written_in_place_unless_the_flag_is_set():
@@ -78,8 +78,8 @@ def test_offsets_and_allocations():
 def test_fp4_codes_are_transposed():
     codes = torch.randint(0, 16, (6, 10), dtype=torch.uint8)
     packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    turned = codes.t()
-    expected = turned[:, 0::2] | (turned[:, 1::2] << 4)
+    transposed = codes.t()
+    expected = transposed[:, 0::2] | (transposed[:, 1::2] << 4)
     assert torch.equal(tex.nvfp4_data_transpose(packed), expected)
     out = torch.empty_like(expected)
     assert tex.nvfp4_data_transpose(packed, out) is out and torch.equal(out, expected)
@@ -185,7 +185,7 @@ def test_block_scaled_shards_equal_the_full_quantized_weight(dtype):
 def test_mxfp8_shards_are_the_codes_of_the_quantizer():
     h, w = 64, 96
     weight = torch.randn(h, w, dtype=torch.bfloat16)
-    whole = te.MXFP8Quantizer(E4M3)(weight)
+    full = te.MXFP8Quantizer(E4M3)(weight)
     amaxes = (torch.zeros(h, w // 32, dtype=torch.bfloat16), torch.zeros(h // 32, w, dtype=torch.bfloat16))
     for start, shard in shards(weight):
         parts = [torch.empty_like(amax) for amax in amaxes]
@@ -198,30 +198,30 @@ def test_mxfp8_shards_are_the_codes_of_the_quantizer():
     for start, shard in shards(weight):
         where = slice(start, start + shard.numel())
         tex.mxfp8_scaling_partial_cast(shard, rowwise[where], columnwise[where], *exponents, h, w, start)
-    assert torch.equal(exponents[0], whole._rowwise_scale_inv[:h, : w // 32])
-    assert torch.equal(rowwise.view(h, w), whole._rowwise_data)
-    assert torch.equal(columnwise.view(h, w), whole._columnwise_data)
+    assert torch.equal(exponents[0], full._rowwise_scale_inv[:h, : w // 32])
+    assert torch.equal(rowwise.view(h, w), full._rowwise_data)
+    assert torch.equal(columnwise.view(h, w), full._columnwise_data)
 
 
 def test_nvfp4_shards_are_the_codes_of_the_quantizer():
     h, w = 48, 64
     weight = torch.randn(h, w, dtype=torch.bfloat16)
-    whole = te.NVFP4Quantizer(with_2d_quantization=True)(weight)
+    full = te.NVFP4Quantizer(with_2d_quantization=True)(weight)
     amax = torch.zeros(3, 4)
     for start, shard in shards(weight, even=True):
         part = torch.empty_like(amax)
         tex.nvfp4_2d_compute_partial_amax(shard, part, h, w, start)
         amax = torch.maximum(amax, part)
     assert torch.equal(amax, weight.float().view(3, 16, 4, 16).abs().amax((1, 3)))
-    scales = whole._rowwise_scale_inv.view(torch.float8_e4m3fn).float()[:h:16, :4]
-    global_scale = torch.div(torch.full((1,), 448.0 * 6.0), whole._amax_rowwise)
+    scales = full._rowwise_scale_inv.view(torch.float8_e4m3fn).float()[:h:16, :4]
+    global_scale = torch.div(torch.full((1,), 448.0 * 6.0), full._amax_rowwise)
     packed = torch.empty(h * w // 2, dtype=torch.uint8)
     for start, shard in shards(weight, even=True):
         out = packed[start // 2 : (start + shard.numel()) // 2]
         tex.nvfp4_2d_partial_cast(shard, out, scales, global_scale, h, w, start)
-    assert torch.equal(packed.view(h, w // 2), whole._rowwise_data)
+    assert torch.equal(packed.view(h, w // 2), full._rowwise_data)
     with pytest.raises(ValueError, match="cuts a byte"):
-        tex.nvfp4_2d_partial_cast(weight.view(-1)[1:3], packed[:1], scales, whole._amax_rowwise, h, w, 1)
+        tex.nvfp4_2d_partial_cast(weight.view(-1)[1:3], packed[:1], scales, full._amax_rowwise, h, w, 1)
 
 
 SCALED = {
@@ -252,17 +252,17 @@ def test_scaled_activations_equal_float64_and_autograd(name, interleave):
     dy = torch.randn_like(y)
     y.backward(dy)
     options = {"glu_interleave_size": interleave} if interleave else {}
-    given = (x.detach().float(), scales.detach().float(), None, *constants)
-    made = getattr(tex, f"scaled_{name}")(*given, **options)
-    torch.testing.assert_close(made.double(), y.detach(), rtol=1e-5, atol=1e-5)
+    args = (x.detach().float(), scales.detach().float(), None, *constants)
+    result = getattr(tex, f"scaled_{name}")(*args, **options)
+    torch.testing.assert_close(result.double(), y.detach(), rtol=1e-5, atol=1e-5)
     prefix, _, kind = name.rpartition("_")
     backward = getattr(tex, "_".join(filter(None, ("scaled", prefix, f"d{kind}"))))
-    dx, dscales = backward(dy.float(), *given, **options)
+    dx, dscales = backward(dy.float(), *args, **options)
     torch.testing.assert_close(dx.double(), x.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dscales.double(), scales.grad, rtol=1e-4, atol=1e-5)
-    assert backward(dy.float(), *given, **options, compute_scale_grad=False)[1] is None
+    assert backward(dy.float(), *args, **options, compute_scale_grad=False)[1] is None
     with pytest.raises(TypeError, match="constants"):
-        getattr(tex, f"scaled_{name}")(*given, nothing=1.0)
+        getattr(tex, f"scaled_{name}")(*args, nothing=1.0)
 
 
 def test_situ_glu_and_a_quantized_result():
@@ -281,8 +281,8 @@ def test_situ_glu_and_a_quantized_result():
             call()
     inputs = torch.randn(16, 32), torch.rand(16)
     quantizer = QUANTIZERS["current"]()
-    made = tex.scaled_swiglu(*inputs, quantizer)
-    assert torch.equal(made._data, quantizer(tex.scaled_swiglu(*inputs, None))._data)
+    result = tex.scaled_swiglu(*inputs, quantizer)
+    assert torch.equal(result._data, quantizer(tex.scaled_swiglu(*inputs, None))._data)
 
 
 def test_margins_of_quantile_balancing():

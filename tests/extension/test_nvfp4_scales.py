@@ -32,10 +32,10 @@ def test_steps_over_shards_give_the_codes_and_scales_of_whole_weights(shards, de
     bounds = [[w.numel() * i // shards // 2 * 2 for i in range(shards + 1)] for w in weights]
     for i in range(shards):
         parts = [w.view(-1)[b[i] : b[i + 1]] for w, b in zip(weights, bounds, strict=True)]
-        own, largest = [torch.full_like(a, 7) for a in amaxes], [torch.full_like(m, 7) for m in maxima]
+        local, largest = [torch.full_like(a, 7) for a in amaxes], [torch.full_like(m, 7) for m in maxima]
         starts = [b[i] for b in bounds]
-        tex.nvfp4_multi_tensor_compute_partial_amax(parts, own, largest, heights, widths, starts)
-        for total, part in zip((*amaxes, *maxima), (*own, *largest), strict=True):
+        tex.nvfp4_multi_tensor_compute_partial_amax(parts, local, largest, heights, widths, starts)
+        for total, part in zip((*amaxes, *maxima), (*local, *largest), strict=True):
             torch.maximum(total, part, out=total)
     assert [m.item() for m in maxima] == [w.abs().max().item() for w in weights]
     scales = [torch.empty_like(a) for a in amaxes]
@@ -113,12 +113,12 @@ def test_groups_with_given_maxima_have_the_codes_of_their_matrices(options, rows
     x = torch.randn(48, 64, device=device).bfloat16()
     cast = te.NVFP4Quantizer(**options)
     pieces = x.split(rows or [16] * 3)
-    own = [cast(piece) for piece in pieces]
-    maxima = [torch.cat([getattr(q, name) for q in own]) for name in ("_amax_rowwise", "_amax_columnwise")]
+    local = [cast(piece) for piece in pieces]
+    maxima = [torch.cat([getattr(q, name) for q in local]) for name in ("_amax_rowwise", "_amax_columnwise")]
     first_dims = None if rows is None else torch.tensor(rows, device=device)
     group = tex.nvfp4_group_quantize_with_amax(x, cast, 3, first_dims, None, *maxima)
     assert group.first_dims is first_dims and group.num_tensors == 3
-    for member, expected in zip(group.split_into_quantized_tensors(), own, strict=True):
+    for member, expected in zip(group.split_into_quantized_tensors(), local, strict=True):
         assert same_payload(member, expected)
     doubled = tex.nvfp4_group_quantize_with_amax(x, cast, 3, first_dims, None, 2 * maxima[0], maxima[1])
     assert torch.equal(doubled.amax, 2 * maxima[0])

@@ -28,18 +28,19 @@ def layer(device, dtype):
     return [sample(device, *shape, dtype=dtype, seed=i) for i, shape in enumerate(((M, K), (N, K), (M, N)))]
 
 
-def close(found, wanted):
+def close(found, expected):
     tolerance = 2e-2 if found.dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance * 8)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance * 8)
 
 
-def close_to_codes(found, wanted, left, right, transposed):
+def close_to_codes(found, expected, left, right, transposed):
     """Tolerance relative to sum(|a| |b|): a GPU keeps about 14 bits in a partial sum of FP8 products."""
     left, right = (
-        x.abs().t() if turned else x.abs() for x, turned in zip((left, right), transposed, strict=True)
+        x.abs().t() if is_transposed else x.abs()
+        for x, is_transposed in zip((left, right), transposed, strict=True)
     )
     bound = (2.0**-12 if found.is_cuda else 2.0**-20) * (left @ right)
-    assert bool(((found.double() - wanted).abs() <= bound).all())
+    assert bool(((found.double() - expected).abs() <= bound).all())
 
 
 def test_the_three_layouts_are_the_three_products_of_a_layer(device, dtype):
@@ -70,16 +71,16 @@ def test_quantized_products_equal_products_of_dequantized_values(device, dtype):
         cpp.general_gemm(qw, qdy, out_dtype=dtype, layout="NN", use_split_accumulator=True)[0],
         cpp.general_gemm(qx, qdy, out_dtype=dtype, layout="NT", use_split_accumulator=True)[0],
     ]
-    for product, wanted in zip(found, (x @ w.t(), dy @ w, dy.t() @ x), strict=True):
-        close(product, wanted)
+    for product, expected in zip(found, (x @ w.t(), dy @ w, dy.t() @ x), strict=True):
+        close(product, expected)
 
 
 def test_a_quantizer_makes_the_result(device, dtype):
     x, w, _ = layer(device, dtype)
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device, columnwise=False)
-    made = cpp.general_gemm(w, x, quantization_params=quantizer)[0]
-    assert isinstance(made, te.Float8Tensor)
-    assert torch.equal(made._data, quantizer(cpp.general_gemm(w, x)[0])._data)
+    result = cpp.general_gemm(w, x, quantization_params=quantizer)[0]
+    assert isinstance(result, te.Float8Tensor)
+    assert torch.equal(result._data, quantizer(cpp.general_gemm(w, x)[0])._data)
 
 
 def test_bias_is_added_forward_and_summed_up_backward(device, dtype):
@@ -100,8 +101,8 @@ def test_gelu_and_its_derivative(device, dtype):
     close(out, gelu(exact, approximate="tanh").detach())
     weight = sample(device, K, N, dtype=dtype, seed=6)  # for a second layer, whose input is a gelu result
     grad = sample(device, M, K, dtype=dtype, seed=7)
-    (want,) = torch.autograd.grad(gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float())
-    close(cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0], want)
+    (expected,) = torch.autograd.grad(gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float())
+    close(cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0], expected)
     with pytest.raises(ValueError, match="needs gelu_in"):
         cpp.general_gemm(weight, grad, layout="NN", gelu=True, grad=True)
 
@@ -109,19 +110,19 @@ def test_gelu_and_its_derivative(device, dtype):
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, None), (0.5, None), (1.0, 0.25), (2.0, 0.5)])
 def test_results_accumulate_into_the_output(alpha, beta, device, dtype):
     x, _, dy = layer(device, dtype)
-    held = sample(device, N, K, seed=8)
-    want = alpha * (dy.float().t() @ x.float()) + (1.0 if beta is None else beta) * held
-    made = cpp.general_gemm(x, dy, layout="NT", out=held, accumulate=True, alpha=alpha, beta=beta)[0]
-    assert made is held
-    torch.testing.assert_close(held, want, rtol=2e-2, atol=0.2)
+    contents = sample(device, N, K, seed=8)
+    expected = alpha * (dy.float().t() @ x.float()) + (1.0 if beta is None else beta) * contents
+    result = cpp.general_gemm(x, dy, layout="NT", out=contents, accumulate=True, alpha=alpha, beta=beta)[0]
+    assert result is contents
+    torch.testing.assert_close(contents, expected, rtol=2e-2, atol=0.2)
 
 
 def test_a_beta_of_zero_ignores_the_old_output(device, dtype):
     x, w, _ = layer(device, dtype)
-    held = torch.full((M, N), torch.nan, device=device, dtype=dtype)
-    made = cpp.general_gemm(w, x, out=held, accumulate=True, beta=0.0)[0]
-    assert made is held
-    close(held, x.float() @ w.float().t())
+    contents = torch.full((M, N), torch.nan, device=device, dtype=dtype)
+    result = cpp.general_gemm(w, x, out=contents, accumulate=True, beta=0.0)[0]
+    assert result is contents
+    close(contents, x.float() @ w.float().t())
 
 
 @pytest.mark.parametrize(
@@ -133,12 +134,12 @@ def test_a_beta_of_zero_ignores_the_old_output(device, dtype):
 )
 def test_a_rejected_accumulation_changes_nothing(options, match, device, dtype):
     x, w, _ = layer(device, dtype)
-    held = torch.ones(M, N, device=device, dtype=dtype)
+    contents = torch.ones(M, N, device=device, dtype=dtype)
     with pytest.raises(ValueError, match=match):
-        cpp.general_gemm(w, x, **{"out": held, **options})
+        cpp.general_gemm(w, x, **{"out": contents, **options})
     with pytest.raises(ValueError, match="the product is"):
-        cpp.general_gemm(w, x, out=held[:, 1:], accumulate=True, beta=2.0)
-    assert torch.equal(held, torch.ones_like(held))
+        cpp.general_gemm(w, x, out=contents[:, 1:], accumulate=True, beta=2.0)
+    assert torch.equal(contents, torch.ones_like(contents))
 
 
 def test_matrices_with_two_dtypes_are_multiplied_in_the_wider_one(device):
@@ -192,15 +193,15 @@ def needs_blocks(device):
 
 def test_both_operands_may_be_transposed(device, dtype):
     a, b = sample(device, N, M, dtype=dtype), sample(device, M, K, dtype=dtype, seed=1)
-    want = b.double().t() @ a.double().t()
+    expected = b.double().t() @ a.double().t()
     found = generic(a, True, b, True)[0]
     assert found.shape == (K, N)
-    close(found, want)
-    held = sample(device, K, N, dtype=dtype, seed=2)
-    before = held.double()
-    assert generic(a, True, b, True, D=held, accumulate=True)[0] is held
-    close(held, before + want)
-    close(generic(a, True, b.view(4, M // 4, K), True)[0], want)
+    close(found, expected)
+    contents = sample(device, K, N, dtype=dtype, seed=2)
+    before = contents.double()
+    assert generic(a, True, b, True, D=contents, accumulate=True)[0] is contents
+    close(contents, before + expected)
+    close(generic(a, True, b.view(4, M // 4, K), True)[0], expected)
 
 
 @pytest.mark.parametrize(("a_blocks", "b_blocks"), [(1, 1), (1, 2), (2, 1)])
@@ -213,9 +214,9 @@ def test_blocks_are_read_along_the_axis_that_is_contracted(a_blocks, b_blocks, t
     qa = blocks(a_blocks, rowwise=trans_a, columnwise=not trans_a)(a)
     qb = blocks(b_blocks, rowwise=not trans_b, columnwise=trans_b)(b)
     left, right = (q.dequantize().double() for q in (qb, qa))
-    want = (left.t() if trans_b else left) @ (right.t() if trans_a else right)
+    expected = (left.t() if trans_b else left) @ (right.t() if trans_a else right)
     close_to_codes(
-        generic(qa, trans_a, qb, trans_b, dtype=torch.float32)[0], want, left, right, (trans_b, trans_a)
+        generic(qa, trans_a, qb, trans_b, dtype=torch.float32)[0], expected, left, right, (trans_b, trans_a)
     )
 
 
@@ -246,8 +247,8 @@ def test_a_bias_may_be_a_row(quantized, device, dtype):
         generic(w, True, x, False, **options)[0],
         generic(w, True, x, False, **options | {"bias": bias[0]})[0],
     )
-    whole = [generic(w, True, x, False, dtype=dtype, gelu=True, bias=b)[0] for b in (bias, bias[0])]
-    assert torch.equal(whole[0], whole[1])
+    full = [generic(w, True, x, False, dtype=dtype, gelu=True, bias=b)[0] for b in (bias, bias[0])]
+    assert torch.equal(full[0], full[1])
     if not quantized:
         close(generic(x, False, dy, True, bias=bias, grad=True)[1], dy.float().sum(0))
     with pytest.raises(ValueError, match="the bias has shape"):
@@ -267,10 +268,10 @@ def test_unsupported_products_of_blocks_are_rejected(w_blocks, rows, options, ma
     x, w, _ = layer(device, torch.bfloat16)
     both = w_blocks == "x"
     qx, qw = blocks(2 if both else 1)(x[:rows]), blocks(2)(w)
-    held = torch.ones(rows, N, device=device)
+    contents = torch.ones(rows, N, device=device)
     with pytest.raises(RuntimeError, match=match):
-        generic(qw, True, qx, False, D=held, **options)
-    assert torch.equal(held, torch.ones_like(held))
+        generic(qw, True, qx, False, D=contents, **options)
+    assert torch.equal(contents, torch.ones_like(contents))
     for extents in ((K - 8, N), (K, N - 8)):
         narrow_x, narrow_w = (
             blocks(1)(x[:, : extents[0]].contiguous()),
@@ -298,13 +299,13 @@ def test_grouped_products_equal_single_products(options, single, device, dtype):
     x = sample(device, sum(splits), K, dtype=dtype).split(splits)
     weights = [sample(device, N, K, dtype=dtype, seed=i) for i in range(3)]
     biases = [sample(device, N, dtype=dtype, seed=9 + i) for i in range(3)]
-    whole = torch.empty(sum(splits), N, device=device, dtype=dtype)
-    out = [whole] if single else list(whole.split(splits))
+    full = torch.empty(sum(splits), N, device=device, dtype=dtype)
+    out = [full] if single else list(full.split(splits))
     _, _, before = cpp.general_grouped_gemm(
         weights, x, out, m_splits=splits, bias=biases, single_output=single, **options
     )
     gelu_asked = options.get("gelu", False)
-    for i, part in enumerate(whole.split(splits)):
+    for i, part in enumerate(full.split(splits)):
         bias = biases[i] if options else None
         alone = cpp.general_gemm(weights[i], x[i], bias=bias, gelu=gelu_asked)
         assert torch.equal(part, alone[0])
@@ -315,12 +316,12 @@ def test_grouped_weight_gradients_accumulate_and_sum_the_biases(device, dtype):
     splits = [16, 32]
     x = sample(device, sum(splits), K, dtype=dtype).split(splits)
     dy = sample(device, sum(splits), N, dtype=dtype, seed=1).split(splits)
-    held = [torch.ones(N, K, device=device) for _ in splits]
+    contents = [torch.ones(N, K, device=device) for _ in splits]
     _, gradients, _ = cpp.general_grouped_gemm(
-        x, dy, held, layout="NT", m_splits=splits, grad=True, accumulate=True, use_bias=True
+        x, dy, contents, layout="NT", m_splits=splits, grad=True, accumulate=True, use_bias=True
     )
-    for i, found in enumerate(held):
+    for i, found in enumerate(contents):
         torch.testing.assert_close(found, 1 + dy[i].float().t() @ x[i].float(), rtol=2e-2, atol=0.2)
         torch.testing.assert_close(gradients[i].float(), dy[i].float().sum(0), rtol=2e-2, atol=0.2)
     with pytest.raises(ValueError, match="2 A, 1 B and 2 results"):
-        cpp.general_grouped_gemm(x, dy[:1], held, layout="NT")
+        cpp.general_grouped_gemm(x, dy[:1], contents, layout="NT")

@@ -30,17 +30,17 @@ def same(one, other):
 
 def test_the_quantize_function_equals_the_quantizer(quantizer, device):
     x = sample(device, 32, 64)
-    want = quantizer(x)
-    assert same(tex.quantize(x, quantizer), want)
+    expected = quantizer(x)
+    assert same(tex.quantize(x, quantizer), expected)
     out = tex.create_empty_quantized_tensor(quantizer, [32, 64], tex.DType.kFloat32, device)
     tex.quantize(x, quantizer, out)
-    assert same(out, want) and out.dtype == torch.float32
+    assert same(out, expected) and out.dtype == torch.float32
     tex.quantize(2 * x, quantizer, out, torch.ones(1, device=device))
-    assert same(out, want)
+    assert same(out, expected)
     tex.quantize(2 * x, quantizer, out, torch.zeros(1, device=device))
-    assert not same(out, want)
-    back = tex.dequantize(want, BF16)
-    assert back.dtype == torch.bfloat16 and torch.equal(back, want.dequantize(dtype=torch.bfloat16))
+    assert not same(out, expected)
+    back = tex.dequantize(expected, BF16)
+    assert back.dtype == torch.bfloat16 and torch.equal(back, expected.dequantize(dtype=torch.bfloat16))
 
 
 def test_parts_are_quantized_one_by_one(quantizer, device):
@@ -63,10 +63,10 @@ def test_the_bias_gradient_is_the_sum_over_rows(quantizer, device):
 
 def test_codes_and_axes_are_transposed(device):
     codes = torch.arange(24, dtype=torch.uint8, device=device).view(2, 3, 4)
-    want = codes.view(6, 4).t()
-    assert torch.equal(tex.fp8_transpose(codes, FP8), want)
+    expected = codes.view(6, 4).t()
+    assert torch.equal(tex.fp8_transpose(codes, FP8), expected)
     out = torch.empty(4, 6, dtype=torch.uint8, device=device)
-    assert tex.fp8_transpose(codes, FP8, out=out) is out and torch.equal(out, want)
+    assert tex.fp8_transpose(codes, FP8, out=out) is out and torch.equal(out, expected)
     swapped = tex.swap_first_dims(codes)
     assert torch.equal(swapped, codes.transpose(0, 1)) and swapped.is_contiguous()
     amax = torch.zeros(1, device=device)
@@ -81,16 +81,16 @@ def test_norms_and_their_gradients(kind, zero_centered, quantizer, device):
     leaves = [t.double().requires_grad_() for t in (x, gamma, beta)]
     mean = leaves[0].mean(-1, keepdim=True) if kind == "layernorm" else 0.0
     deviation = (leaves[0] - mean).square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    want = (leaves[0] - mean) * deviation * (leaves[1] + float(zero_centered))
+    expected = (leaves[0] - mean) * deviation * (leaves[1] + float(zero_centered))
     if kind == "layernorm":
-        want = want + leaves[2]
+        expected = expected + leaves[2]
         forward = (x, gamma, beta, 1e-5)
     else:
         leaves.pop()
         forward = (x, gamma, 1e-5)
     call = getattr(tex, kind + "_fwd")
     out, mu, rsigma = call(*forward, None, None, tex.DType.kFloat32, 0, zero_centered)
-    torch.testing.assert_close(out.double(), want.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rsigma.double(), deviation.detach().flatten(), atol=1e-5, rtol=1e-5)
     assert (mu is None) == (kind == "rmsnorm")
     quantized = call(*forward, None, quantizer, BF16, 0, zero_centered)[0]
@@ -98,14 +98,14 @@ def test_norms_and_their_gradients(kind, zero_centered, quantizer, device):
     buffer = torch.empty_like(out)
     assert call(*forward, buffer, None, tex.DType.kFloat32, 0, zero_centered)[0] is buffer
     grad = sample(device, 6, 32, seed=3)
-    wanted = torch.autograd.grad(want, leaves, grad.double())
+    reference = torch.autograd.grad(expected, leaves, grad.double())
     statistics = (rsigma,) if mu is None else (mu, rsigma)
     found = getattr(tex, kind + "_bwd")(grad, x, *statistics, gamma, 0, zero_centered)
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(found, reference, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=1e-4)
     if kind == "rmsnorm":
         added = tex.rmsnorm_bwd_add(grad, x, grad, rsigma, gamma, 0, zero_centered)
-        torch.testing.assert_close(added[0].double(), wanted[0] + grad.double(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(added[0].double(), reference[0] + grad.double(), atol=1e-4, rtol=1e-4)
 
 
 def quick_gelu(x):
@@ -145,13 +145,13 @@ def formula(name):
 def test_activations_and_their_gradients(name, quantizer, device):
     x = sample(device, 16, 32)
     wide = x.double().requires_grad_()
-    want = formula(name)(wide)
+    expected = formula(name)(wide)
     out = getattr(tex, name)(x, None)
-    torch.testing.assert_close(out.double(), want.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected.detach(), atol=1e-5, rtol=1e-5)
     grad = sample(device, *out.shape, seed=1)
-    (wanted,) = torch.autograd.grad(want, wide, grad.double())
+    (reference,) = torch.autograd.grad(expected, wide, grad.double())
     found = getattr(tex, f"d{name}")(grad, x, None)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), reference, atol=1e-5, rtol=1e-5)
     assert same(getattr(tex, name)(x, quantizer), quantizer(out))
     if name in PLAIN:
         bias_gradient, quantized = getattr(tex, f"dbias_d{name}")(grad, x, quantizer)
@@ -163,25 +163,25 @@ def test_activations_and_their_gradients(name, quantizer, device):
 def test_the_clamped_unit_takes_its_constants(options, device):
     x = 3 * sample(device, 16, 32)
     wide = x.double().requires_grad_()
-    want = clamped(wide, *(options.values()))
+    expected = clamped(wide, *(options.values()))
     torch.testing.assert_close(
-        tex.clamped_swiglu(x, None, **options).double(), want.detach(), atol=1e-5, rtol=1e-5
+        tex.clamped_swiglu(x, None, **options).double(), expected.detach(), atol=1e-5, rtol=1e-5
     )
     grad = sample(device, 16, 16, seed=1)
-    (wanted,) = torch.autograd.grad(want, wide, grad.double())
+    (reference,) = torch.autograd.grad(expected, wide, grad.double())
     found = tex.clamped_dswiglu(grad, x, None, **options)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), reference, atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_keeps_its_share_and_its_mask(device):
     x = torch.ones(64, 128, device=device)
     out, mask = tex.dropout_fwd(x, 0.25)
-    kept = out != 0
+    saved = out != 0
     assert mask.dtype == torch.uint8 and mask.numel() == x.numel() // 8
-    torch.testing.assert_close(out[kept], torch.full_like(out[kept], 1 / 0.75))
-    share = kept.float().mean().item()
+    torch.testing.assert_close(out[saved], torch.full_like(out[saved], 1 / 0.75))
+    share = saved.float().mean().item()
     assert abs(share - 0.75) < 5 * math.sqrt(0.25 * 0.75 / x.numel())
     grad = sample(device, 64, 128)
-    torch.testing.assert_close(tex.dropout_bwd(grad, mask, 0.25), torch.where(kept, grad / 0.75, 0.0))
+    torch.testing.assert_close(tex.dropout_bwd(grad, mask, 0.25), torch.where(saved, grad / 0.75, 0.0))
     buffer = torch.empty_like(grad)
     assert torch.equal(tex.dropout_bwd(grad, mask, 0.25, buffer), buffer)

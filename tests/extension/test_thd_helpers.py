@@ -50,21 +50,21 @@ def test_a_half_that_does_not_exist_is_rejected(bounds, device):
 def test_the_second_half_of_packed_lse_takes_the_steps_keys_in(bounds, device):
     lse, step = sample(device, HEADS, TOKENS), sample(device, HEADS, TOKENS // 2, seed=1)
     second = torch.log(torch.exp(halves(lse, 1, 1)) + torch.exp(step))
-    want = whole(halves(lse, 0, 1), second, axis=1)
+    expected = whole(halves(lse, 0, 1), second, axis=1)
     tex.thd_second_half_lse_correction(lse, step, bounds, True)
-    torch.testing.assert_close(lse, want)
+    torch.testing.assert_close(lse, expected)
 
 
 def test_the_second_half_of_padded_lse_takes_the_steps_keys_in(bounds, device):
     longest = max(LENGTHS)
     lse = sample(device, len(LENGTHS), HEADS, longest)
     step = sample(device, len(LENGTHS), HEADS, longest // 2, seed=1)
-    want = lse.clone()
+    expected = lse.clone()
     for b, n in enumerate(LENGTHS):
         old = lse[b, :, n // 2 : n]
-        want[b, :, n // 2 : n] = torch.log(torch.exp(old) + torch.exp(step[b, :, : n // 2]))
+        expected[b, :, n // 2 : n] = torch.log(torch.exp(old) + torch.exp(step[b, :, : n // 2]))
     tex.thd_second_half_lse_correction(lse, step, bounds, False)
-    torch.testing.assert_close(lse, want)
+    torch.testing.assert_close(lse, expected)
 
 
 def test_reading_lse_of_second_halves(bounds, device):
@@ -99,11 +99,11 @@ def test_outputs_are_added_with_their_share_of_the_softmax(dtype, second_half, p
     old = halves(out, 1) if second_half else out
     total = halves(lse, 1, 1) if second_half else lse
     new = (old.float() + step.float() * torch.exp(lse_step - total).t()[:, :, None]).to(dtype)
-    want = whole(halves(out, 0), new) if second_half else new
+    expected = whole(halves(out, 0), new) if second_half else new
     if not packed:
         lse, lse_step = padded_lse(lse, LENGTHS), padded_lse(lse_step, sizes)
     tex.thd_out_correction(out, step, lse, lse_step, bounds, second_half, packed)
-    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(out, expected)
 
 
 def test_merging_two_key_parts_gives_full_attention(bounds, device):
@@ -130,14 +130,14 @@ def test_each_half_of_the_gradients_is_set_copied_or_added(shape, first, second,
     for index, how in enumerate((first, second)):
         old, new = halves(grad, index, axis), halves(step, index, axis)
         parts.append({"add": old + new, "copy": new, "none": old}[how])
-    want = whole(*parts, axis=axis)
-    again = grad.clone()
+    expected = whole(*parts, axis=axis)
+    repeated = grad.clone()
     tex.thd_grad_correction(grad, step, bounds, first, second)
-    torch.testing.assert_close(grad, want)
+    torch.testing.assert_close(grad, expected)
     if (first == "none") != (second == "none"):
         alone = halves(step, 0 if second == "none" else 1, axis)
-        tex.thd_grad_correction(again, alone, bounds, first, second)
-        torch.testing.assert_close(again, want)
+        tex.thd_grad_correction(repeated, alone, bounds, first, second)
+        torch.testing.assert_close(repeated, expected)
 
 
 def test_an_unknown_way_to_correct_is_rejected(bounds, device):
@@ -150,16 +150,16 @@ def test_an_unknown_way_to_correct_is_rejected(bounds, device):
 def test_ranks_hold_mirrored_chunks_of_every_sequence(world, device):
     lengths = [2 * world * n for n in (1, 3, 2)]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    held = []
+    contents = []
     for rank in range(world):
-        want = []
+        expected = []
         for start, length in zip(bounds[:-1].tolist(), lengths, strict=True):
             chunks = torch.arange(start, start + length).chunk(2 * world)
-            want += [*chunks[rank].tolist(), *chunks[2 * world - 1 - rank].tolist()]
+            expected += [*chunks[rank].tolist(), *chunks[2 * world - 1 - rank].tolist()]
         got = tex.thd_get_partitioned_indices(bounds, sum(lengths), world, rank)
-        assert got.dtype == torch.int32 and got.tolist() == want
-        held += want
-    assert sorted(held) == list(range(sum(lengths)))
+        assert got.dtype == torch.int32 and got.tolist() == expected
+        contents += expected
+    assert sorted(contents) == list(range(sum(lengths)))
 
 
 def test_a_partition_that_does_not_come_out_even_is_rejected(device):

@@ -87,8 +87,8 @@ def test_a_routing_mask_may_have_any_dtype(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_expert_indices_may_have_any_dtype(dtype):
     x = sample(T, H)
-    wanted = te.moe_permute(x, EXPERTS, map_type="index")
-    for found, exact in zip(te.moe_permute(x, EXPERTS.to(dtype), map_type="index"), wanted, strict=True):
+    expected = te.moe_permute(x, EXPERTS, map_type="index")
+    for found, exact in zip(te.moe_permute(x, EXPERTS.to(dtype), map_type="index"), expected, strict=True):
         assert torch.equal(found, exact)
 
 
@@ -98,8 +98,8 @@ def test_integers_are_moved_like_tokens(dtype):
     assert torch.equal(te.moe_permute(ids, ROUTED, T * K)[0], ids[TOKEN_OF])
     y, row_ids, _ = te.moe_permute_with_probs(ids, ROUTED.long(), ROUTED, T * K)
     assert torch.equal(y, ids[TOKEN_OF]) and torch.equal(row_ids, torch.ones(T * K, dtype=torch.int64))
-    wanted = torch.cat((ids[2:], ids[:2]))
-    assert torch.equal(te.moe_sort_chunks_by_index(ids, torch.tensor([2, 4]), torch.tensor([1, 0])), wanted)
+    expected = torch.cat((ids[2:], ids[:2]))
+    assert torch.equal(te.moe_sort_chunks_by_index(ids, torch.tensor([2, 4]), torch.tensor([1, 0])), expected)
 
 
 def test_merging_weights_may_be_integers():
@@ -123,8 +123,8 @@ def test_chunk_sizes_may_have_any_integer_dtype(dtype):
 def test_token_counts_and_alignment_may_be_floats(align):
     x, probs = sample(T, H), torch.rand(T, E)
     found = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0).float(), align)
-    wanted = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0), 4)
-    for ours, theirs in zip(found, wanted, strict=True):
+    expected = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0), 4)
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 

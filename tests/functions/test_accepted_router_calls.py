@@ -45,14 +45,14 @@ def sigmoid_choice(logits, bias, k, scale):
 def test_top_k_accepts_all_number_types_and_bias_dtypes(scalar, shape, dtype):
     form = SCALARS[scalar]
     logits, bias = sample(*shape).requires_grad_(), sample(E, seed=1).to(dtype)
-    wanted, routed = sigmoid_choice(logits, bias.float(), K, 2.5)
+    expected, routed = sigmoid_choice(logits, bias.float(), K, 2.5)
     probs, found = fused_topk_with_score_function(
         logits, form(K), numpy.bool_(False), form(-3), form(0), form(2.5), "sigmoid", bias
     )
-    torch.testing.assert_close(probs, wanted)
+    torch.testing.assert_close(probs, expected)
     assert torch.equal(found, routed)
     dprobs = sample(*shape, seed=2)
-    ours, theirs = (torch.autograd.grad(y, logits, dprobs)[0] for y in (probs, wanted))
+    ours, theirs = (torch.autograd.grad(y, logits, dprobs)[0] for y in (probs, expected))
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     raw = tex.fused_topk_with_score_function_fwd(
         logits.detach(), form(K), False, None, None, form(2.5), "sigmoid", bias
@@ -76,12 +76,12 @@ def test_one_tokens_scores_sum_to_one(k):
 def test_the_auxiliary_loss_accepts_all_count_types(total, shape):
     probs = torch.rand(T, E, generator=torch.Generator().manual_seed(0)).requires_grad_()
     tokens = torch.arange(float(E)).view(shape)
-    wanted = (tokens.view(-1) * probs.sum(0)).sum() * E * 0.01 / (K * T**2)
+    expected = (tokens.view(-1) * probs.sum(0)).sum() * E * 0.01 / (K * T**2)
     found = fused_moe_aux_loss(probs, tokens, total, numpy.int64(E), float(K), torch.tensor(0.01))
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(y, probs)[0] for y in (found, wanted)))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, probs)[0] for y in (found, expected)))
     raw, constant = tex.fused_moe_aux_loss_fwd(probs.detach(), tokens, total, E, T, E, numpy.int64(K), 0.01)
-    torch.testing.assert_close(raw, wanted.detach())
+    torch.testing.assert_close(raw, expected.detach())
     grad = tex.fused_moe_aux_loss_bwd(constant, tokens, torch.tensor(T), float(E), torch.tensor(1.0))
     torch.testing.assert_close(grad, tokens.view(-1).expand(T, E) * E * 0.01 / (K * T**2))
 
@@ -98,11 +98,11 @@ def torch_loss(logits, target, smoothing=0.0, reduction="none", ignored=-100):
 def test_the_loss_accepts_all_number_and_flag_types(form, reduce_loss):
     logits = sample(2, 3, 11).requires_grad_()
     target = torch.tensor([[0, 10, 7], [1, 2, 7]])
-    wanted = torch_loss(logits, target, 0.125, "mean", 7)
-    given = logits.detach().clone().requires_grad_()
-    found = te.parallel_cross_entropy(given * 1.0, target, form(0.125), reduce_loss, None, form(7))
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(torch.autograd.grad(found, given)[0], torch.autograd.grad(wanted, logits)[0])
+    expected = torch_loss(logits, target, 0.125, "mean", 7)
+    leaf = logits.detach().clone().requires_grad_()
+    found = te.parallel_cross_entropy(leaf * 1.0, target, form(0.125), reduce_loss, None, form(7))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, leaf)[0], torch.autograd.grad(expected, logits)[0])
 
 
 def test_float64_logits_are_computed_in_float32():
@@ -110,9 +110,9 @@ def test_float64_logits_are_computed_in_float32():
     target = torch.tensor([[0, 10, 3], [1, 2, 7]])
     loss = te.parallel_cross_entropy(logits, target)
     assert loss.dtype == torch.float32
-    wanted = torch_loss(logits, target)
-    torch.testing.assert_close(loss.view(-1).double(), wanted, atol=1e-6, rtol=1e-6)
-    ours, theirs = (torch.autograd.grad(y.sum(), logits)[0] for y in (loss, wanted))
+    expected = torch_loss(logits, target)
+    torch.testing.assert_close(loss.view(-1).double(), expected, atol=1e-6, rtol=1e-6)
+    ours, theirs = (torch.autograd.grad(y.sum(), logits)[0] for y in (loss, expected))
     assert ours.dtype == torch.float64
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 

@@ -100,11 +100,11 @@ def test_the_gradient_overwrites_the_logits(device):
     assert logits._version > version
     (expected,) = torch.autograd.grad(parallel_cross_entropy(leaf, target).sum(), leaf)
     assert torch.equal(grad, expected)
-    again = parallel_cross_entropy(leaf, target, overwrite_input=True).sum()
-    again.backward(retain_graph=True)
+    repeated = parallel_cross_entropy(leaf, target, overwrite_input=True).sum()
+    repeated.backward(retain_graph=True)
     assert leaf.grad.data_ptr() == leaf.data_ptr()  # also for a leaf, as requested
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        again.backward()
+        repeated.backward()
 
 
 def test_overwritten_logits_must_be_contiguous(device):
@@ -117,11 +117,11 @@ def test_deprecated_arguments_warn(device):
     logits, target = sample(torch.float32, device)
     with pytest.warns(FutureWarning, match="is_cg_capturable is deprecated"):
         parallel_cross_entropy(logits, target, 0.0, False, None, IGNORED, True)
-    made = logits * 1.0
+    result = logits * 1.0
     with pytest.warns(FutureWarning, match="keep_logits is deprecated"):
-        loss = parallel_cross_entropy(made, target, keep_logits=False)
-    (grad,) = torch.autograd.grad(loss.sum(), made)
-    assert grad.data_ptr() == made.data_ptr()
+        loss = parallel_cross_entropy(result, target, keep_logits=False)
+    (grad,) = torch.autograd.grad(loss.sum(), result)
+    assert grad.data_ptr() == result.data_ptr()
 
 
 class Alias(torch.autograd.Function):
@@ -152,22 +152,22 @@ def test_a_leaf_keeps_its_values_and_gets_a_gradient_in_other_memory(alias, dtyp
     logits, target = sample(dtype, device)
     parameter = torch.nn.Parameter(logits.detach())
     before = parameter.detach().clone()
-    given = ALIASES[alias](parameter)
-    loss = parallel_cross_entropy(given, target[-len(given) :])
+    argument = ALIASES[alias](parameter)
+    loss = parallel_cross_entropy(argument, target[-len(argument) :])
     loss.sum().backward()
     assert torch.equal(parameter, before)
-    leaf = given if alias == "detached" else parameter
+    leaf = argument if alias == "detached" else parameter
     assert leaf.grad.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
     twin = before.clone().requires_grad_()
-    torch_loss(twin[-len(given) :], target[-len(given) :], 0.0, False).sum().backward()
+    torch_loss(twin[-len(argument) :], target[-len(argument) :], 0.0, False).sum().backward()
     torch.testing.assert_close(leaf.grad.float(), twin.grad.float(), rtol=ROUNDED[dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_chunked_logits_have_the_full_gradients(parts, device):
     leaf, target = sample(torch.float32, device)
-    whole = parallel_cross_entropy(leaf * 1.0, target).sum()
-    (expected,) = torch.autograd.grad(whole, leaf)
+    full = parallel_cross_entropy(leaf * 1.0, target).sum()
+    (expected,) = torch.autograd.grad(full, leaf)
     chunks = zip((leaf * 1.0).chunk(parts), target.chunk(parts), strict=True)
     sum(parallel_cross_entropy(*chunk, overwrite_input=parts > 1).sum() for chunk in chunks).backward()
     assert torch.equal(leaf.grad, expected)
@@ -178,10 +178,10 @@ def test_logits_that_are_read_later_are_not_overwritten(kept_by, device):
     logits, target = sample(torch.float32, device)
     before = logits.detach().clone()
     loss = parallel_cross_entropy(logits, target).sum()
-    kept = None if kept_by == "default" else True
-    (first,) = torch.autograd.grad(loss, logits, retain_graph=kept, create_graph=kept_by == "create_graph")
+    saved = None if kept_by == "default" else True
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=saved, create_graph=kept_by == "create_graph")
     assert torch.equal(logits, before)
-    if kept:
+    if saved:
         (second,) = torch.autograd.grad(loss, logits)
         torch.testing.assert_close(second, first.detach())
 
@@ -334,8 +334,8 @@ def test_gradients_are_multiplied_in_place_unless_the_graph_is_retained(device):
     leaves = [hidden, weight, bias]
     expected = torch.autograd.grad(torch_loss(linear(*leaves), target, 0.0, True), leaves)
     loss = fused_linear_cross_entropy(hidden, weight, target, bias)
-    for factor, kept in ((2.0, True), (3.0, True), (0.5, False)):
-        found = torch.autograd.grad(loss, leaves, torch.tensor(factor, device=device), retain_graph=kept)
+    for factor, saved in ((2.0, True), (3.0, True), (0.5, False)):
+        found = torch.autograd.grad(loss, leaves, torch.tensor(factor, device=device), retain_graph=saved)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, factor * theirs, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="a second time"):
@@ -378,9 +378,9 @@ class Largest(TorchDispatchMode):
 @MEAN
 def test_no_tensor_holds_more_than_a_twentieth_of_the_logits(mean, device):
     (hidden, weight, _), target = head(torch.float32, device, rows=(4, 256), features=8, ids=61)
-    with Largest(61) as seen:
+    with Largest(61) as observed:
         fused_linear_cross_entropy(hidden, weight, target, reduce_loss=mean).sum().backward()
-    assert 0 < seen.elements <= 0.05 * 1024 * 61
+    assert 0 < observed.elements <= 0.05 * 1024 * 61
     assert chunk_rows(8192) == 384 and chunk_rows(1 << 20) <= 0.05 * (1 << 20)
 
 
@@ -413,13 +413,13 @@ def test_a_head_without_features_has_the_loss_of_its_bias(mean, device):
     hidden = torch.zeros(5, 0, device=device, requires_grad=True)
     weight = torch.zeros(7, 0, device=device, requires_grad=True)
     target = torch.tensor([0, 6, 3, -100, 3], device=device)
-    for given in (bias, None):
-        loss = te.fused_linear_cross_entropy(hidden, weight, target, given, reduce_loss=mean)
-        logits = torch.zeros(5, 7, device=device) if given is None else given.expand(5, 7)
+    for argument in (bias, None):
+        loss = te.fused_linear_cross_entropy(hidden, weight, target, argument, reduce_loss=mean)
+        logits = torch.zeros(5, 7, device=device) if argument is None else argument.expand(5, 7)
         reduction = "mean" if mean else "none"
         expected = torch.nn.functional.cross_entropy(logits, target, reduction=reduction)
         torch.testing.assert_close(loss, expected)
-        if given is not None:
+        if argument is not None:
             (mine,), (theirs,) = (torch.autograd.grad(x.sum(), bias) for x in (loss, expected))
             torch.testing.assert_close(mine, theirs)
     loss.sum().backward()

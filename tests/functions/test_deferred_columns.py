@@ -109,7 +109,7 @@ def test_an_attentions_output_is_saved_once(recipe, device):
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("way", ["checkpoint", "reentrant", "frozen weight", "frozen input", "delay_wgrad"])
 def test_recomputed_columns_work_with_other_options(recipe, way, device):
-    def measured() -> list[Tensor]:
+    def measure() -> list[Tensor]:
         options = {"delay_wgrad_compute": True} if way == "delay_wgrad" else {}
         layer = make_layer("mlp", device, **options)
         if way == "frozen weight":
@@ -127,15 +127,15 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
         return found
 
     with te.emulate(), use_backend(weight_columns="recomputed"):
-        ours = measured()
+        ours = measure()
     with columns("saved"):
-        theirs = measured()
+        theirs = measure()
     assert same(ours, theirs)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_retained_graphs_and_overlapping_passes_equal_saved_columns_bitwise(recipe, device):
-    def measured() -> list[Tensor]:
+    def measure() -> list[Tensor]:
         layer = make_layer("mlp", device)
         torch.manual_seed(1)
         inputs = [torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -150,9 +150,9 @@ def test_retained_graphs_and_overlapping_passes_equal_saved_columns_bitwise(reci
         return [tensor.grad for tensor in (*inputs, *layer.parameters()) if tensor.grad is not None]
 
     with te.emulate(), use_backend(weight_columns="recomputed"):
-        ours = measured()
+        ours = measure()
     with columns("saved"):
-        theirs = measured()
+        theirs = measure()
     assert same(ours, theirs)
 
 

@@ -38,18 +38,18 @@ def test_a_recipes_quantizers_fuse_into_one(recipe, rows, matrices, device):
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
 def test_a_grouped_quantizer_equals_separate_quantizers(recipe, device):
     x = torch.randn(sum(SPLITS), 128, device=device, dtype=torch.bfloat16)
-    together, alone = make_quantizers(recipe, device), make_quantizers(recipe, device)
-    one = grouped(together[0::3], False)
+    joint, alone = make_quantizers(recipe, device), make_quantizers(recipe, device)
+    one = grouped(joint[0::3], False)
     assert one is not None
-    made = one.rows(x, make_groups(SPLITS, x.shape[0], x.device), True, True)
+    result = one.rows(x, make_groups(SPLITS, x.shape[0], x.device), True, True)
     codes = [
         quantizer.encode(part, True, True)
         for quantizer, part in zip(alone[0::3], x.split(SPLITS), strict=True)
     ]
     expected = torch.cat([getattr(c, "_data" if hasattr(c, "_data") else "_rowwise_data") for c in codes])
-    assert torch.equal(made.codes.view(torch.uint8), expected)
+    assert torch.equal(result.codes.view(torch.uint8), expected)
     if isinstance(recipe, DelayedScaling):
-        for mine, other in zip(together, alone, strict=True):
+        for mine, other in zip(joint, alone, strict=True):
             assert torch.equal(mine.amax, other.amax)
 
 

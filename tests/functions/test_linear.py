@@ -149,11 +149,11 @@ def test_a_product_writes_codes_under_delayed_scaling(rows, device):
         qx, qw, qy = forward.make_quantizers()
         qg, qdx = backward.make_quantizers()
         spec = make_spec(torch.bfloat16, qx, qw, qg, output=qy, grad_input=qdx, needs_grad_bias=True)
-        seen = []
-        with observing(lambda operation, request, seen=seen: seen.append((operation, request))):
+        records = []
+        with observing(lambda operation, request, observed=records: observed.append((operation, request))):
             y = linear(x.view(*rows, K), w, b, spec)
             (dx,) = torch.autograd.grad(y, x, torch.ones(y.shape, device=device, dtype=y.dtype))
-        kinds = [request.kind for operation, request in seen if operation == "gemm_epilogue"]
+        kinds = [request.kind for operation, request in records if operation == "gemm_epilogue"]
         assert kinds == (["codes", "codes"] if name == "delayed" else [])
         assert y.shape == (*rows, N) and y.dtype == torch.bfloat16 and dx.shape == x.shape
         assert y.get_usages() == {"rowwise": True, "columnwise": True}
@@ -179,7 +179,7 @@ def test_a_partial_sum_is_not_quantized_before_reduction(mode, expected, device,
     spec = dataclasses.replace(
         make_spec(torch.bfloat16, qx, qw, IDENTITY, output=qy), parallel=TensorParallel(mode, None, 2)
     )
-    seen = []
-    with observing(lambda operation, request: seen.append((operation, request))), torch.no_grad():
+    records = []
+    with observing(lambda operation, request: records.append((operation, request))), torch.no_grad():
         linear(x, w, None, spec)
-    assert [request.kind for operation, request in seen if operation == "gemm_epilogue"] == expected
+    assert [request.kind for operation, request in records if operation == "gemm_epilogue"] == expected

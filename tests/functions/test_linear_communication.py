@@ -40,38 +40,38 @@ RECIPES = {
 @pytest.fixture
 def events(monkeypatch, emulated) -> list[str]:
     """The collectives that begin and end, in order."""
-    seen: list[str] = []
+    records: list[str] = []
 
     class Handle:
         def __init__(self, collective: str) -> None:
             self.collective = collective
 
         def wait(self) -> None:
-            seen.append(f"{self.collective} ends")
+            records.append(f"{self.collective} ends")
 
-    def gathered(x: Any, axis: int) -> Any:
+    def gather(x: Any, axis: int) -> Any:
         if not isinstance(x, Operand):
             return torch.cat([x] * RANKS, axis)
         scale = torch.cat([x.scale] * RANKS, axis) if x.has_block_scales else x.scale  # pyright: ignore
         return x._replace(codes=torch.cat([x.codes] * RANKS, axis), scale=scale)
 
-    def begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
-        seen.append(f"{collective} begins")
-        result = gathered(x, axis) if collective == "all_gather" else x[: x.shape[0] // RANKS]
+    def begin(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
+        records.append(f"{collective} begins")
+        result = gather(x, axis) if collective == "all_gather" else x[: x.shape[0] // RANKS]
         return result, Handle(collective)
 
-    monkeypatch.setattr(communication, "_begin_collective", begun)
+    monkeypatch.setattr(communication, "_begin_collective", begin)
     monkeypatch.setattr(linear_operands, "check_collective", lambda *arguments: None)
-    return seen
+    return records
 
 
 def passes(
     events: list[str], mode: str, way: str, device: torch.device, plain: bool, **options: Any
 ) -> tuple[list[str], list[str], Any]:
     """Collectives and products in the forward and backward pass, and the result node."""
-    made = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
+    result = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
     spec: Any = dataclasses.replace(
-        make_spec(torch.bfloat16, **made, plain=plain, **options),
+        make_spec(torch.bfloat16, **result, plain=plain, **options),
         parallel=TensorParallel(mode, None, RANKS, True),
     )
     rows = M // RANKS if mode == "column" else M
@@ -126,7 +126,7 @@ def test_operands_are_freed_before_the_input_gradients_reduction_ends(
     multiplied: list[weakref.ref[torch.Tensor]] = []  # codes that the backward pass has multiplied
     alive: list[list[bool]] = []  # at both ends of a sum
 
-    def recorded(multiply: Any, count: int) -> Any:
+    def record(multiply: Any, count: int) -> Any:
         def multiply_and_record(a: Operand, b: Operand, epilogue: Any) -> Any:
             multiplied.extend([weakref.ref(operand.codes) for operand in (a, b)[:count]])
             return multiply(a, b, epilogue)
@@ -140,8 +140,8 @@ def test_operands_are_freed_before_the_input_gradients_reduction_ends(
     end_input_gradient = linear_functions.end_input_gradient
     monkeypatch.setattr(linear_functions, "end_input_gradient", end)
     # The weight is saved by the node, whose tensors this test reads.
-    monkeypatch.setattr(linear_results, "multiply", recorded(linear_results.multiply, 1))
-    monkeypatch.setattr(weight_gradient, "multiply", recorded(weight_gradient.multiply, 2))
+    monkeypatch.setattr(linear_results, "multiply", record(linear_results.multiply, 1))
+    monkeypatch.setattr(weight_gradient, "multiply", record(weight_gradient.multiply, 2))
     options = {"gather_input": way, "needs_grad_weight": grad_weight}
     passes(events, "column", way, device, False, **options)
     assert alive == [[False] * (3 if grad_weight else 1)]

@@ -54,7 +54,7 @@ def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, activatio
 def test_recomputed_columns_work_with_other_options(recipe, way, device):
     """Checkpointed, partly frozen and delayed backward passes are bitwise equal to saved columns."""
 
-    def measured() -> list[Tensor]:
+    def measure() -> list[Tensor]:
         options = {"checkpoint": way == "option", "delay_wgrad_compute": way == "delay_wgrad"}
         layer = mlp("swiglu", device, **options)
         if way.startswith("frozen"):
@@ -72,9 +72,9 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
         return found
 
     with te.emulate():
-        ours = measured()
+        ours = measure()
         with use_backend(mlp_columns="saved"):
-            theirs = measured()
+            theirs = measure()
     assert same(ours, theirs)
 
 
@@ -82,7 +82,7 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
 def test_microbatches_and_retained_graphs_equal_saved_columns_bitwise(recipe, device):
     """Two forward passes precede their backward passes, and one graph is used twice."""
 
-    def measured() -> list[Tensor]:
+    def measure() -> list[Tensor]:
         layer = mlp("swiglu", device)
         torch.manual_seed(1)
         inputs = [torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -98,9 +98,9 @@ def test_microbatches_and_retained_graphs_equal_saved_columns_bitwise(recipe, de
         return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
     with te.emulate():
-        ours = measured()
+        ours = measure()
         with use_backend(mlp_columns="saved"):
-            theirs = measured()
+            theirs = measure()
     assert same(ours, theirs)
 
 
@@ -189,13 +189,13 @@ def test_four_layers_need_less_memory_at_the_peak():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"read": False}, "not both computed"),
-        ({"repeated": True}, "repeats the forward pass"),
+        ({"needs_gradients": False}, "not both computed"),
+        ({"repeats_forward": True}, "repeats the forward pass"),
         ({"activation": "separate"}, "does not quantize its output"),
         ({"one_scale": False}, "only codes with one scale"),
-        ({"copied": False}, "read the codes by rows in both directions"),
+        ({"is_copy": False}, "read the codes by rows in both directions"),
         ({"gradient": "in_product"}, "a product computes"),
-        ({"summed": True}, "sums the columns for fc1's bias"),
+        ({"sums_bias_gradient": True}, "sums the columns for fc1's bias"),
         ({"communicates": True}, "exchanges values with other ranks"),
     ],
 )

@@ -24,31 +24,31 @@ def tensors(device, *sizes, dtype=torch.float32):
 
 
 def test_l2norm_covers_all_tensors_and_each_tensor(device, flag):
-    given = tensors(device, 5, 70000, 3)
-    norm, each = tex.multi_tensor_l2norm(CHUNK, flag, [given], True)
-    torch.testing.assert_close(norm, torch.cat(given).norm().view(1), rtol=1e-5, atol=0)
-    torch.testing.assert_close(each, torch.stack([x.norm() for x in given]), rtol=1e-5, atol=0)
-    norm, each = multi_tensor_applier(tex.multi_tensor_l2norm, flag, [given], False)
+    argument = tensors(device, 5, 70000, 3)
+    norm, each = tex.multi_tensor_l2norm(CHUNK, flag, [argument], True)
+    torch.testing.assert_close(norm, torch.cat(argument).norm().view(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(each, torch.stack([x.norm() for x in argument]), rtol=1e-5, atol=0)
+    norm, each = multi_tensor_applier(tex.multi_tensor_l2norm, flag, [argument], False)
     assert norm.shape == (1,) and each.numel() == 0 and flag.item() == 0
     half = torch.tensor([0.5], device=device)
-    scaled, _ = tex.multi_tensor_unscale_l2norm(CHUNK, flag, [given], half, False)
+    scaled, _ = tex.multi_tensor_unscale_l2norm(CHUNK, flag, [argument], half, False)
     torch.testing.assert_close(scaled, norm / 2)
-    given[1][7] = float("nan")
-    tex.multi_tensor_l2norm(CHUNK, flag, [given])
+    argument[1][7] = float("nan")
+    tex.multi_tensor_l2norm(CHUNK, flag, [argument])
     assert flag.item() == 1
 
 
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16])
 def test_tensors_are_scaled_by_a_number_or_a_tensor(to, device, flag):
-    given = tensors(device, 5, 300)
-    made = [torch.empty_like(x, dtype=to) for x in given]
-    tex.multi_tensor_scale(CHUNK, flag, [given, made], 0.25)
-    assert all(torch.equal(y, (x * 0.25).to(to)) for x, y in zip(given, made, strict=True))
-    expected = [x * 3 for x in given]
+    argument = tensors(device, 5, 300)
+    outputs = [torch.empty_like(x, dtype=to) for x in argument]
+    tex.multi_tensor_scale(CHUNK, flag, [argument, outputs], 0.25)
+    assert all(torch.equal(y, (x * 0.25).to(to)) for x, y in zip(argument, outputs, strict=True))
+    expected = [x * 3 for x in argument]
     multi_tensor_applier(
-        tex.multi_tensor_scale_tensor, flag, [given, given], torch.tensor([3.0], device=device)
+        tex.multi_tensor_scale_tensor, flag, [argument, argument], torch.tensor([3.0], device=device)
     )
-    assert all(torch.equal(x, y) for x, y in zip(given, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(argument, expected, strict=True))
     assert flag.item() == 0
 
 
@@ -66,18 +66,18 @@ def test_scales_are_bitwise_equal_to_current_scaling(power_of_two, epsilon, devi
     quantizer = Float8CurrentScalingQuantizer(
         DType.kFloat8E4M3, device, force_pow_2_scales=power_of_two, amax_epsilon=epsilon
     )
-    made = [[torch.zeros(1, device=device)] for _ in range(2)]
-    lists = [[x.abs().max().view(1)], *made]
+    outputs = [[torch.zeros(1, device=device)] for _ in range(2)]
+    lists = [[x.abs().max().view(1)], *outputs]
     tex.multi_tensor_compute_scale_and_scale_inv(CHUNK, flag, lists, 448.0, power_of_two, epsilon)
-    assert torch.equal(made[1][0], quantizer(x)._scale_inv)
+    assert torch.equal(outputs[1][0], quantizer(x)._scale_inv)
 
 
 def test_exponents_equal_mxfp8_scales(device):
     x = torch.randn(32, 64, device=device, dtype=torch.bfloat16)
     amax = x.view(32, 2, 32).abs().amax(-1)
-    made = torch.zeros_like(amax, dtype=torch.uint8)
-    tex.multi_tensor_compute_scale_inv_e8m0(CHUNK, None, [[amax], [made]])
-    assert torch.equal(made, MXFP8Quantizer(DType.kFloat8E4M3)(x)._rowwise_scale_inv[:32, :2])
+    result = torch.zeros_like(amax, dtype=torch.uint8)
+    tex.multi_tensor_compute_scale_inv_e8m0(CHUNK, None, [[amax], [result]])
+    assert torch.equal(result, MXFP8Quantizer(DType.kFloat8E4M3)(x)._rowwise_scale_inv[:32, :2])
 
 
 def test_adam_writes_the_master_parameters_codes(device, flag):
@@ -115,16 +115,16 @@ def test_the_capturable_step_equals_the_plain_step_with_device_numbers(device, f
 
 
 def test_the_applier_skips_empty_lists_and_counts(device, flag):
-    seen = []
+    records = []
     apply = MultiTensorApply(2048)
 
     def op(chunk, noop, lists, word):
-        seen.append((chunk, [len(tensors) for tensors in lists], word))
+        records.append((chunk, [len(tensors) for tensors in lists], word))
         return word
 
     full, empty = torch.ones(3, device=device), torch.ones(0, device=device)
     assert apply(op, flag, [[full, empty], [full, empty]], "done") == "done"
-    assert seen == [(2048, [1, 1], "done")]
+    assert records == [(2048, [1, 1], "done")]
     assert apply(op, flag, [[empty], [empty]], "none") is None
     with pytest.raises(RuntimeError, match=r"the lists have \[1, 2\] tensors"):
         apply(op, flag, [[full], [full, full]], "")
@@ -187,8 +187,8 @@ def test_codes_without_one_scale_per_tensor_raise_before_the_step(scales, device
 
 @pytest.mark.gpu
 def test_a_factor_on_another_device_raises():
-    flag, given = torch.zeros(1, dtype=torch.int32, device="cuda"), tensors("cuda", 5)
+    flag, argument = torch.zeros(1, dtype=torch.int32, device="cuda"), tensors("cuda", 5)
     with pytest.raises(ValueError, match="scale is on cpu, the flag on cuda:0"):
-        tex.multi_tensor_scale_tensor(CHUNK, flag, [given, given], torch.ones(1))
+        tex.multi_tensor_scale_tensor(CHUNK, flag, [argument, argument], torch.ones(1))
     with pytest.raises(ValueError, match="inv_scale is on cpu, the flag on cuda:0"):
-        tex.multi_tensor_unscale_l2norm(CHUNK, flag, [given], torch.ones(1))
+        tex.multi_tensor_unscale_l2norm(CHUNK, flag, [argument], torch.ones(1))

@@ -36,12 +36,12 @@ def test_values_and_gradients_equal_torch(kind, shape, normalized, device):
     gamma, beta = _parameters(kind, normalized, device)
     x = torch.randn(shape, device=device, requires_grad=True)
     dy = torch.randn(shape, device=device)
-    wanted = [t for t in (x, gamma, beta) if t is not None]
+    reference = [t for t in (x, gamma, beta) if t is not None]
     actual = normalize(x, gamma, beta, Norm(kind))
     expected = _torch_norm(kind, x, gamma, beta)
     torch.testing.assert_close(actual, expected)
     for a, e in zip(
-        torch.autograd.grad(actual, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True
+        torch.autograd.grad(actual, reference, dy), torch.autograd.grad(expected, reference, dy), strict=True
     ):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
@@ -72,8 +72,8 @@ def test_autograd_runs_the_plain_forward_and_backward_functions(kind, device):
     x = torch.randn(4, 8, device=device, requires_grad=True)
     dy = torch.randn(4, 8, device=device)
     norm = Norm(kind, 1e-5, True)
-    y, statistics = normalize_forward(x.detach(), gamma.detach(), beta, norm)
-    dx, dgamma, dbeta = normalize_backward(dy, x.detach(), statistics, gamma.detach(), norm)
+    y, mean, rstdev = normalize_forward(x.detach(), gamma.detach(), beta, norm)
+    dx, dgamma, dbeta = normalize_backward(dy, x.detach(), mean, rstdev, gamma.detach(), norm)
     output = normalize(x, gamma, beta, norm)
     output.backward(dy)
     assert torch.equal(output, y) and torch.equal(x.grad, dx) and torch.equal(gamma.grad, dgamma)

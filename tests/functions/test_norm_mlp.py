@@ -39,7 +39,7 @@ def sample(device, dtype=torch.bfloat16) -> torch.Tensor:
 
 def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> list[torch.Tensor]:
     """Output and gradients from the last of `steps` steps."""
-    made: list[torch.Tensor] = []
+    items: list[torch.Tensor] = []
     for _ in range(steps):
         layer.zero_grad()
         x = sample(device, dtype)
@@ -48,8 +48,8 @@ def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> li
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         sum(y.float().sin().sum() for y in outputs).backward()
         parameters = [p.grad for p in layer.parameters() if p.requires_grad]
-        made = [*(y.detach() for y in outputs), x.grad, *parameters]
-    return made
+        items = [*(y.detach() for y in outputs), x.grad, *parameters]
+    return items
 
 
 def agree(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -75,19 +75,19 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gelu_in_the_products_equals_separate_steps(options, dtype, device, apart):
     layer = mlp(device, dtype, **OPTIONS[options])
-    together = step(layer, device, dtype)
+    joint = step(layer, device, dtype)
     apart()
-    agree(together, step(layer, device, dtype))
+    agree(joint, step(layer, device, dtype))
 
 
 @pytest.mark.parametrize("frozen", ["fc1_bias", "fc1_weight", "fc2_weight", "fc2_bias"])
 def test_parameters_without_gradients_change_no_other_gradient(frozen, device, apart):
     layer = mlp(device)
     getattr(layer, frozen).requires_grad_(False)
-    together = step(layer, device)
+    joint = step(layer, device)
     assert getattr(layer, frozen).grad is None
     apart()
-    agree(together, step(layer, device))
+    agree(joint, step(layer, device))
 
 
 def test_parameters_in_float32_under_autocast_get_the_same_gradients(device, apart):
@@ -101,10 +101,10 @@ def test_parameters_in_float32_under_autocast_get_the_same_gradients(device, apa
         y.float().sin().sum().backward()
         return [p.grad for p in layer.parameters()]
 
-    together = gradients()
-    assert all(grad.dtype == torch.float32 for grad in together)
+    joint = gradients()
+    assert all(grad.dtype == torch.float32 for grad in joint)
     apart()
-    agree(together, gradients())
+    agree(joint, gradients())
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -112,23 +112,23 @@ def test_parameters_in_float32_under_autocast_get_the_same_gradients(device, apa
 def test_quantized_products_keep_separate_steps(name, checkpoint, device, apart):
     layer = mlp(device, checkpoint=checkpoint)
     twin = copy.deepcopy(layer)
-    together = step(layer, device, recipe=RECIPES[name], steps=3)
+    joint = step(layer, device, recipe=RECIPES[name], steps=3)
     apart()
     separate = step(twin, device, recipe=RECIPES[name], steps=3)
-    assert all(torch.equal(a, b) for a, b in zip(together, separate, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(joint, separate, strict=True))
 
 
 def test_calibration_records_the_same_amaxes_with_gelu_in_the_products(device, apart):
     layer = mlp(device)
     twin = copy.deepcopy(layer)
-    seen = []
+    records = []
     for model in (layer, twin):
         with te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
             model(sample(device))
-        seen.append(model.fp8_meta["scaling_fwd"].amax_history[0].clone())
+        records.append(model.fp8_meta["scaling_fwd"].amax_history[0].clone())
         apart()
-    assert seen[0].any()
-    torch.testing.assert_close(seen[0], seen[1], rtol=2.0**-6, atol=0.0)
+    assert records[0].any()
+    torch.testing.assert_close(records[0], records[1], rtol=2.0**-6, atol=0.0)
 
 
 def test_a_retained_graph_repeats_its_gradients(device):
@@ -157,15 +157,15 @@ def test_a_compiled_graph_contains_the_fused_products(options, device):
 
 
 def record_requests(model, x, grad: bool) -> list:
-    seen = []
+    records = []
     with (
-        observing(lambda operation, request: seen.append((operation, request))),
+        observing(lambda operation, request: records.append((operation, request))),
         torch.set_grad_enabled(grad),
     ):
         y = model(x)
         if grad:
             y.float().sum().backward()
-    return [request for operation, request in seen if operation == "gemm_epilogue"]
+    return [request for operation, request in records if operation == "gemm_epilogue"]
 
 
 def test_gelus_input_is_stored_only_if_a_backward_may_follow(device):
@@ -191,12 +191,14 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_gradient_that_repeats_values_is_dense_before_any_product_reads_it(reduction, device):
-    layer, x, seen = mlp(device), sample(device), []
+    layer, x, records = mlp(device), sample(device), []
     y = layer(x)
-    with observing(lambda operation, request: seen.append((operation, request))):
+    with observing(lambda operation, request: records.append((operation, request))):
         (got,) = torch.autograd.grad(REDUCTIONS[reduction](y), x, retain_graph=True)
-    layouts = [r.product.a_layout for operation, r in seen if operation == "gemm_epilogue"]
-    layouts += [layout for operation, r in seen if operation == "gemm" for layout in (r.a_layout, r.b_layout)]
+    layouts = [r.product.a_layout for operation, r in records if operation == "gemm_epilogue"]
+    layouts += [
+        layout for operation, r in records if operation == "gemm" for layout in (r.a_layout, r.b_layout)
+    ]
     assert layouts and all(layout.stride > 0 for layout in layouts)
     dense = torch.autograd.grad(REDUCTIONS[reduction](y), y, retain_graph=True)[0].contiguous()
     assert torch.equal(got, torch.autograd.grad(y, x, dense)[0])
@@ -248,7 +250,7 @@ def test_the_explanation_reports_how_matrices_between_the_steps_are_computed(dev
         gelu = te.explain(mlp(device, activation="gelu"), x)
     assert found["norm_output"] == ("separate", "it does not support a matrix that is returned too")
     assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "fused_cast"
-    assert "not in_product: float8 codes are made where the activation is" in str(gelu)
+    assert "not in_product: the kernel of the activation quantizes its output to float8 codes" in str(gelu)
     with te.autocast(recipe=RECIPES["current"]):
         found = ways(te.explain(mlp(device, activation="swiglu"), x))
     assert found["mlp_gradient"][0] == "separate" and "needs all of dy" in found["mlp_gradient"][1]

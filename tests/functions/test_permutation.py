@@ -122,8 +122,8 @@ class TestByMask:
 class TestPadding:
     def test_rows_of_each_expert_are_aligned_by_zeros_and_come_back(self, mask, device):
         x, probs, counts = leaf(T, H, device=device), leaf(T, E, device=device), mask.sum(0)
-        made = te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 16)
-        y, row_probs, row_id_map, pad_offsets, target = made
+        result = te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 16)
+        y, row_probs, row_id_map, pad_offsets, target = result
         assert torch.equal(target, (counts + 15) // 16 * 16) and y.shape[0] == int(target.sum())
         plain, plain_probs, _ = moe_permute_with_probs(x, probs, mask, T * K)
         pieces = zip(y.split(target.tolist()), plain.split(counts.tolist()), strict=True)
@@ -140,16 +140,16 @@ class TestPadding:
     def test_nothing_is_padded_where_all_experts_are_aligned(self, device):
         mask = torch.ones(8, 3, dtype=torch.bool, device=device)
         x, probs = torch.ones(8, H, device=device), torch.ones(8, 3, device=device)
-        made = te.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 8)
-        assert made[3] is None and made[0].shape == (24, H)
+        result = te.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 8)
+        assert result[3] is None and result[0].shape == (24, H)
 
     def test_offsets_add_up_the_padding_of_the_experts_before(self, device):
         mask = torch.tensor([[1, 1], [1, 0], [1, 0]], device=device)
-        made = te.moe_permute_and_pad_with_probs(
+        result = te.moe_permute_and_pad_with_probs(
             torch.ones(3, 2, device=device), mask.float(), mask, mask.sum(0), 4
         )
-        assert made[3] is not None and made[3].tolist() == [0, 1] and made[4].tolist() == [4, 4]
-        assert made[0].abs().sum(1).bool().tolist() == [True] * 3 + [False, True] + [False] * 3
+        assert result[3] is not None and result[3].tolist() == [0, 1] and result[4].tolist() == [4, 4]
+        assert result[0].abs().sum(1).bool().tolist() == [True] * 3 + [False, True] + [False] * 3
 
     def test_a_padded_row_of_probability_zero_is_zero_with_a_gradient(self, device):
         x, probs = leaf(2, 3, device=device), torch.tensor([[0.0], [0.5]], device=device)
@@ -195,14 +195,14 @@ class TestByIndex:
         with pytest.warns(UserWarning, match="routing_map is torch.int64; by index it is int32"):
             moe_permute(torch.ones(T, H, device=device), experts, map_type="index")
 
-    @pytest.mark.parametrize("given", [-1, 7, 9, 12])
-    def test_routes_to_expert_minus_one_are_dropped(self, given, device):
+    @pytest.mark.parametrize("argument", [-1, 7, 9, 12])
+    def test_routes_to_expert_minus_one_are_dropped(self, argument, device):
         experts = torch.tensor([[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2], [-1, 3]], dtype=torch.int32)
         x = torch.randn(6, 8, device=device, requires_grad=True)
-        y, row_id_map = moe_permute(x, experts.to(device), given, map_type="index")
+        y, row_id_map = moe_permute(x, experts.to(device), argument, map_type="index")
         routes = [(e, t) for t in range(6) for e in experts[t].tolist() if e >= 0]
         tokens = [t for _, t in sorted(routes)]
-        rows = 12 if given < 0 else given
+        rows = 12 if argument < 0 else argument
         assert y.shape == (rows, 8)
         assert torch.equal(y[: len(tokens)], x[tokens[:rows]]) and not y[len(tokens) :].any()
         if rows < len(tokens):
@@ -419,6 +419,6 @@ def test_a_captured_permutation_replays_with_other_routes(device):
 @pytest.mark.gpu
 def test_gpu_permutations_are_bitwise_equal_to_cpu(mask):
     x, probs = torch.randn(T, H, dtype=torch.bfloat16), torch.rand(T, E)
-    there = moe_permute_with_probs(x.cuda(), probs.cuda(), mask.cuda(), T * K)
-    here = moe_permute_with_probs(x, probs, mask.cpu(), T * K)
-    assert torch.equal(there[0].cpu(), here[0]) and torch.equal(there[1].cpu(), here[1])
+    remote = moe_permute_with_probs(x.cuda(), probs.cuda(), mask.cuda(), T * K)
+    current = moe_permute_with_probs(x, probs, mask.cpu(), T * K)
+    assert torch.equal(remote[0].cpu(), current[0]) and torch.equal(remote[1].cpu(), current[1])

@@ -15,10 +15,10 @@ WIDTH = 256
 SPLIT = ("query", "key", "value")
 
 
-def layer(kind: type = te.Linear, split: bool = True, **given) -> torch.nn.Module:
+def layer(kind: type = te.Linear, split: bool = True, **kwargs) -> torch.nn.Module:
     torch.manual_seed(0)
     pieces = {"parameters_split": SPLIT} if split else {}
-    return kind(WIDTH, 3 * WIDTH, params_dtype=torch.float32, device="cpu", **pieces, **given)
+    return kind(WIDTH, 3 * WIDTH, params_dtype=torch.float32, device="cpu", **pieces, **kwargs)
 
 
 def module_pieces(module: torch.nn.Module, what: str) -> list[torch.nn.Parameter]:
@@ -119,5 +119,5 @@ def test_pieces_that_would_be_unaligned_get_separate_memory():
 
 
 def test_a_memory_plan_counts_no_copy_of_adjacent_pieces():
-    kept = [te.memory_plan(module, None, 64).saved for module in (layer(), copy.deepcopy(layer()))]
-    assert kept[0] < kept[1]
+    saved = [te.memory_plan(module, None, 64).saved for module in (layer(), copy.deepcopy(layer()))]
+    assert saved[0] < saved[1]

@@ -100,14 +100,14 @@ def test_passes_multiply_operands_quantized_by_their_settings(case: Case):
             saved_w = values(spec.weight, w, False)
         dx, dw = dy.double() @ saved_w, dy.double().t() @ saved_x
     expected += [dx, dw, dy.double().sum(0)]
-    for got, wanted, is_needed in zip(results(case), expected, (True, *case.needs), strict=True):
+    for got, reference, is_needed in zip(results(case), expected, (True, *case.needs), strict=True):
         if got is None:
-            assert not is_needed or wanted is expected[3], case
+            assert not is_needed or reference is expected[3], case
             continue
-        assert wanted is not None
+        assert reference is not None
         # Half a unit in the last place of bfloat16, and a little for the float32 summation order.
-        atol = 4e-3 * float(wanted.abs().max())
-        torch.testing.assert_close(got.double().view(wanted.shape), wanted, rtol=2**-7, atol=atol)
+        atol = 4e-3 * float(reference.abs().max())
+        torch.testing.assert_close(got.double().view(reference.shape), reference, rtol=2**-7, atol=atol)
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,8 +115,8 @@ def test_passes_multiply_operands_quantized_by_their_settings(case: Case):
 def test_a_gradient_does_not_depend_on_which_other_gradients_are_computed(case: Case):
     assume(not (case.recipe.startswith("delayed") and case.keep_input))
     some, every = results(case), results(case._replace(needs=(True, True, True)))
-    for got, wanted in zip(some, every, strict=True):
-        assert got is None or (wanted is not None and torch.equal(got, wanted))
+    for got, expected in zip(some, every, strict=True):
+        assert got is None or (expected is not None and torch.equal(got, expected))
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,9 +124,9 @@ def test_a_gradient_does_not_depend_on_which_other_gradients_are_computed(case: 
 def test_leading_dimensions_and_saved_values_change_no_bit(case: Case):
     assume(case.recipe != "delayed")
     flat = case._replace(leading=(64,), keep_input=case.backward == "dequantized" and case.keep_input)
-    for got, wanted in zip(results(case), results(flat), strict=True):
-        assert (got is None) == (wanted is None)
-        assert got is None or wanted is None or torch.equal(got.view(wanted.shape), wanted)
+    for got, expected in zip(results(case), results(flat), strict=True):
+        assert (got is None) == (expected is None)
+        assert got is None or expected is None or torch.equal(got.view(expected.shape), expected)
 
 
 def test_layers_without_quantizers_equal_identity_quantizers_bitwise():

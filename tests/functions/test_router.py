@@ -65,10 +65,10 @@ def test_a_bit_map_equals_the_byte_map(logits, named):
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 def test_indices_are_written_and_returned_instead_of_a_map(logits, dtype):
     x = logits.requires_grad_()
-    given = torch.full((T, K), -1, dtype=dtype, device=x.device)
-    probs, indices = topk(x, score="sigmoid", topk_indices=given)
-    assert indices is given
-    assert torch.equal(given.long(), x.topk(K).indices)
+    argument = torch.full((T, K), -1, dtype=dtype, device=x.device)
+    probs, indices = topk(x, score="sigmoid", topk_indices=argument)
+    assert indices is argument
+    assert torch.equal(argument.long(), x.topk(K).indices)
     expected = topk(x, score="sigmoid")[0]
     gradient = torch.randn_like(probs)
     mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
@@ -240,7 +240,7 @@ def test_tied_margins_are_zero_and_outliers_count_in_the_end_bins(device):
     ],
 )
 def test_mismatched_histograms_are_rejected(logits, change, message):
-    given = {
+    options = {
         "k": K,
         "score": "sigmoid",
         "bias": torch.zeros(E),
@@ -248,7 +248,7 @@ def test_mismatched_histograms_are_rejected(logits, change, message):
         "qb_bin_bounds": torch.tensor([0.0, 1.0]),
         "qb_histogram_mode": "two_kernel",
     }
-    histogram = given["qb_histogram"]
+    histogram = options["qb_histogram"]
     with pytest.raises(ValueError, match=message):
-        topk(logits.cpu(), **(given | change))
+        topk(logits.cpu(), **(options | change))
     assert not histogram.any()

@@ -35,9 +35,9 @@ def test_heads_and_gradients_equal_the_definition(device, queries, groups, inter
         lambda x: parts(x, queries, groups, interleaved),
     ):
         leaf = x.clone().requires_grad_()
-        made = split(leaf)
-        sum((i + 1) * (part**2).sum() for i, part in enumerate(made)).backward()
-        results.append([*(part.detach() for part in made), leaf.grad])
+        result = split(leaf)
+        sum((i + 1) * (part**2).sum() for i, part in enumerate(result)).backward()
+        results.append([*(part.detach() for part in result), leaf.grad])
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 

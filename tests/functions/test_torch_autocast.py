@@ -155,11 +155,11 @@ def test_a_layer_in_a_users_function_leaves_autocast_on(device):
 
 
 def test_users_operations_run_under_their_chains_autocast(device):
-    seen: list[bool] = []
+    records: list[bool] = []
 
     class Watching(te.ops.BasicOperation):
         def op_forward(self, ctx, input_, **_):
-            seen.append(torch.is_autocast_enabled(device.type))
+            records.append(torch.is_autocast_enabled(device.type))
             return input_ * 2
 
         def op_backward(self, ctx, grad_output):
@@ -168,12 +168,12 @@ def test_users_operations_run_under_their_chains_autocast(device):
     chain = te.ops.Sequential(te.ops.Linear(WIDTH, WIDTH, device=device), Watching())
     with torch.autocast(device.type, torch.bfloat16):
         chain(matrix(device, ROWS, WIDTH))
-    assert seen == [True]
+    assert records == [True]
 
 
 def test_every_autograd_function_of_the_package_has_the_common_base():
     """Its forward and backward pass run with autocast off; others run user code, or compute nothing."""
-    others = {"_OfTorchs", "_Checkpoint", "GroupCommitFunction", "_AddAuxiliaryLoss", "Function"}
+    rest = {"_OfTorchs", "_Checkpoint", "GroupCommitFunction", "_AddAuxiliaryLoss", "Function"}
 
     def below(cls: type) -> set[type]:
         return {cls}.union(*map(below, cls.__subclasses__()))
@@ -183,4 +183,4 @@ def test_every_autograd_function_of_the_package_has_the_common_base():
         for cls in below(torch.autograd.Function)
         if cls.__module__.startswith("transformer_engine") and not issubclass(cls, Function)
     }
-    assert found <= others
+    assert found <= rest

@@ -164,7 +164,7 @@ def _layers(name: str) -> list[Call]:
     x, under = {"hidden_states": tensor(4, 2, 32)}, RECIPES[name]
     biased = {**x, "core_attention_bias_type": "post_scale_bias", "core_attention_bias": tensor(1, 4, 4, 4)}
     sloped = {**x, "core_attention_bias_type": "alibi", "alibi_slopes": tensor(4)}
-    turned = {**x, "rotary_pos_emb": tensor(4, 1, 1, 8)}
+    transposed = {**x, "rotary_pos_emb": tensor(4, 1, 1, 8)}
     calls = []
     for kind, mask, layer in (
         ("MultiheadAttention", "attn_mask_type", lambda **o: te.MultiheadAttention(32, 4, **OFF, **o)),
@@ -179,7 +179,7 @@ def _layers(name: str) -> list[Call]:
             make_forward_call(f"{kind}.forward, bias, {name}", layer, biased, {"core_attention_bias": BIASES},
                 under=under),
             make_forward_call(f"{kind}.forward, slopes, {name}", layer, sloped, {"alibi_slopes": SLOPES}, under=under),
-            make_forward_call(f"{kind}.forward, rotation, {name}", layer, turned, {"rotary_pos_emb": ANGLES},
+            make_forward_call(f"{kind}.forward, rotation, {name}", layer, transposed, {"rotary_pos_emb": ANGLES},
                 under=under),
             make_forward_call(f"{kind}.forward, padding mask, {name}", layer,
                        {**padding, "attention_mask": masked(2, 1, 1, 4)},

@@ -76,28 +76,28 @@ def format_value(value: Any) -> str:
 
 def names_it(message: str, value: Any) -> bool:
     """Whether the message contains the value, its type, its shape or its dtype."""
-    told = {type(value).__name__}
+    report = {type(value).__name__}
     if not isinstance(value, torch.Tensor):  # whose elements take long to print
-        told.add(repr(value))
+        report.add(repr(value))
     if isinstance(value, torch.Tensor):
-        told = {str(list(value.shape)), str(tuple(value.shape)), str(value.dtype), str(value.device)}
-        told |= {str(value.numel()), type(value).__name__} | {str(size) for size in value.shape}
+        report = {str(list(value.shape)), str(tuple(value.shape)), str(value.dtype), str(value.device)}
+        report |= {str(value.numel()), type(value).__name__} | {str(size) for size in value.shape}
         if value.numel() <= 8 and not value.is_meta:
             # The bounds of sequences are one more than there are sequences.
-            told |= {str(value.numel() - 1), str(value.tolist())} | {
+            report |= {str(value.numel() - 1), str(value.tolist())} | {
                 str(item) for item in value.reshape(-1).tolist()
             }
     elif isinstance(value, (list, tuple)):
-        told |= {str(list(value)), str(tuple(value)), str(len(value))}
-        return any(text in message for text in told) or any(names_it(message, item) for item in value)
+        report |= {str(list(value)), str(tuple(value)), str(len(value))}
+        return any(text in message for text in report) or any(names_it(message, item) for item in value)
     elif isinstance(value, type):
-        told |= {value.__name__}
+        report |= {value.__name__}
     elif isinstance(value, dict):
-        told |= {repr(item) for pair in value.items() for item in pair}
+        report |= {repr(item) for pair in value.items() for item in pair}
     elif isinstance(value, enum.Enum):
-        told |= {value.name}
+        report |= {value.name}
     elif type(value).__module__.startswith("transformer_engine"):
-        told |= {str(part) for part in vars(value).values() if isinstance(part, (int, torch.dtype))}
+        report |= {str(part) for part in vars(value).values() if isinstance(part, (int, torch.dtype))}
     else:
-        told |= {str(value)} if str(value) else set()
-    return any(text in message for text in told)
+        report |= {str(value)} if str(value) else set()
+    return any(text in message for text in report)

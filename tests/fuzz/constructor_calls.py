@@ -97,8 +97,8 @@ PRODUCTS = dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"),
 def _make_call(
     name: str, kind: Callable[..., Any], arguments: dict[str, Any], *bad: Mapping[str, Sequence[Any]]
 ) -> Call:
-    together = {argument: values for part in bad for argument, values in part.items()}
-    return Call(name, lambda: Made(kind, arguments), together)
+    joint = {argument: values for part in bad for argument, values in part.items()}
+    return Call(name, lambda: Made(kind, arguments), joint)
 
 
 def constructor_calls() -> list[Call]:

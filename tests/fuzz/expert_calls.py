@@ -60,7 +60,7 @@ def _router() -> list[Call]:
     logits_of = (*WRONG_KIND, tensor(), logits.double(), logits.long(), logits[:0])
     choice = {"logits": logits_of, "topk": (*REQUIRED_SIZE, 9), "score_function": (WORD, 3, None),
               "routing_map_format": (WORD, 7, 0.5, None)}  # fmt: skip
-    given = {"logits": logits, "topk": 2, "use_pre_softmax": False, "num_groups": None, "group_topk": None,
+    options = {"logits": logits, "topk": 2, "use_pre_softmax": False, "num_groups": None, "group_topk": None,
              "scaling_factor": None, "score_function": "sigmoid", "expert_bias": torch.zeros(8)}  # fmt: skip
     counts = {
         "qb_histogram": histogram,
@@ -80,12 +80,12 @@ def _router() -> list[Call]:
         "qb_histogram_mode": (WORD, 3, None),
     }
     return [
-        Call("fused_topk_with_score_function", lambda: Made(router.fused_topk_with_score_function, given),
+        Call("fused_topk_with_score_function", lambda: Made(router.fused_topk_with_score_function, options),
              {**choice, "use_pre_softmax": FLAG, "scaling_factor": NUMBER, "num_groups": (2.5, "2"),
               "expert_bias": (3, "bias", tensor(7)),
               "topk_indices": (3, tensor(3, 2), torch.zeros(3, 3, dtype=torch.int64))}),
         Call("fused_topk_with_score_function, counted",
-             lambda: Made(router.fused_topk_with_score_function, {**given, **counts}), bad_counts),
+             lambda: Made(router.fused_topk_with_score_function, {**options, **counts}), bad_counts),
         Call("fused_compute_score_for_moe_aux_loss", lambda: Made(
             router.fused_compute_score_for_moe_aux_loss, {"logits": logits, "topk": 2, "score_function": "sigmoid"}),
             choice),

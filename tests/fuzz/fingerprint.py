@@ -50,7 +50,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The places where two fingerprints differ."""
     if before == after:
         return []
-    return sorted(place for place in {*before, *after} if before.get(place) != after.get(place))
+    return sorted(index for index in {*before, *after} if before.get(index) != after.get(index))
 
 
 def _process() -> dict[str, Any]:
@@ -91,36 +91,36 @@ class _Visit:
         self.seen: dict[int, str] = {}
         self.kept: list[Any] = []  # so that no id is used twice
 
-    def __call__(self, place: str, value: Any) -> None:
+    def __call__(self, position: str, value: Any) -> None:
         kind = _kind(type(value))
         if kind is _Kind.PLAIN:
-            self.found[place] = repr(value)
+            self.found[position] = repr(value)
             return
         if id(value) in self.seen:
-            self.found[place] = f"the object at {self.seen[id(value)]}"
+            self.found[position] = f"the object at {self.seen[id(value)]}"
             return
-        self.seen[id(value)] = place
+        self.seen[id(value)] = position
         self.kept.append(value)
         if kind is _Kind.TENSOR:
-            self._tensor(place, value)
+            self._tensor(position, value)
         elif kind is _Kind.MAPPING:
-            self.found[place] = [type(value).__name__, *map(repr, value)]
+            self.found[position] = [type(value).__name__, *map(repr, value)]
             for index, (key, item) in enumerate(value.items()):
-                self(f"{place}[{key if isinstance(key, str) else index}]", item)
+                self(f"{position}[{key if isinstance(key, str) else index}]", item)
         elif kind is _Kind.SEQUENCE:
-            self.found[place] = (type(value).__name__, len(value))
+            self.found[position] = (type(value).__name__, len(value))
             for index, item in enumerate(value):
-                self(f"{place}[{index}]", item)
+                self(f"{position}[{index}]", item)
         elif kind is _Kind.GENERATOR:
-            self.found[place] = hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()
+            self.found[position] = hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()
         elif kind is _Kind.OBJECT:
-            self._object(place, value)
+            self._object(position, value)
         else:
-            self.found[place] = (type(value).__name__, id(value))
+            self.found[position] = (type(value).__name__, id(value))
 
-    def _tensor(self, place: str, value: torch.Tensor) -> None:
+    def _tensor(self, position: str, value: torch.Tensor) -> None:
         # In-place writes raise the version, even if the bits stay the same.
-        self.found[place] = (
+        self.found[position] = (
             type(value).__name__,
             id(value),
             value.dtype,
@@ -129,25 +129,25 @@ class _Visit:
         )
         if _is_ours(type(value)):
             for name, payload in vars(value).items():
-                self(f"{place}.{name}", payload)
+                self(f"{position}.{name}", payload)
         elif not value.is_meta:
             plain = value.detach().contiguous().reshape(-1)
             raw = plain.view(torch.uint8) if plain.numel() else plain
-            self.found[f"{place} bytes"] = hashlib.sha256(raw.cpu().numpy().tobytes()).hexdigest()
+            self.found[f"{position} bytes"] = hashlib.sha256(raw.cpu().numpy().tobytes()).hexdigest()
             for name, extra in getattr(value, "__dict__", {}).items():
-                self(f"{place}.{name}", extra)
+                self(f"{position}.{name}", extra)
         if value.is_leaf and value.grad is not None:
-            self(f"{place}.grad", value.grad)
+            self(f"{position}.grad", value.grad)
 
-    def _object(self, place: str, value: Any) -> None:
-        self.found[place] = type(value).__name__
+    def _object(self, position: str, value: Any) -> None:
+        self.found[position] = type(value).__name__
         attributes = getattr(value, "__dict__", None)
         if attributes is None:
             fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
             attributes = {field.name: getattr(value, field.name) for field in fields}
         for name, attribute in list(attributes.items()):
             if name not in MEMORIES and _kind(type(attribute)) is not _Kind.FUNCTION:
-                self(f"{place}.{name}", attribute)
+                self(f"{position}.{name}", attribute)
 
 
 class _Kind(enum.Enum):

@@ -55,9 +55,9 @@ def make_forward_call(
         module = layer()
         return Made(module, arguments, [module])
 
-    together = {argument: values for part in bad for argument, values in part.items()}
+    joint = {argument: values for part in bad for argument, values in part.items()}
     context = nullcontext if under is None else lambda: te.autocast(recipe=under)
-    return Call(name, make, together, context, stateful=True)
+    return Call(name, make, joint, context, stateful=True)
 
 
 def forward_calls() -> list[Call]:
@@ -134,7 +134,7 @@ def _dot_product_attention() -> list[Call]:
     packed = tensor(4, 2, 3, 4, 16)
     biased = {**qkv, "core_attention_bias_type": "post_scale_bias", "core_attention_bias": BIAS}
     sloped = {**qkv, "core_attention_bias_type": "alibi", "alibi_slopes": tensor(4)}
-    own = {
+    local = {
         **dict.fromkeys(qkv, QUERIES),
         "qkv_format": NAME,
         "fp8_output": (*FLAG, True),
@@ -146,9 +146,9 @@ def _dot_product_attention() -> list[Call]:
         "kv_layer": (tensor(4, 2, 2, 4, 16),),
     }
     calls = [
-        make_forward_call("DotProductAttention.forward", layer, qkv, own, CALL),
+        make_forward_call("DotProductAttention.forward", layer, qkv, local, CALL),
         make_forward_call("DotProductAttention.forward, fp8", layer, qkv,
-                 {name: values for name, values in {**own, **CALL}.items() if name != "fp8_output"},
+                 {name: values for name, values in {**local, **CALL}.items() if name != "fp8_output"},
                  under=ATTENTION_RECIPE),
         make_forward_call("DotProductAttention.forward, bias", layer, biased,
                  {"core_attention_bias": (*NOT_A_TENSOR, None, tensor(4, 4), tensor(1, 4, 4, 5), tensor(1, 3, 4, 4),

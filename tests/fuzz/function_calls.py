@@ -75,8 +75,8 @@ def _make_quantize_call(build: Callable[[], te.Quantizer]) -> Callable[[], Made]
 
 def _quantized(build: Callable[[], te.Quantizer]) -> Callable[[], Made]:
     def make() -> Made:
-        made = build().quantize(tensor(32, 32))
-        return Made(made.dequantize, {"dtype": torch.float32}, [made])
+        result = build().quantize(tensor(32, 32))
+        return Made(result.dequantize, {"dtype": torch.float32}, [result])
 
     return make
 
@@ -87,14 +87,14 @@ def _distributed() -> list[Call]:
     weight = torch.nn.Parameter(tensor(4, 8))
     attributes = {"partition_dim": (1.5, "0", None), "stride": (0, 1.5, "1", None)}
 
-    def filled(weight: Any = weight, init_method: Any = torch.nn.init.zeros_, **options: Any) -> None:
+    def fill(weight: Any = weight, init_method: Any = torch.nn.init.zeros_, **options: Any) -> None:
         tensor_parallel.initialize_affine_weight_gpu(weight, init_method, set_tp_attributes=False, **options)
 
-    def checkpointed(function: Any = torch.relu, x: Any = x, **options: Any) -> Any:
+    def run_checkpointed(function: Any = torch.relu, x: Any = x, **options: Any) -> Any:
         return te.checkpoint(function, x, **options)
 
     return [
-        Call("checkpoint", lambda: Made(checkpointed, {}), {
+        Call("checkpoint", lambda: Made(run_checkpointed, {}), {
             "function": FUNCTION, "distribute_saved_activations": FLAG, "use_reentrant": FLAG, "tp_group": GROUP,
             "get_rng_state_tracker": FUNCTION, "context_fn": FUNCTION, "debug": FLAG,
         }),
@@ -108,7 +108,7 @@ def _distributed() -> list[Call]:
              {**inputs, "tp_group": GROUP, "async_op": FLAG}),
         Call("symmetric_all_reduce", lambda: Made(distributed.symmetric_all_reduce, {"inp": x, "tp_group": None}),
              {**inputs, "tp_group": GROUP, "all_reduce_type": NAME, "async_op": FLAG}),
-        Call("initialize_affine_weight_gpu", lambda: Made(filled, {}),
+        Call("initialize_affine_weight_gpu", lambda: Made(fill, {}),
              {"weight": WRONG_KIND, "init_method": (*FUNCTION, None), "get_rng_state_tracker": FUNCTION, **attributes}),
         Call("set_tensor_model_parallel_attributes", lambda: Made(_mark_parallel, {"tensor": weight}),
              {"tensor": (*WRONG_KIND,), "is_parallel": FLAG, "dim": (1.5, "0", None), "stride": (0, 1.5, "1", None)}),
@@ -128,11 +128,11 @@ def _tracker() -> Made:
     tracker = distributed.CudaRNGStatesTracker()
     tracker.add("dropout", 7)
 
-    def forked(name: Any) -> None:
+    def fork(name: Any) -> None:
         with tracker.fork(name):
             pass
 
-    return Made(forked, {"name": "dropout"}, [tracker])
+    return Made(fork, {"name": "dropout"}, [tracker])
 
 
 def _states() -> Made:
@@ -144,7 +144,7 @@ def _states() -> Made:
 def _reports() -> list[Call]:
     model = te.Linear(16, 16, device="cpu")
 
-    def forced(**choice: Any) -> None:
+    def force(**choice: Any) -> None:
         with te.use_backend(**choice):
             pass
 
@@ -165,7 +165,7 @@ def _reports() -> list[Call]:
              {"enabled": FLAG, "offload_activations": FLAG, "offload_weights": FLAG, "double_buffering": FLAG,
               "manual_synchronization": FLAG, "retain_pinned_cpu_buffers": FLAG}),
         Call("deterministic", lambda: Made(_deterministic, {}), {"enabled": FLAG}),
-        Call("use_backend", lambda: Made(forced, {"gemm": "reference"}), {"gemm": (WORD, 3, None)}),
+        Call("use_backend", lambda: Made(force, {"gemm": "reference"}), {"gemm": (WORD, 3, None)}),
     ]  # fmt: skip
 
 

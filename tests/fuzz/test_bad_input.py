@@ -41,8 +41,8 @@ def _quiet():
 class Trial:
     """Makes bad calls to one callable in sequence and compares the state before and after each."""
 
-    def __init__(self, made: Made):
-        self.made = made
+    def __init__(self, result: Made):
+        self.made = result
         self.before = self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -95,11 +95,11 @@ def test_every_bad_call_is_rejected_and_changes_nothing(name: str):
     call = CALLS[name]
     faults = []
     with call.context():
-        made = call.make()
+        result = call.make()
         for when in ("before", "after") if call.stateful else ("after",):
             if when == "after":
-                made.function(**made.arguments)
-            trial = Trial(made)
+                result.function(**result.arguments)
+            trial = Trial(result)
             for argument, value in call.cases():
                 fault = trial.outcome(argument, value)
                 if fault is not None:

@@ -84,5 +84,5 @@ def target() -> torch.Tensor:
 def _make_call(
     name: str, arguments: dict[str, Any], bad: dict[str, Any], flag: torch.Tensor, flags: Any
 ) -> Call:
-    given = {"chunk_size": 65536, "noop_flag": flag, **arguments}
-    return Call(f"tex.{name}", lambda: Made(getattr(tex, name), given), {**bad, "noop_flag": flags})
+    options = {"chunk_size": 65536, "noop_flag": flag, **arguments}
+    return Call(f"tex.{name}", lambda: Made(getattr(tex, name), options), {**bad, "noop_flag": flags})

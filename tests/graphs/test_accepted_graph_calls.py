@@ -48,12 +48,12 @@ SIZES = {
 def test_an_order_accepts_all_number_types(order, sizes, rerun):
     eager, graphed = layers(2)
     samples = tuple((sample(i).requires_grad_(),) for i in range(2))
-    made = te.make_graphed_callables(
+    result = te.make_graphed_callables(
         tuple(graphed), samples, _order=ORDERS[order], _num_layers_per_chunk=SIZES[sizes],
         num_warmup_iters=torch.tensor(2), allow_unused_input=numpy.bool_(False),
     )  # fmt: skip
     x, e = sample(3).requires_grad_(), sample(3).requires_grad_()
-    found, expected = made[1](made[0](x)), eager[1](eager[0](e))
+    found, expected = result[1](result[0](x)), eager[1](eager[0](e))
     assert torch.equal(found, expected)
     found.square().sum().backward()
     expected.square().sum().backward()
@@ -79,8 +79,8 @@ def test_an_invalid_order_is_named(order, error, message):
 def test_chunk_sizes_without_an_order_warn_once(rerun):
     eager, graphed = layers(1)
     with pytest.warns(UserWarning, match="_num_layers_per_chunk has no effect without _order"):
-        made = te.make_graphed_callables(graphed[0], (sample(),), _num_layers_per_chunk=1)
-    assert torch.equal(made(sample(3)), eager[0](sample(3)))
+        result = te.make_graphed_callables(graphed[0], (sample(),), _num_layers_per_chunk=1)
+    assert torch.equal(result(sample(3)), eager[0](sample(3)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         te.make_graphed_callables(layers(1)[1][0], (sample(),), _num_layers_per_chunk=1)
@@ -91,31 +91,31 @@ def test_chunk_sizes_without_an_order_warn_once(rerun):
 )
 def test_enabled_accepts_all_flag_types_and_a_list(flag, rerun):
     eager, graphed = layers(1)
-    (made,) = te.make_graphed_callables(tuple(graphed), ((sample(),),), enabled=flag)
-    assert torch.equal(made(sample(3)), eager[0](sample(3)))
+    (result,) = te.make_graphed_callables(tuple(graphed), ((sample(),),), enabled=flag)
+    assert torch.equal(result(sample(3)), eager[0](sample(3)))
 
 
 def test_a_list_enables_each_module_by_itself(rerun):
     eager, graphed = layers(2)
     samples = tuple((sample(i).requires_grad_(),) for i in range(2))
-    made = te.make_graphed_callables(
+    result = te.make_graphed_callables(
         tuple(graphed), samples, enabled=[True, False], recipe=Float8CurrentScaling()
     )
     with te.autocast(recipe=Float8CurrentScaling()):
         quantized = eager[0](sample(3))
-    assert torch.equal(made[0](sample(3)), quantized)
-    assert torch.equal(made[1](sample(3)), eager[1](sample(3)))
+    assert torch.equal(result[0](sample(3)), quantized)
+    assert torch.equal(result[1](sample(3)), eager[1](sample(3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
 def test_an_argument_in_another_dtype_is_copied_to_the_captured_one(dtype, rerun):
     eager, graphed = layers(1)
-    made = te.make_graphed_callables(graphed[0], (sample().requires_grad_(),))
+    result = te.make_graphed_callables(graphed[0], (sample().requires_grad_(),))
     x = (4 * sample(3)).to(dtype)
     differentiable = dtype.is_floating_point
     ours, theirs = (x.clone().requires_grad_(differentiable) for _ in range(2))
     with pytest.warns(UserWarning, match=f"argument 0 is {dtype}, the graph was captured for torch.float32"):
-        found = made(ours)
+        found = result(ours)
     expected = eager[0](theirs.float())
     assert torch.equal(found, expected)
     found.square().sum().backward()

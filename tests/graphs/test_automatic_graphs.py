@@ -233,14 +233,14 @@ def test_results_that_a_layer_stores_do_not_prevent_a_capture(rerun):
 )
 def test_a_signature_rejects_a_new_object_at_an_old_objects_address(kind, part):
     value = kind()
-    first, again, address = part(value), part(value), id(value)
-    assert first == again and hash(first) == hash(again)
+    first, repeated, address = part(value), part(value), id(value)
+    assert first == repeated and hash(first) == hash(repeated)
     del value
-    others = []
+    rest = []
     for _ in range(1000):
-        others.append(kind())
-        assert part(others[-1]) != first
-        if id(others[-1]) == address:
+        rest.append(kind())
+        assert part(rest[-1]) != first
+        if id(rest[-1]) == address:
             break
 
 
@@ -284,9 +284,9 @@ def test_outputs_belong_to_the_caller(rerun):
         for _ in range(4):
             module(_x())
         first = module(_x(1))
-        kept = first.clone()
+        saved = first.clone()
         module(_x(2))
-    assert torch.equal(first, kept)
+    assert torch.equal(first, saved)
 
 
 def test_a_flag_passes_the_first_microbatch_to_the_graph(rerun):
@@ -333,11 +333,11 @@ def test_the_reason_against_a_capture_is_named(inner, other, message, rerun):
 
 def test_hooks_inside_are_called_in_every_call(rerun):
     module = te.graphed(_Outer())
-    seen = []
+    records = []
     _capture(module, _x().requires_grad_())
-    module.inner.register_forward_hook(lambda *_: seen.append(1))
+    module.inner.register_forward_hook(lambda *_: records.append(1))
     module(_x().requires_grad_())
-    assert seen == [1]
+    assert records == [1]
     assert "has hooks" in _reason(module, _x())[1]
 
 
@@ -354,10 +354,10 @@ def test_a_checkpoint_runs_the_module_itself(reentrant, rerun):
 def test_saved_tensor_hooks_see_the_saved_tensors(rerun):
     module = te.graphed(_layer())
     _capture(module, _x().requires_grad_())
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+    records = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: records.append(t) or t, lambda t: t):
         module(_x().requires_grad_())
-    assert seen
+    assert records
 
 
 def test_a_call_that_cannot_be_captured_runs_eagerly_and_warns_once(rerun, monkeypatch):
@@ -397,8 +397,8 @@ def test_copies_and_pickles_begin_without_graphs(rerun):
     with torch.no_grad():
         twin.weight.zero_()
     assert module.weight.any()
-    again = pickle.loads(pickle.dumps(_make_graphed_linear()))
-    assert isinstance(again.forward, automatic.AutomaticGraph)
+    repeated = pickle.loads(pickle.dumps(_make_graphed_linear()))
+    assert isinstance(repeated.forward, automatic.AutomaticGraph)
 
 
 def _make_graphed_linear():

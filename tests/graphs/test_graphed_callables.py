@@ -115,14 +115,14 @@ def test_a_model_graphed_in_pieces_equals_the_eager_model(rerun):
     recipe = RECIPES["delayed"]
     eager = torch.nn.ModuleList([_layer("LayerNormMLP"), _layer("Linear"), _layer("LayerNormLinear")])
     pieces = copy.deepcopy(eager)
-    made = te.make_graphed_callables(
+    result = te.make_graphed_callables(
         tuple(pieces),
         tuple((_x().requires_grad_(),) for _ in pieces),
         enabled=(True, False, True),
         recipe=recipe,
     )
     assert [name for name, _ in rerun.recordings] == ["forward"] * 3 + ["backward"] * 3
-    assert all(a is b for a, b in zip(made, pieces, strict=True))
+    assert all(a is b for a, b in zip(result, pieces, strict=True))
 
     def through(layers, middle):
         x = _x(5).requires_grad_()
@@ -135,7 +135,7 @@ def test_a_model_graphed_in_pieces_equals_the_eager_model(rerun):
         return [y.detach().clone(), x.grad]
 
     for _ in range(2):
-        assert _equal(through(made, False), through(eager, False))
+        assert _equal(through(result, False), through(eager, False))
     assert _equal(_state(pieces), _state(eager))
 
 
@@ -192,9 +192,9 @@ def test_modules_that_store_the_first_microbatch_flag_follow_it(caches, rerun):
         for microbatch in range(2):
             first = microbatch == 0
             eager.is_first_microbatch = first or not caches
-            told = {"is_first_microbatch": first} if caches else {}
+            report = {"is_first_microbatch": first} if caches else {}
             seed = 10 * step + microbatch
-            assert _equal(_step(graphed, replayed, recipe, seed, **told), _step(eager, eager, recipe, seed))
+            assert _equal(_step(graphed, replayed, recipe, seed, **report), _step(eager, eager, recipe, seed))
         with torch.no_grad():
             for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
                 p.mul_(1.5)
@@ -345,24 +345,26 @@ _UNCAPTURED = {
 }
 
 
-@pytest.mark.parametrize("given", _UNCAPTURED)
+@pytest.mark.parametrize("argument", _UNCAPTURED)
 @pytest.mark.parametrize("records", [True, False], ids=["graph", "without a GPU"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_keyword_that_was_not_captured_raises_before_anything_runs(given, records, training, request):
+def test_a_keyword_that_was_not_captured_raises_before_anything_runs(argument, records, training, request):
+    if not records and torch.cuda.is_available():
+        pytest.skip("calls are captured on a machine with a GPU")
     log = request.getfixturevalue("rerun").log if records else []
     module = _Scaled().train(training)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # without a GPU
         graphed = te.make_graphed_callables(module, (_x(),))
     replays = len(log)
-    (name,) = _UNCAPTURED[given]
+    (name,) = _UNCAPTURED[argument]
     with pytest.raises(TypeError, match=f"keyword {name}=.* was not captured, .*sample_kwargs"):
-        graphed(_x(3), **_UNCAPTURED[given])
+        graphed(_x(3), **_UNCAPTURED[argument])
     assert len(log) == replays
     graphed.train(not training)  # the module's own forward runs in the other mode
     twin = _Scaled()
     twin.load_state_dict(module.state_dict())
-    assert torch.equal(graphed(_x(3), **_UNCAPTURED[given]), twin(_x(3), **_UNCAPTURED[given]))
+    assert torch.equal(graphed(_x(3), **_UNCAPTURED[argument]), twin(_x(3), **_UNCAPTURED[argument]))
 
 
 def test_a_keyword_without_effect_is_accepted_without_being_captured(rerun):
@@ -495,15 +497,15 @@ def test_a_pipeline_order_gives_one_callable_per_chunk_and_microbatch(rerun):
     eager = torch.nn.ModuleList([_layer("Linear"), _layer("Linear")])
     layers = copy.deepcopy(eager)
     samples = tuple((_x(i).requires_grad_(),) for i in range(4))
-    made = te.make_graphed_callables(tuple(layers), samples, _order=[1, 1, 2, -2, 2, -2, -1, -1])
-    assert isinstance(made, tuple)
-    assert len(made) == 4
+    result = te.make_graphed_callables(tuple(layers), samples, _order=[1, 1, 2, -2, 2, -2, -1, -1])
+    assert isinstance(result, tuple)
+    assert len(result) == 4
     bodies = [name for name, _ in rerun.recordings]
     assert bodies == ["forward"] * 3 + ["backward", "forward"] + ["backward"] * 3
     for seed in range(2):
         for m in range(2):
             x = _x(seed + m).requires_grad_()
-            y = made[2 + m](made[m](x))
+            y = result[2 + m](result[m](x))
             e = _x(seed + m).requires_grad_()
             expected = eager[1](eager[0](e))
             assert torch.equal(y, expected)
@@ -516,13 +518,13 @@ def test_a_pipeline_order_gives_one_callable_per_chunk_and_microbatch(rerun):
 def test_buffers_are_shared_if_the_order_permits(rerun):
     layers = (_layer("Linear"), _layer("Linear"))
     samples = tuple((_x(i).requires_grad_(),) for i in range(4))
-    made = te.make_graphed_callables(
+    result = te.make_graphed_callables(
         layers, samples, _order=[1, 2, -2, -1, 1, 2, -2, -1], _reuse_graph_input_output_buffers=True
     )
-    inputs = [door.runs.block.inputs[0].data_ptr() for door in made]
+    inputs = [door.runs.block.inputs[0].data_ptr() for door in result]
     assert len(set(inputs)) == 2
     x = _x(8).requires_grad_()
-    assert torch.equal(made[3](made[1](x)), layers[1](layers[0](x)))
+    assert torch.equal(result[3](result[1](x)), layers[1](layers[0](x)))
 
 
 def test_the_order_may_contain_weight_gradient_steps(rerun):
@@ -653,9 +655,9 @@ def test_deprecated_names_warn_and_behave_the_same(rerun):
 
 
 def test_hooks_run_while_capturing_and_not_at_replays(rerun):
-    seen = []
+    records = []
     kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-    hooks = {kind: {0: lambda module, kind=kind: seen.append(kind)} for kind in kinds}
+    hooks = {kind: {0: lambda module, kind=kind: records.append(kind)} for kind in kinds}
     round_it = []
     module = _graph(
         _layer("Linear"),
@@ -664,10 +666,10 @@ def test_hooks_run_while_capturing_and_not_at_replays(rerun):
         pre_warmup_hook=lambda: round_it.append("before"),
         post_warmup_hook=lambda: round_it.append("after"),
     )
-    assert seen == list(kinds) * 3
+    assert records == list(kinds) * 3
     assert round_it == ["before", "after"]
     _step(module, module, None, 0)
-    assert len(seen) == 12
+    assert len(records) == 12
     with pytest.raises(RuntimeError, match="has to return None"):
         _graph(_layer("Linear"), capture_time_hooks=[{"forward_hooks": {0: lambda module: 1}}])
     assert not graph.is_graph_capturing()
@@ -808,10 +810,10 @@ def test_a_clients_own_capture_updates_cached_weights_by_the_flag(recipe, monkey
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert FP8GlobalStateManager.fp8_graph_capturing()
         FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
-        kept = layer(_x(), is_first_microbatch=False)
+        saved = layer(_x(), is_first_microbatch=False)
         FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
         renewed = layer(_x(), is_first_microbatch=False)
-    assert (kept - before).norm() < 0.2 * before.norm()
+    assert (saved - before).norm() < 0.2 * before.norm()
     assert (renewed - before).norm() > before.norm()
 
 
@@ -843,8 +845,8 @@ def test_replaying_a_clients_own_capture_reads_the_flag(recipe):
 def test_samples_may_be_lists(rerun):
     layers = [_layer("Linear"), _layer("Linear")]
     eager = copy.deepcopy(layers)
-    made = te.make_graphed_callables(tuple(layers), [(_x(99),), (_x(98),)], sample_kwargs=[{}, {}])
-    for graphed, plain in zip(made, eager, strict=True):
+    result = te.make_graphed_callables(tuple(layers), [(_x(99),), (_x(98),)], sample_kwargs=[{}, {}])
+    for graphed, plain in zip(result, eager, strict=True):
         assert torch.equal(graphed(_x()), plain(_x()))
 
 
@@ -856,7 +858,7 @@ def test_referenced_gradient_accumulators_are_captured_from_a_side_stream(aside)
     stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        kept = [p.expand_as(p).grad_fn.next_functions[0][0] for p in layer.parameters()]
+        saved = [p.expand_as(p).grad_fn.next_functions[0][0] for p in layer.parameters()]
     torch.cuda.current_stream().wait_stream(stream)
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
@@ -870,7 +872,7 @@ def test_referenced_gradient_accumulators_are_captured_from_a_side_stream(aside)
     graphed = te.make_graphed_callables(layer, (x,))
     graphed(x).sum().backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
-    assert len(kept) == 2
+    assert len(saved) == 2
 
 
 class _Called(torch.nn.Module):
@@ -901,15 +903,15 @@ def test_a_call_method_of_the_class_defines_the_capture(rerun):
 def test_modules_and_tensors_outside_the_gpu_are_rejected():
     """A graph neither records nor replays work outside the GPU."""
 
-    def asked(module, x):
+    def record_query(module, x):
         samples = arguments.list_samples((x,), None, True, 1, False)
         return arguments.CaptureRequest((module,), (0,), samples, (), None, (), None, (), True)
 
     module = _layer("Linear")
     with pytest.raises(ValueError, match=r"sample 0 holds a tensor on cpu; .* give samples on it"):
-        arguments.check_places(asked(module, _x()))
+        arguments.check_places(record_query(module, _x()))
     with pytest.raises(ValueError, match=r'Linear\.weight is on cpu; .* call module\.to\("cuda"\)'):
-        arguments.check_places(asked(module, torch.ones(1).as_subclass(_OnAGpu)))
+        arguments.check_places(record_query(module, torch.ones(1).as_subclass(_OnAGpu)))
 
 
 class _OnAGpu(torch.Tensor):

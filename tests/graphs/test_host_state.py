@@ -137,11 +137,11 @@ def test_a_callables_settings_that_a_step_reads_are_part_of_the_signature(name, 
     assert (call.kept, call.reason) == (2, None)
 
 
-@pytest.mark.parametrize("place", ["variable", "module"])
-def test_an_autograd_result_that_the_next_step_reads_prevents_a_capture(place, capture):
+@pytest.mark.parametrize("position", ["variable", "module"])
+def test_an_autograd_result_that_the_next_step_reads_prevents_a_capture(position, capture):
     def make():
         trainer = Trainer()
-        holder = types.SimpleNamespace() if place == "variable" else trainer.model
+        holder = types.SimpleNamespace() if position == "variable" else trainer.model
         holder.average = torch.zeros(())
 
         def step(x, y):
@@ -153,7 +153,7 @@ def test_an_autograd_result_that_the_next_step_reads_prevents_a_capture(place, c
 
     assert (
         "average" in reason_against_capture(make)
-        if place == "variable"
+        if position == "variable"
         else "Linear" in reason_against_capture(make)
     )
 
@@ -384,11 +384,11 @@ def test_a_memory_pool_is_freed_with_its_last_graph(capture, monkeypatch):
     pools = []
     record = capture.record
 
-    def recorded(body):
+    def record_values(body):
         pools.append(capture.pool)
         return record(body)
 
-    monkeypatch.setattr(capture, "record", recorded)
+    monkeypatch.setattr(capture, "record", record_values)
     for seed in range(6):
         call(*data(seed))
     for seed in range(6):

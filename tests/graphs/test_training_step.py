@@ -102,7 +102,7 @@ def test_graphed_steps_are_bitwise_equal_to_eager_steps(form, optimizer, capture
     assert capture.log == ["step"] * 8  # the first call decides what the function is, three more are counted
     gradients = [[p.grad for p in training.model.parameters()] for training in (graphed, eager)]
     assert [g is None for g in gradients[0]] == [g is None for g in gradients[1]]
-    assert equal(*[[g for g in own if g is not None] for own in gradients])
+    assert equal(*[[g for g in local if g is not None] for local in gradients])
 
 
 @pytest.mark.sampled(3)
@@ -369,13 +369,13 @@ def test_an_input_that_requires_a_gradient_is_named(capture):
 def test_reading_the_previous_calls_gradient_prevents_a_capture(capture):
     training, eager = both(form="last")
 
-    def logging(own):
+    def logging(local):
         def step(x, y):
-            norms = [p.grad.norm() for p in own.model.parameters() if p.grad is not None]
-            own.optimizer.zero_grad()
-            loss = (own.model(x) - y).square().mean()
+            norms = [p.grad.norm() for p in local.model.parameters() if p.grad is not None]
+            local.optimizer.zero_grad()
+            loss = (local.model(x) - y).square().mean()
             loss.backward()
-            own.optimizer.step()
+            local.optimizer.step()
             return loss.detach(), norms
 
         return step
@@ -383,8 +383,8 @@ def test_reading_the_previous_calls_gradient_prevents_a_capture(capture):
     call, plain = te.graphed(logging(training)), logging(eager)
     with pytest.warns(UserWarning, match="reads a gradient of the previous call before it sets"):
         for seed in range(8):
-            (a, norms), (b, others) = call(*data(seed)), plain(*data(seed))
-            assert torch.equal(a, b) and equal(norms, others)
+            (a, norms), (b, rest) = call(*data(seed)), plain(*data(seed))
+            assert torch.equal(a, b) and equal(norms, rest)
     assert call.kept == 0
     assert equal(training.values(), eager.values())
 

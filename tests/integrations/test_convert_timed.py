@@ -32,11 +32,11 @@ def times(monkeypatch):
     measured: list[str] = []
     models = iter([10.0, 5.0])
 
-    def compared(module: Any, converter: Converter, calls: Counter[SampleCall]) -> Comparison:
+    def compare_step(module: Any, converter: Converter, calls: Counter[SampleCall]) -> Comparison:
         measured.append(repr(module))
         return SLOWER if getattr(module, "out_features", 0) == 64 else FASTER
 
-    monkeypatch.setattr(conversion, "compare", compared)
+    monkeypatch.setattr(conversion, "compare", compare_step)
     monkeypatch.setattr(conversion, "_compare_attention", lambda calls: FASTER)
     monkeypatch.setattr(conversion, "_model_ms", lambda *arguments: next(models))
     return measured

@@ -142,14 +142,16 @@ def test_injected_model_outputs_and_gradients_match_the_stock_model(call, groups
 
 def test_repeated_keys_reach_the_attention_once(monkeypatch):
     _, injected = pair()
-    seen = []
+    records = []
     core = injected.layers[0].attn_module
     forward = core.forward
     monkeypatch.setattr(
-        core, "forward", lambda q, k, v, **rest: seen.append((q.shape, k.shape)) or forward(q, k, v, **rest)
+        core,
+        "forward",
+        lambda q, k, v, **rest: records.append((q.shape, k.shape)) or forward(q, k, v, **rest),
     )
     injected(tokens())
-    assert seen == [((2, LENGTH, HEADS, SIZE), (2, LENGTH, GROUPS, SIZE))]
+    assert records == [((2, LENGTH, HEADS, SIZE), (2, LENGTH, GROUPS, SIZE))]
 
 
 def test_padded_batches_match_on_their_real_tokens():
@@ -279,13 +281,13 @@ def test_torchs_own_attention_is_untouched_outside():
 
 def test_threads_do_not_see_each_others_attention():
     """A thread without an injected model computes torch's attention while another is inside one."""
-    inside, leave, seen = threading.Event(), threading.Event(), []
+    inside, leave, records = threading.Event(), threading.Event(), []
 
     def other() -> None:
         with sdpa.replaced(lambda: "mine"):
             inside.set()
             assert leave.wait(60)
-            seen.append(F.scaled_dot_product_attention())
+            records.append(F.scaled_dot_product_attention())
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -296,7 +298,7 @@ def test_threads_do_not_see_each_others_attention():
         assert F.scaled_dot_product_attention() == "here"
     leave.set()
     thread.join()
-    assert seen == ["mine"]
+    assert records == ["mine"]
     assert F.scaled_dot_product_attention is sdpa.TORCH_SDPA
 
 
@@ -358,12 +360,12 @@ class Conv1D(nn.Module):
 
 
 def module(projections: dict[str, nn.Module], **attributes) -> nn.Module:
-    made = nn.Module()
+    instance = nn.Module()
     for name, projection in projections.items():
-        made.add_module(name, projection)
+        instance.add_module(name, projection)
     for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
+        setattr(instance, name, value)
+    return instance
 
 
 def three(kind, groups: int = GROUPS) -> dict[str, nn.Module]:
@@ -408,8 +410,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_layout_is_read_from_projections(name):
-    given, expected = LAYOUTS[name]
-    assert module_layout(given) == expected
+    argument, expected = LAYOUTS[name]
+    assert module_layout(argument) == expected
 
 
 def test_an_injected_model_compiles_as_one_graph():
@@ -488,21 +490,21 @@ def test_the_interface_computes_a_softcap_before_the_mask(softcap, mask):
     layer = nn.Module()
     leaves = [torch.randn(2, h, LENGTH, SIZE) for h in (HEADS, GROUPS, GROUPS)]
     leaves = [x.requires_grad_() for x in (2 * leaves[0], *leaves[1:])]
-    given = torch.randn(2, 1, LENGTH, LENGTH) if mask == "added" else causal()
+    inputs = torch.randn(2, 1, LENGTH, LENGTH) if mask == "added" else causal()
     if mask == "with a hole":
-        given[..., 5, 2] = False
-    out, weights = te_attention_forward(layer, *leaves, given, scaling=0.3, softcap=softcap)
+        inputs[..., 5, 2] = False
+    out, weights = te_attention_forward(layer, *leaves, inputs, scaling=0.3, softcap=softcap)
     assert weights is None
     exact = [x.detach().double().requires_grad_() for x in leaves]
     q, k, v = exact[0], *(x.repeat_interleave(HEADS // GROUPS, 1) for x in exact[1:])
     scores = 0.3 * q @ k.mT
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores + given if mask == "added" else scores.masked_fill(~given, -torch.inf)
-    want = (scores.softmax(-1) @ v).transpose(1, 2)
-    torch.testing.assert_close(out.double(), want, **ATTENDED)
+    scores = scores + inputs if mask == "added" else scores.masked_fill(~inputs, -torch.inf)
+    expected = (scores.softmax(-1) @ v).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, **ATTENDED)
     grad = torch.randn(out.shape)
     found = torch.autograd.grad(out, leaves, grad)
-    for got, right in zip(found, torch.autograd.grad(want, exact, grad.double()), strict=True):
+    for got, right in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         torch.testing.assert_close(got.double(), right, **ATTENDED)
 
 
@@ -520,9 +522,9 @@ def test_the_interface_takes_any_mask():
     layer, (q, k, v) = nn.Module(), (torch.randn(2, h, LENGTH, SIZE) for h in (HEADS, GROUPS, GROUPS))
     mask = causal()
     mask[..., 5, 2] = False
-    for given in (mask, torch.randn(2, 1, LENGTH, LENGTH)):
-        out, _ = te_attention_forward(layer, q, k, v, given, scaling=0.3)
-        expected = F.scaled_dot_product_attention(q, k, v, given, scale=0.3, enable_gqa=True)
+    for argument in (mask, torch.randn(2, 1, LENGTH, LENGTH)):
+        out, _ = te_attention_forward(layer, q, k, v, argument, scaling=0.3)
+        expected = F.scaled_dot_product_attention(q, k, v, argument, scale=0.3, enable_gqa=True)
         torch.testing.assert_close(out, expected.transpose(1, 2), **ATTENDED)
     assert stats_equal(te_hits=2)
 

@@ -112,8 +112,8 @@ def test_the_loss_is_that_of_float32_logits(dtype, count, shifted):
         logits.float().view(-1, 13), following.reshape(-1), reduction="mean" if count is None else "sum"
     )
     expected = expected if count is None else expected / 11
-    given = {"labels": None, "shift_labels": following} if shifted else {"labels": labels}
-    loss = causal_loss(logits, vocab_size=13, num_items_in_batch=count, **given)
+    options = {"labels": None, "shift_labels": following} if shifted else {"labels": labels}
+    loss = causal_loss(logits, vocab_size=13, num_items_in_batch=count, **options)
     torch.testing.assert_close(loss, expected)
     before = logits.detach().clone()
     (grad,) = torch.autograd.grad(loss, logits)
@@ -157,10 +157,10 @@ def outcome(decoder: Decoder, x: Tensor, steps: int = 3) -> list[Tensor]:
     """Outputs and gradients from several steps, in which delayed scales move."""
     results = []
     for step in range(steps):
-        given = (x * (step + 1)).requires_grad_()
-        y = decoder(given)
+        leaf = (x * (step + 1)).requires_grad_()
+        y = decoder(leaf)
         y.square().sum().backward()
-        results += [y.detach(), given.grad]
+        results += [y.detach(), leaf.grad]
     return results
 
 
@@ -183,16 +183,16 @@ def test_a_forward_runs_under_the_recipe_and_no_longer(recipe, device):
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
 def test_torch_s_checkpoint_repeats_the_recipe(recipe, reentrant, device):
     x = torch.randn(16, 16, device=device)
-    kept, again = Decoder().to(device), Decoder().to(device)
-    for decoder in (kept, again):
+    saved, repeated = Decoder().to(device), Decoder().to(device)
+    for decoder in (saved, repeated):
         enter_recipe(decoder, recipe)
-    for layer in again.layers:
+    for layer in repeated.layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = functools.partial(torch_checkpoint, use_reentrant=reentrant)
-    expected, found = outcome(kept, x), outcome(again, x)
+    expected, found = outcome(saved, x), outcome(repeated, x)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     name = "none" if recipe is None else "DelayedScaling"
-    assert again.layers[0].runs == [name] * 6
+    assert repeated.layers[0].runs == [name] * 6
 
 
 def test_another_checkpoint_is_rejected_under_a_recipe(device):

@@ -52,9 +52,9 @@ def assert_attends_as(
 
 def padded_queries(visible: torch.Tensor, shift: int) -> torch.Tensor:
     """[b, q]: queries whose own key, i + shift, is hidden."""
-    own = torch.arange(visible.shape[2]) + shift
-    visible = F.pad(visible, (0, int(own[-1])))
-    return ~visible[:, 0].gather(2, own[None, :, None].expand(visible.shape[0], -1, 1))[..., 0]
+    local = torch.arange(visible.shape[2]) + shift
+    visible = F.pad(visible, (0, int(local[-1])))
+    return ~visible[:, 0].gather(2, local[None, :, None].expand(visible.shape[0], -1, 1))[..., 0]
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
@@ -123,12 +123,12 @@ def test_a_two_sided_window_is_an_encoder_window(padding):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("place", [0, 4])
-def test_a_static_cache_is_limited_to_its_written_keys(place, window):
-    visible = band(4, 16, place, window, [(0, 16)])
+@pytest.mark.parametrize("position", [0, 4])
+def test_a_static_cache_is_limited_to_its_written_keys(position, window):
+    visible = band(4, 16, position, window, [(0, 16)])
     masking = masks.mask_masking(visible, 1)
     assert masking is not None
-    assert masking.keys is not None and masking.keys[1] == place + 4
+    assert masking.keys is not None and masking.keys[1] == position + 4
     assert_attends_as(visible, masking)
 
 
@@ -198,9 +198,9 @@ def test_a_mask_that_no_type_describes_is_not_recognised(name):
 def test_one_flipped_mask_element_is_detected_at_any_position():
     """A mask that differs from a padded window in one pair is not recognized, or recognized as another mask."""
     visible = band(6, 6, 0, 3, [(0, 6), (0, 5)])
-    for place in range(visible.numel()):
+    for index in range(visible.numel()):
         flipped = visible.clone()
-        flipped.view(-1)[place] ^= True
+        flipped.view(-1)[index] ^= True
         masking = masks.mask_masking(flipped, 2)
         if masking is not None:
             assert_attends_as(flipped, masking, padded_queries(flipped, 0))
@@ -214,8 +214,8 @@ def padding_queries(masking: masks.Masking, batch: int, queries: int) -> torch.T
     lengths = bounds.diff()[-batch:]
     starts = masking.arguments.get("cu_seqlens_q_padded")
     begins = torch.zeros(batch) if starts is None else starts[1:-1] - torch.arange(batch) * queries
-    place = torch.arange(queries)
-    return (place < begins[:, None]) | (place >= (begins + lengths)[:, None])
+    position = torch.arange(queries)
+    return (position < begins[:, None]) | (position >= (begins + lengths)[:, None])
 
 
 def test_random_masks_are_rejected_or_right():
@@ -243,7 +243,7 @@ def test_random_masks_are_rejected_or_right():
 def test_layers_that_share_a_mask_read_it_once(monkeypatch):
     reads = []
     read = masks._read
-    monkeypatch.setattr(masks, "_read", lambda *given: reads.append(1) or read(*given))
+    monkeypatch.setattr(masks, "_read", lambda *args: reads.append(1) or read(*args))
     mask = band(8, 8, 0, 3, [(0, 8), (0, 5)])
     first = masks.mask_masking(mask, 2)
     assert masks.mask_masking(mask, 2) is first and len(reads) == 1

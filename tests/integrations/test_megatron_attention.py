@@ -88,19 +88,19 @@ def test_self_attention_and_gradients_match_torch(gates):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotating_the_unsplit_projection_equals_rotating_its_parts(interleaved):
     split = self_attention(replace(CONFIG, rotary_interleaved=interleaved))
-    whole = self_attention(replace(CONFIG, rotary_interleaved=interleaved, fused_single_qkv_rope=True))
+    full = self_attention(replace(CONFIG, rotary_interleaved=interleaved, fused_single_qkv_rope=True))
     x, freqs = hidden(), angles()
     torch.testing.assert_close(
-        whole(x, None, rotary_pos_emb=freqs)[0], split(x, None, rotary_pos_emb=(freqs, freqs))[0]
+        full(x, None, rotary_pos_emb=freqs)[0], split(x, None, rotary_pos_emb=(freqs, freqs))[0]
     )
 
 
 def test_a_recomputed_core_gives_the_same_gradients():
-    kept = self_attention()
+    saved = self_attention()
     recomputed = self_attention(replace(CONFIG, recompute_granularity="selective"))
     assert recomputed.checkpoint_core_attention
     grads = []
-    for layer in (kept, recomputed):
+    for layer in (saved, recomputed):
         x = hidden().requires_grad_()
         layer(x, None)[0].square().sum().backward()
         grads += [x.grad, layer.linear_qkv.weight.grad]
@@ -198,12 +198,12 @@ def test_a_t5_like_encoder_and_decoder_match_torch():
     cross = CrossAttention(config, cross_attention_submodules(config), 1, AttnMaskType.no_mask)
     source, target = hidden(length=7), hidden(length=4).requires_grad_()
 
-    def summed(made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return made[0] + made[1]
+    def sum_values(result: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return result[0] + result[1]
 
-    memory = source + summed(encoder(source, None))
-    state = target + summed(decoder(target, None))
-    y = state + summed(cross(state, None, key_value_states=memory))
+    memory = source + sum_values(encoder(source, None))
+    state = target + sum_values(decoder(target, None))
+    y = state + sum_values(cross(state, None, key_value_states=memory))
     q = F.linear(state, cross.linear_q.weight, cross.linear_q.bias).unflatten(-1, (HEADS, SIZE))
     kv = F.linear(memory, cross.linear_kv.weight, cross.linear_kv.bias).unflatten(-1, (HEADS, 2 * SIZE))
     k, v = kv.chunk(2, dim=-1)
@@ -212,7 +212,7 @@ def test_a_t5_like_encoder_and_decoder_match_torch():
     expected = state + F.linear(out, cross.linear_proj.weight, cross.linear_proj.bias)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     ours, theirs = (
-        torch.autograd.grad(made.square().sum(), target, retain_graph=True)[0] for made in (y, expected)
+        torch.autograd.grad(result.square().sum(), target, retain_graph=True)[0] for result in (y, expected)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -245,8 +245,8 @@ def test_projections_take_the_documented_order_of_arguments():
     layer = self_attention()
     mixed, sizes = layer.get_query_key_value_tensors(hidden(), None, False)
     parts = layer.get_query_key_value_tensors(hidden(), None, True)
-    for whole, part in zip(mixed.split(sizes, dim=-1), parts, strict=True):
-        assert torch.equal(whole.reshape(part.shape), part)
+    for full, part in zip(mixed.split(sizes, dim=-1), parts, strict=True):
+        assert torch.equal(full.reshape(part.shape), part)
 
 
 @pytest.mark.parametrize("groups", [HEADS, 2])
@@ -526,10 +526,10 @@ def test_contexts_reject_unsupported_sizes():
 
 
 def test_a_context_parallel_rank_turns_its_tokens_by_their_own_angles(monkeypatch):
-    layer, own = self_attention(), angles()[LENGTH // 2 :]
+    layer, local = self_attention(), angles()[LENGTH // 2 :]
     query, key, _ = layer.get_query_key_value_tensors(hidden(length=LENGTH // 2))
-    expected = layer._rotated(query, key, (own, own), None, None)
+    expected = layer._rotated(query, key, (local, local), None, None)
     monkeypatch.setattr(attention, "count_ranks", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
-    for ours, theirs in zip(layer._rotated(query, key, (own, own), None, None), expected, strict=True):
+    for ours, theirs in zip(layer._rotated(query, key, (local, local), None, None), expected, strict=True):
         assert torch.equal(ours, theirs)

@@ -125,7 +125,7 @@ def draw_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
     shapes = jax.eval_shape(lambda: model.init(keys, *inputs, **options))
     random = np.random.default_rng(0)
 
-    def drawn(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def draw(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
         if names[0] != "params":
             return array(np.full(shape.shape, float(names[-1].endswith("_scale")), shape.dtype))
@@ -134,4 +134,4 @@ def draw_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
             return array(0.5 * numbers / shape.shape[0] ** 0.5, shape.dtype)
         return array(float(names[-1] == "scale") + 0.1 * numbers, shape.dtype)
 
-    return jax.tree_util.tree_map_with_path(drawn, shapes)
+    return jax.tree_util.tree_map_with_path(draw, shapes)

@@ -80,7 +80,7 @@ def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module
     with te.autocast(settings is not None, settings):
         boxed = draw_variables(model, x, deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
-        want = jax.jit(run)(params, state, x)
+        expected = jax.jit(run)(params, state, x)
     with jax.set_mesh(mesh), te.autocast(settings is not None, settings, mesh_resource=resource):
         rules = te_flax.extend_logical_axis_rules((("heads", None), ("relpos_buckets", None)))
         with nn.logical_axis_rules(rules):
@@ -90,7 +90,7 @@ def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module
                 is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
             )  # fmt: skip
             got = jax.jit(run)(placed, state, jax.device_put(x, NamedSharding(mesh, draw_batch(resource))))
-    return difference(got, want)
+    return difference(got, expected)
 
 
 def draw_batch(resource: te.MeshResource) -> PartitionSpec:
@@ -122,7 +122,7 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
     run = attention(layout, mask, softmax, window)
     order = ReorderStrategy.Striped if packed else ReorderStrategy.DualChunkSwap
 
-    def laid(x, undo=False):
+    def lay_out(x, undo=False):
         if not balanced:
             return x
         move = inverse_reorder_causal_load_balancing if undo else reorder_causal_load_balancing
@@ -136,18 +136,18 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
     def plain(q, k, v, offset):
         return (run(q, k, v, offset, descriptor(lambda x: x)) * dy).sum()
 
-    def over_devices(q, k, v, offset):
+    def run_over_devices(q, k, v, offset):
         out = run(
-            laid(q), laid(k), laid(v), offset, descriptor(laid), context_parallel_axis="cp",
+            lay_out(q), lay_out(k), lay_out(v), offset, descriptor(lay_out), context_parallel_axis="cp",
             context_parallel_strategy=strategy, context_parallel_causal_load_balanced=balanced, stripe_size=stripe,
         )  # fmt: skip
-        return (laid(out, undo=True) * dy).sum()
+        return (lay_out(out, undo=True) * dy).sum()
 
     which = (0, 1, 2, 3) if learnt else (0, 1, 2)
-    want = jax.jit(jax.value_and_grad(plain, argnums=which))(q, k, v, offset)
+    expected = jax.jit(jax.value_and_grad(plain, argnums=which))(q, k, v, offset)
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(cp_resource="cp")):
-        got = jax.jit(jax.value_and_grad(over_devices, argnums=which))(q, k, v, offset)
-    return difference(got, want)
+        got = jax.jit(jax.value_and_grad(run_over_devices, argnums=which))(q, k, v, offset)
+    return difference(got, expected)
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ def attend(q, k, v, bias, lengths_q, lengths_kv, scale, causal):
     scores = jnp.einsum("bshd,bthd->bhst", q, k) * scale
     if bias.size:
         scores = scores + bias.astype(jnp.float32)
-    seen = ones((1, 1, queries, k.shape[1]), bool)
-    seen = jnp.tril(seen) if causal else seen
+    observed = ones((1, 1, queries, k.shape[1]), bool)
+    observed = jnp.tril(observed) if causal else observed
     if lengths_kv.size:
-        seen = seen & (jnp.arange(k.shape[1]) < lengths_kv[:, None, None, None])
-    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(jnp.where(seen, scores, -1e9)), v)
+        observed = observed & (jnp.arange(k.shape[1]) < lengths_kv[:, None, None, None])
+    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(jnp.where(observed, scores, -1e9)), v)
 
 
 def forward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, mask_type, is_training, **options):
@@ -49,8 +49,8 @@ def backward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, variadic_args, 
     def run(q, k, v, bias):
         return attend(q, k, v, bias, lengths_q, lengths_kv, scale, "CAUSAL" in mask_type.name)
 
-    made = jax.vjp(run, q, k, v, bias)[1](rest[-1].astype(jnp.float32))
-    return [*made[:3], *([made[3]] if variadic_args[1] else [])]
+    result = jax.vjp(run, q, k, v, bias)[1](rest[-1].astype(jnp.float32))
+    return [*result[:3], *([result[3]] if variadic_args[1] else [])]
 
 
 def replace_cudnn() -> None:
@@ -86,18 +86,18 @@ def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(BATCH, TOKENS, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
     q, k, v = (normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
-    given = None if lengths is None else (jnp.asarray(lengths, jnp.int32),) * 2
+    argument = None if lengths is None else (jnp.asarray(lengths, jnp.int32),) * 2
     run = jax.jit(step, static_argnums=0)
-    want = run(mask, q, k, v, bias, given)
+    expected = run(mask, q, k, v, bias, argument)
     mesh = create_mesh(dp=2, tp=4)
     with jax.set_mesh(mesh):
         q, k, v = (
             jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s)))
             for x, s in zip((q, k, v), specs, strict=True)
         )
-        got = run(mask, q, k, v, bias, given)
-        text = run.lower(mask, q, k, v, bias, given).compile().as_text()
-    return difference(got, want), text.count("all-gather(") + text.count("all-gather-start(")
+        got = run(mask, q, k, v, bias, argument)
+        text = run.lower(mask, q, k, v, bias, argument).compile().as_text()
+    return difference(got, expected), text.count("all-gather(") + text.count("all-gather-start(")
 
 
 def main() -> None:
@@ -121,9 +121,12 @@ def main() -> None:
     q = normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
     k = q[:, :, :, :GROUPS]
     one = [step(AttnMaskType.CAUSAL_MASK, a, b, b, None, None)[1] for a, b in zip(q, k, strict=True)]
-    want = jax.tree.map(lambda *parts: jnp.stack(parts), *one)
+    expected = jax.tree.map(lambda *parts: jnp.stack(parts), *one)
     program = jax.jit(mapped)
-    found["under vmap"] = difference(program(q, k, k), want), program.lower(q, k, k).as_text().count("while")
+    found["under vmap"] = (
+        difference(program(q, k, k), expected),
+        program.lower(q, k, k).as_text().count("while"),
+    )
     print(json.dumps(found))
 
 

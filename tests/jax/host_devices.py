@@ -32,9 +32,9 @@ def step(model, x, params, state):
     return jax.value_and_grad(loss, argnums=(0, 1))(params, state)
 
 
-def difference(got, want) -> float:
+def difference(got, expected) -> float:
     """Largest difference of all leaves, relative to each leaf's largest element. NaN is kept, which max() may drop."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     each = [
         np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-30) for a, b in pairs
     ]
@@ -83,7 +83,7 @@ def restore_checkpoint(mesh: Mesh, tree, placed):
         return checkpointer.restore(Path(folder) / "run", shapes)
 
 
-def reduced(mesh: Mesh) -> dict[str, list[float]]:
+def collective_results(mesh: Mesh) -> dict[str, list[float]]:
     """First results from te.sharding's collectives on the numbers 0 to 7, one per device in a 4 x 2 mesh."""
 
     def body(x):
@@ -139,11 +139,11 @@ def main() -> None:
     with te.autocast(True, RECIPE):
         boxed = draw_variables(model, x)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
-        want = jax.jit(lambda *a: step(model, x, *a))(params, state)
+        expected = jax.jit(lambda *a: step(model, x, *a))(params, state)
     devices = np.asarray(jax.devices()).reshape(4, 2)
     kinds = (AxisType.Auto,) * 2
     mesh = Mesh(devices, ("dp", "tp"), axis_types=kinds)
-    found: dict[str, Any] = {"reduced": reduced(mesh)}
+    found: dict[str, Any] = {"reduced": collective_results(mesh)}
     with te.autocast(True, RECIPE):
         found["shard_map"] = shared_in_shard_map(mesh)
     for name, entered in (("with mesh", lambda: mesh), ("set_mesh", lambda: jax.set_mesh(mesh))):
@@ -164,20 +164,20 @@ def main() -> None:
                 text = run.as_text() or ""
                 got = run(x_placed, placed, copies)
                 if name == "set_mesh":
-                    kept = restore_checkpoint(mesh, {"params": params, "state": state}, placed)
-                    again = run(x_placed, kept["params"], kept["state"])
-                    found["restored"] = difference(again, got)
-                    found["restored shards"] = shards(kept["params"])
-        found[name] = difference(got[0], want[0])
-        found[f"{name} gradients"] = difference(got[1][0], want[1][0])
-        found[f"{name} state"] = difference(got[1][1]["fp8_metas"], want[1][1]["fp8_metas"])
+                    saved = restore_checkpoint(mesh, {"params": params, "state": state}, placed)
+                    repeated = run(x_placed, saved["params"], saved["state"])
+                    found["restored"] = difference(repeated, got)
+                    found["restored shards"] = shards(saved["params"])
+        found[name] = difference(got[0], expected[0])
+        found[f"{name} gradients"] = difference(got[1][0], expected[1][0])
+        found[f"{name} state"] = difference(got[1][1]["fp8_metas"], expected[1][1]["fp8_metas"])
         found[f"{name} shards"] = shards(placed)
         found[f"{name} all-gathers"] = text.count("all-gather(")
     with te.autocast(True, RECIPE):  # its arguments are sharded over devices, and no mesh is active
         got = jax.jit(lambda x, *a: step(model, x, *a))(x_placed, placed, state)
-    found["no mesh"] = difference(got[0], want[0])
-    found["no mesh gradients"] = difference(got[1][0], want[1][0])
-    found["no mesh state"] = difference(got[1][1]["fp8_metas"], want[1][1]["fp8_metas"])
+    found["no mesh"] = difference(got[0], expected[0])
+    found["no mesh gradients"] = difference(got[1][0], expected[1][0])
+    found["no mesh state"] = difference(got[1][1]["fp8_metas"], expected[1][1]["fp8_metas"])
     found["no mesh shards"] = shards(got[1][0])
     print(json.dumps(found))
 

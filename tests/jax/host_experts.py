@@ -119,7 +119,7 @@ def rows_of_devices() -> tuple[jax.Array, jax.Array]:
 
 def codes_case(name: str, member: str) -> dict[str, int]:
     """Count differing codes, decoded values and next states against one tensor with four groups."""
-    parts, whole = rows_of_devices()
+    parts, full = rows_of_devices()
     with te.autocast(True, RECIPES[name]):
         quantizer = getattr(QuantizerFactory.create_set(n_groups=4), member)
     quantizer = jax.tree.map(
@@ -127,19 +127,19 @@ def codes_case(name: str, member: str) -> dict[str, int]:
     )  # scales, not histories
     over = ("dp",)
 
-    def encoded(quantizer, x, sizes, over):
+    def encode(quantizer, x, sizes, over):
         tensor, amax = quantizer.encode(x, sizes, over=over)
         directions = tensor.rowwise_tensor, tensor.colwise_tensor
         values = directions[0].data.astype(jnp.float32), *(one.dequantize() for one in directions)
         return values, groups_advanced_together((quantizer,), (amax,), over)[0].quantizer
 
     def local(quantizer, x):
-        own = GroupedQuantizer(quantizer.quantizer, 2)
-        values, following = encoded(own, x.reshape(-1, 64), jnp.full(2, 128, jnp.int32), over)
+        separate = GroupedQuantizer(quantizer.quantizer, 2)
+        values, following = encode(separate, x.reshape(-1, 64), jnp.full(2, 128, jnp.int32), over)
         return [value.reshape(x.shape) for value in values], following
 
     with te.autocast(True, RECIPES[name]):
-        want = jax.jit(lambda q, x: encoded(q, x, jnp.full(4, 256, jnp.int32), ()))(quantizer, whole)
+        expected = jax.jit(lambda q, x: encode(q, x, jnp.full(4, 256, jnp.int32), ()))(quantizer, full)
     of_experts, of_rows = PartitionSpec("ep"), PartitionSpec("dp", "ep")
     mapped = jax.shard_map(
         local, mesh=create_mesh(dp=2, ep=2), in_specs=(of_experts, of_rows), out_specs=(of_rows, of_experts),
@@ -147,7 +147,7 @@ def codes_case(name: str, member: str) -> dict[str, int]:
     )  # fmt: skip
     values, following = jax.jit(mapped)(quantizer, parts)
     values = [jnp.moveaxis(value, 0, 2).reshape(-1, 64) for value in values]
-    pairs = zip(jax.tree.leaves((values, following)), jax.tree.leaves(want), strict=True)
+    pairs = zip(jax.tree.leaves((values, following)), jax.tree.leaves(expected), strict=True)
     return {"unequal": sum(int((np.asarray(a) != np.asarray(b)).sum()) for a, b in pairs)}
 
 

@@ -100,7 +100,7 @@ class Rounded(Product):
         return tuple(Shape(one.shape, jnp.dtype(self.dtype)) for one in super().results(*operands))
 
     def run(self, *arrays):
-        return tuple(made.astype(self.dtype) for made in super().run(*arrays))
+        return tuple(result.astype(self.dtype) for result in super().run(*arrays))
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def experts_there_and_back(x):
     return mapped(x, jnp.concatenate((first, (first + 3) % 8), axis=1))
 
 
-def misnamed(mesh: Mesh) -> int:
+def misnamed_count(mesh: Mesh) -> int:
     """Number of arrays sharded over mesh axes for which `named` finds another sharding."""
     specs = [
         (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, "tp", "dp"),
@@ -266,12 +266,12 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
         def quantized_product(*arrays, forms=forms, element=element, contracted=contracted):
             operands = []
             for x, form in zip(arrays, forms, strict=True):
-                made = quantize(x, QuantizeSpec(form, element), axis=x.ndim - contracted)
-                scaled = made.codes, made.scale, made.amax
+                tensor = quantize(x, QuantizeSpec(form, element), axis=x.ndim - contracted)
+                scaled = tensor.codes, tensor.scale, tensor.amax
                 operands.append(Operand(*scaled, form, jnp.dtype(jnp.float32), x.ndim - contracted))
             return operands, reference.run(*operands, jnp.dtype(jnp.float32), True)
 
-        operands, want = jax.jit(quantized_product)(
+        operands, expected = jax.jit(quantized_product)(
             *(random(seed, *shape) for seed, shape in enumerate(shapes))
         )
         cut_up = [
@@ -285,7 +285,7 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
                 continue
             with jax.set_mesh(mesh):
                 got = jax.jit(lambda a, b, run=run: run(a, b, jnp.dtype(jnp.float32), True))(*cut_up)
-            found[f"product, {title}: {name}"] = largest([(got, want)]) / float(jnp.abs(want).max())
+            found[f"product, {title}: {name}"] = largest([(got, expected)]) / float(jnp.abs(expected).max())
     return found
 
 
@@ -293,8 +293,8 @@ def main() -> None:
     start_on_host_devices()
     mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    found = {"misnamed": misnamed(mesh)} | products_of_codes(mesh)
-    wanted = jax.jit(lambda cases: {name: CASES[name][0].run(*arrays) for name, arrays in cases.items()})(
+    found = {"misnamed": misnamed_count(mesh)} | products_of_codes(mesh)
+    expected = jax.jit(lambda cases: {name: CASES[name][0].run(*arrays) for name, arrays in cases.items()})(
         {name: arrays for name, (_, arrays, _) in CASES.items()}
     )
     for name, (kernel, arrays, specs) in CASES.items():
@@ -307,16 +307,16 @@ def main() -> None:
             program = run.lower(*placed)
             found["not cut"] = found.get("not cut", 0) + ("CustomSPMDPartitioning" not in program.as_text())
             compiled = program.compile()
-            made = compiled(*placed)
-        found[name] = largest(zip(made, wanted[name], strict=True))
+            result = compiled(*placed)
+        found[name] = largest(zip(result, expected[name], strict=True))
         found[f"{name}: gathers"] = len(re.findall(r"all-gather(?:-start)?\(", compiled.as_text() or ""))
     x = jax.device_put(random(6, 16, 32), NamedSharding(mesh, PartitionSpec("dp", "tp")))
     for name, kernels_of in (  # warns once on stderr that no mesh is set
         ("a kernel", lambda x, apply: apply(x)),
         ("kernels of kernels", lambda x, apply: apply(apply(apply(x)[1])[0])),
     ):
-        made = jax.jit(lambda x, of=kernels_of: of(x, lambda x: call(Measured(), x)))(x)
-        pairs = zip(made, kernels_of(random(6, 16, 32), Measured().run), strict=True)
+        result = jax.jit(lambda x, of=kernels_of: of(x, lambda x: call(Measured(), x)))(x)
+        pairs = zip(result, kernels_of(random(6, 16, 32), Measured().run), strict=True)
         found[f"{name} without a mesh"] = largest(pairs)
     x = random(1, 16, 2, 16)
     (sums,) = jax.jit(lambda x: call_on_axes(Blocks((16, 32)), {"k": 2}, x))(x)
@@ -324,8 +324,8 @@ def main() -> None:
     (sums,) = jax.jit(lambda a, b: call_on_axes(Product(), {"n": 2}, a, b))(
         random(2, 16, 32), random(3, 2, 3, 32)
     )
-    want = np.einsum("mk,abk->mab", random(2, 16, 32), random(3, 2, 3, 32))
-    found["one of both of several axes"] = float(np.abs(np.asarray(sums) - want).max())
+    reference = np.einsum("mk,abk->mab", random(2, 16, 32), random(3, 2, 3, 32))
+    found["one of both of several axes"] = float(np.abs(np.asarray(sums) - reference).max())
     spec = PartitionSpec("dp", "tp")
     mapped = jax.shard_map(
         lambda x: call(Measured(), x)[0], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False

@@ -100,7 +100,7 @@ def as_on_cuda() -> None:
     mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
 
 
-def exchanged(text: str) -> list[tuple[str, str, list[int]]]:
+def exchange(text: str) -> list[tuple[str, str, list[int]]]:
     """(collective, dtype, shape) for every array that devices exchange."""
     found = []
     for line in text.splitlines():
@@ -143,7 +143,7 @@ def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
         axis_types=(AxisType.Auto,) * len(axes),
     )
     resource = te.MeshResource(**{f"{axis}_resource": axis for axis in axes})
-    boxed, x, want = one_device_step(kind, name)
+    boxed, x, expected = one_device_step(kind, name)
     state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
     with (
         jax.set_mesh(mesh),
@@ -157,19 +157,21 @@ def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
         rows = PartitionSpec("fsdp" if "fsdp" in axes else "dp", resource.tpsp_resource)
         tokens = NamedSharding(mesh, rows)
         run = jax.jit(lambda *a: step(kind, model, *a), out_shardings=(tokens, [laid, tokens], None))
-        given = state, jax.device_put(params, laid), jax.device_put(x, tokens)
-        compiled = run.lower(*given).compile()
-        got = compiled(*given)
+        args = state, jax.device_put(params, laid), jax.device_put(x, tokens)
+        compiled = run.lower(*args).compile()
+        got = compiled(*args)
     parts = ("output", "gradients", "state")
     kernels = [leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
     return {
-        "exchanged": exchanged(compiled.as_text() or ""),
+        "exchanged": exchange(compiled.as_text() or ""),
         "tokens": x.shape[1],
         "width": x.shape[2],
         "in blocks": name in BLOCKS,
         "kernels": len(kernels),
         "smallest kernel": min(kernels),
-    } | {name: difference(a, b) for name, a, b in zip(parts, got, want, strict=True) if jax.tree.leaves(b)}
+    } | {
+        name: difference(a, b) for name, a, b in zip(parts, got, expected, strict=True) if jax.tree.leaves(b)
+    }
 
 
 def main() -> None:

@@ -125,18 +125,18 @@ def permute(x, weights):
         x, chosen, CHOSEN * tokens, probs=weights, align_size=4
     )
     assert of_rows is not None
-    made = (
+    result = (
         rows
         * of_rows[:, None]
         * jnp.repeat(jnp.arange(1.0, EXPERTS + 1), counts, total_repeat_length=len(rows))[:, None]
     )
-    return (permutation.token_combine(made, goes_to, pad_offsets=pads) ** 2).mean()
+    return (permutation.token_combine(result, goes_to, pad_offsets=pads) ** 2).mean()
 
 
 def states(count: int, settings: Any = DELAYED) -> tuple[Any, ...]:
     with te.autocast(True, settings):
-        made: Any = QuantizerFactory.create_set(n_quantizer_sets=count)
-    return made if count > 1 else (made,)
+        result: Any = QuantizerFactory.create_set(n_quantizer_sets=count)
+    return result if count > 1 else (result,)
 
 
 WHOLE = (None,)

@@ -76,7 +76,7 @@ def check_cudnn_call() -> dict[str, float]:
     chosen, parts.attention_parts = parts.attention_parts, bound
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [normal(key, (2, 32, n, 16), jnp.bfloat16) for key, n in zip(keys, (4, 4, 2, 2), strict=True)]
-    want = jax.jit(functools.partial(step, attention))(*arrays)
+    expected = jax.jit(functools.partial(step, attention))(*arrays)
     mesh = create_mesh(dp=2, tp=2, cp=2)
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
     laid = [api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1) for x in arrays]
@@ -92,7 +92,7 @@ def check_cudnn_call() -> dict[str, float]:
             text = program.as_text() or ""
             moved = set(re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
             found[strategy.name] = {
-                "difference": float(np.max([difference(x, y) for x, y in zip(got, want, strict=True)])),
+                "difference": float(np.max([difference(x, y) for x, y in zip(got, expected, strict=True)])),
                 "moves": sorted(moved),
             }
     parts.attention_parts = chosen
@@ -130,7 +130,7 @@ def lower_attention() -> dict[str, dict[str, int]]:
     return found
 
 
-def explained() -> dict[str, str]:
+def explanations() -> dict[str, str]:
     """Output from te.explain for supported and unsupported attention."""
     q, k, longer = (zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
     causal, no_mask = api.AttnMaskType.CAUSAL_MASK, api.AttnMaskType.NO_MASK
@@ -150,7 +150,7 @@ def explained() -> dict[str, str]:
         }
 
 
-def within() -> dict[str, float]:
+def shard_map_gradients() -> dict[str, float]:
     """Gradients, of shared sinks too, inside a shard_map that counts what varies over its axis."""
     q, k, dy = (normal(jax.random.key(n), (2, 16, n, 16)) for n in (4, 2, 4))
     sinks, found = jnp.linspace(-1, 1, 4).reshape(1, 4, 1, 1), {}
@@ -164,10 +164,10 @@ def within() -> dict[str, float]:
             function, laid = functools.partial(sunk, strategy), PartitionSpec("dp")
             specs = (laid, laid, laid, PartitionSpec())
             mapped = jax.shard_map(function, in_specs=specs, out_specs=laid, axis_names={"dp"})
-            got, want = (
+            got, expected = (
                 jax.jit(functools.partial(step, one))(dy, q, k, k, sinks) for one in (mapped, function)
             )
-            found[strategy.name] = difference(got, want)
+            found[strategy.name] = difference(got, expected)
     return found
 
 
@@ -177,8 +177,8 @@ def main() -> None:
         json.dumps(
             {
                 "cuda": lower_attention(),
-                "explained": explained(),
-                "within": within(),
+                "explained": explanations(),
+                "within": shard_map_gradients(),
                 "cudnn": check_cudnn_call(),
             }
         )

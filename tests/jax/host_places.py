@@ -35,8 +35,8 @@ def attend(query, key, value, **options):
     )  # fmt: skip
 
 
-def difference(got, want) -> float:
-    return float(np.abs(np.asarray(got) - np.asarray(want)).max())
+def difference(got, expected) -> float:
+    return float(np.abs(np.asarray(got) - np.asarray(expected)).max())
 
 
 def relative_error(call) -> str:
@@ -58,7 +58,7 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
         seq_dim=1, stripe_size=stripe,
     )  # fmt: skip
 
-    def over_devices(*arrays):
+    def run_over_devices(*arrays):
         out = attend(
             *(deal(x) for x in arrays), context_parallel_axis="cp", context_parallel_strategy=strategy,
             context_parallel_causal_load_balanced=True, stripe_size=stripe,
@@ -68,10 +68,10 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
     def with_gradients(call, *arrays):
         return call(*arrays), jax.grad(lambda *arrays: (call(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
 
-    want = jax.jit(partial(with_gradients, attend))(*arrays)
+    expected = jax.jit(partial(with_gradients, attend))(*arrays)
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
-        got = jax.jit(partial(with_gradients, over_devices))(*arrays)
-    return float(np.max([*map(difference, jax.tree.leaves(got), jax.tree.leaves(want))]))
+        got = jax.jit(partial(with_gradients, run_over_devices))(*arrays)
+    return float(np.max([*map(difference, jax.tree.leaves(got), jax.tree.leaves(expected))]))
 
 
 def resource_errors(mesh: Mesh) -> dict[str, object]:
@@ -79,7 +79,7 @@ def resource_errors(mesh: Mesh) -> dict[str, object]:
     arrays = normal(jax.random.key(5), (3, 2, 16, 2, 4))
     scores = np.einsum("bqhd,bkhd->bhqk", *np.asarray(arrays[:2], np.float64)) / 2.0
     weights = np.exp(np.where(np.tri(16, dtype=bool), scores, -np.inf))
-    want = np.einsum(
+    expected = np.einsum(
         "bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), np.asarray(arrays[2], np.float64)
     )
     order = {"strategy": attention.ReorderStrategy.DualChunkSwap, "cp_size": 4, "seq_dim": 1}
@@ -87,18 +87,18 @@ def resource_errors(mesh: Mesh) -> dict[str, object]:
     facts: dict[str, object] = {}
     for balanced in (False, True):
         module = te_flax.DotProductAttention(4, 2, context_parallel_causal_load_balanced=balanced)
-        given = arrays
+        args = arrays
         if balanced:
-            given = [attention.reorder_causal_load_balancing(x, **order) for x in arrays]
+            args = [attention.reorder_causal_load_balancing(x, **order) for x in arrays]
         with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=resource):
             call = jax.jit(lambda *qkv, module=module: module.apply({}, *qkv, deterministic=True))
-            compiled = call.lower(*given).compile().as_text()
-            out = call(*given)
+            compiled = call.lower(*args).compile().as_text()
+            out = call(*args)
             if not balanced:  # a length that four devices do not divide, as in decoding
-                single = module.apply({}, *(x[:, :1] for x in given), deterministic=True)
-                facts["resource, one token"] = difference(single, given[2][:, :1])
+                single = module.apply({}, *(x[:, :1] for x in args), deterministic=True)
+                facts["resource, one token"] = difference(single, args[2][:, :1])
         out = attention.inverse_reorder_causal_load_balancing(out, **order) if balanced else out
-        facts[f"resource, balanced={balanced}"] = difference(out, want)
+        facts[f"resource, balanced={balanced}"] = difference(out, expected)
         facts[f"resource, balanced={balanced}, collectives"] = len(
             re.findall(r"(?:all-gather|collective-permute)(?:-start)?\(", compiled)
         )
@@ -115,15 +115,15 @@ def dispatch_errors(mesh: Mesh, choices) -> dict[str, object]:
     cfg = ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, capacity, WIDTH, jnp.float32)
     specs = PartitionSpec("ep")
 
-    def on_a_device(choices, tokens, weights):
+    def run_on_device(choices, tokens, weights):
         rows, of_rows, handle, counts, total = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
         local = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(capacity), side="right")
         scale = jax.lax.axis_index("ep") * cfg.local_experts + local + 1
-        made = rows * (scale * of_rows)[:, None]
-        return ep.ep_combine(cfg, handle, counts, made, TOKENS), total[None]
+        result = rows * (scale * of_rows)[:, None]
+        return ep.ep_combine(cfg, handle, counts, result, TOKENS), total[None]
 
     mapped = jax.shard_map(
-        on_a_device, mesh=mesh, in_specs=(specs,) * 3, out_specs=(specs, specs), check_vma=False
+        run_on_device, mesh=mesh, in_specs=(specs,) * 3, out_specs=(specs, specs), check_vma=False
     )
     with jax.set_mesh(mesh):
         out, total = jax.jit(mapped)(choices, tokens, weights)
@@ -147,16 +147,16 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
     cfg = ep.EpLayerConfig(2, alignment)
     specs = PartitionSpec("ep")
 
-    def of_jax(choices, tokens, weights, factors, dout):
+    def jax_results(choices, tokens, weights, factors, dout):
         def there(tokens, weights):
-            rows, of_rows, *others = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
-            return (rows, of_rows), others
+            rows, of_rows, *rest = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
+            return (rows, of_rows), rest
 
         received, pull_dispatch, (handle, counts, _) = jax.vjp(there, tokens, weights, has_aux=True)
         y, pull_combine = jax.vjp(lambda rows: ep.ep_combine(cfg, handle, counts, rows, TOKENS), factors)
         return *received, *pull_dispatch((factors, factors[:, 0])), y, *pull_combine(dout)
 
-    def of_passes(choices, tokens, weights, factors, dout):
+    def pass_results(choices, tokens, weights, factors, dout):
         counts, _, handle = ep_passes.ep_prepare(cfg, choices)
         return (
             *ep_passes.ep_dispatch_fwd(cfg, handle, choices, tokens, weights, capacity),
@@ -165,14 +165,14 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
             ep_passes.ep_combine_bwd(cfg, handle, counts, dout, capacity),
         )
 
-    def mapped(function):
+    def map_axes(function):
         return jax.jit(
             jax.shard_map(function, mesh=mesh, in_specs=(specs,) * 5, out_specs=specs, check_vma=False)
         )
 
     arrays = choices, tokens, weights, factors, dout
     with jax.set_mesh(mesh):
-        pairs = zip(mapped(of_passes)(*arrays), mapped(of_jax)(*arrays), strict=True)
+        pairs = zip(map_axes(pass_results)(*arrays), map_axes(jax_results)(*arrays), strict=True)
         return dict(zip(PASSES, (difference(ours, jaxs) for ours, jaxs in pairs), strict=True))
 
 
@@ -190,18 +190,18 @@ def shard_map_results(mesh: Mesh) -> dict[str, float]:
 
         return jax.grad(loss, (0, 1))(params, state)
 
-    whole, facts = PartitionSpec(), {}
+    full, facts = PartitionSpec(), {}
     for name, enabled in (("values", False), ("delayed scaling", True)):
-        given = {"enabled": enabled, "recipe": recipe.DelayedScaling(amax_history_len=2)}
-        with te.autocast(**given):
+        options = {"enabled": enabled, "recipe": recipe.DelayedScaling(amax_history_len=2)}
+        with te.autocast(**options):
             state, params = flax.core.pop(nn.meta.unbox(draw_variables(model, x)), "params")
-            want = jax.jit(gradients)(params, state, x)
-        with te.autocast(**given, mesh_resource=te.MeshResource(dp_resource="dp")):
-            parts = (whole, whole, PartitionSpec("dp"))
-            got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=parts, out_specs=whole))(
+            expected = jax.jit(gradients)(params, state, x)
+        with te.autocast(**options, mesh_resource=te.MeshResource(dp_resource="dp")):
+            parts = (full, full, PartitionSpec("dp"))
+            got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=parts, out_specs=full))(
                 params, state, x
             )
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
         facts[name] = max(difference(a, b) / float(jnp.abs(b).max()) for a, b in pairs)
     return facts
 
@@ -241,15 +241,15 @@ def main() -> None:
         facts[f"passes, capacity {capacity}"] = passes(experts, capacity, alignment)
     ep.ep_finalize()
     cfg = ep.ep_bootstrap(4, 0, EXPERTS, TOKENS, 8, WIDTH)
-    given = (cfg, zeros((TOKENS, 2), jnp.int32), zeros((TOKENS, WIDTH)), zeros((TOKENS, 2)), 8)
-    facts["outside"] = relative_error(lambda: ep.ep_dispatch(*given))
+    args = (cfg, zeros((TOKENS, 2), jnp.int32), zeros((TOKENS, WIDTH)), zeros((TOKENS, 2)), 8)
+    facts["outside"] = relative_error(lambda: ep.ep_dispatch(*args))
     with jax.set_mesh(experts):
-        whole = PartitionSpec()
+        full = PartitionSpec()
         fewer = jax.shard_map(
-            lambda tokens: ep.ep_dispatch(cfg, given[1], tokens, *given[3:])[0], mesh=experts, in_specs=whole,
-            out_specs=whole, check_vma=False,
+            lambda tokens: ep.ep_dispatch(cfg, args[1], tokens, *args[3:])[0], mesh=experts, in_specs=full,
+            out_specs=full, check_vma=False,
         )  # fmt: skip
-        facts["fewer"] = relative_error(lambda: jax.jit(fewer)(given[2]))
+        facts["fewer"] = relative_error(lambda: jax.jit(fewer)(args[2]))
     ep.ep_finalize()
     with te.autocast(enabled=False, mesh_resource=te.MeshResource(ep_resource="experts")):
         facts["axis"] = ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, 8, WIDTH).axis

@@ -28,25 +28,25 @@ def main(address: str, rank: int) -> None:
     with te.autocast(enabled=True, recipe=RECIPE):
         state = jax.tree.map(np.asarray, draw_variables(model, x))
         params = state.pop("params")
-        wanted = jax.jit(lambda *arrays: step(model, *arrays))(x, params, state)
+        expected = jax.jit(lambda *arrays: step(model, *arrays))(x, params, state)
     mesh = Mesh(np.array(jax.devices()), ("dp",), axis_types=(AxisType.Auto,))
     resource = te.MeshResource(dp_resource="dp")
     with jax.set_mesh(mesh), te.autocast(enabled=True, recipe=RECIPE, mesh_resource=resource):
-        whole = NamedSharding(mesh, PartitionSpec())
+        full = NamedSharding(mesh, PartitionSpec())
         sharded = NamedSharding(mesh, PartitionSpec("dp"))
         rows = jax.make_array_from_process_local_data(sharded, x[4 * rank : 4 * rank + 4])
-        placed = [jax.tree.map(lambda leaf: jax.device_put(leaf, whole), tree) for tree in (params, state)]
-        found = jax.jit(lambda *arrays: step(model, *arrays), out_shardings=whole)(rows, *placed)
+        placed = [jax.tree.map(lambda leaf: jax.device_put(leaf, full), tree) for tree in (params, state)]
+        found = jax.jit(lambda *arrays: step(model, *arrays), out_shardings=full)(rows, *placed)
     print(
         json.dumps(
             {
                 "processes": jax.process_count(),
                 "devices": te.sharding.num_of_devices(),
                 "rows here": sum(shard.data.shape[0] for shard in rows.addressable_shards),
-                "loss": difference(found[0], wanted[0]),
-                "gradients": difference(found[1][0], wanted[1][0]),
-                "state": difference(found[1][1], wanted[1][1]),
-                "states": len(jax.tree.leaves(wanted[1][1])),
+                "loss": difference(found[0], expected[0]),
+                "gradients": difference(found[1][0], expected[1][0]),
+                "state": difference(found[1][1], expected[1][1]),
+                "states": len(jax.tree.leaves(expected[1][1])),
             }
         )
     )

@@ -37,9 +37,9 @@ def _to_jax(tensor: torch.Tensor, shape) -> jax.Array:
     return jnp.asarray(data.view(jnp.dtype(shape.dtype)).reshape(shape.shape))
 
 
-def _record(launch, inputs, made, operands, fresh, zeroed):
+def _record(launch, inputs, result, operands, fresh, zeroed):
     key = str(len(_calls)).encode()
-    _calls[key] = (launch, [x is not None for x in (*inputs, *made)], fresh, zeroed)
+    _calls[key] = (launch, [x is not None for x in (*inputs, *result)], fresh, zeroed)
     return key, 0
 
 
@@ -47,30 +47,30 @@ def _ffi_call(target, results, vmap_method, input_output_aliases):
     assert target == "triton_kernel_call_ffi"
 
     def call(*arrays, opaque):
-        launch, there, fresh, zeroed = _calls.pop(opaque)
+        launch, remote, fresh, zeroed = _calls.pop(opaque)
         tensors = [_to_torch(x) for x in arrays]
-        made = []
+        outputs = []
         for shape, zero in zip(fresh, zeroed, strict=True):
             size = int(np.prod(shape.shape)) * jnp.dtype(shape.dtype).itemsize
             memory = torch.full((size,), 0 if zero else _POISON, dtype=torch.uint8)
-            made.append(memory.view(_NAMES[str(jnp.dtype(shape.dtype))]).reshape(shape.shape))
-        kept = [tensor.clone() for tensor in tensors]
-        for place, result in input_output_aliases.items():
-            if result < len(made):  # an output that aliases an input
-                made[result] = tensors[place].reshape(made[result].shape)
-        remaining = iter([*tensors, *made])
-        pointers = [next(remaining) if is_there else None for is_there in there]
+            outputs.append(memory.view(_NAMES[str(jnp.dtype(shape.dtype))]).reshape(shape.shape))
+        saved = [tensor.clone() for tensor in tensors]
+        for index, result in input_output_aliases.items():
+            if result < len(outputs):  # an output that aliases an input
+                outputs[result] = tensors[index].reshape(outputs[result].shape)
+        remaining = iter([*tensors, *outputs])
+        pointers = [next(remaining) if is_there else None for is_there in remote]
         launch.kernel[launch.grid](
             *pointers, *launch.scalars, *launch.constants, num_warps=launch.warps, num_stages=1
         )
-        for place, (before, after) in enumerate(zip(kept, tensors, strict=True)):
-            if place not in input_output_aliases:
+        for index, (before, after) in enumerate(zip(saved, tensors, strict=True)):
+            if index not in input_output_aliases:
                 assert interpreter._same_memory(after, before), (
-                    f"operand {place} is written and no result aliases it"
+                    f"operand {index} is written and no result aliases it"
                 )
-        behind = [pair for pair in input_output_aliases.items() if pair[1] >= len(made)]
-        written = sorted(behind, key=lambda pair: pair[1])
-        answers = [*made, *(tensors[place] for place, _ in written)]
+        distance = [pair for pair in input_output_aliases.items() if pair[1] >= len(outputs)]
+        written = sorted(distance, key=lambda pair: pair[1])
+        answers = [*outputs, *(tensors[position] for position, _ in written)]
         return [_to_jax(tensor, shape) for tensor, shape in zip(answers, results, strict=True)]
 
     return call

@@ -26,14 +26,14 @@ def lowering_facts(launch: Launch, kinds: tuple[str | None, ...]) -> dict:
         else jax.ShapeDtypeStruct(output.shape or (4096,), jnp.dtype(output.dtype or "float32"))
         for output in launch.outputs
     ]  # fmt: skip
-    given = [x for x in inputs if x is not None]
+    args = [x for x in inputs if x is not None]
 
     def call(*arrays):
         remaining = iter(arrays)
         answers = launching.run(launch, [None if x is None else next(remaining) for x in inputs], shapes)
         return [answer for answer in answers if answer is not None]
 
-    text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return {
         "kernel": launch.kernel.fn.__name__,
         "calls": text.count("triton_kernel_call_ffi"),
@@ -48,10 +48,10 @@ def main() -> None:
     )  # fmt: skip
     # One launch per kernel, or all launches.
     everything = "--all" in sys.argv
-    seen, found, unsupported = set(), {}, {}
+    records, found, unsupported = set(), {}, {}
     for group in groups:
         for name, launch, kinds in group():
-            if launch.kernel in seen and not everything:
+            if launch.kernel in records and not everything:
                 continue
             if launch.tables:
                 unsupported[name] = "table"
@@ -61,7 +61,7 @@ def main() -> None:
                 # float64, which JAX supports only if it is enabled for the whole process
                 unsupported[name] = "dtype"
             else:
-                seen.add(launch.kernel)
+                records.add(launch.kernel)
                 found[name] = lowering_facts(launch, kinds)
     print(json.dumps({"lowered": found, "unsupported": unsupported}))
 

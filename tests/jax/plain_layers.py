@@ -97,10 +97,10 @@ class Dense(nn.Module):
         features = features if isinstance(features, tuple) else (features,)
         kernel = self.param("kernel", init, (x.shape[-1], *features))
         y = jnp.tensordot(inner, kernel, 1)
-        made = {} if self.normed else {"bias": self._bias(features)}  # DenseGeneral creates its bias first
+        result = {} if self.normed else {"bias": self._bias(features)}  # DenseGeneral creates its bias first
         if of("enable_low_rank_adaptation", False):
             y += low_rank(self, "", inner, kernel, init, of)
-        y += made["bias"] if made else self._bias(features)
+        y += result["bias"] if result else self._bias(features)
         return y / (of("depth_scaling") or 1.0), inner
 
     def _bias(self, features):
@@ -147,8 +147,8 @@ def activation_product(x, names, params):
         gate = jnp.minimum(x[..., 0, :], limit)
         return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(x[..., 1, :], -limit, limit) + offset)
     y = 1.0
-    for place, name in enumerate(names):
-        y = y * (CURVES[name] if isinstance(name, str) else name)(x[..., place, :])
+    for index, name in enumerate(names):
+        y = y * (CURVES[name] if isinstance(name, str) else name)(x[..., index, :])
     return y
 
 
@@ -216,33 +216,33 @@ class Attention(nn.Module):
         groups = of("num_gqa_groups") or heads
         init, scope = of("kernel_init") or fan_in("normal"), of("low_rank_adaptation_scope", "none")
         divisor = d**0.5 if of("scaled_query_init", True) else 1.0
-        given = {name: of(name) for name in (
+        options = {name: of(name) for name in (
             "layernorm_type", "zero_centered_gamma", "use_bias", "bias_init", "low_rank_adaptation_dim",
             "low_rank_adaptation_alpha",
         ) if name in self.fields}  # fmt: skip
-        given |= {"epsilon": of("layernorm_epsilon", 1e-6), "enable_layernorm": of("input_layernorm", True)}
-        given |= {"use_bias": of("use_bias", False)}
+        options |= {"epsilon": of("layernorm_epsilon", 1e-6), "enable_layernorm": of("input_layernorm", True)}
+        options |= {"use_bias": of("use_bias", False)}
 
         def dense(name, features, init, normed=False):
             adapts = has_adapter(scope, "output_proj" if name == "out" else "qkv_proj")
             fields = {"features": features, "kernel_init": init, "enable_low_rank_adaptation": adapts}
-            return Dense(given | fields, normed, name=name)
+            return Dense(options | fields, normed, name=name)
 
         def query_init(key, shape, dtype=jnp.float32):
             return init(key, shape, dtype) / divisor
 
         if of("fuse_qkv_params", True) and itself and groups == heads:
             divisors = (divisor, 1.0, 1.0)
-            made, inner = dense(
+            result, inner = dense(
                 "qkv", (3, heads * d), partwise_initializer(init, jax.random.split, divisors), True
             )(x)
-            q, k, v = jnp.moveaxis(made, -2, 0)
+            q, k, v = jnp.moveaxis(result, -2, 0)
         else:
             q, inner = dense("query", heads * d, query_init, True)(x)
             source = inner if itself else source
             if of("fuse_qkv_params", True):
-                made, _ = dense("kv", (2, groups * d), partwise_initializer(init, jax.random.split))(source)
-                k, v = jnp.moveaxis(made, -2, 0)
+                result, _ = dense("kv", (2, groups * d), partwise_initializer(init, jax.random.split))(source)
+                k, v = jnp.moveaxis(result, -2, 0)
             else:
                 k, v = (dense(name, groups * d, init)(source)[0] for name in ("key", "value"))
         q, k, v = (y.reshape(*y.shape[:2], -1, d) for y in (q, k, v))
@@ -281,19 +281,19 @@ class Layer(nn.Module):
         heads, tokens = of("num_attention_heads"), x.shape[0 if of("transpose_batch_sequence") else 1]
         bias = None
         if of("enable_relative_embedding", True):
-            made = self.relative_embedding or Buckets(heads, name="relpos_bias")
-            bias = made(tokens, tokens, not decoder)
-        given = dict(self.fields) | {
+            result = self.relative_embedding or Buckets(heads, name="relpos_bias")
+            bias = result(tokens, tokens, not decoder)
+        argument = dict(self.fields) | {
             "head_dim": x.shape[-1] // heads, "kernel_init": of("mha_kernel_init"),
             "attention_dropout": of("attention_dropout", 0.1), "input_layernorm": not of("output_layernorm", False),
             "attn_mask_type": of("self_attn_mask_type", "causal"), "attn_bias_type": of("self_attn_bias_type"),
         }  # fmt: skip
         name = "self_attention" if decoder else "attention"
-        y, inner = Attention(given, name=name)(x, x, mask, bias, deterministic)
+        y, inner = Attention(argument, name=name)(x, x, mask, bias, deterministic)
         x = self._joined(y, x, inner, deterministic)
         if decoder:
-            given |= {"attn_mask_type": "padding", "input_layernorm": True}
-            cross = Attention(given, name="encoder_decoder_attention")
+            argument |= {"attn_mask_type": "padding", "input_layernorm": True}
+            cross = Attention(argument, name="encoder_decoder_attention")
             y, inner = cross(x, encoded, cross_mask, None, deterministic)
             x = self._joined(y, x, inner, deterministic, skipped=False)
         y, inner = MLP(self._mlp_fields(), name="mlp")(x, deterministic)
@@ -310,8 +310,8 @@ class Layer(nn.Module):
 
     def _mlp_fields(self):
         of = self.fields.get
-        kept = ("use_bias", "bias_init", "low_rank_adaptation_dim", "low_rank_adaptation_alpha")
-        return {name: of(name) for name in kept if name in self.fields} | self._kinds() | {
+        saved = ("use_bias", "bias_init", "low_rank_adaptation_dim", "low_rank_adaptation_alpha")
+        return {name: of(name) for name in saved if name in self.fields} | self._kinds() | {
             "intermediate_dim": of("mlp_hidden_size"), "epsilon": of("layernorm_epsilon", 1e-6),
             "kernel_init": of("mlp_kernel_init"), "activations": of("mlp_activations", ("gelu",)),
             "activation_params": of("mlp_activation_params"),
@@ -341,8 +341,8 @@ def routing_weights(logits, bias, of: Callable):
     if (groups := of("num_groups", -1)) > 0:
         best = of("group_topk", -1)
         strength = jnp.sort(judged.reshape(len(judged), groups, -1))[..., -(k // best) :].sum(-1)
-        kept = strength >= jnp.sort(strength)[:, -best, None]
-        judged = jnp.where(jnp.repeat(kept, logits.shape[1] // groups, axis=1), judged, -jnp.inf)
+        saved = strength >= jnp.sort(strength)[:, -best, None]
+        judged = jnp.where(jnp.repeat(saved, logits.shape[1] // groups, axis=1), judged, -jnp.inf)
     chosen = judged >= jnp.sort(judged)[:, -k, None]
     weights = jnp.where(chosen, dense if before else jnp.exp(logits), 0.0)
     if not before or (sigmoid and k > 1):
@@ -360,11 +360,11 @@ class Experts(nn.Module):
         of, (_, _, width) = self.fields.get, x.shape
         count, inner, init = of("num_experts"), of("intermediate_size"), of("kernel_init") or fan_in()
 
-        def by_expert(key, shape, dtype=jnp.float32):
+        def expert_rows(key, shape, dtype=jnp.float32):
             return jnp.stack([init(one, shape[1:], dtype) for one in jax.random.split(key, count)])
 
         def affine(name, rows, columns):
-            kernel = self.param(name, by_expert, (count, rows, columns))
+            kernel = self.param(name, expert_rows, (count, rows, columns))
             biased = of("use_ffn_bias", False)
             bias = self.param(f"{name}_bias", of("bias_init", zeros), (count, columns)) if biased else 0.0
             return lambda x: jnp.einsum("te...k,ekn->te...n", x, kernel) + bias
@@ -379,8 +379,8 @@ class Experts(nn.Module):
         weights, chosen = routing_weights(logits, bias, of)
         # Weights applied before the last product do not scale its bias.
         factors = (weights, chosen) if of("apply_topk_weights_early", False) else (chosen, weights)
-        made = last(hidden * factors[0][..., None])
-        y, coeff = (made * factors[1][..., None]).sum(1).reshape(x.shape), of("aux_loss_coeff", 0.0)
+        result = last(hidden * factors[0][..., None])
+        y, coeff = (result * factors[1][..., None]).sum(1).reshape(x.shape), of("aux_loss_coeff", 0.0)
         if not coeff:
             return y, None
         kind = of("score_function", "softmax")

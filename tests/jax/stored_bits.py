@@ -97,8 +97,8 @@ def digest(parts: dict[str, tuple[np.ndarray, Any]]) -> str:
     return found.hexdigest()[:16]
 
 
-def jax_digest(made: Any) -> str:
-    fields = {name: getattr(made, name) for name in made._fields}
+def jax_digest(result: Any) -> str:
+    fields = {name: getattr(result, name) for name in result._fields}
     return digest({name: (jax_bytes(x), x.dtype) for name, x in fields.items() if x is not None})
 
 
@@ -122,8 +122,8 @@ def torch_quantize(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None
 def torch_digests() -> dict[str, str]:
     found = {}
     for name, spec, x in digest_cases():
-        made, dtypes = torch_quantize(spec, x), shapes_and_dtypes(spec)
-        fields = {field: getattr(made, field) for field in made._fields}
+        result, dtypes = torch_quantize(spec, x), shapes_and_dtypes(spec)
+        fields = {field: getattr(result, field) for field in result._fields}
         found[name] = digest(
             {
                 field: (torch_bytes(part), getattr(dtypes, field).dtype)

@@ -47,9 +47,9 @@ def draw_normal(*shape, seed=0):
 @pytest.mark.parametrize("kind", [SoftmaxFusionType.SCALED, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED])
 def test_a_softmax_that_reads_no_mask_ignores_it_with_one_warning(kind):
     scores, mask = draw_normal(1, 2, 4, 4), np.ones((1, 1, 4, 4), bool)
-    with pytest.warns(UserWarning, match="does not read it") as seen:
+    with pytest.warns(UserWarning, match="does not read it") as observed:
         got = [softmax(scores, mask, 0.5, kind) for _ in range(2)]
-    assert len(seen) == 1
+    assert len(observed) == 1
     for one in got:
         np.testing.assert_array_equal(one, softmax(scores, None, 0.5, kind))
 
@@ -65,8 +65,8 @@ def test_an_encoder_ignores_the_encoders_output_with_a_warning():
     variables = draw_unboxed_variables(model, x, deterministic=True)
     with pytest.warns(UserWarning, match="encoded was given"):
         got = jax.jit(lambda x: model.apply(variables, x, x, deterministic=True))(x)
-    want = jax.jit(lambda x: model.apply(variables, x, deterministic=True))(x)
-    np.testing.assert_array_equal(got, want)
+    expected = jax.jit(lambda x: model.apply(variables, x, deterministic=True))(x)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("name", ["hidden_dropout", "drop_path"])
@@ -102,10 +102,10 @@ def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(m
 
 def test_mxfp8_warns_once_of_blocks_that_are_not_full():
     one = QuantizerFactory.create(scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn)
-    with pytest.warns(UserWarning, match=r"\[M=17, K=48\] is quantized to MXFP8") as seen:
+    with pytest.warns(UserWarning, match=r"\[M=17, K=48\] is quantized to MXFP8") as observed:
         for _ in range(2):
             one.quantize(draw_normal(17, 48))
-    assert len(seen) == 1
+    assert len(observed) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one.quantize(draw_normal(32, 64))
@@ -153,8 +153,8 @@ def test_quantized_operands_are_multiplied_below_the_api():
     one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
     tensor = one.quantize(x)
     got = cpp_extensions.gemm(tensor, kernel, bias, fuse_bias=True)
-    want = np.asarray(tensor.dequantize(), np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias)
-    np.testing.assert_allclose(got, want, atol=1e-4)
+    expected = np.asarray(tensor.dequantize(), np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 def test_product_quantizes_its_plain_operand_with_the_given_quantizer():
@@ -185,11 +185,11 @@ def test_a_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
     assert all(not np.array_equal(*both) for both in zip(of_columns, of_rows, strict=True))
     for dims in (((1,), (0,)), ((0,), (0,)), ((-1,), (-1,))):
         values = [(of_columns if axis == 0 else of_rows)[side] for side, (axis,) in enumerate(dims)]
-        want = np.tensordot(*values, axes=dims)
-        limit = 1e-6 * np.abs(want).max()
+        expected = np.tensordot(*values, axes=dims)
+        limit = 1e-6 * np.abs(expected).max()
         for left, quantizer in ((tensors[0], None), (lhs, one)):
             found = cpp_extensions.gemm(left, tensors[1], contracting_dims=dims, lhs_quantizer=quantizer)
-            np.testing.assert_allclose(found, want, rtol=1e-5, atol=limit)
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=limit)
 
 
 def test_a_grouped_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
@@ -201,8 +201,8 @@ def test_a_grouped_product_reads_the_codes_whose_blocks_are_along_the_contracted
     columns, rows = (one.dequantize() for one in (tensor.colwise_tensor, tensor.rowwise_tensor))
     assert not np.array_equal(columns, rows)
     for dims, values in ((((1,), (1,)), columns), (((1,), (2,)), rows)):
-        want = cpp_extensions.grouped_gemm(x, values, sizes, dims)
-        np.testing.assert_array_equal(cpp_extensions.grouped_gemm(x, tensor, sizes, dims), want)
+        expected = cpp_extensions.grouped_gemm(x, values, sizes, dims)
+        np.testing.assert_array_equal(cpp_extensions.grouped_gemm(x, tensor, sizes, dims), expected)
 
 
 def test_results_of_quantize_without_a_quantizer_are_multiplied():
@@ -243,11 +243,11 @@ def test_grouped_products_below_the_api_take_a_bias_and_transposed_matrices():
     sizes = np.asarray([3, 5], np.int32)
     got = cpp_extensions.grouped_gemm(x, kernel, sizes, contracting_dims=((1,), (2,)), bias=bias)
     group = np.repeat([0, 1], sizes)
-    want = (
+    expected = (
         np.einsum("mk,mnk->mn", np.asarray(x, np.float64), np.asarray(kernel)[group])
         + np.asarray(bias)[group]
     )
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("words", [2, 4, 8])
@@ -263,8 +263,8 @@ def test_stochastic_rounding_takes_raw_words_of_any_number(words):
         return np.asarray(one.quantize(x).dequantize())
 
     np.testing.assert_array_equal(codes(state), codes(state))
-    for place in range(words):
-        assert not np.array_equal(codes(state), codes(state + (np.arange(words) == place).astype(np.uint32)))
+    for index in range(words):
+        assert not np.array_equal(codes(state), codes(state + (np.arange(words) == index).astype(np.uint32)))
 
 
 def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
@@ -275,19 +275,19 @@ def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
     singles = grouped.quantizers
     tensors = [one.quantize(matrix) for one, matrix in zip(singles, stack, strict=True)]
     values = grouped.quantize(stack).rowwise_tensor.dequantize()
-    for place, (one, tensor, after) in enumerate(zip(singles, tensors, grouped.quantizers, strict=True)):
-        np.testing.assert_array_equal(values[place], tensor.rowwise_tensor.dequantize())
+    for index, (one, tensor, after) in enumerate(zip(singles, tensors, grouped.quantizers, strict=True)):
+        np.testing.assert_array_equal(values[index], tensor.rowwise_tensor.dequantize())
         np.testing.assert_array_equal(one.scale, after.scale)
         np.testing.assert_array_equal(one.amax_history, after.amax_history)
 
 
 def test_extents_of_groups_may_be_given_as_first_or_last_dims():
     data, sizes = ones((4, 8), jnp.float8_e4m3fn), array([1, 3], jnp.int32)
-    given = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "dq_dtype": jnp.float32}
+    options = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "dq_dtype": jnp.float32}
     scales = array([2.0, 3.0])
-    rows = quantize.GroupedScaledTensor1x(data, scales, zeros(0), first_dims=sizes, **given)
+    rows = quantize.GroupedScaledTensor1x(data, scales, zeros(0), first_dims=sizes, **options)
     columns = quantize.GroupedScaledTensor1x(
-        data.T, scales, zeros(0), last_dims=sizes, is_colwise=True, data_layout="T", **given
+        data.T, scales, zeros(0), last_dims=sizes, is_colwise=True, data_layout="T", **options
     )
     assert rows.first_dims is sizes and rows.last_dims is None
     assert columns.last_dims is sizes and columns.first_dims is None
@@ -321,20 +321,20 @@ def test_the_softmax_of_packed_attention_is_optional():
         attention.AttnMaskType.PADDING_CAUSAL_MASK, attention.QKVLayout.THD_THD_THD,
     )  # fmt: skip
     rest = (0.3, 0.0, True, 2)
-    want = attention.fused_attn_thd(*first, attention.AttnSoftmaxType.VANILLA_SOFTMAX, *rest)
-    np.testing.assert_array_equal(attention.fused_attn_thd(*first, *rest), want)
+    expected = attention.fused_attn_thd(*first, attention.AttnSoftmaxType.VANILLA_SOFTMAX, *rest)
+    np.testing.assert_array_equal(attention.fused_attn_thd(*first, *rest), expected)
     for options in ({}, {"softmax_type": attention.AttnSoftmaxType.VANILLA_SOFTMAX}):
         names = ("scaling_factor", "dropout_probability", "is_training", "max_segments_per_seq")
         got = attention.fused_attn_thd(*first, **dict(zip(names, rest, strict=True)), **options)
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("text", ["false", "3", "0.5", "name"])
 def test_flags_of_xla_are_python_values(monkeypatch, text):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_of_a_test={text} --xla_alone")
-    wanted = {"false": False, "3": 3, "0.5": 0.5, "name": "name"}[text]
+    expected = {"false": False, "3": 3, "0.5": 0.5, "name": "name"}[text]
     found = cpp_extensions.misc.get_xla_flag("--xla_of_a_test")
-    assert found == wanted and type(found) is type(wanted)
+    assert found == expected and type(found) is type(expected)
     assert cpp_extensions.misc.get_xla_flag("--xla_of_a_test", cast=str) == text
     assert cpp_extensions.misc.get_xla_flag("--xla_alone") is True
     assert cpp_extensions.misc.get_xla_flag("--xla_absent", 7) == 7
@@ -345,10 +345,10 @@ def mxfp8(**options):
 
 
 def test_partial_blocks_of_mxfp8_warn_once_for_all_shapes():
-    with pytest.warns(UserWarning, match="pad M to a multiple of 32") as seen:
+    with pytest.warns(UserWarning, match="pad M to a multiple of 32") as observed:
         for rows in (33, 34, 35):
             tile_scaled.check_mxfp8(rows, 64, mxfp8(columnwise=True))
-    assert len(seen) == 1
+    assert len(observed) == 1
 
 
 @pytest.mark.parametrize(
@@ -362,17 +362,19 @@ def test_partial_blocks_of_mxfp8_warn_once_for_all_shapes():
     ],
 )
 def test_mxfp8_warns_about_extents_along_blocks_only(shape, spec, extents):
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as observed:
         warnings.simplefilter("always")
         tile_scaled.check_mxfp8(*shape, spec)
-    assert [f"pad {extents} to" in str(one.message) for one in seen] == ([] if extents is None else [True])
+    assert [f"pad {extents} to" in str(one.message) for one in observed] == (
+        [] if extents is None else [True]
+    )
 
 
 @pytest.mark.parametrize("margin", [0.0, "0", np.int64(0)])
 def test_margin_of_delayed_scaling_may_be_given_in_any_form(margin):
     x, outputs = draw_normal(32, 64), []
-    for given in (0, margin):
-        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=given)):
+    for argument in (0, margin):
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=argument)):
             module = te_flax.DenseGeneral(features=32)
             variables = draw_variables(module, x)
             outputs.append(module.apply(variables, x))

@@ -29,8 +29,8 @@ def rows(key: int, *shape: int):
 
 def reorder_tokens(**arguments):
     strategy = attention.ReorderStrategy.DualChunkSwap
-    given = {"tensor": ones(2, 8), "strategy": strategy, "cp_size": 2, "seq_dim": 1}
-    return attention.reorder_causal_load_balancing(**(given | arguments))
+    options = {"tensor": ones(2, 8), "strategy": strategy, "cp_size": 2, "seq_dim": 1}
+    return attention.reorder_causal_load_balancing(**(options | arguments))
 
 
 def descriptor(lengths, offsets=None):
@@ -50,7 +50,7 @@ def grouped(sizes):
 
 
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
-KEYS = {name: jax.random.key(place) for place, name in enumerate(("params", "dropout"))}
+KEYS = {name: jax.random.key(index) for index, name in enumerate(("params", "dropout"))}
 
 
 NO_MEMBERS = {
@@ -208,11 +208,11 @@ def test_a_traced_length_is_clamped_to_its_row():
     """Without the clamp a kernel would read past its row into the next one."""
 
     def bounds(lengths, offsets):
-        made = descriptor([4, 4]) if offsets is None else descriptor([[1, 1]] * 2, [[0, 1, 2]] * 2)
+        result = descriptor([4, 4]) if offsets is None else descriptor([[1, 1]] * 2, [[0, 1, 2]] * 2)
         leaves = [lengths] * 2 if offsets is None else [lengths] * 2 + [offsets] * 2
-        empty = [leaf for leaf in jax.tree.leaves(made) if not leaf.size]
-        made = jax.tree.unflatten(jax.tree.structure(made), [*leaves, *empty])
-        return made.bounds(2, 4, 4, 2)[:2]
+        empty = [leaf for leaf in jax.tree.leaves(result) if not leaf.size]
+        result = jax.tree.unflatten(jax.tree.structure(result), [*leaves, *empty])
+        return result.bounds(2, 4, 4, 2)[:2]
 
     for found in jax.jit(lambda lengths: bounds(lengths, None))(jnp.asarray([9, -1], jnp.int32)):
         assert found.tolist() == [[4], [0]]
@@ -243,9 +243,9 @@ def test_traced_sequences_above_the_maximum_are_padding(call):
             sequence_descriptor=descriptor,
         )  # fmt: skip
 
-    found, want = jax.jit(run)(ids), run(np.where(ids > 2, 0, ids))
+    found, expected = jax.jit(run)(ids), run(np.where(ids > 2, 0, ids))
     assert not np.asarray(found)[:, 4:].any()
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("environment", ["0", "1"])
@@ -255,10 +255,10 @@ def test_causal_attention_with_a_window_reads_its_mask_argument(environment, win
     query, key, value = rows(0, 3, 2, 5, 2, 8)
     mask = np.zeros((2, 1, 5, 5), bool)
     mask[0, :, :, 1] = True
-    place = np.arange(5)
-    hidden = np.broadcast_to(place[None, :] > place[:, None], (2, 1, 5, 5))
+    position = np.arange(5)
+    hidden = np.broadcast_to(position[None, :] > position[:, None], (2, 1, 5, 5))
     if window is not None:
-        hidden = hidden | (place[None, :] < place[:, None] - window[0]) | mask
+        hidden = hidden | (position[None, :] < position[:, None] - window[0]) | mask
     scores = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(8.0)
     weights = np.where(hidden, 0.0, np.exp(scores))
     weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
@@ -281,19 +281,21 @@ def test_a_step_past_the_cache_is_nan_for_a_traced_index():
 
     @jax.jit
     def step(cache, token):
-        given = {"params": variables["params"], "cache": cache}
-        (y, _), changed = model.apply(given, token, token, deterministic=True, decode=True, mutable=["cache"])
+        arguments = {"params": variables["params"], "cache": cache}
+        (y, _), changed = model.apply(
+            arguments, token, token, deterministic=True, decode=True, mutable=["cache"]
+        )
         return y, changed["cache"]
 
     cache, finite = variables["cache"], []
-    for place in range(5):
-        y, cache = step(cache, x[:, :1] * (place + 1))
+    for index in range(5):
+        y, cache = step(cache, x[:, :1] * (index + 1))
         finite.append(bool(jnp.isfinite(y).all()))
     assert finite == [True, True, True, False, False]
-    given = {"params": variables["params"], "cache": variables["cache"]}
+    options = {"params": variables["params"], "cache": variables["cache"]}
     half = x[:, :1].astype(jnp.bfloat16)
     with pytest.raises(TypeError, match=r"key of bfloat16 and a cache of float32"):
-        model.apply(given, half, half, deterministic=True, decode=True, mutable=["cache"])
+        model.apply(options, half, half, deterministic=True, decode=True, mutable=["cache"])
 
 
 def test_an_empty_array_is_written(tmp_path, monkeypatch, capsys):

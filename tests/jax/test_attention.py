@@ -52,7 +52,7 @@ def draw_normal(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=
     )
 
 
-def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
+def literal(query, key, value, observed, scale, bias=None, before=False, sink=None):
     """Attention of one query at a time in float64; seen(b, i, j) is whether query i attends to key j."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, queries, heads, _ = query.shape
@@ -61,7 +61,7 @@ def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
         for h in range(heads):
             g = h * key.shape[2] // heads
             for i in range(queries):
-                js = [j for j in range(key.shape[1]) if seen(b, i, j)]
+                js = [j for j in range(key.shape[1]) if observed(b, i, j)]
                 if not js:
                     continue
                 added = np.zeros(len(js))
@@ -80,7 +80,7 @@ def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
 def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
     """Visibility function seen(b, i, j) for a mask name, written independently from the package."""
 
-    def seen(b, i, j):
+    def record_call(b, i, j):
         n_q, n_k = (lengths_q[b], lengths_k[b]) if "padding" in mask else (queries, keys)
         if i >= n_q or j >= n_k:
             return False
@@ -90,7 +90,7 @@ def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
         left, right = window
         return (left < 0 or j >= center - left) and (right < 0 or j <= center + right)
 
-    return seen
+    return record_call
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_masks_and_windows(mask, window):
         qkv, None, descriptor, None, AttnBiasType.NO_BIAS, canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD,
         AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, window_size=window,
     )  # fmt: skip
-    want = literal(*qkv, rule(mask, [5, 7], [9, 6], window or (-1, -1)), 0.3)
-    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    expected = literal(*qkv, rule(mask, [5, 7], [9, 6], window or (-1, -1)), 0.3)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     if "padding" in mask:
         assert not np.asarray(out[0, 5:]).any()
 
@@ -121,17 +121,17 @@ def test_16_bit_error_is_at_most_twice_the_error_in_jax_attention(mask, dtype):
         qkv, None, SequenceDescriptor.from_seqlens(lengths), None, AttnBiasType.NO_BIAS,
         canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
     )  # fmt: skip
-    given = (lengths, lengths) if "padding" in mask else (None, None)
+    argument = (lengths, lengths) if "padding" in mask else (None, None)
     plain = jax.nn.dot_product_attention(
         *qkv,
         scale=0.3,
         is_causal="causal" in mask,
-        query_seq_lengths=given[0],
-        key_value_seq_lengths=given[1],
+        query_seq_lengths=argument[0],
+        key_value_seq_lengths=argument[1],
     )
     inside = np.arange(32)[None] < (np.asarray(lengths) if "padding" in mask else np.full(2, 32))[:, None]
-    want = literal(*qkv, rule(mask, [20, 32], [20, 32], queries=32, keys=32), 0.3)[inside]
-    ours, theirs = (np.abs(np.asarray(y, np.float64)[inside] - want) for y in (out, plain))
+    expected = literal(*qkv, rule(mask, [20, 32], [20, 32], queries=32, keys=32), 0.3)[inside]
+    ours, theirs = (np.abs(np.asarray(y, np.float64)[inside] - expected) for y in (out, plain))
     assert out.dtype == dtype and np.sqrt((ours**2).mean()) <= 2 * np.sqrt((theirs**2).mean())
 
 
@@ -151,7 +151,7 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
             softmax_offset=None if offset is None else offset.reshape(1, 4, 1, 1),
         )  # fmt: skip
 
-    def expected(qkv, bias, offset):
+    def expect(qkv, bias, offset):
         return literal(
             *qkv,
             rule("causal", None, None),
@@ -161,7 +161,7 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
             sink if offset is None else offset,
         )
 
-    np.testing.assert_allclose(ours(qkv, bias, offset), expected(qkv, bias, offset), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ours(qkv, bias, offset), expect(qkv, bias, offset), rtol=1e-4, atol=1e-5)
     dy = np.asarray(normal(jax.random.key(5), (2, 7, 4, 6)))
     grads = jax.grad(lambda *a: (ours(*a) * dy).sum(), argnums=(0, 1, 2))(qkv, bias, offset)
     arguments = (qkv, bias, offset)
@@ -171,7 +171,7 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
     step = 1e-4
     ends = [
         (
-            expected(
+            expect(
                 *jax.tree.map(
                     lambda a, d, s=sign: np.asarray(a, np.float64) + s * step * d, arguments, direction
                 )
@@ -203,11 +203,11 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
             AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, max_segments_per_seq=3,
         )  # fmt: skip
 
-    def seen(b, i, j):
+    def record_call(b, i, j):
         return int(ids[b, i]) == int(ids[b, j]) != 0 and j <= i
 
-    want = literal(query, key, value, seen, 0.3)
-    np.testing.assert_allclose(attend(by_ids), want, rtol=1e-4, atol=1e-5)
+    expected = literal(query, key, value, record_call, 0.3)
+    np.testing.assert_allclose(attend(by_ids), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(attend(by_offsets), attend(by_ids))
     packed = jnp.stack((key, value), axis=2)
     np.testing.assert_array_equal(attend(by_ids, QKVLayout.THD_T2HD, (query, packed)), attend(by_ids))
@@ -217,8 +217,8 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
         said = descriptor.get_seqlens_and_offsets(
             AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD, None, 3
         )
-        for found, wanted in zip(said, (lengths, lengths, offsets, offsets), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        for found, reference in zip(said, (lengths, lengths, offsets, offsets), strict=True):
+            np.testing.assert_array_equal(found, reference)
     more = jnp.pad(lengths, ((0, 0), (0, 1))), jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
     uneven = SequenceDescriptor.from_seqlens_and_offsets((lengths, more[0]), (offsets, more[1]))
     np.testing.assert_array_equal(attend(uneven), attend(by_offsets))
@@ -254,9 +254,9 @@ def test_softmax_hides_keys_exactly(kind):
         hidden = np.zeros((4, 6), bool)
     got = softmax(logits, jnp.asarray(hidden) if masked else None, 0.7, kind)
     wide = np.where(hidden, -np.inf, np.asarray(logits, np.float64) * 0.7)
-    want = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    expected = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=1e-2, atol=1e-3)
     assert not np.asarray(got, np.float32)[np.broadcast_to(hidden, got.shape)].any()
     module = Softmax(scale_factor=0.7, softmax_fusion_type=kind)
     np.testing.assert_array_equal(module.apply({}, logits, jnp.asarray(hidden) if masked else None), got)
@@ -271,8 +271,8 @@ def test_a_bias_of_the_softmax_module_is_scaled_with_the_scores(masked):
     module = Softmax(scale_factor=0.25, softmax_fusion_type=kind)
     got = module.apply({}, x, hidden if masked else None, bias[:1, :, :1])
     wide = np.where(hidden, -np.inf, 0.25 * (x.astype(np.float64) + bias[:1, :, :1]))
-    want = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
-    np.testing.assert_allclose(got, want, atol=1e-6)
+    expected = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "bshd_bs2hd", "bs3hd"])
@@ -284,12 +284,12 @@ def test_the_module_takes_every_layout(layout, transposed):
         "bshd_bs2hd": (query, jnp.stack((key, value), axis=2)),
         "bs3hd": (jnp.stack((query, key, value), axis=2),),
     }[layout]
-    want = literal(query, key, value, rule("causal", None, None, queries=8, keys=8), 8**-0.5)
+    expected = literal(query, key, value, rule("causal", None, None, queries=8, keys=8), 8**-0.5)
     if transposed:
         arrays = tuple(jnp.swapaxes(array, 0, 1) for array in arrays)
-        want = want.swapaxes(0, 1)
+        expected = expected.swapaxes(0, 1)
     module = te_flax.DotProductAttention(8, 4, qkv_layout=layout, transpose_batch_sequence=transposed)
-    np.testing.assert_allclose(module.apply({}, *arrays), want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(module.apply({}, *arrays), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_learnable_sink_is_a_parameter_at_its_path():
@@ -318,8 +318,8 @@ def test_dropout_draws_from_the_flax_stream_of_its_path(cpu_alone):
     rngs = {"dropout": jax.random.key(3)}
     keep = jax.random.bernoulli(Keys().apply({}, rngs=rngs), 0.6, (2, 4, 8, 8))
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) * 8**-0.5) * keep / 0.6
-    want = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
-    np.testing.assert_allclose(module.apply({}, query, key, value, rngs=rngs), want, rtol=1e-4, atol=1e-5)
+    expected = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    np.testing.assert_allclose(module.apply({}, query, key, value, rngs=rngs), expected, rtol=1e-4, atol=1e-5)
     plain = te_flax.DotProductAttention(8, 4, attn_mask_type="no_mask").apply({}, query, key, value)
     np.testing.assert_array_equal(module.apply({}, query, key, value, deterministic=True), plain)
 
@@ -378,13 +378,13 @@ def test_jax_and_torch_attention_agree_in_output_and_gradients(case):
         torch.arange(n)[None] >= torch.from_numpy(each)[:, None]
         for n, each in zip((queries, keys), lengths, strict=True)
     ]
-    want = layer(
+    reference = layer(
         q, k, v, qkv_format="bshd", attn_mask_type=mask, window_size=window, core_attention_bias_type=bias_type,
         core_attention_bias=bias_t,
         attention_mask=tuple(each[:, None, None] for each in hidden) if "padding" in mask else None,
     )  # fmt: skip
-    want.backward(torch.from_numpy(np.array(dy)).reshape(want.shape))
-    np.testing.assert_allclose(out, want.detach().reshape(out.shape), rtol=1e-4, atol=1e-5)
+    reference.backward(torch.from_numpy(np.array(dy)).reshape(reference.shape))
+    np.testing.assert_allclose(out, reference.detach().reshape(out.shape), rtol=1e-4, atol=1e-5)
     for got, expected in zip(found, (q, k, v, bias_t, offset_t), strict=True):
         if expected is not None:
             np.testing.assert_allclose(got, expected.grad.reshape(got.shape), rtol=1e-4, atol=1e-5)
@@ -407,17 +407,17 @@ def test_fused_attention_is_unavailable_on_a_cpu(cpu_alone):
 
 
 def test_fused_attention_availability_accepts_batch_and_segments(cpu_alone):
-    asked = {
+    queries = {
         "is_training": True, "q_dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16,
         "qkv_layout": QKVLayout.THD_THD_THD, "attn_bias_type": AttnBiasType.NO_BIAS,
         "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
         "dropout_probability": 0.0, "q_num_heads": 8, "kv_num_heads": 2, "q_max_seqlen": 128, "kv_max_seqlen": 128,
         "head_dim_qk": 64, "head_dim_v": 64, "window_size": (16, 0), "batch_size": 2, "max_segments_per_seq": 4,
     }  # fmt: skip
-    assert is_fused_attn_kernel_available(**asked) is False
+    assert is_fused_attn_kernel_available(**queries) is False
     for name in ("batch_size", "max_segments_per_seq"):
         with pytest.raises(ValueError, match=f"{name}=-1 is below 0"):
-            is_fused_attn_kernel_available(**(asked | {name: -1}))
+            is_fused_attn_kernel_available(**(queries | {name: -1}))
 
 
 @pytest.mark.parametrize(
@@ -444,12 +444,12 @@ def call(**changed):
 def test_a_mask_may_be_any_array_type_on_several_devices(kind, monkeypatch):
     hidden = kind(jax.random.bernoulli(jax.random.key(0), 0.5, (2, 1, 7, 9)))
     masked = {"sequence_descriptor": hidden, "attn_mask_type": AttnMaskType.PADDING_MASK}
-    want = call(**masked)
-    assert not np.allclose(want, call())
+    expected = call(**masked)
+    assert not np.allclose(expected, call())
     monkeypatch.setattr(
         fused, "make_plan", lambda *_: ContextParallel("cp", 1, ring=False, balanced=False, stripe=1)
     )
-    np.testing.assert_allclose(call(**masked), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(call(**masked), expected, rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(
         fused, "make_plan", lambda *_: ContextParallel("cp", 1, ring=True, balanced=False, stripe=1)
     )
@@ -534,8 +534,8 @@ def test_a_layout_states_which_arrays_are_packed(layout):
     assert (layout.is_qkvpacked(), layout.is_kvpacked(), layout.is_separate()) == tuple(
         arrays == count for count in (1, 2, 3)
     )
-    others = layout.to_qkvpacked(), layout.to_kvpacked(), layout.to_separate()
-    assert layout in others and {other.is_thd() for other in others} == {layout.is_thd()}
-    assert [other.is_qkvpacked() for other in others] == [True, False, False]
-    assert [other.is_separate() for other in others] == [False, False, True]
+    rest = layout.to_qkvpacked(), layout.to_kvpacked(), layout.to_separate()
+    assert layout in rest and {other.is_thd() for other in rest} == {layout.is_thd()}
+    assert [other.is_qkvpacked() for other in rest] == [True, False, False]
+    assert [other.is_separate() for other in rest] == [False, False, True]
     assert layout.get_qkv_format() is (QKVFormat.THD if layout.value.startswith("t") else QKVFormat.BSHD)

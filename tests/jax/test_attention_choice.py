@@ -85,9 +85,9 @@ def test_gpu_uses_the_reference_only_for_score_functions_and_packed_biases(h200)
 def test_deterministic_mode_excludes_cudnn_gradients(h200, monkeypatch):
     request = next(request for request in requests("cuda") if cudnn.unsupported_reason(request) is None)
     forward = request._replace(training=False)
-    taken = [TABLE.chosen(one) for one in (request, forward)]
+    selection = [TABLE.chosen(one) for one in (request, forward)]
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert taken == ["cudnn", "cudnn"]
+    assert selection == ["cudnn", "cudnn"]
     assert [TABLE.chosen(one) for one in (request, forward)] == ["triton", "cudnn"]
     assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in (cudnn.unsupported_reason(request) or "")
 
@@ -104,5 +104,5 @@ def test_deterministic_mode_excludes_cudnn_gradients(h200, monkeypatch):
 )
 def test_short_sequences_prefer_the_triton_kernels(queries, keys, tokens, layout, first, h200):
     request = next(request for request in requests("cuda") if cudnn.unsupported_reason(request) is None)
-    asked = request._replace(queries=queries, keys=keys, tokens=tokens, layout=layout)
-    assert TABLE.candidates(asked)[0].name == first
+    requested = request._replace(queries=queries, keys=keys, tokens=tokens, layout=layout)
+    assert TABLE.candidates(requested)[0].name == first

@@ -151,11 +151,11 @@ class Attention:
             return jax.jit(run)(arrays, self.cotangent, key)
 
 
-def near(got, want, tolerance: float, name: str) -> None:
+def near(got, expected, tolerance: float, name: str) -> None:
     """Assert equality relative to the largest element; NaN is never equal."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert np.isfinite(got).all(), f"{name} is not finite"
-    error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)
+    error = np.abs(got - expected).max() / max(np.abs(expected).max(), 1e-6)
     assert error <= tolerance, f"{name}: {error:.2e} > {tolerance:.2e}"
 
 
@@ -164,8 +164,8 @@ def check(name: str, dtype, backend: str, tolerance: float) -> None:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), attention.arrays)
     out, gradients = attention.both(backend)
     attention.cotangent = attention.cotangent.astype(jnp.float32)
-    want, exact = attention.both("reference", wide)
-    near(out, want, tolerance, "out")
+    expected, exact = attention.both("reference", wide)
+    near(out, expected, tolerance, "out")
     for part, gradient in gradients.items():
         near(gradient, exact[part], tolerance, f"d{part}")
     if attention.case.get("segments"):
@@ -225,28 +225,28 @@ def test_attentions_to_parts_of_the_keys_add_up_to_all(backend, dtype, tolerance
     cuts = (slice(0, 48), slice(48, KEYS))
     with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):
         parts = attention_parts(request, 0.2)
-        made = [parts.forward(query, keys[:, cut], values[:, cut]) for cut in cuts]
-        level = jnp.logaddexp(made[0][1], made[1][1])
-        shares = [jnp.moveaxis(jnp.exp(one - level), 1, 2)[..., None] for _, one in made]
-        out = sum(x.astype(jnp.float32) * share for (x, _), share in zip(made, shares, strict=True))
+        outputs = [parts.forward(query, keys[:, cut], values[:, cut]) for cut in cuts]
+        level = jnp.logaddexp(outputs[0][1], outputs[1][1])
+        shares = [jnp.moveaxis(jnp.exp(one - level), 1, 2)[..., None] for _, one in outputs]
+        out = sum(x.astype(jnp.float32) * share for (x, _), share in zip(outputs, shares, strict=True))
         out = jnp.asarray(out, dtype)
         grads = [parts.backward(query, keys[:, cut], values[:, cut], out, level, dout) for cut in cuts]
         causal = attention_parts(request._replace(mask=M.CAUSAL_MASK, keys=QUERIES), 0.2)
         alone, _ = causal.forward(query, keys[:, :QUERIES], values[:, :QUERIES])
     wide = [x.astype(jnp.float32) for x in (query, keys, values)]
     with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
-        want, pullback = jax.vjp(whole, *wide)
+        expected, pullback = jax.vjp(whole, *wide)
         exact = pullback(dout.astype(jnp.float32))
         half = Attention("causal", jnp.float32)
         half.arrays = dict(
             zip(("query", "key", "value"), (wide[0], *(x[:, :QUERIES] for x in wide[1:])), strict=True)
         )
         want_alone = half.out(half.arrays)
-    near(out, want, tolerance, "out")
+    near(out, expected, tolerance, "out")
     near(alone, want_alone, tolerance, "a causal part")
     near(grads[0][0].astype(jnp.float32) + grads[1][0].astype(jnp.float32), exact[0], tolerance, "dq")
-    for place, name in ((1, "dk"), (2, "dv")):
-        near(jnp.concatenate([one[place] for one in grads], axis=1), exact[place], tolerance, name)
+    for index, name in ((1, "dk"), (2, "dv")):
+        near(jnp.concatenate([one[index] for one in grads], axis=1), exact[index], tolerance, name)
 
 
 @pytest.mark.parametrize("name", ["causal", "packed-causal"])
@@ -259,22 +259,22 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
     probe.arrays["value"] = jnp.broadcast_to(jnp.eye(keys)[None, :, None], (BATCH, keys, GROUPS, keys))
     with use_backend(jax_attention="triton"):
         dropped = jax.jit(probe.out)(probe.arrays, key)
-        again = jax.jit(probe.out)(probe.arrays, key)
+        repeated = jax.jit(probe.out)(probe.arrays, key)
         other = jax.jit(probe.out)(probe.arrays, jax.random.key(12))
-    np.testing.assert_array_equal(dropped, again)
+    np.testing.assert_array_equal(dropped, repeated)
     assert (np.asarray(dropped) != np.asarray(other)).any(), "another key draws other numbers"
     probe.dropout = 0.0
     with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
-        whole = jax.jit(probe.out)(probe.arrays)
-    seen = np.asarray(whole) > 1e-5
-    kept = seen & (np.asarray(dropped) != 0)
-    share = kept.sum() / seen.sum()
+        full = jax.jit(probe.out)(probe.arrays)
+    observed = np.asarray(full) > 1e-5
+    saved = observed & (np.asarray(dropped) != 0)
+    share = saved.sum() / observed.sum()
     assert abs(share - (1 - rate)) < 0.03, share
     np.testing.assert_allclose(
-        np.asarray(dropped)[kept], np.asarray(whole)[kept] / (1 - rate), rtol=2e-4, atol=1e-6
+        np.asarray(dropped)[saved], np.asarray(full)[saved] / (1 - rate), rtol=2e-4, atol=1e-6
     )
     # The same mask in plain operations.
-    factor = array(np.where(kept, 1 / (1 - rate), 0.0), jnp.float32)
+    factor = array(np.where(saved, 1 / (1 - rate), 0.0), jnp.float32)
 
     def plain(arrays):
         members = HEADS // GROUPS
@@ -286,10 +286,10 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
         return probe.out(probe_arrays)
 
     with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
-        want, pullback = jax.vjp(plain, attention.arrays)
+        expected, pullback = jax.vjp(plain, attention.arrays)
         exact = pullback(attention.cotangent)[0]
     out, gradients = attention.both("triton", key=key)
-    near(out, want, 2e-4, "out")
+    near(out, expected, 2e-4, "out")
     for part, gradient in gradients.items():
         near(gradient, exact[part], 5e-4, f"d{part}")
 
@@ -297,10 +297,10 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_padding_tokens_are_zeroed_and_others_unchanged(dtype):
     x = array(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
-    seen = array(np.random.default_rng(2).random((2, 21)) < 0.7)
-    seen = seen.at[1].set(True)
+    observed = array(np.random.default_rng(2).random((2, 21)) < 0.7)
+    observed = observed.at[1].set(True)
     got = jax.jit(lambda x, seen: clear_unseen(x + 0, seen, 3))(
-        x.at[0, 0].set(jnp.nan), seen.at[0, 0].set(False)
+        x.at[0, 0].set(jnp.nan), observed.at[0, 0].set(False)
     )
-    want = jnp.where(seen.at[0, 0].set(False)[:, :, None, None], x, 0)
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    expected = jnp.where(observed.at[0, 0].set(False)[:, :, None, None], x, 0)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))

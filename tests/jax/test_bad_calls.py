@@ -59,8 +59,8 @@ def _delayed(dtype):
 
 @pytest.fixture(autouse=True)
 def _quantizers():
-    made = [_delayed(dtype) for dtype in (jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2)]
-    Held.quantizers = quantize.QuantizerSet(*made)
+    outputs = [_delayed(dtype) for dtype in (jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2)]
+    Held.quantizers = quantize.QuantizerSet(*outputs)
 
 
 def state(value) -> dict[str, object]:
@@ -139,8 +139,8 @@ def call_norm(**arguments):
 
 
 def call_router(**arguments):
-    given = {"logits": ones(5, 4), "topk": 2, "score_function": "sigmoid"}
-    return te.router.fused_topk_with_score_function(**(given | arguments))
+    options = {"logits": ones(5, 4), "topk": 2, "score_function": "sigmoid"}
+    return te.router.fused_topk_with_score_function(**(options | arguments))
 
 
 def tex_gemm(**arguments):
@@ -152,8 +152,8 @@ def tex_act(**arguments):
 
 
 def tex_norm(**arguments):
-    given = {"x": ones(4, 8), "gamma": ones(8), "zero_centered_gamma": False, "epsilon": 1e-6}
-    return cpp_extensions.rmsnorm_fwd(**(given | arguments))
+    options = {"x": ones(4, 8), "gamma": ones(8), "zero_centered_gamma": False, "epsilon": 1e-6}
+    return cpp_extensions.rmsnorm_fwd(**(options | arguments))
 
 
 def both_directions() -> quantize.ScaledTensor2x:
@@ -491,13 +491,13 @@ CASES = [
     (lambda x: module_call(te_flax.TransformerLayer, x, **LAYER), "TransformerLayer inputs", ARRAYS | SHAPES),
     *(
         (
-            lambda v, cls=cls, given=given, fields=fields, name=name: module_call(
-                cls, *given, **{**fields, name: v}
+            lambda v, cls=cls, args=argument, fields=fields, name=name: module_call(
+                cls, *args, **{**fields, name: v}
             ),
             f"{cls.__name__} {name}",
             values,
         )
-        for cls, given, fields, bad in (
+        for cls, argument, fields, bad in (
             (
                 te_flax.DenseGeneral,
                 (ones(4, 8),),

@@ -68,8 +68,8 @@ def test_policies_keep_the_results_of_products(name):
         # Every product has this name. Its operations are printed once for products that are traced once.
         return str(jax.make_jaxpr(jax.grad(function))(kernel)).count("name=transformer_engine_gemm")
 
-    kept = products(getattr(te.checkpoint_policies, name))
-    assert kept < products(jax.checkpoint_policies.nothing_saveable)
+    saved = products(getattr(te.checkpoint_policies, name))
+    assert saved < products(jax.checkpoint_policies.nothing_saveable)
 
 
 def test_inspect_array_writes_the_array_to_disk(tmp_path, monkeypatch, capsys):
@@ -112,7 +112,7 @@ def test_extension_functions_match_their_equations():
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "dtype", "there"),
+    ("queries", "keys", "dtype", "remote"),
     [
         (16, 16, jnp.bfloat16, True),
         (16, 8, jnp.bfloat16, False),
@@ -120,9 +120,9 @@ def test_extension_functions_match_their_equations():
         (12, 64, jnp.float16, False),
     ],
 )
-def test_availability_of_a_softmax_kernel_by_scores(queries, keys, dtype, there):
+def test_availability_of_a_softmax_kernel_by_scores(queries, keys, dtype, remote):
     kind, vanilla = te.softmax.SoftmaxFusionType.SCALED, te.attention.AttnSoftmaxType.VANILLA_SOFTMAX
-    assert tex.is_softmax_kernel_available(kind, vanilla, 2, 2, queries, keys, dtype) is there
+    assert tex.is_softmax_kernel_available(kind, vanilla, 2, 2, queries, keys, dtype) is remote
 
 
 def test_collectives_change_no_value_and_have_a_counterpart():
@@ -225,27 +225,27 @@ def test_fused_attention_is_unavailable_where_the_reference_runs(monkeypatch):
         tex_enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
     )
 
-    def asked(dtype, layout, bias=tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS, mask=causal, softmax=vanilla):
+    def record_query(dtype, layout, bias=tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS, mask=causal, softmax=vanilla):
         return tex_enums.get_fused_attn_backend(
             True, dtype, dtype, layout, bias, mask, softmax, 0.0, 8, 8, 128, 128, 64, 64
         ).name
 
     monkeypatch.setattr(availability, "has_gpu", lambda: False)
-    half, whole = tex_enums.DType.kBFloat16, tex_enums.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
-    assert asked(half, whole) == asked(tex_enums.DType.kByte, whole) == "NVTE_No_Backend"
+    half, full = tex_enums.DType.kBFloat16, tex_enums.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
+    assert record_query(half, full) == record_query(tex_enums.DType.kByte, full) == "NVTE_No_Backend"
     with pytest.raises(ValueError, match="choose one of NVTE_BS3HD"):
-        asked(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
+        record_query(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
     for kinds, name in (
         ((7, causal), "bias_type=7"),
         ((0, 6), "attn_mask_type=6"),
         ((0, 2, "x"), "softmax_type='x'"),
     ):
         with pytest.raises(ValueError, match=f"{name}; choose one of NVTE_"):
-            asked(half, whole, *kinds)
-    taken = lambda self: True  # noqa: E731
-    monkeypatch.setattr(tex.FusedAttnHelper, "is_fused_attn_kernel_available", taken)
-    assert asked(half, whole) == "NVTE_F16_arbitrary_seqlen"
-    assert asked(half, whole, tex_enums.NVTE_Bias_Type.NVTE_ALIBI) == "NVTE_No_Backend"
+            record_query(half, full, *kinds)
+    selection = lambda self: True  # noqa: E731
+    monkeypatch.setattr(tex.FusedAttnHelper, "is_fused_attn_kernel_available", selection)
+    assert record_query(half, full) == "NVTE_F16_arbitrary_seqlen"
+    assert record_query(half, full, tex_enums.NVTE_Bias_Type.NVTE_ALIBI) == "NVTE_No_Backend"
 
 
 def test_score_mod_config_equals_separate_score_mod_arguments():
@@ -263,10 +263,10 @@ def test_a_missing_flag_of_xla_warns_once(monkeypatch):
         None, None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3fn), 16, 16, 16, jnp.dtype(jnp.bfloat16),
         "cuda", nvidia(9, 0), False,
     )  # fmt: skip
-    with pytest.warns(UserWarning, match="--xla_gpu_enable_triton_gemm=false") as seen:
+    with pytest.warns(UserWarning, match="--xla_gpu_enable_triton_gemm=false") as observed:
         float8.bind_direct(request)
         float8.bind_direct(request)
-    assert len([w for w in seen if w.category is UserWarning]) == 1
+    assert len([w for w in observed if w.category is UserWarning]) == 1
     float8._warn.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     assert get_xla_flag("--xla_gpu_enable_triton_gemm") is False
@@ -379,12 +379,16 @@ def test_separate_attention_passes_match_the_attention_equation():
         scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (2, 2, 6, 1))], -1)
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores)[..., :-1], qkv[1][:, :, 1])
 
-    given = (query, kv), bias, None, None
-    forward = jax.jit(lambda *given, sink: tex.fused_attn_fwd(*given, **SETTINGS, softmax_offset=sink))
-    output, saved, state, _ = forward(*given, sink=sink)
-    want, pullback = jax.vjp(equation, (query, kv), bias, sink)
-    np.testing.assert_allclose(output, want, atol=1e-5)
-    backward = jax.jit(lambda *given: tex.fused_attn_bwd(*given, None, softmax_offset=sink, **SETTINGS))
+    args = (query, kv), bias, None, None
+    forward = jax.jit(
+        lambda *arguments, sink: tex.fused_attn_fwd(*arguments, **SETTINGS, softmax_offset=sink)
+    )
+    output, saved, state, _ = forward(*args, sink=sink)
+    expected, pullback = jax.vjp(equation, (query, kv), bias, sink)
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+    backward = jax.jit(
+        lambda *arguments: tex.fused_attn_bwd(*arguments, None, softmax_offset=sink, **SETTINGS)
+    )
     found = backward((query, kv), bias, saved, state, output, dout)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, pullback(dout))
 
@@ -404,8 +408,8 @@ def test_separate_attention_passes_form_a_custom_vjp_with_equal_dropout():
         output, saved, state, _ = tex.fused_attn_fwd(qkv, None, None, seed, *settings)
         return output, (qkv, saved, state, output)
 
-    def backward(kept, dout):
-        qkv, saved, state, output = kept
+    def backward(remaining, dout):
+        qkv, saved, state, output = remaining
         gradients, of_bias, of_sink = tex.fused_attn_bwd(
             qkv, None, saved, state, output, dout, None, *settings
         )
@@ -417,13 +421,13 @@ def test_separate_attention_passes_form_a_custom_vjp_with_equal_dropout():
     def whole(qkv, seed):
         return attention.fused_attn(qkv, None, None, seed, *settings)
 
-    found, want = (
+    found, expected = (
         jax.grad(lambda qkv, function=function: (function(qkv, jax.random.key(3)) ** 2).sum())(
             (query, key, value)
         )
         for function in (attend, whole)
     )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, want)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, expected)
 
 
 def test_attention_backward_rejects_arrays_that_the_forward_did_not_save():

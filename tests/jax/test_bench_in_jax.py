@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="te bench measures the roofs by torch")
 
 import jax
 import jax_goals
-import jax_two_gpus
+import jax_ranks
 import numpy as np
 import torch
 from rich.console import Console
@@ -235,9 +235,9 @@ def test_two_devices_are_compared_with_one(tmp_path: Path, monkeypatch):
             raise ValueError("out of memory")
         return 10.0
 
-    monkeypatch.setattr(jax_two_gpus, "layer", layer)
-    monkeypatch.setattr(sys, "argv", ["jax_two_gpus.py", str(tmp_path / "rows.json"), "--quick", "--layer"])
-    jax_two_gpus.main()
+    monkeypatch.setattr(jax_ranks, "layer", layer)
+    monkeypatch.setattr(sys, "argv", ["jax_ranks.py", str(tmp_path / "rows.json"), "--quick", "--layer"])
+    jax_ranks.main()
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {"error" in row for row in rows if row["layout"] == "one"} == {True}
     others = [row for row in rows if row["layout"] != "one"]

@@ -31,23 +31,23 @@ def block_and_setting(request):
 
 def test_one_context_object_can_be_entered_nested_and_in_sequence(block_and_setting):
     block, setting = block_and_setting
-    outside = setting()
+    outer = setting()
     for _ in range(2):
         with block:
             inside = setting()
-            assert inside != outside
+            assert inside != outer
             with block:
                 assert setting() == inside
             assert setting() == inside
-        assert setting() == outside
+        assert setting() == outer
 
 
 def test_an_error_exits_every_nested_entry(block_and_setting):
     block, setting = block_and_setting
-    outside = setting()
+    outer = setting()
     with pytest.raises(ZeroDivisionError), block, block:
         raise ZeroDivisionError
-    assert setting() == outside
+    assert setting() == outer
 
 
 def test_a_rejected_context_is_rejected_again_and_changes_nothing():
@@ -61,11 +61,11 @@ def test_a_rejected_context_is_rejected_again_and_changes_nothing():
 
 
 def test_overlapping_contexts_each_exit_their_own_entry():
-    def suspended():
+    def suspend():
         with sharding.global_shard_guard(te.MeshResource(dp_resource="a")):
             yield
 
-    generator = suspended()
+    generator = suspend()
     next(generator)
     with te.autocast(True, DELAYED):
         generator.close()
@@ -76,26 +76,26 @@ def test_overlapping_contexts_each_exit_their_own_entry():
 
 def test_threads_can_enter_one_context_object():
     block, turns = te.autocast(True, DELAYED), threading.Barrier(2, timeout=60)
-    seen: dict[str, list[object]] = {"first": [], "second": []}
+    records: dict[str, list[object]] = {"first": [], "second": []}
 
     def run(name):
         for order in (("first", "second"), ("second", "first")):
             with block:
                 turns.wait()
-                seen[name].append(get_global_quantize_recipe())
+                records[name].append(get_global_quantize_recipe())
                 if name == order[1]:
                     turns.wait()
             if name == order[0]:
                 turns.wait()
-            seen[name].append(get_global_quantize_recipe())
+            records[name].append(get_global_quantize_recipe())
             turns.wait()
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in seen]
+    threads = [threading.Thread(target=run, args=(name,)) for name in records]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == {name: [DELAYED, None] * 2 for name in seen}
+    assert records == {name: [DELAYED, None] * 2 for name in records}
 
 
 def test_a_function_may_be_decorated_and_call_itself():

@@ -32,7 +32,7 @@ needs_bridge = pytest.mark.skipif(
 )
 
 
-def lowered(function, *arguments) -> str:
+def lower(function, *arguments) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -79,7 +79,7 @@ def test_outputs_are_results_and_arrays_written_in_place_are_aliased():
     assert (codes.shape, codes.dtype) == ((64, 128), jnp.float8_e4m3fn)
     assert codes_t.shape == (128, 64)
     assert inverse.shape == record.shape == (1,)
-    text = lowered(call, x, one, one)
+    text = lower(call, x, one, one)
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
     assert aliases == [("3", "2")]  # the record is the third operand, and the last among four results
 
@@ -89,7 +89,7 @@ def test_maximum_outputs_start_at_zero_without_an_extra_operation():
     from transformer_engine.common.kernels import cast
 
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    text = lowered(lambda x: launching.run(cast.absolute_maximum(512), [x])[0], x)
+    text = lower(lambda x: launching.run(cast.absolute_maximum(512), [x])[0], x)
     assert "stablehlo.constant" not in text
     assert text.count("custom_call") == 1
 
@@ -106,7 +106,7 @@ def test_a_program_traced_on_a_cpu_runs_there_and_lowers_for_cuda():
         )
 
     x = array(np.random.default_rng(0).standard_normal((8, 64)), jnp.float32)
-    assert "triton_kernel_call_ffi" in lowered(maximum, x)
+    assert "triton_kernel_call_ffi" in lower(maximum, x)
     if jax.default_backend() == "cpu":
         assert jax.jit(maximum)(x)[0] == jnp.abs(x).max()
 
@@ -119,11 +119,11 @@ def test_a_call_lowers_under_vmap_and_inside_shard_map():
         return launching.run(cast.absolute_maximum(512), [x])[0]
 
     batch = jax.ShapeDtypeStruct((3, 8, 64), jnp.float32)
-    assert "triton_kernel_call_ffi" in lowered(jax.vmap(maximum), batch)
+    assert "triton_kernel_call_ffi" in lower(jax.vmap(maximum), batch)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("x")
     mapped = jax.shard_map(maximum, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    assert "triton_kernel_call_ffi" in lowered(mapped, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+    assert "triton_kernel_call_ffi" in lower(mapped, jax.ShapeDtypeStruct((8, 64), jnp.float32))
 
 
 @needs_bridge

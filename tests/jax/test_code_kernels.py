@@ -65,19 +65,19 @@ def kernels_with_operands():
     yield "plain", activations.ActivationForward(NAMES, PARAMS), [X]
     yield "plain backward", activations.ActivationBackward(NAMES, PARAMS), [DY, X]
     for centered in (False, True):
-        given = [ROWS, GAMMA, *[GAMMA] * centered]
+        args = [ROWS, GAMMA, *[GAMMA] * centered]
         for both in (False, True):
             kernel = norm_codes.ScaledNormCodes(
                 centered, False, 1e-5, QuantizeSpec(FLOAT8, E4M3, columnwise=both)
             )
-            yield f"norm {centered} {both}", kernel, [*given, ONE]
+            yield f"norm {centered} {both}", kernel, [*args, ONE]
         statistics = [shape(256, dtype=jnp.float32)] * (1 + centered)
         for adds in (False, True):
             backward = norms.NormBackward(centered, False, "bfloat16", adds)
             yield f"norm backward {centered} {adds}", backward, [*[ROWS] * (2 + adds), GAMMA, *statistics]
-        yield f"norm measured {centered}", norm_codes.MeasuredNorm(centered, False, 1e-5), given
+        yield f"norm measured {centered}", norm_codes.MeasuredNorm(centered, False, 1e-5), args
         blocks = norm_codes.BlockNormCodes(centered, False, 1e-5, QuantizeSpec(BLOCK_1D, E4M3))
-        yield f"norm blocks {centered}", blocks, given
+        yield f"norm blocks {centered}", blocks, args
     for states in (1, 3, 6):
         kernel = scale_update.AdvanceScales(True, (448.0,) * states, 0.0)
         history = shape(16, dtype=jnp.float32)
@@ -89,11 +89,11 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
         rule, results = ParsedRule.of(kernel.rule.text), kernel.results(*operands)
         for arrays, said in ((operands, rule.operands), (results, rule.results)):
             assert [array.ndim for array in arrays] == [len(axes) for axes in said], (name, kernel.rule.text)
-        assert all(place < len(results) for place in (*kernel.rule.summed, *kernel.rule.maxed)), name
-        for place in kernel.rule.maxed:
-            assert results[place].shape == (1,), name
-        for place in kernel.rule.summed:
-            assert kernel.in_parts.results(*operands)[place].dtype == jnp.float32, name
+        assert all(position < len(results) for position in (*kernel.rule.summed, *kernel.rule.maxed)), name
+        for index in kernel.rule.maxed:
+            assert results[index].shape == (1,), name
+        for index in kernel.rule.summed:
+            assert kernel.in_parts.results(*operands)[index].dtype == jnp.float32, name
 
 
 def test_wrapped_kernels_keep_the_kernel_metadata():
@@ -158,8 +158,8 @@ def test_unsupported_quantization_has_a_reason(monkeypatch):
         monkeypatch.setattr(
             f"transformer_engine.jax.primitives.{module}.platform_failure", lambda platform, name: None
         )
-    seen = []
-    with observing(lambda operation, request: seen.append((operation, request))):
+    records = []
+    with observing(lambda operation, request: records.append((operation, request))):
         for spec, width in ((QuantizeSpec(MXFP8, E4M3), 256), (SPECS["block2d both"], 160)):
             x, dy = ones((64, 2, width), jnp.bfloat16), ones((64, width), jnp.bfloat16)
             jax.eval_shape(
@@ -167,7 +167,7 @@ def test_unsupported_quantization_has_a_reason(monkeypatch):
                 dy,
                 x,
             )
-    requests = [request for operation, request in seen if operation == ACTIVATION_CODES.operation]
+    requests = [request for operation, request in records if operation == ACTIVATION_CODES.operation]
     reasons = [activation_codes.unsupported_reason(request) for request in requests]
     assert any("format mxfp8" in (reason or "") for reason in reasons)
     assert any("no multiple of 128" in (reason or "") for reason in reasons)

@@ -52,18 +52,18 @@ def create_cast(name: str) -> Cast:
 
 def both_ways(operation: str, function, *arrays):
     """Result leaves from the fused kernels and from the separate kernels."""
-    made = []
+    outputs = []
     for backend in ("triton", "separate"):
         with use_backend(**{operation: backend}):
-            made.append(jax.tree.leaves(jax.jit(lambda *a: function(*a))(*arrays)))
-    return zip(*made, strict=True)
+            outputs.append(jax.tree.leaves(jax.jit(lambda *a: function(*a))(*arrays)))
+    return zip(*outputs, strict=True)
 
 
 def assert_equal(pairs, name: str) -> None:
-    for place, (ours, want) in enumerate(pairs):
-        ours, want = np.asarray(ours), np.asarray(want)
-        assert ours.shape == want.shape and ours.dtype == want.dtype, f"{name} {place}"
-        np.testing.assert_array_equal(ours.astype(np.float32), want.astype(np.float32), f"{name} {place}")
+    for index, (ours, expected) in enumerate(pairs):
+        ours, expected = np.asarray(ours), np.asarray(expected)
+        assert ours.shape == expected.shape and ours.dtype == expected.dtype, f"{name} {index}"
+        np.testing.assert_array_equal(ours.astype(np.float32), expected.astype(np.float32), f"{name} {index}")
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -72,10 +72,10 @@ def test_fused_norm_codes_equal_quantized_norm_output(name, centered):
     x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
     gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
 
-    def made(x, gamma, beta):
+    def create(x, gamma, beta):
         return norm_codes(x, gamma, beta, create_cast(name), centered, centered, 1e-5)
 
-    assert_equal(both_ways("jax_norm_codes", made, x, gamma, beta), name)
+    assert_equal(both_ways("jax_norm_codes", create, x, gamma, beta), name)
 
 
 @pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")])
@@ -84,15 +84,15 @@ def test_fused_activation_codes_equal_quantized_activation_output(name, names):
     x = jnp.asarray(matrix("normal", (144, len(names) * 256), "bfloat16")).reshape(12, 12, len(names), 256)
     dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1)).reshape(12, 12, 256)
     params = ActivationParams()
-    made = both_ways(
+    result = both_ways(
         "jax_activation_codes", lambda x: activation_codes(x, create_cast(name), names, params), x
     )
-    assert_equal(made, f"{name} forward")
-    made = both_ways(
+    assert_equal(result, f"{name} forward")
+    result = both_ways(
         "jax_activation_codes",
         lambda dy, x: activation_backward_codes(dy, x, create_cast(name), names, params, None)[0], dy, x,
     )  # fmt: skip
-    assert_equal(made, f"{name} backward")
+    assert_equal(result, f"{name} backward")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,8 +107,8 @@ def test_gradient_quantization_returns_column_sums(name, dtype):
         assert total is not None and total.dtype == dtype
         return total.astype(jnp.float32)
 
-    for ours, want in both_ways("jax_activation_codes", sums, dy, x):
-        np.testing.assert_allclose(ours, want, rtol=2e-2, atol=2e-2 * float(np.abs(want).max()))
+    for ours, expected in both_ways("jax_activation_codes", sums, dy, x):
+        np.testing.assert_allclose(ours, expected, rtol=2e-2, atol=2e-2 * float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
@@ -117,26 +117,26 @@ def test_a_stack_has_the_codes_of_its_matrices(dtype, directions):
     x = jnp.stack([jnp.asarray(matrix("normal", (144, 80), dtype, seed)) for seed in range(4)])
     x = x.at[1].set(0).at[2, 3, 4].set(jnp.nan)
     multiplier = array([3.7, 1.0, 0.3, 0.0], jnp.float32)
-    made = []
+    outputs = []
     for backend in ("triton", "reference"):
         with use_backend(jax_grouped_quantize=backend):
-            made.append(jax.jit(lambda x: quantize_stack(x, multiplier, E4M3, *directions))(x))
-    assert [one is None for one in made[0]] == [one is None for one in made[1]]
-    assert made[0].scale[-1] == 1.0  # for multiplier 0, which is read as 1
-    assert_equal(zip(*map(jax.tree.leaves, made), strict=True), f"{dtype} {directions}")
+            outputs.append(jax.jit(lambda x: quantize_stack(x, multiplier, E4M3, *directions))(x))
+    assert [one is None for one in outputs[0]] == [one is None for one in outputs[1]]
+    assert outputs[0].scale[-1] == 1.0  # for multiplier 0, which is read as 1
+    assert_equal(zip(*map(jax.tree.leaves, outputs), strict=True), f"{dtype} {directions}")
 
 
 @pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
 def test_a_multiplier_of_0_is_read_as_1(directions):
     x, spec = jnp.asarray(matrix("normal", (144, 80), "bfloat16")), QuantizeSpec(FLOAT8, E4M3, *directions)
 
-    def made(backend: str, multiplier: float):
+    def create(backend: str, multiplier: float):
         with use_backend(jax_quantize=backend):
             return jax.jit(lambda x: quantize(x, spec, multiplier=jnp.full(1, multiplier)))(x)
 
-    want = made("reference", 1.0)
+    expected = create("reference", 1.0)
     for backend in ("triton", "reference"):
-        assert_equal(zip(*map(jax.tree.leaves, (made(backend, 0.0), want)), strict=True), backend)
+        assert_equal(zip(*map(jax.tree.leaves, (create(backend, 0.0), expected)), strict=True), backend)
 
 
 def test_a_state_of_0_without_a_maximum_advances_to_1():
@@ -181,8 +181,8 @@ def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recip
 
     arguments = (x, ones(128), kernels, biases, sets)
     with use_backend(jax_norm_codes="separate", jax_activation_codes="separate"):
-        want = jax.tree.leaves(jax.jit(lambda *a: both(*a))(*arguments))
-    for ours, exact in zip(jax.tree.leaves(jax.jit(both)(*arguments)), want, strict=True):
+        expected = jax.tree.leaves(jax.jit(lambda *a: both(*a))(*arguments))
+    for ours, exact in zip(jax.tree.leaves(jax.jit(both)(*arguments)), expected, strict=True):
         exact = np.asarray(exact, np.float64)
         np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max())
 
@@ -200,8 +200,8 @@ def test_a_normalized_product_equals_separate_norm_and_product(recipe):
 
         return gradients(product, x, kernel, quantizer_set)
 
-    for ours, want in both_ways("jax_norm_codes", both, x, kernel, quantizers(recipe)):
-        exact = np.asarray(want, np.float64)
+    for ours, expected in both_ways("jax_norm_codes", both, x, kernel, quantizers(recipe)):
+        exact = np.asarray(expected, np.float64)
         np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max())
 
 
@@ -218,27 +218,27 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
         for i in range(7)
     ]  # fmt: skip
     with use_backend(jax_scale_update="triton"):
-        made = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
-    for place, (ours, fp8_max) in enumerate(zip(made, maxima, strict=True)):
-        column = slice(place, place + 1)
+        result = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
+    for index, (ours, fp8_max) in enumerate(zip(result, maxima, strict=True)):
+        column = slice(index, index + 1)
         want_history, want_scale = torch_step(history[:, column], scale[column], algorithm, fp8_max, margin)
-        assert_same_bytes(ours[0], want_history.ravel(), f"history {place}")
-        assert_same_bytes(ours[1], want_scale, f"scale {place}")
+        assert_same_bytes(ours[0], want_history.ravel(), f"history {index}")
+        assert_same_bytes(ours[1], want_scale, f"scale {index}")
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("argument", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (1, 1, 1, 129), (0, 0, 3, 0)])
-def test_grouped_rows_have_per_group_codes(dtype, given, sizes):
+def test_grouped_rows_have_per_group_codes(dtype, argument, sizes):
     """Also rows after the last group: the second sizes have one row more than the tiles of all groups."""
     x = jnp.asarray(matrix("normal", (144, 80), dtype, 1)).at[2, 3].set(jnp.nan)
-    multiplier = array([3.7, 1.0, 0.3, 0.0], jnp.float32) if given else None
-    made = []
+    multiplier = array([3.7, 1.0, 0.3, 0.0], jnp.float32) if argument else None
+    outputs = []
     for backend in ("triton", "reference"):
         with use_backend(jax_grouped_quantize_rows=backend):
             call = jax.jit(lambda x, sizes: quantize_rows(x, sizes, multiplier, E5M2, True, 1e-3))
-            made.append(call(x, jnp.asarray(sizes, jnp.int32)))
-    assert_equal(zip(*map(jax.tree.leaves, made), strict=True), f"{dtype} {sizes}")
+            outputs.append(call(x, jnp.asarray(sizes, jnp.int32)))
+    assert_equal(zip(*map(jax.tree.leaves, outputs), strict=True), f"{dtype} {sizes}")
 
 
 @pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (0, 0, 3, 0)])
@@ -254,8 +254,8 @@ def test_separately_computed_group_maxima_give_the_same_codes(sizes):
         return RowCodes(codes, scale, amax)
 
     with use_backend(jax_grouped_quantize_rows="triton"):
-        want = jax.jit(lambda x, rows: quantize_rows(x, rows, None, E5M2, *scaling))(x, rows)
-    assert_equal(zip(apart(x, rows), want, strict=True), f"{sizes}")
+        expected = jax.jit(lambda x, rows: quantize_rows(x, rows, None, E5M2, *scaling))(x, rows)
+    assert_equal(zip(apart(x, rows), expected, strict=True), f"{sizes}")
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -268,19 +268,19 @@ def test_stacked_group_states_advance_as_separate_group_states(algorithm):
     states = [ScaleState(*one) for one in zip(histories, scales, amaxes, strict=True)]
     maxima, margin = (448.0, 57344.0), 1.0
 
-    def of_group(state, group):
+    def group_codes(state, group):
         return ScaleState(state.history[group], state.scale[group : group + 1], state.amax[group : group + 1])
 
     alone = [
-        advance_states([of_group(state, group) for state in states], algorithm, maxima, margin)
+        advance_states([group_codes(state, group) for state in states], algorithm, maxima, margin)
         for group in range(5)
     ]
-    want = [tuple(jnp.stack([one[place][part] for one in alone]) for part in (0, 1)) for place in (0, 1)]
+    expected = [tuple(jnp.stack([one[index][part] for one in alone]) for part in (0, 1)) for index in (0, 1)]
     for backend in ("triton", "reference"):
         with use_backend(jax_scale_update=backend):
-            made = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
-        for (history, scale), (wanted, scale_wanted) in zip(made, want, strict=True):
-            np.testing.assert_array_equal(history, wanted, backend)
+            result = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
+        for (history, scale), (reference, scale_wanted) in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(history, reference, backend)
             np.testing.assert_array_equal(scale[:, None], scale_wanted, backend)
 
 
@@ -305,13 +305,13 @@ def test_grouped_rows_match_the_reference_nvfp4_codes(name, sizes):
     quantizer = GroupedQuantizer(NVFP4Quantizer(jnp.float4_e2m1fn, mode, **options), 4)
     spread = np.repeat(np.exp2(np.arange(4.0)), [*sizes[:3], 98 - sum(sizes[:3])])[:, None]
     x = jnp.asarray(matrix("normal", (98, 80), "bfloat16").astype(np.float32) * spread, jnp.bfloat16)
-    made, chosen = [], []
+    outputs, chosen = [], []
     for backend in ("triton", "reference"):
         with (
             use_backend(jax_quantize=backend),
             observing(lambda operation, request: chosen.append((operation, request))),
         ):
             encode = jax.jit(lambda x: quantizer.encode(x, jnp.asarray(sizes), True, True)[0])
-            made.append(jax.tree.leaves(encode(x)))
+            outputs.append(jax.tree.leaves(encode(x)))
     assert any(operation == "jax_quantize" and request.maxima_per_tile for operation, request in chosen)
-    assert_equal(zip(*made, strict=True), f"{name} {sizes}")
+    assert_equal(zip(*outputs, strict=True), f"{name} {sizes}")

@@ -40,7 +40,11 @@ def test_tracing_compiles_the_kernels_that_the_lowering_then_finds(ahead, monkey
     from transformer_engine.common.kernels import compiled as module
 
     compiling, compile_kernel = [], module._compile
-    record = lambda wanted: (compiling.append(threading.current_thread()), compile_kernel(wanted))[1]  # noqa: E731
+
+    def record(program):
+        compiling.append(threading.current_thread())
+        return compile_kernel(program)
+
     monkeypatch.setattr(module, "_compile", record)
     module._COMPILED.clear()
     step, x = gradient("swiglu")
@@ -78,8 +82,8 @@ def test_threads_that_need_one_kernel_compile_it_once(monkeypatch):
 
     begun, finish, calls = threading.Event(), threading.Event(), []
 
-    def compile_slowly(wanted):
-        calls.append(wanted)
+    def compile_slowly(expected):
+        calls.append(expected)
         begun.set()
         assert finish.wait(60)
         return object()
@@ -123,8 +127,8 @@ def test_waiting_threads_receive_the_error_and_a_later_call_compiles_again(monke
 
     attempts = []
 
-    def fail_once(wanted):
-        attempts.append(wanted)
+    def fail_once(expected):
+        attempts.append(expected)
         if len(attempts) == 1:
             raise RuntimeError("no memory")
         return "kernel"

@@ -43,10 +43,10 @@ def test_steps_equal_the_rows_of_the_full_pass(name):
         model, x, encoded, deterministic=True, decode=True, max_decode_length=TOKENS
     )
     rest, cache = flax.core.pop(variables, "cache")
-    whole = jax.jit(lambda x: model.apply(rest, x, encoded, deterministic=True))(x)
+    full = jax.jit(lambda x: model.apply(rest, x, encoded, deterministic=True))(x)
     layouts = {k[-1]: v.shape for k, v in flax.traverse_util.flatten_dict(cache).items()}
-    kept = [*shape[:2], 2 if "gqa" in name else 4, 4]
-    assert layouts == {"cached_key": tuple(kept), "cached_value": tuple(kept), "cache_index": ()}
+    saved = [*shape[:2], 2 if "gqa" in name else 4, 4]
+    assert layouts == {"cached_key": tuple(saved), "cached_value": tuple(saved), "cache_index": ()}
 
     @jax.jit
     def step(cache, token):
@@ -60,7 +60,7 @@ def test_steps_equal_the_rows_of_the_full_pass(name):
     for token in np.split(np.asarray(x), TOKENS, axis):
         y, cache = step(cache, token)
         rows.append(y)
-    np.testing.assert_allclose(np.concatenate(rows, axis), whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(rows, axis), full, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_steps_read_a_mask_exactly_when_the_full_pass_does(kind, window):
     variables = draw_unboxed_variables(model, x, x, decode=True, deterministic=True)
     params, cache = {"params": variables["params"]}, variables["cache"]
     apply = jax.jit(lambda x, *masks: model.apply(params, x, x, *masks, deterministic=True)[0])
-    whole, unmasked = np.asarray(apply(x, mask)), np.asarray(apply(x))
+    full, unmasked = np.asarray(apply(x, mask)), np.asarray(apply(x))
     reads = kind == "padding_causal" or window == (3, 0)
-    assert bool(np.abs(whole - unmasked).max() > 1e-3) is reads
+    assert bool(np.abs(full - unmasked).max() > 1e-3) is reads
 
     @jax.jit
     def step(cache, token):
-        given = params | {"cache": cache}
+        argument = params | {"cache": cache}
         (y, _), changed = model.apply(
-            given, token, token, mask, decode=True, deterministic=True, mutable=["cache"]
+            argument, token, token, mask, decode=True, deterministic=True, mutable=["cache"]
         )
         return y, changed["cache"]
 
@@ -91,7 +91,7 @@ def test_steps_read_a_mask_exactly_when_the_full_pass_does(kind, window):
     for token in np.split(np.asarray(x), TOKENS, 1):
         y, cache = step(cache, token)
         rows.append(y)
-    np.testing.assert_allclose(np.concatenate(rows, 1), whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(rows, 1), full, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -100,9 +100,9 @@ def test_a_quantized_layer_decodes_close_to_the_full_pass():
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     with te.autocast(True, recipe.MXFP8BlockScaling()):
         variables = draw_unboxed_variables(model, x, deterministic=True, decode=True)
-        whole = model.apply({"params": variables["params"]}, x, deterministic=True)
+        full = model.apply({"params": variables["params"]}, x, deterministic=True)
         first, _ = model.apply(variables, x[:, :1], deterministic=True, decode=True, mutable=["cache"])
-    np.testing.assert_array_equal(first, whole[:, :1])
+    np.testing.assert_array_equal(first, full[:, :1])
 
 
 def test_tokens_that_exceed_the_cache_are_rejected_with_the_remedy():

@@ -71,20 +71,20 @@ def resume_run(config: RunConfig, corpus: Corpus, folder: Path) -> Trainer:
 
 
 def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_path: Path):
-    whole = Trainer(tiny(), corpus, tmp_path / "whole")
-    assert whole.train()
+    full = Trainer(tiny(), corpus, tmp_path / "whole")
+    assert full.train()
     killed = Trainer(tiny(), corpus, tmp_path / "killed")
     with pytest.raises(Killed):
         killed.train(kill_after_step(5))
     resumed = resume_run(tiny(), corpus, tmp_path / "killed")
     assert resumed.step == 4  # checkpoints are written after every quarter of the run
     assert resumed.train()
-    assert losses(resumed.history) == losses(whole.history)
-    assert losses(read_metrics(resumed.metrics_path)) == losses(whole.history)
-    first, last = whole.history[0].loss, whole.history[-1].loss
+    assert losses(resumed.history) == losses(full.history)
+    assert losses(read_metrics(resumed.metrics_path)) == losses(full.history)
+    first, last = full.history[0].loss, full.history[-1].loss
     assert all(last[name] < first[name] - 0.1 for name in last)
     assert last["delayed"] != last[HIGH_PRECISION]
-    validation = whole.history[-1].validation or {}
+    validation = full.history[-1].validation or {}
     assert abs(validation["delayed"] / validation[HIGH_PRECISION] - 1) < 0.01
 
 
@@ -177,8 +177,8 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
         assert expected in output
     assert [record.step for record in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     # With torch installed, the folder selects the framework.
-    again = te("train", "--resume", "--name", "none-jax", "--out", str(tmp_path))
-    assert again.exit_code == 0, again.output
+    repeated = te("train", "--resume", "--name", "none-jax", "--out", str(tmp_path))
+    assert repeated.exit_code == 0, repeated.output
     command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
     other = te(*command, "--resume", "--hidden", "64")
     assert other.exit_code == 2

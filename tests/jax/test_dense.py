@@ -33,9 +33,9 @@ TOLERANCES = {"delayed": 0.05, "current": 0.05, "block": 0.05, "mxfp8": 0.06, "m
 GRADIENT_TOLERANCES = TOLERANCES | {"delayed": 0.09, "current": 0.09}
 
 
-def relative_error(got, want) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+def relative_error(got, expected) -> float:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def inputs(dtype=jnp.float32):
@@ -76,26 +76,26 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
         return dense(x, kernel, contracting_dims=((2,), (0,)), quantizer_set=quantizers)
 
     @jax.jit
-    def of_dequantized(x, kernel, dy):
-        made = (
+    def dequantized_product(x, kernel, dy):
+        result = (
             quantizers.x.encode(x, flatten_axis=2)[0],
             quantizers.kernel.encode(kernel, flatten_axis=1)[0],
             quantizers.dgrad.encode(dy, flatten_axis=2)[0],
         )
-        x_rows, kernel_rows, dy_rows = (t.get_tensor(TensorUsage.LHS).values() for t in made)
-        x_columns, kernel_columns, dy_columns = (t.get_tensor(TensorUsage.LHS_TRANS).values() for t in made)
+        x_rows, kernel_rows, dy_rows = (t.get_tensor(TensorUsage.LHS).values() for t in result)
+        x_columns, kernel_columns, dy_columns = (t.get_tensor(TensorUsage.LHS_TRANS).values() for t in result)
         # A Hadamard transform applies to both factors and leaves their product unchanged.
         dkernel = jnp.einsum("bsk,bsn->kn", x_columns, dy_columns)
         return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
 
     found = values_and_gradients(ours, dy, x, kernel)
-    exact = of_dequantized(x, kernel, dy)
+    exact = dequantized_product(x, kernel, dy)
     plain = x @ kernel, dy @ kernel.T, jnp.einsum("bsk,bsn->kn", x, dy)
     tolerances = TOLERANCES[name], GRADIENT_TOLERANCES[name], GRADIENT_TOLERANCES[name]
     # Tensor cores align code products before the addition and keep 13 bits.
     sums = 1e-5 if jax.default_backend() == "cpu" else 2.0**-13
-    for got, want, near, tolerance in zip(found, exact, plain, tolerances, strict=True):
-        assert relative_error(got, want) < sums
+    for got, expected, near, tolerance in zip(found, exact, plain, tolerances, strict=True):
+        assert relative_error(got, expected) < sums
         assert relative_error(got, near) < tolerance
 
 
@@ -120,8 +120,8 @@ def test_any_axes_are_contracted(dims):
     shape = jax.eval_shape(lambda: jnp.tensordot(x, kernel, dims)).shape
     dy = normal(jax.random.key(2), shape)
     got = values_and_gradients(lambda x, k: dense(x, k, contracting_dims=dims), dy, x, kernel)
-    want = values_and_gradients(lambda x, k: jnp.tensordot(x, k, dims), dy, x, kernel)
-    for one, other in zip(got, want, strict=True):
+    expected = values_and_gradients(lambda x, k: jnp.tensordot(x, k, dims), dy, x, kernel)
+    for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -136,9 +136,9 @@ def test_stochastic_rounding_draws_the_same_numbers_where_float64_is_enabled():
     )
     tensor = jax.jit(quantizer.quantize)(x)
     with jax.enable_x64(True):
-        again = jax.jit(quantizer.quantize)(x)
-    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(tensor), strict=True):
-        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8))
+        repeated = jax.jit(quantizer.quantize)(x)
+    for got, expected in zip(jax.tree.leaves(repeated), jax.tree.leaves(tensor), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(expected).view(np.uint8))
 
 
 def test_stochastic_rounding_draws_from_its_own_stream():
@@ -154,10 +154,10 @@ def test_stochastic_rounding_draws_from_its_own_stream():
 
             return jax.grad(loss)(variables)["params"]["kernel"]
 
-        first, again, other = (gradient(jax.random.key(seed)) for seed in (1, 1, 2))
+        first, repeated, other = (gradient(jax.random.key(seed)) for seed in (1, 1, 2))
         with pytest.raises(flax.errors.InvalidRngError):
             model.apply(variables, x)
-    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, repeated)
     assert not np.array_equal(first, other)
     assert relative_error(first, other) < 0.3
 
@@ -206,10 +206,10 @@ def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
     assert not np.asarray(params["lora_b_kernel"]).any()
     b = normal(jax.random.key(2), params["lora_b_kernel"].shape)
     low_rank = _apply_low_rank_adaptation(x, -1, features, params["lora_a_kernel"], b, alpha)
-    want = jnp.einsum(
+    expected = jnp.einsum(
         "bk,k...r,...rn->b...n" if len(features) == 1 else "bk,kfr,frn->bfn", x, params["lora_a_kernel"], b
     )
-    np.testing.assert_allclose(low_rank, want * (1 if alpha is None else alpha / 2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(low_rank, expected * (1 if alpha is None else alpha / 2), rtol=1e-4, atol=1e-5)
     with_b = model.apply({"params": params | {"lora_b_kernel": b}}, x)
     np.testing.assert_allclose(with_b, model.apply({"params": params}, x) + low_rank, rtol=1e-4, atol=1e-5)
     assert _normalize_axes((-1, 0, -3), 4) == (3, 0, 1)
@@ -279,8 +279,8 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(shapes, quantiz
         options = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_dtype": jnp.float8_e4m3fn}
         quantizers = QuantizerSet(*(QuantizerFactory.create(**options) for _ in range(3)))
     dims = ((x.ndim - 1,), (0,))
-    want = jnp.tensordot(x, kernel, 1)
-    dy = ones(want.shape)
+    reference = jnp.tensordot(x, kernel, 1)
+    dy = ones(reference.shape)
     got = values_and_gradients(
         lambda x, kernel: dense(x, kernel, contracting_dims=dims, quantizer_set=quantizers), dy, x, kernel
     )
@@ -331,7 +331,7 @@ def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(tra
             (quantizers.dgrad, dy),
         )
     )
-    for name, got, want in (
+    for name, got, expected in (
         ("y", y, x_rows @ k_columns), ("dx", dx, dy_rows @ k_rows.T), ("dkernel", dkernel, x_columns.T @ dy_columns),
     ):  # fmt: skip
-        np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max(), err_msg=name)
+        np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max(), err_msg=name)

@@ -39,11 +39,11 @@ def pairs() -> tuple[np.ndarray, np.ndarray]:
     return first.view(np.float32), second.view(np.float32)
 
 
-def same(got, want: np.ndarray) -> None:
+def same(got, expected: np.ndarray) -> None:
     got = np.asarray(got)
-    nan = np.isnan(want)
+    nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(got), nan)
-    np.testing.assert_array_equal(got.view(np.int32)[~nan], want.view(np.int32)[~nan])
+    np.testing.assert_array_equal(got.view(np.int32)[~nan], expected.view(np.int32)[~nan])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -51,9 +51,9 @@ def same(got, want: np.ndarray) -> None:
 def test_scale_arithmetic_equals_ieee(ours, ieee, compiled, pairs):
     first, second = pairs
     with np.errstate(all="ignore"):
-        want = ieee(first, second)
+        expected = ieee(first, second)
     function = jax.jit(ours) if compiled else ours
-    same(function(jnp.asarray(first), jnp.asarray(second)), want)
+    same(function(jnp.asarray(first), jnp.asarray(second)), expected)
 
 
 @pytest.mark.parametrize("units", [-7, -2, 0, 2, 7])

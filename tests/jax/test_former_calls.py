@@ -36,8 +36,8 @@ def equal(first, second) -> None:
     (version_utils.jax_version_meet_requirement, "version", "requirement", "0.5.3"),
 ])  # fmt: skip
 def test_a_renamed_parameter_is_accepted_under_both_names(call, present, former, value):
-    want = call(value)
-    assert type(call(**{present: value})) is type(want) and str(call(**{former: value})) == str(want)
+    expected = call(value)
+    assert type(call(**{present: value})) is type(expected) and str(call(**{former: value})) == str(expected)
     with pytest.raises(TypeError, match=f"got {present} and {former}, its former name"):
         call(**{present: value, former: value})
 
@@ -53,9 +53,9 @@ def test_a_field_of_the_mesh_resource_is_named_by_both_keywords():
 
 def test_the_order_of_received_rows_is_accepted_under_both_names():
     rows, order = normal(jax.random.key(0), (4, 3)), array([2, 0, 3, 1], jnp.int32)
-    want = permutation.local_unpermute_before_a2a(rows, order)
-    equal(permutation.local_unpermute_before_a2a(rows, goes_to=order), want)
-    equal(permutation.local_unpermute_before_a2a(rows, state=order), want)
+    expected = permutation.local_unpermute_before_a2a(rows, order)
+    equal(permutation.local_unpermute_before_a2a(rows, goes_to=order), expected)
+    equal(permutation.local_unpermute_before_a2a(rows, state=order), expected)
 
 
 def test_gradients_of_norms_are_accepted_with_beta_and_without():
@@ -80,16 +80,16 @@ def test_gradients_of_softmax_are_accepted_with_the_inputs_and_without():
     logits, dz = normal(jax.random.key(0), (2, 4, 8, 16)), normal(jax.random.key(1), (2, 4, 8, 16))
     mask = jnp.zeros(logits.shape, bool)
     p = tex.scaled_softmax_fwd(logits, 0.5)
-    want = tex.scaled_softmax_bwd(dz, p, 0.5)
+    expected = tex.scaled_softmax_bwd(dz, p, 0.5)
     _, pullback = jax.vjp(lambda logits: jax.nn.softmax(0.5 * logits), logits)
-    np.testing.assert_allclose(want, pullback(dz)[0], atol=1e-6)
-    equal(tex.scaled_softmax_bwd(dz, p, logits, 0.5), want)
-    equal(tex.scaled_softmax_bwd(dz, p, scale_factor=0.5), want)
-    equal(tex.scaled_softmax_bwd(dz, p, logits=logits, scale_factor=0.5), want)
-    equal(tex.scaled_masked_softmax_bwd(dz, p, 0.5), want)
-    equal(tex.scaled_masked_softmax_bwd(dz, p, logits, mask, 0.5), want)
-    equal(tex.scaled_masked_softmax_bwd(dz, p, logits, mask, scale_factor=0.5), want)
-    equal(tex.scaled_upper_triang_masked_softmax_bwd(dz, p, logits, 0.5), want)
+    np.testing.assert_allclose(expected, pullback(dz)[0], atol=1e-6)
+    equal(tex.scaled_softmax_bwd(dz, p, logits, 0.5), expected)
+    equal(tex.scaled_softmax_bwd(dz, p, scale_factor=0.5), expected)
+    equal(tex.scaled_softmax_bwd(dz, p, logits=logits, scale_factor=0.5), expected)
+    equal(tex.scaled_masked_softmax_bwd(dz, p, 0.5), expected)
+    equal(tex.scaled_masked_softmax_bwd(dz, p, logits, mask, 0.5), expected)
+    equal(tex.scaled_masked_softmax_bwd(dz, p, logits, mask, scale_factor=0.5), expected)
+    equal(tex.scaled_upper_triang_masked_softmax_bwd(dz, p, logits, 0.5), expected)
     sizes = {
         "softmax_type": tex.softmax.AttnSoftmaxType.VANILLA_SOFTMAX,
         "batch": 2,
@@ -108,10 +108,10 @@ def test_a_grouped_product_reads_the_sizes_of_its_rows_or_of_a_third_argument():
         array([2, 4]),
     )
     rows = GroupedNoScaleTensor(x, None, sizes)
-    want = tex.grouped_gemm(x, kernel, sizes)
+    expected = tex.grouped_gemm(x, kernel, sizes)
     ends = np.repeat(np.arange(2), np.asarray(sizes))
     np.testing.assert_allclose(
-        want, np.einsum("mk,mkn->mn", x, np.asarray(kernel)[ends]), rtol=1e-4, atol=1e-5
+        expected, np.einsum("mk,mkn->mn", x, np.asarray(kernel)[ends]), rtol=1e-4, atol=1e-5
     )
     for got in (
         tex.grouped_gemm(rows, kernel),
@@ -119,7 +119,7 @@ def test_a_grouped_product_reads_the_sizes_of_its_rows_or_of_a_third_argument():
         tex.grouped_gemm(x, kernel, group_sizes=sizes, contracting_dims=((1,), (1,))),
         tex.grouped_gemm(rows, kernel, None, ((1,), (1,))),
     ):
-        equal(got, want)
+        equal(got, expected)
     assert GroupedNoScaleTensor(x, group_sizes=sizes).group_sizes is sizes
     assert GroupedNoScaleTensor(x.T, None, None, sizes, (16, 6)).group_sizes is sizes
     with pytest.raises(ValueError, match="pre_swizzled=True, but scale_inv is stored row by row"):

@@ -52,8 +52,10 @@ def plain(x, kernel, bias):
     return jnp.concatenate([*rows, zeros((M - begin, N))])
 
 
-def relative_error(got, want) -> float:
-    return float(np.linalg.norm(np.asarray(got) - np.asarray(want)) / np.linalg.norm(np.asarray(want)))
+def relative_error(got, expected) -> float:
+    return float(
+        np.linalg.norm(np.asarray(got) - np.asarray(expected)) / np.linalg.norm(np.asarray(expected))
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -69,8 +71,8 @@ def test_a_grouped_product_equals_one_product_per_group(name):
         return grouped_dense(x, kernel, sizes, bias=bias, quantizer_set=quantizers)
 
     found = values_and_gradients(ours, dy, x, kernel, bias)
-    for got, want in zip(found, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
-        assert relative_error(got, want) < tolerance
+    for got, expected in zip(found, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
+        assert relative_error(got, expected) < tolerance
     assert not np.asarray(found[0][96:]).any()
     assert not np.asarray(found[2][1]).any()
 
@@ -94,14 +96,14 @@ def test_16_bit_bias_gradients_are_summed_in_float32():
 def test_a_group_equals_a_separate_product(name):
     x, kernel, dy, _ = inputs()
     with te.autocast(True, RECIPES[name][0]):
-        quantizers, own = QuantizerFactory.create_set(n_groups=3), QuantizerFactory.create_set()
+        quantizers, local = QuantizerFactory.create_set(n_groups=3), QuantizerFactory.create_set()
     y, dx, dkernel = values_and_gradients(
         lambda x, k: grouped_dense(x, k, jnp.asarray(SIZES), quantizer_set=quantizers), dy, x, kernel
     )
     rows = slice(32, 96)
-    alone = values_and_gradients(lambda x, k: dense(x, k, quantizer_set=own), dy[rows], x[rows], kernel[2])
-    for got, want in zip((y[rows], dx[rows], dkernel[2]), alone, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    alone = values_and_gradients(lambda x, k: dense(x, k, quantizer_set=local), dy[rows], x[rows], kernel[2])
+    for got, expected in zip((y[rows], dx[rows], dkernel[2]), alone, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
 
 UNALIGNED = (7, 0, 20)
@@ -131,17 +133,17 @@ def test_blocks_and_second_level_scales_never_span_two_groups(name):
     sizes = np.repeat(np.float32([100.0, 1.0, np.nan]), [7, 20, M - 27])[:, None]
     found = products_of_groups(BLOCKS[name], x * sizes, dy * sizes, kernel, UNALIGNED)
     with te.autocast(True, BLOCKS[name]):
-        own = QuantizerFactory.create_set()
+        local = QuantizerFactory.create_set()
     for group, rows in ((0, slice(0, 7)), (2, slice(7, 27))):
         padded = [
             jnp.zeros((128, a.shape[1])).at[: rows.stop - rows.start].set((a * sizes)[rows]) for a in (x, dy)
         ]
         alone = values_and_gradients(
-            lambda x, k: dense(x, k, quantizer_set=own), padded[1], padded[0], kernel[group]
+            lambda x, k: dense(x, k, quantizer_set=local), padded[1], padded[0], kernel[group]
         )
         count = rows.stop - rows.start
-        for got, want in ((found[0][rows], alone[0][:count]), (found[1][rows], alone[1][:count])):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+        for got, expected in ((found[0][rows], alone[0][:count]), (found[1][rows], alone[1][:count])):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
         # A transform of fewer than 16 rows spreads rounding errors to rows that only the separate product has.
         tolerance = 0.15 if name == "nvfp4" else 1e-5
         assert relative_error(found[2][group], alone[2]) < tolerance
@@ -157,8 +159,8 @@ def test_rows_after_the_last_group_have_no_effect(name, spare):
         products_of_groups(BLOCKS[name], x.at[end:].set(fill), dy.at[end:].set(fill), kernel, UNALIGNED)
         for fill in (spare, 0.0)
     )
-    for got, want in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    for got, reference in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got, reference)
 
 
 def test_every_group_advances_its_own_state():
@@ -208,16 +210,16 @@ def test_dequantized_groups_are_within_the_formats_rounding_error(mode):
         for tensor, values in tensors:
             for one in (tensor, tensor.rowwise_tensor, tensor.colwise_tensor):
                 assert one.shape == values.shape
-        made = [[t.rowwise_tensor.dequantize(), t.colwise_tensor.dequantize()] for t in (rows, stack)]
-        return *made, rows.dequantize()
+        outputs = [[t.rowwise_tensor.dequantize(), t.colwise_tensor.dequantize()] for t in (rows, stack)]
+        return *outputs, rows.dequantize()
 
-    rows, stack, whole = there_and_back(x, kernel)
+    rows, stack, full = there_and_back(x, kernel)
     end = sum(SIZES)  # rows after the last group have no columnwise blocks
     for directions, values in (([direction[:end] for direction in rows], x[:end]), (stack, kernel)):
         for direction in directions:
             assert relative_error(direction, values) < 0.04
     # With one scale per group, a small group keeps its precision next to a large one.
-    assert relative_error(whole[32:96], x[32:96]) < 0.04
+    assert relative_error(full[32:96], x[32:96]) < 0.04
 
 
 def test_the_grouped_module_keeps_one_state_per_group():
@@ -278,8 +280,8 @@ def test_group_quantizers_are_rejected_for_single_tensors():
         dense(x, kernel, quantizer_set=five)
     with pytest.raises(TypeError, match=f"^quantizer_set.x {words}"):
         layernorm_dense(x, kernel, ones, None, norm_type="rmsnorm", quantizer_set=five)
-    for sets, place in (((five, single), 0), ((single, five), 1)):
-        with pytest.raises(TypeError, match=rf"^quantizer_sets\[{place}\].x {words}"):
+    for sets, index in (((five, single), 0), ((single, five), 1)):
+        with pytest.raises(TypeError, match=rf"^quantizer_sets\[{index}\].x {words}"):
             layernorm_mlp(
                 x, ones, None, (kernel[:, None], kernel.T), (None, None), "rmsnorm", quantizer_sets=sets
             )
@@ -301,17 +303,17 @@ def test_vmap_of_a_grouped_product_runs_calls_in_sequence(name, mapped):
         return values_and_gradients(product, dy, x, kernel)
 
     several = [(x, x * 0.5 + 0.1), (kernel, -3 * kernel), (jnp.asarray(SIZES), jnp.asarray((0, 40, 16)))]
-    given = [
+    args = [
         members[0] if axis is None else jnp.stack(members, axis)
         for members, axis in zip(several, mapped, strict=True)
     ]
-    found = jax.jit(jax.vmap(gradients, in_axes=mapped))(*given)
+    found = jax.jit(jax.vmap(gradients, in_axes=mapped))(*args)
     for turn in range(2):
         alone = gradients(
             *(members[0 if axis is None else turn] for members, axis in zip(several, mapped, strict=True))
         )
-        for got, want in zip(found, alone, strict=True):
-            np.testing.assert_allclose(got[turn], want, rtol=1e-5, atol=1e-5 * float(abs(want).max()))
+        for got, expected in zip(found, alone, strict=True):
+            np.testing.assert_allclose(got[turn], expected, rtol=1e-5, atol=1e-5 * float(abs(expected).max()))
 
 
 def test_a_gradient_through_vmap_and_forward_mode_agree_with_plain_products():
@@ -333,5 +335,5 @@ def test_a_gradient_through_vmap_and_forward_mode_agree_with_plain_products():
 
     found = along(losses(lambda x, kernel: grouped_dense(x, kernel, sizes)))
     expected = along(losses(lambda x, kernel: plain(x, kernel, bias)))
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(abs(want).max()))
+    for got, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, reference, rtol=1e-4, atol=1e-4 * float(abs(reference).max()))

@@ -40,9 +40,9 @@ def request(**changes) -> GroupedBlockRequest:
     return GroupedBlockRequest(8, 256, 384, 512, *of_mxfp8)._replace(**changes)
 
 
-def reason(backend: str, asked: GroupedBlockRequest) -> str | None:
-    (row,) = [row for row in BLOCK_TABLE.candidates(asked) if row.name == backend]
-    return row.rejection_reason(asked)
+def reason(backend: str, requested: GroupedBlockRequest) -> str | None:
+    (row,) = [row for row in BLOCK_TABLE.candidates(requested) if row.name == backend]
+    return row.rejection_reason(requested)
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
@@ -83,8 +83,8 @@ def test_unsupported_products_with_float32_scales_have_a_reason(change, sentence
 ])  # fmt: skip
 def test_gpus_without_the_instructions_have_a_reason(monkeypatch, architecture, formats, backend, sentence):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(*architecture))
-    asked = request(a_format=formats[0], b_format=formats[1])
-    assert sentence in (reason(backend, asked) or "")
+    requested = request(a_format=formats[0], b_format=formats[1])
+    assert sentence in (reason(backend, requested) or "")
 
 
 def test_an_early_triton_is_rejected_where_it_multiplies_in_bfloat16(monkeypatch):

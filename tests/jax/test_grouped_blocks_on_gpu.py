@@ -66,10 +66,10 @@ def bound(left, right, name):
     return 2.0**-13 * (depth * largest + -(-depth // 32) * sums)
 
 
-def check(got, want, bounds, name):
+def check(got, expected, bounds, name):
     """Compare with float64, up to Hopper's FP8 sum precision."""
-    beyond = np.abs(np.asarray(got, np.float64) - want) > bounds
-    assert not beyond.any(), f"{name}: {int(beyond.sum())} of {want.size} elements"
+    beyond = np.abs(np.asarray(got, np.float64) - expected) > bounds
+    assert not beyond.any(), f"{name}: {int(beyond.sum())} of {expected.size} elements"
 
 
 def group_slices(sizes):
@@ -90,11 +90,11 @@ def test_grouped_rows_are_multiplied_as_their_dequantized_values(name, features_
     got = call(a, b, counts)
     left, right = (np.asarray(x.dequantize(), np.float64) for x in (a, b))
     right = right if features_first else right.swapaxes(1, 2)
-    want, bounds = np.zeros((M, N)), np.zeros((M, N))
+    expected, bounds = np.zeros((M, N)), np.zeros((M, N))
     for group, rows in enumerate(group_slices(sizes)):
-        want[rows] = left[rows] @ right[group].T
+        expected[rows] = left[rows] @ right[group].T
         bounds[rows] = bound(left[rows], right[group], name)
-    check(got, want, bounds, name)
+    check(got, expected, bounds, name)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -109,5 +109,5 @@ def test_grouped_rows_are_contracted_as_their_dequantized_values(name, sizes):
     got = jax.jit(lambda a, b, s: blocks.over_rows(a, b, s, jnp.dtype(jnp.float32)))(a, b, counts)
     left, right = (np.asarray(x.dequantize(), np.float64) for x in (a, b))
     rows = group_slices(sizes)
-    want = np.stack([left[one].T @ right[one] for one in rows])
-    check(got, want, np.stack([bound(left[one].T, right[one].T, name) for one in rows]), name)
+    expected = np.stack([left[one].T @ right[one] for one in rows])
+    check(got, expected, np.stack([bound(left[one].T, right[one].T, name) for one in rows]), name)

@@ -75,9 +75,9 @@ def test_gradients_of_a_norms_parameters_are_float32_sums_rounded_to_their_dtype
         return pullback(dy)[1:]
 
     sums = jax.jit(gradients)(x, *(p.astype(jnp.float32) for p in narrow))
-    for got, want, dtype in zip(jax.jit(gradients)(x, *narrow), sums, dtypes, strict=True):
+    for got, expected, dtype in zip(jax.jit(gradients)(x, *narrow), sums, dtypes, strict=True):
         assert got.dtype == dtype
-        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32))
+        np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(dtype).astype(jnp.float32))
     text = jax.jit(gradients).trace(x, *narrow).lower(lowering_platforms=("cuda",)).as_text()
     converted = text.count("(tensor<64xf32>) -> tensor<64xbf16>")
     assert converted == (0 if dtypes[0] == dtypes[1] else 1), "a kernel of XLA's each"
@@ -136,8 +136,8 @@ def test_rope_and_its_gradient_match_complex_multiplication():
         return jnp.stack((z.real, z.imag), -1).reshape(x.shape)
 
     found = values_and_gradients(lambda x: rope.rotate(x, angles, True, False), dy, x)
-    for got, want in zip(found, values_and_gradients(plain, dy, x), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    for got, expected in zip(found, values_and_gradients(plain, dy, x), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sampled(4)
@@ -149,12 +149,12 @@ def test_a_packed_rotation_equals_rotations_of_the_parts(heads, sequence_first, 
     packed, dy = draw_input(*shape), draw_input(3, *shape[:2], heads, 16, seed=1)
     angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
 
-    def at_once(x):
+    def run_at_once(x):
         return jnp.stack(rope.rotate_packed(x, angles, heads, interleaved, sequence_first))
 
     def part_by_part(x):
         q, k, v = (x[:, :, i].reshape(*shape[:2], heads, 16) for i in range(3))
         return jnp.stack([*(rope.rotate(x, angles, interleaved, sequence_first) for x in (q, k)), v])
 
-    found, want = (values_and_gradients(function, dy, packed) for function in (at_once, part_by_part))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+    found, expected = (values_and_gradients(function, dy, packed) for function in (run_at_once, part_by_part))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

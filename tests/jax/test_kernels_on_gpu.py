@@ -57,11 +57,11 @@ def test_third_an_array_that_a_kernel_writes_in_place_is_its_last_result():
     launch = cast.cast((64, 128), E4M3, True, True, records=True)
     x = jnp.linspace(-1, 1, 64 * 128).reshape(64, 128).astype(jnp.bfloat16)
     scale, record = jnp.full(1, 2.0), jnp.full(1, 0.25)
-    codes, codes_t, inverse, kept = jax.jit(lambda *a: launching.run(launch, a))(x, scale, record)
-    want = (x.astype(jnp.float32) * 2).astype(jnp.float8_e4m3fn)
-    np.testing.assert_array_equal(np.asarray(codes, np.float32), np.asarray(want, np.float32))
-    np.testing.assert_array_equal(np.asarray(codes_t, np.float32), np.asarray(want.T, np.float32))
-    assert (float(inverse[0]), float(kept[0]), float(record[0])) == (0.5, 1.0, 0.25)
+    codes, codes_t, inverse, saved = jax.jit(lambda *a: launching.run(launch, a))(x, scale, record)
+    expected = (x.astype(jnp.float32) * 2).astype(jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(np.asarray(codes, np.float32), np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(np.asarray(codes_t, np.float32), np.asarray(expected.T, np.float32))
+    assert (float(inverse[0]), float(saved[0]), float(record[0])) == (0.5, 1.0, 0.25)
 
 
 def test_a_kernel_runs_in_a_loop_under_vmap_and_inside_shard_map():
@@ -71,15 +71,15 @@ def test_a_kernel_runs_in_a_loop_under_vmap_and_inside_shard_map():
         return launching.run(cast.absolute_maximum(512), [x])[0]
 
     x = jnp.arange(3 * 8 * 64, dtype=jnp.float32).reshape(3, 8, 64)
-    want = np.asarray(x).max(axis=(1, 2))[:, None]
-    np.testing.assert_array_equal(jax.jit(lambda x: jax.lax.map(maximum, x))(x), want)
+    expected = np.asarray(x).max(axis=(1, 2))[:, None]
+    np.testing.assert_array_equal(jax.jit(lambda x: jax.lax.map(maximum, x))(x), expected)
     if INTERPRETED:
         return  # the following calls are traced, which the interpreter does not support
-    np.testing.assert_array_equal(jax.jit(jax.vmap(maximum))(x), want)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(maximum))(x), expected)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("x")
     mapped = jax.shard_map(maximum, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    np.testing.assert_array_equal(jax.jit(mapped)(x[0]), want[0])
+    np.testing.assert_array_equal(jax.jit(mapped)(x[0]), expected[0])
 
 
 # Quantization: same bytes as PyTorch's reference.
@@ -87,18 +87,18 @@ def test_a_kernel_runs_in_a_loop_under_vmap_and_inside_shard_map():
 
 def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> None:
     random = random_numbers(spec, x.shape)
-    given = None if scale is None else jnp.full(1, scale, jnp.float32)
+    argument = None if scale is None else jnp.full(1, scale, jnp.float32)
     drawn = None if random is None else tuple(map(jnp.asarray, random))
     with use_backend(jax_quantize="triton"):
         call = jax.jit(lambda x, scale, random: quantize.quantize(x, spec, multiplier=scale, random=random))
-        made = call(jnp.asarray(x), given, drawn)
+        result = call(jnp.asarray(x), argument, drawn)
     with theirs_forced():
         expected = theirs.quantize(
             to_torch(x), torch_spec(spec), multiplier=None if scale is None else torch.full((1,), scale),
             random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
         )  # fmt: skip
     for field in expected._fields:
-        assert_same_bytes(getattr(made, field), getattr(expected, field), f"{name} {field}")
+        assert_same_bytes(getattr(result, field), getattr(expected, field), f"{name} {field}")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -134,14 +134,14 @@ def test_a_given_scale_is_used_and_the_maximum_recorded(scale):
 @pytest.mark.parametrize("name", CHOSEN)
 def test_dequantized_values_match_the_torch_reference(name):
     spec, x = SPECS[name], matrix("spread", (144, 130), "bfloat16")
-    made = jax.jit(lambda x: quantize.quantize(x, spec))(jnp.asarray(x))
-    operand = Operand(made.codes, made.scale, made.amax, spec.format, jnp.dtype(x.dtype))
+    result = jax.jit(lambda x: quantize.quantize(x, spec))(jnp.asarray(x))
+    operand = Operand(result.codes, result.scale, result.amax, spec.format, jnp.dtype(x.dtype))
     got = jax.jit(quantize.dequantize)(operand)
     expected, dtype = theirs.quantize(to_torch(x), torch_spec(spec)), to_torch(x).dtype
-    want = theirs.dequantize(
+    reference = theirs.dequantize(
         TorchOperand(expected.codes, expected.scale, spec.format, expected.amax, dtype)  # pyright: ignore
     )
-    np.testing.assert_array_equal(np.asarray(got, np.float32), want.float().numpy())
+    np.testing.assert_array_equal(np.asarray(got, np.float32), reference.float().numpy())
 
 
 # Values: equal to the reference, up to rounding in their dtype.
@@ -221,9 +221,9 @@ def test_outputs_and_gradients_match_the_reference(name, dtype):
 
     found = jax.jit(both)(x, *rest)
     with reference():
-        want = jax.jit(lambda *a: both(*a))(x, *rest)
+        expected_value = jax.jit(lambda *a: both(*a))(x, *rest)
     near = 2 * ROUNDED[getattr(torch, dtype)]
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(expected_value), strict=True):
         exact = np.asarray(expected, np.float64)
         scale = np.abs(exact).max()
         np.testing.assert_allclose(

@@ -117,8 +117,8 @@ def test_values_beyond_their_limits_are_rejected(name):
 def test_margins_within_the_limits_scale_by_powers_of_two(margin):
     if not isinstance(margin, np.float32):
         assert recipe.DelayedScaling(margin=margin).margin == margin
-    made = delayed(1, 4, margin=margin).advanced(jnp.full(1, 448.0))
-    np.testing.assert_allclose(np.float64(made.scale[0]), 2.0 ** -float(margin), rtol=1e-7)
+    result = delayed(1, 4, margin=margin).advanced(jnp.full(1, 448.0))
+    np.testing.assert_allclose(np.float64(result.scale[0]), 2.0 ** -float(margin), rtol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_the_first_expert_may_be_a_traced_number():
     """As in a shard_map in which every device starts at its own experts, by lax.axis_index."""
     inputs, experts = jnp.arange(20.0).reshape(5, 4), jnp.asarray([[0], [3], [1], [2], [3]])
 
-    def dispatched(first):
+    def record_dispatch(first):
         rows, _, counts = permutation.pure_jax_token_dispatch(inputs, experts, 4, 1, roll_to_expert_id=first)
         return rows, counts
 
-    want = dispatched(2)
-    assert want[1].tolist() == [1, 2, 1, 1]
-    for first in (jax.jit(dispatched)(2), dispatched(jnp.asarray(2)), dispatched(np.int64(2))):
-        jax.tree.map(np.testing.assert_array_equal, first, want)
+    expected = record_dispatch(2)
+    assert expected[1].tolist() == [1, 2, 1, 1]
+    for first in (jax.jit(record_dispatch)(2), record_dispatch(jnp.asarray(2)), record_dispatch(np.int64(2))):
+        jax.tree.map(np.testing.assert_array_equal, first, expected)
 
 
 class OfTwoProcesses(jax.Array):  # pyright: ignore
@@ -174,24 +174,24 @@ def test_group_sizes_on_other_processes_are_not_read():
 
 def test_sequence_lengths_on_other_processes_are_not_read():
     """Values of other processes are not checked; as for traced arrays, they are clamped to the valid range."""
-    other, none, here = OfTwoProcesses(), jnp.zeros((0,), jnp.int32), jnp.asarray([[1, 2]])
+    other, none, current = OfTwoProcesses(), jnp.zeros((0,), jnp.int32), jnp.asarray([[1, 2]])
     by_lengths = SequenceDescriptor((other, other), (none, none), (none, none), (none, none))
-    by_offsets = SequenceDescriptor((here, here), (other, other), (none, none), (none, none))
-    by_numbers = SequenceDescriptor((none, none), (none, none), (other, here), (here, here))
+    by_offsets = SequenceDescriptor((current, current), (other, other), (none, none), (none, none))
+    by_numbers = SequenceDescriptor((none, none), (none, none), (other, current), (current, current))
     for descriptor in (by_lengths, by_offsets, by_numbers):
         descriptor.check_segments(2)
         descriptor.check_lengths(1, 1)
     with pytest.raises(ValueError, match="max_segments_per_seq=1"):
         by_numbers.check_segments(1)
-    known = replace(by_numbers, segment_ids=(here, here))
-    assert known.within(1) is known
+    recognized = replace(by_numbers, segment_ids=(current, current))
+    assert recognized.within(1) is recognized
     with pytest.raises(Exception, match="abstract method __lt__"):
         by_numbers.within(1)  # it computes with them, which this array stub does not support
 
 
 def test_a_cache_index_on_other_processes_is_not_read():
-    kept = SimpleNamespace(value=jnp.zeros((1, 4, 2, 8)))
-    cache = KeyValueCache(kept, kept, SimpleNamespace(value=OfTwoProcesses()), True, 1)
+    saved = SimpleNamespace(value=jnp.zeros((1, 4, 2, 8)))
+    cache = KeyValueCache(saved, saved, SimpleNamespace(value=OfTwoProcesses()), True, 1)
     step = jnp.zeros((1, 1, 2, 8))
     cache._check(step, step)
     full = replace(cache, index=SimpleNamespace(value=jnp.asarray(4)))

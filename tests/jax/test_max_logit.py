@@ -27,7 +27,7 @@ SCALE = 0.3
 LENGTHS = ([5, 7], [9, 4])
 
 
-def largest(query, key, seen, bias=None, before=False) -> np.ndarray:
+def largest(query, key, observed, bias=None, before=False) -> np.ndarray:
     """Largest visible logit of each head in float64; seen(b, i, j) is whether query i attends to key j."""
     query, key = (np.asarray(x, np.float64) for x in (query, key))
     batch, queries, heads, _ = query.shape
@@ -36,7 +36,7 @@ def largest(query, key, seen, bias=None, before=False) -> np.ndarray:
     added = 0.0 if bias is None else np.asarray(bias, np.float64)
     logits = (raw + added) * SCALE if before else raw * SCALE + added
     visible = np.array(
-        [[[seen(b, i, j) for j in range(key.shape[1])] for i in range(queries)] for b in range(batch)]
+        [[[observed(b, i, j) for j in range(key.shape[1])] for i in range(queries)] for b in range(batch)]
     )
     return np.where(visible[:, None], logits, -np.inf).max(axis=(0, 2, 3))
 
@@ -56,14 +56,14 @@ def test_the_largest_visible_logit_of_each_head_is_returned(name, window):
     if "padding" in name:
         descriptor = SequenceDescriptor.from_seqlens(tuple(array(x, jnp.int32) for x in LENGTHS))
     mask = AttnMaskType[f"{name.upper()}_MASK" if name != "no_mask" else "NO_MASK"]
-    given = None if window == (-1, -1) else window
+    argument = None if window == (-1, -1) else window
 
     def both(qkv):
-        return call_attention(qkv, mask, descriptor, window_size=given, return_max_logit=True)
+        return call_attention(qkv, mask, descriptor, window_size=argument, return_max_logit=True)
 
     out, found = jax.jit(both)(qkv)
     np.testing.assert_array_equal(
-        out, jax.jit(lambda qkv: call_attention(qkv, mask, descriptor, window_size=given))(qkv)
+        out, jax.jit(lambda qkv: call_attention(qkv, mask, descriptor, window_size=argument))(qkv)
     )
     np.testing.assert_allclose(found, largest(*qkv[:2], rule(name, *LENGTHS, window)), rtol=1e-5)
     assert found.shape == (4,) and found.dtype == qkv[0].dtype
@@ -83,10 +83,10 @@ def test_a_bias_belongs_to_the_logits_and_the_gradient_ignores_them(kind):
     before = kind is AttnBiasType.PRE_SCALE_BIAS
     np.testing.assert_allclose(found, largest(*qkv[:2], rule("no_mask", *LENGTHS), bias, before), rtol=1e-5)
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
-    for got, want in zip(
+    for got, expected in zip(
         *(jax.tree.leaves(gradient(qkv, bias, flag)) for flag in (True, False)), strict=True
     ):
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_max_logits_of_packed_rows_exclude_other_sequences():
@@ -101,10 +101,10 @@ def test_max_logits_of_packed_rows_exclude_other_sequences():
     )  # fmt: skip
     numbers = np.asarray(ids)
 
-    def seen(b, i, j):
+    def record_call(b, i, j):
         return numbers[b, i] == numbers[b, j] > 0 and j <= i
 
-    np.testing.assert_allclose(found, largest(*qkv[:2], seen), rtol=1e-5)
+    np.testing.assert_allclose(found, largest(*qkv[:2], record_call), rtol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -151,9 +151,9 @@ def test_availability_takes_a_batch_size_first_or_none(cpu_alone):
     )
     sizes = 0.0, 8, 8, 128, 128, 64, 64
     for first in ((2,), (), (None,)):
-        asked = (True, *first, jnp.bfloat16, jnp.bfloat16, *kinds, *sizes)
-        assert is_fused_attn_kernel_available(*asked) is False
-        assert is_fused_attn_kernel_available(*asked, None, True, max_segments_per_seq=2) is False
+        requested = (True, *first, jnp.bfloat16, jnp.bfloat16, *kinds, *sizes)
+        assert is_fused_attn_kernel_available(*requested) is False
+        assert is_fused_attn_kernel_available(*requested, None, True, max_segments_per_seq=2) is False
     with pytest.raises(ValueError, match="batch_size=-1 is below 0"):
         is_fused_attn_kernel_available(True, -1, jnp.bfloat16, jnp.bfloat16, *kinds, *sizes)
 

@@ -209,9 +209,9 @@ SIZES = {"hidden_size": HIDDEN, "mlp_hidden_size": 48, "num_attention_heads": HE
 Meeting = tuple[str, bool, str, bool]
 
 
-def meetings(given: Any, fields: Any) -> set[Meeting]:
+def meetings(argument: Any, fields: Any) -> set[Meeting]:
     """For every pair of fields, whether each is set."""
-    states = [(name, name in given) for name in sorted(fields)]
+    states = [(name, name in argument) for name in sorted(fields)]
     return {(*first, *second) for first, second in itertools.combinations(states, 2)}
 
 
@@ -234,13 +234,13 @@ def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, An
             candidates.append(names)
         chosen.append(max(candidates, key=lambda names: len(meetings(names, fields) & missing)))
         missing -= meetings(chosen[-1], fields)
-    seen: Counter[str] = Counter()
+    records: Counter[str] = Counter()
     modules = []
     for names in chosen:
         # Field values alternate.
-        values = [fields[name][seen[name] % len(fields[name])] for name in names]
-        seen.update(names)
-        modules.append({name: value for given in values for name, value in given.items()})
+        values = [fields[name][records[name] % len(fields[name])] for name in names]
+        records.update(names)
+        modules.append({name: value for argument in values for name, value in argument.items()})
     return modules
 
 
@@ -251,11 +251,11 @@ CASES = [
     pytest.param(
         cls,
         fields,
-        id=f"{cls.__name__}-{place}",
-        marks=[] if cls in QUICK and place == 0 else [pytest.mark.slow],
+        id=f"{cls.__name__}-{index}",
+        marks=[] if cls in QUICK and index == 0 else [pytest.mark.slow],
     )
     for cls, of_module in FIELDS.items()
-    for place, fields in enumerate(covering(of_module))
+    for index, fields in enumerate(covering(of_module))
 ]
 # Fields with separate tests: a score_mod excludes most other fields.
 ELSEWHERE = {"return_max_logit", "score_mod", "score_mod_bprop", "dtype"}
@@ -308,7 +308,11 @@ def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
     for case in (parameters.values[1] for parameters in CASES if parameters.values[0] is cls):
         found |= meetings({name for name in case if case[name] != defaults[name]}, FIELDS[cls])
     implied = {
-        name for values in FIELDS[cls].values() for given in values for name in given if len(given) > 1
+        name
+        for values in FIELDS[cls].values()
+        for argument in values
+        for name in argument
+        if len(argument) > 1
     }
     assert {meeting for meeting in possible(FIELDS[cls]) - found if not implied & set(meeting)} == set()
 
@@ -343,18 +347,18 @@ STREAMS = {"params": jax.random.key, "dropout": jax.random.key, "noise": jax.ran
 
 
 def keys(first: int) -> dict[str, Any]:
-    return {name: make(first + place) for place, (name, make) in enumerate(STREAMS.items())}
+    return {name: make(first + index) for index, (name, make) in enumerate(STREAMS.items())}
 
 
 def first_values(cls, model, arguments, options) -> Any:
-    init = jax.jit(lambda keys, *given: model.init(keys, *call_module(cls, given), **options))
+    init = jax.jit(lambda keys, *args: model.init(keys, *call_module(cls, args), **options))
     return nn.meta.unbox(init(keys(1), *arguments)).get("params", {})
 
 
 def differentiable(arrays: Any) -> Iterator[int]:
-    for place, array in enumerate(arrays):
+    for index, array in enumerate(arrays):
         if array is not None and jnp.issubdtype(array.dtype, jnp.floating):
-            yield place
+            yield index
 
 
 def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
@@ -376,36 +380,36 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     )
     places = tuple(differentiable(arguments))
 
-    def values_of(one, params, given):
-        made = one.apply({"params": params}, *call_module(cls, given), rngs=keys(4), **options)
-        return [leaf for leaf in jax.tree.leaves(made) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    def unwrapped_values(one, params, argument):
+        output = one.apply({"params": params}, *call_module(cls, argument), rngs=keys(4), **options)
+        return [leaf for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     # The plain module returns as many results, with a norm's output if it is requested.
-    results = jax.eval_shape(lambda *given: values_of(model, params, given), *arguments)
+    results = jax.eval_shape(lambda *args: unwrapped_values(model, params, args), *arguments)
 
-    def loss_of(one):
-        def loss(params, *given):
-            made = values_of(one, params, given)[: len(results)]
-            return sum((y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() for y in made), made
+    def loss_value(one):
+        def loss(params, *args):
+            output = unwrapped_values(one, params, args)[: len(results)]
+            return sum((y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() for y in output), output
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, *(1 + p for p in places)), has_aux=True))
 
-    (_, made), found = loss_of(model)(params, *arguments)
-    (_, wanted), want = loss_of(plain)(params, *arguments)
-    for place, (one, other) in enumerate(zip(made, wanted, strict=True)):
-        near(one, other, 0.0, f"result {place}")
-    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(want))
+    (_, result), found = loss_value(model)(params, *arguments)
+    (_, reference), expected_value = loss_value(plain)(params, *arguments)
+    for index, (one, other) in enumerate(zip(result, reference, strict=True)):
+        near(one, other, 0.0, f"result {index}")
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected_value))
     for (path, got), expected in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want), strict=True
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected_value), strict=True
     ):
         near(got, expected, 1e-2 * largest, str(path))
 
 
-def near(got: Any, want: Any, least: float, name: str) -> None:
+def near(got: Any, expected: Any, least: float, name: str) -> None:
     # A key bias shifts all scores for a query equally, so its gradient is zero up to rounding.
-    scale = max(float(np.abs(want).max()), least)
-    got, want = np.asarray(got), np.asarray(want)
-    np.testing.assert_allclose(got / scale, want / scale, atol=2e-4, rtol=0, err_msg=name)
+    scale = max(float(np.abs(expected).max()), least)
+    got, expected = np.asarray(got), np.asarray(expected)
+    np.testing.assert_allclose(got / scale, expected / scale, atol=2e-4, rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize(("cls", "fields"), CASES)

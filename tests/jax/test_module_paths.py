@@ -102,7 +102,7 @@ def test_axes_of_transposed_data_follow_the_matrix():
         split = axis % len(shape)
         transposed = (*shape[split:], *shape[:split])
         places = gemm.transpose_dims(len(shape), range(len(shape)), axis)
-        assert tuple(transposed[place] for place in places) == shape
+        assert tuple(transposed[index] for index in places) == shape
     assert gemm.transpose_dims(3, -1) == (0,)
     with pytest.raises(ValueError, match="has no axis 3"):
         gemm.transpose_dims(3, 3)

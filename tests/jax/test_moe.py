@@ -43,8 +43,8 @@ def plain_weights(values, k, function="softmax", pre=False, groups=None, bias=No
             count, best = groups
             parts = judged.reshape(count, -1)
             strength = np.sort(parts, axis=1)[:, -(k // best) :].sum(axis=1)
-            kept = np.argsort(-strength)[:best]
-            judged = np.where(np.isin(np.arange(E) // parts.shape[1], kept), judged, -np.inf)
+            saved = np.argsort(-strength)[:best]
+            judged = np.where(np.isin(np.arange(E) // parts.shape[1], saved), judged, -np.inf)
         chosen = np.argsort(-judged, kind="stable")[:k]
         weights = scores[chosen]
         if function == "softmax" and not pre:
@@ -73,14 +73,14 @@ def test_the_router_matches_a_loop_over_tokens(k, options):
     probs, chosen = router.fused_topk_with_score_function(values, k, **options)
     sigmoid = options.get("score_function") in ("sigmoid", router.ScoreFunction.SIGMOID)
     groups = (options["num_groups"], options["group_topk"]) if "num_groups" in options else None
-    want = plain_weights(
+    expected = plain_weights(
         np.asarray(values), k, "sigmoid" if sigmoid else "softmax", options.get("use_pre_softmax", False), groups,
         None if bias is None else np.asarray(bias), options.get("scaling_factor", 1.0),
     )  # fmt: skip
-    np.testing.assert_allclose(probs, want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(chosen, want > 0)
+    np.testing.assert_allclose(probs, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(chosen, expected > 0)
     packed = router.fused_topk_with_score_function(values, k, **options, routing_map_format="bitmap_u8")[1]
-    np.testing.assert_array_equal(packed, np.packbits(want > 0, axis=1, bitorder="little"))
+    np.testing.assert_array_equal(packed, np.packbits(expected > 0, axis=1, bitorder="little"))
 
 
 def test_router_gradient_matches_finite_differences():
@@ -94,10 +94,10 @@ def test_router_gradient_matches_finite_differences():
         for t, e in ((0, 1), (1, 3), (2, 7)):
             step = np.zeros_like(values)
             step[t, e] = 1e-6
-            ahead, behind = (
+            ahead, distance = (
                 (plain_weights(x, 2, function) * dy).sum() for x in (values + step, values - step)
             )
-            assert abs(gradient[t, e] - (ahead - behind) / 2e-6) < 1e-4
+            assert abs(gradient[t, e] - (ahead - distance) / 2e-6) < 1e-4
 
 
 def test_the_balancing_loss_matches_its_equation():
@@ -105,8 +105,8 @@ def test_the_balancing_loss_matches_its_equation():
     np.testing.assert_allclose(scores, jax.nn.softmax(logits()), rtol=1e-6)
     counts = plain.sum(axis=0)
     loss = router.fused_moe_aux_loss(scores, counts, 2, 0.1)
-    want = E * 0.1 / (2 * T * T) * sum(float(counts[e]) * float(scores[:, e].sum()) for e in range(E))
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    expected = E * 0.1 / (2 * T * T) * sum(float(counts[e]) * float(scores[:, e].sum()) for e in range(E))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("align", [None, 8])
@@ -121,8 +121,8 @@ def test_tokens_are_sorted_by_expert_and_come_back(align):
         combined = (permutation.token_combine(rows, row_id_map, merged, pads) for merged in (None, probs))
         return dispatched, *combined
 
-    made, doubled, merged = jax.tree.map(np.asarray, there_and_back(x, chosen, probs))
-    rows, weights, row_id_map, _, sizes = made
+    result, doubled, merged = jax.tree.map(np.asarray, there_and_back(x, chosen, probs))
+    rows, weights, row_id_map, _, sizes = result
     begin = 0
     for e, size in enumerate(sizes):
         tokens = np.flatnonzero(chosen[:, e])
@@ -145,8 +145,8 @@ def test_permutation_gradients_return_to_their_tokens():
         return permutation.token_combine(rows * weights[:, None], row_id_map, None, pads)
 
     found = values_and_gradients(there_and_back, dy, x, probs)
-    want = values_and_gradients(lambda x, p: x * (p * chosen).sum(axis=1, keepdims=True), dy, x, probs)
-    for got, expected in zip(found, want, strict=True):
+    reference = values_and_gradients(lambda x, p: x * (p * chosen).sum(axis=1, keepdims=True), dy, x, probs)
+    for got, expected in zip(found, reference, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_ragged_offsets_move_every_row_there_and_back():
     """The four numbers per shard, followed in NumPy."""
     counts = np.random.default_rng(0).integers(0, 4, (4, 8))
     sent = counts.reshape(4, 4, 2).sum(-1)
-    held = [[(s, i) for i in range(sent[s].sum())] for s in range(4)]
+    contents = [[(s, i) for i in range(sent[s].sum())] for s in range(4)]
     buffers = [[None] * sent[:, d].sum() for d in range(4)]
 
     def play(compute, source, target):
@@ -195,11 +195,11 @@ def test_ragged_offsets_move_every_row_there_and_back():
                 for i in range(sizes[d]):
                     target[d][lands[d] + i] = source[s][begins[d] + i]
 
-    play(permutation.compute_ragged_all_to_all_params, held, buffers)
+    play(permutation.compute_ragged_all_to_all_params, contents, buffers)
     assert all(row is not None for buffer in buffers for row in buffer)
-    back = [[None] * len(rows) for rows in held]
+    back = [[None] * len(rows) for rows in contents]
     play(permutation.compute_reverse_ragged_all_to_all_params, buffers, back)
-    assert back == held
+    assert back == contents
     arrived = jnp.arange(float(sent[:, 1].sum()))[:, None]
     rows, sizes, goes_to = permutation.local_permute_after_a2a(arrived, jnp.asarray(counts), 1, 4)
     np.testing.assert_array_equal(sizes, counts[:, 2:4].sum(0))
@@ -234,8 +234,10 @@ def test_the_mixture_equals_the_weighted_sum_over_experts(early, halves):
         )[0]  # fmt: skip
 
     found = values_and_gradients(ours, dy, params, x)
-    want = values_and_gradients(lambda p, x: plain_moe(p, x.reshape(-1, H)).reshape(x.shape), dy, params, x)
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    reference = values_and_gradients(
+        lambda p, x: plain_moe(p, x.reshape(-1, H)).reshape(x.shape), dy, params, x
+    )
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -266,14 +268,14 @@ def test_halves_of_the_first_kernels_are_accepted_by_keyword_and_with_biases():
         "wi": jnp.concatenate((p["wi_0"], p["wi_1"]), axis=-1),
         "wi_bias": jnp.concatenate((biases["wi_0_bias"], biases["wi_1_bias"]), axis=-1),
     }
-    want, _, _ = moe(x, p["gate_kernel"], wo=p["wo"], **fused, **options)
+    expected, _, _ = moe(x, p["gate_kernel"], wo=p["wo"], **fused, **options)
     kernels = {name: p[name] for name in ("wi_0", "wi_1", "wo")}
     for got in (
         moe(x, p["gate_kernel"], **kernels, **biases, **options),
         moe(x, p["gate_kernel"], p["wi_0"], p["wi_1"], p["wo"], *biases.values(), **options),
         moe(x, p["gate_kernel"], p["wi_0"], p["wi_1"], wo=p["wo"], **biases, **options),
     ):
-        np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got[0], expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(TypeError, match="one of wi_0 and wi_1"):
         moe(x, p["gate_kernel"], wi_0=p["wi_0"], wo=p["wo"], **options)
     with pytest.raises(TypeError, match="each once"):
@@ -286,11 +288,11 @@ def test_a_block_reads_variables_of_both_halves():
     x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
     variables = draw_unboxed_variables(model, x)
-    want, _, _ = jax.jit(model.apply)(variables, x)
+    expected, _, _ = jax.jit(model.apply)(variables, x)
     params = dict(variables["params"])
     params["wi_0"], params["wi_1"] = jnp.split(params.pop("wi"), 2, axis=-1)
     y, _, _ = jax.jit(model.apply)({"params": params}, x)
-    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_recipe_of_the_block_quantizes_its_products():
@@ -298,12 +300,12 @@ def test_a_recipe_of_the_block_quantizes_its_products():
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
     variables = draw_unboxed_variables(model, x)
     with te.autocast(True, recipe.MXFP8BlockScaling()):
-        want, _, _ = jax.jit(model.apply)(variables, x)
-    own = te_flax._MoEBlock(
+        expected, _, _ = jax.jit(model.apply)(variables, x)
+    local = te_flax._MoEBlock(
         num_experts=E, intermediate_size=F, quantization_recipe=recipe.MXFP8BlockScaling()
     )
-    np.testing.assert_array_equal(jax.jit(own.apply)(variables, x)[0], want)
-    assert (np.asarray(jax.jit(model.apply)(variables, x)[0]) != np.asarray(want)).any()
+    np.testing.assert_array_equal(jax.jit(local.apply)(variables, x)[0], expected)
+    assert (np.asarray(jax.jit(model.apply)(variables, x)[0]) != np.asarray(expected)).any()
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, 1.3, 100.0])
@@ -341,17 +343,17 @@ def test_scores_of_square_roots_of_softplus_agree_with_float64():
     x = x.at[0].set(-200.0)  # softplus underflows
     bias = normal(jax.random.key(2), (E,))
     exact = np.sqrt(np.logaddexp(0.0, np.asarray(x, np.float64)))
-    for given in (None, bias):
+    for argument in (None, bias):
         weights, chosen = router.fused_topk_with_score_function(
-            x, 2, score_function="sqrtsoftplus", expert_bias=given
+            x, 2, score_function="sqrtsoftplus", expert_bias=argument
         )
-        judged = exact if given is None else exact + np.asarray(given, np.float64)
+        judged = exact if argument is None else exact + np.asarray(argument, np.float64)
         best = np.argsort(-judged, axis=-1, kind="stable")[1:, :2]
-        wanted = np.zeros(x.shape, bool)
-        np.put_along_axis(wanted[1:], best, True, axis=-1)
-        np.testing.assert_array_equal(np.asarray(chosen)[1:], wanted[1:])
-        kept = np.where(wanted, exact, 0.0)[1:]
-        np.testing.assert_allclose(weights[1:], kept / kept.sum(axis=-1, keepdims=True), rtol=1e-5)
+        expected = np.zeros(x.shape, bool)
+        np.put_along_axis(expected[1:], best, True, axis=-1)
+        np.testing.assert_array_equal(np.asarray(chosen)[1:], expected[1:])
+        saved = np.where(expected, exact, 0.0)[1:]
+        np.testing.assert_allclose(weights[1:], saved / saved.sum(axis=-1, keepdims=True), rtol=1e-5)
     scores, _ = router.fused_topk_with_score_function(
         x, 2, score_function=router.ScoreFunction.SQRTSOFTPLUS, compute_aux_scores=True
     )
@@ -365,8 +367,8 @@ def test_scores_of_square_roots_of_softplus_agree_with_float64():
     slope = 1.0 / (1.0 + np.exp(-np.asarray(x, np.float64))) / (2.0 * exact)
     total = exact.sum(axis=-1, keepdims=True)
     first = np.eye(E)[0]
-    want = slope * (first * total - exact[:, :1]) / total**2
-    np.testing.assert_allclose(gradient[1:], want[1:], rtol=1e-4, atol=1e-6)
+    reference = slope * (first * total - exact[:, :1]) / total**2
+    np.testing.assert_allclose(gradient[1:], reference[1:], rtol=1e-4, atol=1e-6)
 
 
 def test_the_routing_of_a_dispatch_is_prepared_without_the_tokens():
@@ -379,9 +381,11 @@ def test_the_routing_of_a_dispatch_is_prepared_without_the_tokens():
     x = normal(jax.random.key(0), (T, H))
     if placed.devices == 1:
         counts, total, handle = jax.jit(lambda picked: ep.ep_prepare(cfg, picked))(picked)
-        rows, _, of_dispatch, *others = ep.ep_dispatch(cfg, picked, x, weights, capacity)
-        for got, want in zip(jax.tree.leaves((handle, counts, total)), [*of_dispatch, *others], strict=True):
-            np.testing.assert_array_equal(got, want)
+        rows, _, of_dispatch, *rest = ep.ep_dispatch(cfg, picked, x, weights, capacity)
+        for got, expected in zip(
+            jax.tree.leaves((handle, counts, total)), [*of_dispatch, *rest], strict=True
+        ):
+            np.testing.assert_array_equal(got, expected)
         assert ep.ep_handle_mem_size(cfg) == sum(leaf.nbytes for leaf in handle)
         np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
     with pytest.raises(ValueError, match=r"EpLayerConfig\(top_k=2\) requires 2"):
@@ -408,9 +412,9 @@ def test_arrays_of_numpy_are_taken_operation_by_operation():
     x = np.asarray(normal(jax.random.key(0), (2, T // 2, H)))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
     variables = jax.tree.map(np.asarray, draw_unboxed_variables(model, x))
-    want, _, _ = jax.jit(model.apply)(variables, x)
+    expected, _, _ = jax.jit(model.apply)(variables, x)
     y, _, _ = model.apply(variables, x)
-    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_top_elements_of_rows():
@@ -489,7 +493,7 @@ def test_calls_after_a_bootstrap_must_match_its_sizes():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "wanted"),
+    ("name", "shape", "expected"),
     [
         ("wi", (4, 16, 23), (4, 16, 24)),
         ("wi", (3, 16, 24), (4, 16, 24)),
@@ -500,11 +504,11 @@ def test_calls_after_a_bootstrap_must_match_its_sizes():
         ("wo_bias", (4, 17), (4, 16)),
     ],
 )
-def test_kernels_and_biases_that_do_not_fit_the_experts_are_rejected(name, shape, wanted):
+def test_kernels_and_biases_that_do_not_fit_the_experts_are_rejected(name, shape, expected):
     shapes = {"wi": (4, 16, 24), "wo": (4, 12, 16), "wi_bias": (4, 24), "wo_bias": (4, 16)} | {name: shape}
     arrays = {name: ones(shape) for name, shape in shapes.items()}
-    wrong, wanted = ("wi", (4, 16, 22)) if shape == wanted else (name, wanted)
+    wrong, expected = ("wi", (4, 16, 22)) if shape == expected else (name, expected)
     with pytest.raises(
-        ValueError, match=re.escape(f"{wrong} has shape {shapes[wrong]}; it must be {wanted}")
+        ValueError, match=re.escape(f"{wrong} has shape {shapes[wrong]}; it must be {expected}")
     ):
         moe(ones((2, 8, 16)), ones((16, 4)), **arrays, num_experts=4, num_experts_per_tok=2)

@@ -161,12 +161,12 @@ def test_predicates_of_a_layout(layout, expected):
 def test_scaling_mode_dtypes_and_directions_match_its_tensors(mode):
     x = draw_normal(128, 128)
     for q_dtype in mode.get_compatible_q_dtypes():
-        made = jax.eval_shape(QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize, x)
-        for tensor in (made.rowwise_tensor, made.colwise_tensor):
+        result = jax.eval_shape(QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize, x)
+        for tensor in (result.rowwise_tensor, result.colwise_tensor):
             assert tensor.data.dtype == q_dtype and tensor.scale_inv.dtype == mode.get_scale_dtype()
         for usage in TensorUsage:
             layout = mode.get_quantize_layout(usage)
-            assert made.get_tensor(usage).is_colwise is layout.is_colwise_only
+            assert result.get_tensor(usage).is_colwise is layout.is_colwise_only
             assert layout.is_rowwise_only is (usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS))
 
 
@@ -176,18 +176,20 @@ def test_scaling_mode_dtypes_and_directions_match_its_tensors(mode):
 def test_dequantized_columns_have_the_layout_of_their_data(mode, flatten_axis):
     x = draw_normal(32, 4, 64)
     q_dtype = mode.get_compatible_q_dtypes()[0]
-    made = QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize(x, flatten_axis=flatten_axis)
-    columns = made.colwise_tensor
-    want = np.asarray(x)
+    tensor = QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize(
+        x, flatten_axis=flatten_axis
+    )
+    columns = tensor.colwise_tensor
+    expected = np.asarray(x)
     if columns.data_layout == "T":
-        want = want.transpose(*range(flatten_axis, 3), *range(flatten_axis))
+        expected = expected.transpose(*range(flatten_axis, 3), *range(flatten_axis))
     assert columns.data_layout == mode.data_layout[1]
-    assert columns.dequantize().shape == columns.data.shape == want.shape
-    error = np.linalg.norm(columns.dequantize() - want) / np.linalg.norm(want)
+    assert columns.dequantize().shape == columns.data.shape == expected.shape
+    error = np.linalg.norm(columns.dequantize() - expected) / np.linalg.norm(expected)
     assert error < (0.2 if mode.is_nvfp4_scaling else 0.05)
-    np.testing.assert_array_equal(made.dequantize(), made.rowwise_tensor.dequantize())
+    np.testing.assert_array_equal(tensor.dequantize(), tensor.rowwise_tensor.dequantize())
     assert columns.values().shape == x.shape
-    assert np.linalg.norm(columns.values() - x) / np.linalg.norm(want) == pytest.approx(error)
+    assert np.linalg.norm(columns.values() - x) / np.linalg.norm(expected) == pytest.approx(error)
 
 
 def test_no_scaling_has_no_dtype_of_scales():
@@ -221,12 +223,12 @@ def test_base_classes_cover_all_tensors():
 def test_one_direction_suffices_where_products_read_all_layouts(monkeypatch, capability, supported):
     monkeypatch.setattr(config, "hardware", lambda gpu_id=0: nvidia(*divmod(capability, 10)))
     assert quantize.is_fp8_gemm_with_all_layouts_supported() is supported
-    made = QuantizerFactory.create_set(
+    result = QuantizerFactory.create_set(
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING,
         fwd_dtype=jnp.float8_e4m3fn,
         bwd_dtype=jnp.float8_e5m2,
     )
-    assert made.x.q_layout.is_rowwise_only is supported
+    assert result.x.q_layout.is_rowwise_only is supported
 
 
 @pytest.mark.parametrize("name", ["device_utils", "helper", "metadata", "misc", "quantizer", "tensor"])
@@ -296,10 +298,10 @@ def test_each_mode_has_a_dequantizer(mode):
 def test_quantize_takes_its_arguments_by_position():
     x = draw_normal(4, 8, 16)
     one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING)
-    made = tex.quantize(x, one, 1, tex.AmaxScope.LOCAL)
-    assert made.rowwise_tensor.flatten_axis == 1
-    again, dbias = tex.quantize_dbias(x, one, True, 1, tex.AmaxScope.LOCAL)
-    np.testing.assert_array_equal(again.dequantize(), made.dequantize())
+    tensor = tex.quantize(x, one, 1, tex.AmaxScope.LOCAL)
+    assert tensor.rowwise_tensor.flatten_axis == 1
+    repeated, dbias = tex.quantize_dbias(x, one, True, 1, tex.AmaxScope.LOCAL)
+    np.testing.assert_array_equal(repeated.dequantize(), tensor.dequantize())
     np.testing.assert_allclose(dbias, x.sum(0), rtol=1e-6, atol=1e-6)
     assert tex.quantize_dbias(x, None, False)[1] is None
 
@@ -308,11 +310,11 @@ def test_quantize_takes_its_arguments_by_position():
 def test_softmax_gradient_equals_the_public_function(kind):
     logits, dz = draw_normal(2, 2, 6, 6), draw_normal(2, 2, 6, 6, seed=1)
     mask = np.asarray(draw_normal(2, 1, 6, 6, seed=2)) > 0.5
-    given = (mask,) if kind is softmax.SoftmaxFusionType.SCALED_MASKED else ()
+    args = (mask,) if kind is softmax.SoftmaxFusionType.SCALED_MASKED else ()
     forward, backward = (getattr(tex, f"{kind.value}_softmax_{direction}") for direction in ("fwd", "bwd"))
-    want, vjp = jax.vjp(lambda x: softmax.softmax(x, *(given or (None,)), 0.5, kind), logits)
-    p = forward(logits, *given, 0.5)
-    np.testing.assert_array_equal(p, want)
+    expected, vjp = jax.vjp(lambda x: softmax.softmax(x, *(args or (None,)), 0.5, kind), logits)
+    p = forward(logits, *args, 0.5)
+    np.testing.assert_array_equal(p, expected)
     np.testing.assert_allclose(backward(dz, p, 0.5), vjp(dz)[0], atol=1e-6)
 
 
@@ -322,8 +324,8 @@ def test_layernorm_gradients_equal_the_public_function(dtype, zero_centered):
     x, dz = (draw_normal(3, 4, 16, seed=seed).astype(dtype) for seed in (0, 1))
     gamma, beta = draw_normal(16, seed=2), draw_normal(16, seed=3)
     y, mean, rstdev = tex.layernorm_fwd(x, gamma, beta, zero_centered, 1e-5)
-    want, vjp = jax.vjp(lambda *given: layernorm(*given, "layernorm", zero_centered, 1e-5), x, gamma, beta)
-    np.testing.assert_array_equal(y.dequantize(), want)
+    expected, vjp = jax.vjp(lambda *args: layernorm(*args, "layernorm", zero_centered, 1e-5), x, gamma, beta)
+    np.testing.assert_array_equal(y.dequantize(), expected)
     gradients = tex.layernorm_bwd(dz, x, mean, rstdev, gamma, zero_centered, 1e-5)
     jax.tree.map(np.testing.assert_array_equal, gradients, vjp(dz))
     same = tex.normalization_bwd(dz, x, mean, rstdev, gamma, zero_centered, 1e-5, "LayerNorm")
@@ -333,12 +335,12 @@ def test_layernorm_gradients_equal_the_public_function(dtype, zero_centered):
 def test_rmsnorm_gradients_equal_the_public_function():
     x, dz, gamma = draw_normal(3, 4, 16), draw_normal(3, 4, 16, seed=1), draw_normal(16, seed=2)
     y, rstdev = tex.rmsnorm_fwd(x, gamma, False, 1e-5)
-    want, vjp = jax.vjp(lambda x, gamma: layernorm(x, gamma, None, "rmsnorm", False, 1e-5), x, gamma)
-    np.testing.assert_array_equal(y.dequantize(), want)
+    expected, vjp = jax.vjp(lambda x, gamma: layernorm(x, gamma, None, "rmsnorm", False, 1e-5), x, gamma)
+    np.testing.assert_array_equal(y.dequantize(), expected)
     gradients = tex.rmsnorm_bwd(dz, x, rstdev, gamma, False, 1e-5)
     jax.tree.map(np.testing.assert_array_equal, gradients, vjp(dz))
     same, mean, _ = tex.normalization_fwd(x, gamma, None, False, 1e-5, "rmsnorm")
-    np.testing.assert_array_equal(same.dequantize(), want)
+    np.testing.assert_array_equal(same.dequantize(), expected)
     assert mean is None
     assert tex.normalization_bwd(dz, x, None, rstdev, gamma, False, 1e-5, "rmsnorm")[2] is None
 
@@ -347,14 +349,14 @@ def test_norm_is_quantized_by_its_quantizer():
     x, gamma = draw_normal(8, 32), draw_normal(32, seed=1)
     one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING)
     codes, _, _ = tex.normalization_fwd(x, gamma, None, False, 1e-5, "rmsnorm", one)
-    want = one.quantize(layernorm(x, gamma, None, "rmsnorm", False, 1e-5))
-    np.testing.assert_array_equal(codes.rowwise_tensor.data, want.rowwise_tensor.data)
+    expected = one.quantize(layernorm(x, gamma, None, "rmsnorm", False, 1e-5))
+    np.testing.assert_array_equal(codes.rowwise_tensor.data, expected.rowwise_tensor.data)
 
 
 def test_sums_of_groups_of_a_gradient():
     grad, sizes = draw_normal(9, 4), np.asarray([2, 0, 5], np.int32)
-    want = np.stack([np.asarray(grad)[0:2].sum(0), np.zeros(4), np.asarray(grad)[2:7].sum(0)])
-    np.testing.assert_allclose(tex.grouped_dbias(grad, sizes), want, rtol=1e-5, atol=1e-6)
+    expected = np.stack([np.asarray(grad)[0:2].sum(0), np.zeros(4), np.asarray(grad)[2:7].sum(0)])
+    np.testing.assert_allclose(tex.grouped_dbias(grad, sizes), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="pass a matrix"):
         tex.grouped_dbias(grad[0], sizes)
 
@@ -362,10 +364,10 @@ def test_sums_of_groups_of_a_gradient():
 def test_grouped_product_uses_the_sizes_that_its_left_operand_holds():
     x, kernel, sizes = draw_normal(8, 16), draw_normal(2, 16, 4, seed=1), array([3, 5], jnp.int32)
     one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=2)
-    made = one.quantize(x, group_sizes=sizes)
-    want = tex.grouped_gemm(made.rowwise_tensor.dequantize(), kernel, sizes)
-    for lhs in (made, made.rowwise_tensor):
-        np.testing.assert_array_equal(tex.grouped_gemm(lhs, kernel), want)
+    tensor = one.quantize(x, group_sizes=sizes)
+    expected = tex.grouped_gemm(tensor.rowwise_tensor.dequantize(), kernel, sizes)
+    for lhs in (tensor, tensor.rowwise_tensor):
+        np.testing.assert_array_equal(tex.grouped_gemm(lhs, kernel), expected)
     plain = quantize.GroupedNoScaleTensor(x, group_sizes=sizes)
     np.testing.assert_array_equal(tex.grouped_gemm(plain, kernel), tex.grouped_gemm(x, kernel, sizes))
     with pytest.raises(ValueError, match=r"holds no sizes; pass the rows per group as int32 \[G\]"):
@@ -376,8 +378,8 @@ def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
     x, kernel, sizes = draw_normal(8, 16), draw_normal(2, 4, 16, seed=1), array([3, 5], jnp.int32)
     bias = draw_normal(2, 4, seed=2)
     got = tex.grouped_gemm(x, kernel, sizes, ((1,), (2,)), bias, jax.lax.Precision.DEFAULT, jnp.bfloat16)
-    want = tex.grouped_gemm(x, jnp.swapaxes(kernel, 1, 2), sizes, bias=bias).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(got, want)
+    expected = tex.grouped_gemm(x, jnp.swapaxes(kernel, 1, 2), sizes, bias=bias).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(got, expected)
     quantizers = QuantizerFactory.create_set(
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, fwd_dtype=jnp.float8_e4m3fn,
         bwd_dtype=jnp.float8_e5m2, n_groups=2,
@@ -392,15 +394,15 @@ def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
 def test_grouped_product_contracts_the_rows_of_each_group(dims):
     x, dy, sizes = draw_normal(8, 16), draw_normal(8, 4, seed=1), array([3, 0, 4], jnp.int32)
     parts = (slice(0, 3), slice(3, 3), slice(3, 7))
-    want = np.stack([np.asarray(x, np.float64)[part].T @ np.asarray(dy)[part] for part in parts])
-    np.testing.assert_allclose(tex.grouped_gemm(x, dy, sizes, dims), want, rtol=1e-5, atol=1e-5)
+    expected = np.stack([np.asarray(x, np.float64)[part].T @ np.asarray(dy)[part] for part in parts])
+    np.testing.assert_allclose(tex.grouped_gemm(x, dy, sizes, dims), expected, rtol=1e-5, atol=1e-5)
     one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=3)
     codes = [one.quantize(operand, group_sizes=sizes) for operand in (x, dy)]
     values = [operand.colwise_tensor.dequantize() for operand in codes]
-    want = tex.grouped_gemm(*values, sizes, dims)
-    np.testing.assert_array_equal(tex.grouped_gemm(*codes, None, dims), want)
+    expected = tex.grouped_gemm(*values, sizes, dims)
+    np.testing.assert_array_equal(tex.grouped_gemm(*codes, None, dims), expected)
     quantizers = quantize.QuantizerSet(one, one, None)
-    np.testing.assert_array_equal(tex.grouped_gemm(x, dy, sizes, dims, quantizer_set=quantizers), want)
+    np.testing.assert_array_equal(tex.grouped_gemm(x, dy, sizes, dims, quantizer_set=quantizers), expected)
     with pytest.raises(ValueError, match=r"supports neither bias=.*; pass None for both"):
         tex.grouped_gemm(x, dy, sizes, dims, jnp.ones((3, 4)))
     with pytest.raises(ValueError, match=r"requires \[M, K\] and \[M, N\]"):
@@ -429,24 +431,24 @@ def test_dtypes_of_both_libraries_are_converted():
 def test_gradient_of_an_activation_has_two_names():
     dz, x = draw_normal(4, 8), draw_normal(4, 2, 8, seed=1)
     first, sums = tex.dact_lu_dbias(dz, x, ("silu", "linear"))
-    second, again = tex.quantize_dact_dbias(dz, x, ("silu", "linear"))
+    second, repeated = tex.quantize_dact_dbias(dz, x, ("silu", "linear"))
     np.testing.assert_array_equal(first.data, second.data)
-    np.testing.assert_array_equal(sums, again)
+    np.testing.assert_array_equal(sums, repeated)
     np.testing.assert_allclose(sums, first.data.sum(0), rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_of_an_activation_converts_the_dtype_of_its_gradient():
     dz, x = draw_normal(4, 8).astype(jnp.bfloat16), draw_normal(4, 2, 8, seed=1)
     names = ("silu", "linear")
-    want = tex.dact_lu(dz.astype(jnp.float32), x, names).data
-    np.testing.assert_array_equal(tex.dact_lu(dz, x, names).data, want)
+    expected = tex.dact_lu(dz.astype(jnp.float32), x, names).data
+    np.testing.assert_array_equal(tex.dact_lu(dz, x, names).data, expected)
     assert tex.dact_lu(dz.astype(jnp.float32), x.astype(jnp.bfloat16), names).data.dtype == jnp.bfloat16
 
 
 def test_integers_of_enumerations_are_accepted():
     assert extension.nvte_get_qkv_format(9) is extension.NVTE_QKV_Format.NVTE_BSHD  # pyright: ignore
-    given = (True, 6, 6, 9, 0, 2, 0, 0.0, 2, 2, 16, 16, 16, 16)
-    assert extension.get_fused_attn_backend(*given) in extension.NVTE_Fused_Attn_Backend  # pyright: ignore
+    args = (True, 6, 6, 9, 0, 2, 0, 0.0, 2, 2, 16, 16, 16, 16)
+    assert extension.get_fused_attn_backend(*args) in extension.NVTE_Fused_Attn_Backend  # pyright: ignore
 
 
 POSITIONS = np.arange(4)[None]

@@ -33,11 +33,14 @@ def test_nan_of_either_sign_is_one_code_in_both_frameworks(dtype, element):
     x = with_nans(dtype)
     nan = np.isnan(x.astype(np.float32))
     spec = {"format": FLOAT8, "element": element, "rowwise": True, "columnwise": True}
-    made = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), multiplier=ones(1, jnp.float32))
+    tensor = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), multiplier=ones(1, jnp.float32))
     with use_backend(quantize="reference"):
         expected = theirs.quantize(to_torch(x), theirs.QuantizeSpec(**spec), multiplier=torch.ones(1))
     assert nan.sum() >= 4
-    for codes, other, where in ((made.codes, expected.codes, nan), (made.codes_t, expected.codes_t, nan.T)):
+    for codes, other, where in (
+        (tensor.codes, expected.codes, nan),
+        (tensor.codes_t, expected.codes_t, nan.T),
+    ):
         np.testing.assert_array_equal(jax_bytes(codes), torch_bytes(other))
         assert set(jax_bytes(codes)[where]) == {0x7F}
         assert not np.isin(jax_bytes(codes)[~where], (0x7F, 0xFF)).any()
@@ -47,8 +50,8 @@ def test_the_scale_of_a_block_with_nan_is_one_code_in_both_frameworks():
     x = with_nans("float32")
     spec = {"format": NVFP4, "element": E2M1, "rowwise": True, "columnwise": False}
     amax = jnp.full(1, 500.0, jnp.float32)
-    made = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), amax=amax)
+    tensor = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), amax=amax)
     with use_backend(quantize="reference"):
         expected = theirs.quantize(to_torch(x), theirs.QuantizeSpec(**spec), amax=torch.full((1,), 500.0))
-    np.testing.assert_array_equal(jax_bytes(made.scale), torch_bytes(expected.scale))
-    assert set(jax_bytes(made.scale)[:4, 0]) == {0x7F}
+    np.testing.assert_array_equal(jax_bytes(tensor.scale), torch_bytes(expected.scale))
+    assert set(jax_bytes(tensor.scale)[:4, 0]) == {0x7F}

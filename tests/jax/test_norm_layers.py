@@ -48,15 +48,15 @@ CURVES = {
 }
 
 
-def relative_error(got, want) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+def relative_error(got, expected) -> float:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
-def assert_close(got, want, tolerance):
+def assert_close(got, expected, tolerance):
     for path, (one, other) in zip(
-        jax.tree_util.tree_leaves_with_path(want),
-        zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True),
+        jax.tree_util.tree_leaves_with_path(expected),
+        zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True),
         strict=True,
     ):
         assert one.dtype == other.dtype, path[0]
@@ -94,19 +94,19 @@ def test_the_sum_of_residual_and_norm_gradient_is_rounded_once(kind):
     gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
 
     @jax.jit
-    def of_both(x):
-        def joined(x):
+    def join_both(x):
+        def join_parts(x):
             with bypass(x, True) as residual:
                 y = layernorm(x, gamma, beta, kind)
             return y, residual.value
 
-        return jax.vjp(joined, x)[1]((dy, add))[0]
+        return jax.vjp(join_parts, x)[1]((dy, add))[0]
 
     wide = jax.jit(
         lambda x: jax.vjp(lambda x: layernorm(x, gamma, beta, kind), x)[1](dy.astype(jnp.float32))[0]
     )
-    want = (wide(x.astype(jnp.float32)) + add.astype(jnp.float32)).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(of_both(x), np.float32), np.asarray(want, np.float32))
+    expected = (wide(x.astype(jnp.float32)) + add.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(join_both(x), np.float32), np.asarray(expected, np.float32))
 
 
 @pytest.mark.parametrize("settings", [None, recipe.DelayedScaling()])
@@ -150,10 +150,10 @@ def test_gradients_are_right_without_a_residual_around_a_norm(fields):
     apply = jax.jit(lambda x: layer.apply(variables, x, deterministic=True))
     along, dy = (np.asarray(normal(jax.random.key(seed), x.shape)) for seed in (1, 2))
     step = 1e-2
-    ahead, behind = (np.asarray(apply(x + sign * step * along)) for sign in (1, -1))
-    want = ((ahead - behind) * dy).sum() / (2 * step)
+    ahead, distance = (np.asarray(apply(x + sign * step * along)) for sign in (1, -1))
+    expected = ((ahead - distance) * dy).sum() / (2 * step)
     _, dx = values_and_gradients(apply, dy, x)
-    np.testing.assert_allclose((np.asarray(dx) * along).sum(), want, rtol=2e-2)
+    np.testing.assert_allclose((np.asarray(dx) * along).sum(), expected, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "RMS-Norm", "rms_norm", "LayerNorm"])
@@ -198,9 +198,9 @@ def test_the_clamped_activation_follows_its_parameters():
     x = 8 * normal(jax.random.key(0), (3, 2, 16))
     params = {"limit": 5.0, "alpha": 1.5, "glu_linear_offset": 0.5}
     gate, linear = jnp.minimum(x[:, 0], 5.0), jnp.clip(x[:, 1], -5.0, 5.0)
-    want = gate * jax.nn.sigmoid(1.5 * gate) * (linear + 0.5)
+    expected = gate * jax.nn.sigmoid(1.5 * gate) * (linear + 0.5)
     np.testing.assert_allclose(
-        activation(x, ("clamped_silu", "clamped_linear"), act_params=params), want, rtol=1e-5, atol=1e-5
+        activation(x, ("clamped_silu", "clamped_linear"), act_params=params), expected, rtol=1e-5, atol=1e-5
     )
 
 
@@ -235,8 +235,8 @@ def test_a_norm_and_a_product(kind, name):
         return plain_norm(x, gamma, beta, kind) @ kernel + bias
 
     dy = normal(keys[4], (2, 32, 32))
-    found, want = (values_and_gradients(f, dy, x, kernel, gamma, bias) for f in (ours, plain))
-    assert_close(found, want, tolerance)
+    found, expected = (values_and_gradients(f, dy, x, kernel, gamma, bias) for f in (ours, plain))
+    assert_close(found, expected, tolerance)
 
 
 def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
@@ -244,8 +244,8 @@ def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
     if biases[0] is not None:
         hidden = hidden + biases[0]
     y = CURVES[names[0]](hidden[..., 0, :])
-    for place, name in enumerate(names[1:], 1):
-        y = y * CURVES[name](hidden[..., place, :])
+    for index, name in enumerate(names[1:], 1):
+        y = y * CURVES[name](hidden[..., index, :])
     y = y @ kernels[1]
     return y if biases[1] is None else y + biases[1]
 
@@ -274,8 +274,8 @@ def test_a_norm_followed_by_an_mlp(names, biased, name):
 
     arguments = (x, gamma, beta, kernels, biases)
     dy = normal(keys[5], x.shape)
-    found, want = (values_and_gradients(f, dy, *arguments) for f in (ours, plain))
-    assert_close(found, want, tolerance)
+    found, expected = (values_and_gradients(f, dy, *arguments) for f in (ours, plain))
+    assert_close(found, expected, tolerance)
 
 
 def test_sums_of_a_bias_are_rounded_once_to_its_own_dtype():
@@ -387,9 +387,9 @@ def test_the_kernel_of_an_mlp_is_drawn_activation_by_activation():
             return self.param("key", lambda key: key)
 
     key = Keys().init(jax.random.key(0))["params"]["key"]
-    for place in range(2):
+    for index in range(2):
         key, init_key = jax.random.split(key)
-        np.testing.assert_array_equal(kernel[:, place], draw(init_key, (8, 4), jnp.float32))
+        np.testing.assert_array_equal(kernel[:, index], draw(init_key, (8, 4), jnp.float32))
 
 
 @pytest.mark.parametrize("returned", [False, True])
@@ -403,12 +403,12 @@ def test_the_norm_and_dense_module(returned):
         "scale": (16,), "ln_bias": (16,), "kernel": (16, 2, 8), "bias": (2, 8)
     }  # fmt: skip
     y, normalized = model.apply({"params": params}, x)
-    want = plain_norm(x, params["scale"], params["ln_bias"], "layernorm")
-    product = jnp.einsum("bh,hnf->bnf", want, params["kernel"])
+    expected = plain_norm(x, params["scale"], params["ln_bias"], "layernorm")
+    product = jnp.einsum("bh,hnf->bnf", expected, params["kernel"])
     np.testing.assert_allclose(y, (product + params["bias"]) / 2, rtol=1e-4, atol=1e-5)
     assert (normalized is not None) is returned
     if returned:
-        np.testing.assert_allclose(normalized, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(normalized, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_checkpoint_names_reach_all_tensors_of_an_mlp():

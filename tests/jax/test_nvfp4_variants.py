@@ -41,11 +41,11 @@ SPECS = {
 @pytest.mark.sampled(2)
 def test_nvfp4_variants_are_bitwise_equal_to_the_torch_reference(name):
     spec = SPECS[name]
-    made = jax.jit(lambda x: primitive.quantize(x, spec))
+    result = jax.jit(lambda x: primitive.quantize(x, spec))
     generator = torch.Generator().manual_seed(0)
     for content in CONTENTS:
         x = matrix(content, *SHAPE, generator)
-        expected, actual = quantize(x, spec), made(jnp.asarray(x.numpy()))
+        expected, actual = quantize(x, spec), result(jnp.asarray(x.numpy()))
         for field in expected._fields:
             theirs, ours = getattr(expected, field), getattr(actual, field)
             if theirs is None or ours is None:

@@ -27,8 +27,8 @@ def sequences():
     """[b, tokens]: the sequence of a token, -1 for none."""
     found = np.full((BATCH, TOKENS), -1)
     for row in range(BATCH):
-        for place, (start, length) in enumerate(zip(STARTS[row], LENGTHS[row], strict=True)):
-            found[row, int(start) : int(start + length)] = place
+        for index, (start, length) in enumerate(zip(STARTS[row], LENGTHS[row], strict=True)):
+            found[row, int(start) : int(start + length)] = index
     return found
 
 
@@ -99,9 +99,9 @@ def test_packed_rows_and_their_gradients_are_zero_at_padding(causal):
         return out, *pullback(dout.astype(out.dtype))
 
     got = jax.jit(lambda *arrays: step(attend, *arrays))(dout, q, k, v)
-    want = jax.jit(functools.partial(step, lambda *arrays: dense(*arrays, causal)))(dout, q, k, v)
+    reference = jax.jit(functools.partial(step, lambda *arrays: dense(*arrays, causal)))(dout, q, k, v)
     nobody = sequences() < 0
-    for name, found, expected in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+    for name, found, expected in zip(("out", "dq", "dk", "dv"), got, reference, strict=True):
         found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
         assert np.abs(expected).max() > 0.1, name
         np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2e-2, err_msg=name)

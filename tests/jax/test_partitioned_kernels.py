@@ -146,8 +146,8 @@ def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out
         [propose_sharding(out, 16, 24)],
     )
     placed = placement(ShardingRule("m k, n k -> m n", led_by_results=True), MESH, operands, results)
-    wanted = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
-    assert [tuple(one.spec) for one in (*placed.operands, *placed.results)] == wanted
+    expected = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
+    assert [tuple(one.spec) for one in (*placed.operands, *placed.results)] == expected
     assert placed.reduced == (reduced,)
 
 
@@ -182,8 +182,8 @@ def test_attention_of_a_sharded_sequence_runs_kernels_of_one_device():
         assert facts["moves"] == [moves], "batches and heads stay where they are"
     assert all(value < 2e-5 for value in found["within"].values()), found["within"]
     assert "triton: tokens over devices with" in found["explained"]["window of other keys"]
-    for taken in ("whole", "causal window", "window"):
-        assert "tokens over devices" not in found["explained"][taken]
+    for selection in ("whole", "causal window", "window"):
+        assert "tokens over devices" not in found["explained"][selection]
 
 
 def test_a_rule_has_factors_and_the_sizes_that_no_axis_determines():
@@ -228,13 +228,13 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
     x = ones((128, 256), jnp.bfloat16)
     random = (zeros(x.shape), zeros(x.shape[::-1])) if spec.stochastic else None
 
-    def made(x):
+    def create(x):
         return quantize(x, spec, multiplier=ones(1) if scaled else None, random=random)
 
-    assert lower_for_cuda(made, x) == kernels
+    assert lower_for_cuda(create, x) == kernels
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    whole = PartitionSpec()
-    mapped = jax.shard_map(made, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    full = PartitionSpec()
+    mapped = jax.shard_map(create, mesh=mesh, in_specs=full, out_specs=full, check_vma=False)
     assert lower_for_cuda(mapped, x) == kernels
 
 
@@ -249,15 +249,15 @@ def test_block_codes_over_several_axes_equal_the_matrix_codes(name, shape, axis,
     rows, columns = prod(shape[:axis]), prod(shape[axis:])
     random = [jax.random.uniform(jax.random.key(1), one) for one in ((rows, columns), (columns, rows))]
 
-    def made(x, axis):
+    def create(x, axis):
         return quantize(x, spec, random=tuple(random) if spec.stochastic else None, axis=axis)
 
-    def of_matrix(x):
-        return made(x.reshape(rows, columns), 1)
+    def matrix_codes(x):
+        return create(x.reshape(rows, columns), 1)
 
-    for got, want in zip(*map(jax.tree.leaves, (made(x, axis), of_matrix(x))), strict=True):
-        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
-    assert lower_for_cuda(lambda x: made(x, axis), x) == lower_for_cuda(of_matrix, x)
+    for got, expected in zip(*map(jax.tree.leaves, (create(x, axis), matrix_codes(x))), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
+    assert lower_for_cuda(lambda x: create(x, axis), x) == lower_for_cuda(matrix_codes, x)
 
 
 def operand(form, rows, depth):
@@ -297,8 +297,8 @@ def test_products_of_codes_with_several_axes_are_one_product_of_matrices_on_cuda
         (dot,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
         assert dot.endswith(result) and "stablehlo.while" not in text
         if jax.default_backend() == "cpu":
-            made = function(codes)
-            assert made.shape == (*codes.shape[:-1], 2, 80) and float(made.ravel()[0]) == 256
+            output = function(codes)
+            assert output.shape == (*codes.shape[:-1], 2, 80) and float(output.ravel()[0]) == 256
 
 
 def test_contracted_axes_that_differ_have_a_reason():
@@ -356,8 +356,8 @@ def test_block_codes_without_a_kernel_are_decoded_or_have_a_reason(change, sente
     )
     request = dataclasses.replace(request, **change)
     assert decoded.unsupported_reason(request) == sentence
-    taken = next(one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None)
-    assert taken == ("widen" if sentence is None else "reference")
+    selection = next(one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None)
+    assert selection == ("widen" if sentence is None else "reference")
 
 
 @needs_bridge
@@ -446,5 +446,5 @@ def test_unsupported_attention_has_a_reason(monkeypatch):
     ):  # fmt: skip
         assert reason in (attention_unsupported_reason(request._replace(**change)) or "")
     assert attention_unsupported_reason(request._replace(batch=4095, segments=16)) is None
-    whole = request._replace(layout=QKVLayout.BSHD_BSHD_BSHD, batch=4096, segments=16)
-    assert attention_unsupported_reason(whole) is None
+    full = request._replace(layout=QKVLayout.BSHD_BSHD_BSHD, batch=4096, segments=16)
+    assert attention_unsupported_reason(full) is None

@@ -72,9 +72,9 @@ def test_only_the_expected_branch_is_traced_and_equal_calls_once():
         second, total = call_by_platform(x + 1, COUNT, cuda=replace(cuda), default=replace(default))
         return first + second, total
 
-    made = jax.jit(run)(X)
-    np.testing.assert_allclose(made[0], np.sin(2 * X) + np.sin(2 * (X + 1)), rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(made[1], X + 3)
+    result = jax.jit(run)(X)
+    np.testing.assert_allclose(result[0], np.sin(2 * X) + np.sin(2 * (X + 1)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(result[1], X + 3)
     assert (CALLS["once cuda"], CALLS["once cpu"]) == ([], [2.0])
 
 
@@ -140,10 +140,10 @@ def test_vmap_maps_the_branch_of_every_platform(choose):
         return choose(x, scale, cuda=cuda, default=default)
 
     scales = np.arange(3, dtype=np.int32)
-    made = jax.jit(jax.vmap(run, in_axes=(1, None)))(X, COUNT)
-    np.testing.assert_allclose(made, np.sin(4 * X.T), rtol=1e-6, atol=1e-6)
-    made = jax.vmap(run)(X, scales)
-    np.testing.assert_allclose(made, np.sin(2 * scales[:, None] * X), rtol=1e-6, atol=1e-6)
+    result = jax.jit(jax.vmap(run, in_axes=(1, None)))(X, COUNT)
+    np.testing.assert_allclose(result, np.sin(4 * X.T), rtol=1e-6, atol=1e-6)
+    result = jax.vmap(run)(X, scales)
+    np.testing.assert_allclose(result, np.sin(2 * scales[:, None] * X), rtol=1e-6, atol=1e-6)
     assert "3.000000e+00" in lower_for_cuda(jax.vmap(run), X, scales)
 
 

@@ -37,8 +37,8 @@ def normal(seed, *shape, dtype=jnp.bfloat16):
 def operand(form, element, seed, rows, depth):
     x = normal(seed, rows, depth)
     with use_backend(jax_quantize="reference"):
-        made = jax.jit(lambda x: quantize(x, QuantizeSpec(form, element)))(x)
-    return Operand(made.codes, made.scale, made.amax, form, x.dtype)
+        result = jax.jit(lambda x: quantize(x, QuantizeSpec(form, element)))(x)
+    return Operand(result.codes, result.scale, result.amax, form, x.dtype)
 
 
 def run_products(backends, a, b, dtype, exact=True):
@@ -49,10 +49,10 @@ def run_products(backends, a, b, dtype, exact=True):
     return found
 
 
-def near(got, want, tolerance, name=""):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+def near(got, expected, tolerance, name=""):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert np.isfinite(got).all(), name
-    error = np.abs(got - want).max() / np.abs(want).max()
+    error = np.abs(got - expected).max() / np.abs(expected).max()
     assert error <= tolerance, f"{name}: {error:.2e} > {tolerance:.2e}"
 
 
@@ -177,10 +177,10 @@ def test_rows_in_groups_are_multiplied_as_by_ragged_dot(sizes, features_first):
     a = normal(1, 144, K)
     b = normal(2, *((GROUPS, N, K) if features_first else (GROUPS, K, N)))
     sizes = jnp.asarray(sizes, jnp.int32)
-    got, want = run_both_backends(
+    got, expected = run_both_backends(
         lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, features_first=features_first), a, b, sizes
     )
-    near(got, want, 1e-2)
+    near(got, expected, 1e-2)
     assert not np.asarray(got, np.float32)[int(sizes.sum()) :].any(), "rows behind the last group are zero"
 
 
@@ -190,11 +190,11 @@ def test_rows_in_groups_are_contracted_as_by_ragged_dot(sizes, scaled):
     dtypes = (jnp.float8_e4m3fn, jnp.float8_e5m2) if scaled else (jnp.bfloat16,) * 2
     a, b = normal(1, 144, K, dtype=dtypes[0]), normal(2, 144, N, dtype=dtypes[1])
     scales = (jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)) if scaled else None
-    got, want = run_both_backends(
+    got, expected = run_both_backends(
         lambda a, b, s: grouped_contraction(a, b, s, jnp.float32, scales), a, b, jnp.asarray(sizes, jnp.int32)
     )
     if not scaled:
-        near(got, want, 1e-5)
+        near(got, expected, 1e-5)
         return
     # FP8 tensor cores keep fewer sum bits than a bfloat16 product with the same codes.
     begin = 0
@@ -210,11 +210,11 @@ def test_rows_in_groups_are_contracted_as_by_ragged_dot(sizes, scaled):
 def test_codes_in_groups_are_multiplied_as_by_ragged_dot(element):
     a, b = normal(1, 144, K, dtype=element), normal(2, GROUPS, N, K, dtype=jnp.float8_e4m3fn)
     scales = jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)
-    got, want = run_both_backends(
+    got, expected = run_both_backends(
         lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, scales, features_first=True), a, b,
         jnp.asarray(SIZES[0], jnp.int32),
     )  # fmt: skip
-    near(got, want, 1e-2)
+    near(got, expected, 1e-2)
 
 
 RECIPES = {
@@ -235,12 +235,12 @@ def exact_product(a, b):
 
 
 def assert_product(got, a, b, name):
-    want, bound = exact_product(a, b)
+    expected, bound = exact_product(a, b)
     got = np.asarray(got, np.float64)
     assert np.isfinite(got).all(), name
-    beyond = np.abs(got - want) > bound  # for an empty sum both bound and result are 0
+    beyond = np.abs(got - expected) > bound  # for an empty sum both bound and result are 0
     assert not beyond.any(), (
-        f"{name}: {(np.abs(got - want)[beyond] / bound[beyond]).max():.2f} times what rounding allows"
+        f"{name}: {(np.abs(got - expected)[beyond] / bound[beyond]).max():.2f} times what rounding allows"
     )
 
 
@@ -265,7 +265,7 @@ def values(quantizer, *arguments):
         )
 
 
-def advanced(quantizer, *arguments):
+def advance(quantizer, *arguments):
     return jax.tree.leaves(quantizer.advanced(quantizer.encode(*arguments)[1]))
 
 
@@ -274,18 +274,18 @@ def test_a_dense_layer_and_its_gradients_are_exact_products_of_the_codes(name):
     x, kernel = normal(1, 256, 128), normal(2, 128, 160, dtype=jnp.float32)
     dy = normal(3, 256, 160)
     with te.autocast(True, RECIPES[name]):
-        made = QuantizerFactory.create_set()
+        result = QuantizerFactory.create_set()
         y, dx, dkernel, following = step_gradients(
-            lambda x, kernel, made: dense(x, kernel, quantizer_set=made), dy, x, kernel, made
+            lambda x, kernel, made: dense(x, kernel, quantizer_set=made), dy, x, kernel, result
         )
-    (x_rows, x_columns), (kernel_rows, kernel_columns) = values(made.x, x), values(made.kernel, kernel)
-    dy_rows, dy_columns = values(made.dgrad, dy)
+    (x_rows, x_columns), (kernel_rows, kernel_columns) = values(result.x, x), values(result.kernel, kernel)
+    dy_rows, dy_columns = values(result.dgrad, dy)
     assert_product(y, x_rows, kernel_columns, "y")
     assert_product(dx, dy_rows, kernel_rows.T, "dx")
     assert_product(dkernel, x_columns.T, dy_columns, "dkernel")
-    pairs = zip((made.x, made.kernel, made.dgrad), (x, kernel, dy), strict=True)
-    want = [leaf for quantizer, array in pairs for leaf in advanced(quantizer, array)]
-    for got, expected in zip(jax.tree.leaves(following), want, strict=True):
+    pairs = zip((result.x, result.kernel, result.dgrad), (x, kernel, dy), strict=True)
+    reference = [leaf for quantizer, array in pairs for leaf in advance(quantizer, array)]
+    for got, expected in zip(jax.tree.leaves(following), reference, strict=True):
         np.testing.assert_array_equal(got, expected, "state")
 
 
@@ -294,18 +294,18 @@ def test_a_grouped_dense_layer_and_its_gradients_are_exact_products_of_the_codes
     x, kernel, dy = normal(1, 144, K), normal(2, GROUPS, K, N), normal(3, 144, N)
     sizes = jnp.asarray(SIZES[0], jnp.int32)
     with te.autocast(name != "none", RECIPES.get(name)):
-        made = QuantizerFactory.create_set(n_groups=GROUPS)
+        result = QuantizerFactory.create_set(n_groups=GROUPS)
         y, dx, dkernel, _ = step_gradients(
-            lambda x, kernel, made: grouped_dense(x, kernel, sizes, quantizer_set=made), dy, x, kernel, made
+            lambda x, kernel, made: grouped_dense(x, kernel, sizes, quantizer_set=made), dy, x, kernel, result
         )
     if name == "none":
         (x_rows, x_columns), (kernel_rows, kernel_columns), (dy_rows, dy_columns) = (
             [np.asarray(one, np.float64)] * 2 for one in (x, kernel, dy)
         )
     else:
-        x_rows, x_columns = values(made.x, x, sizes)
-        kernel_rows, kernel_columns = values(made.kernel, kernel, None)
-        dy_rows, dy_columns = values(made.dgrad, dy, sizes)
+        x_rows, x_columns = values(result.x, x, sizes)
+        kernel_rows, kernel_columns = values(result.kernel, kernel, None)
+        dy_rows, dy_columns = values(result.dgrad, dy, sizes)
     ends = np.cumsum(SIZES[0])
     for group, (begin, end) in enumerate(zip(ends - SIZES[0], ends, strict=True)):
         rows = slice(begin, end)

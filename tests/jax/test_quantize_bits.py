@@ -64,14 +64,14 @@ def torch_spec(spec: QuantizeSpec) -> theirs.QuantizeSpec:
 
 def compare(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compiled: bool = False) -> None:
     random = random_numbers(spec, x.shape)
-    made = (program(spec) if compiled else program(spec).__wrapped__)(
+    result = (program(spec) if compiled else program(spec).__wrapped__)(
         jnp.asarray(x),
         None if scale is None else jnp.full(1, scale, jnp.float32),
         None if random is None else tuple(map(jnp.asarray, random)),
     )
     expected = torch_quantize(spec, x, scale)
     for name in expected._fields:
-        assert_same_bytes(getattr(made, name), getattr(expected, name), name)
+        assert_same_bytes(getattr(result, name), getattr(expected, name), name)
 
 
 def theirs_forced():
@@ -133,14 +133,16 @@ def test_dequantized_values_equal_the_torch_reference(name, dtype):
     spec = SPECS[name]
     for seed, kind in enumerate(("normal", "spread", "special")):
         x = matrix(kind, SHAPES[0], dtype, seed)
-        made = ours.quantize(jnp.asarray(x), spec)
-        got = ours.dequantize(Operand(made.codes, made.scale, made.amax, spec.format, jnp.dtype(x.dtype)))
+        result = ours.quantize(jnp.asarray(x), spec)
+        got = ours.dequantize(
+            Operand(result.codes, result.scale, result.amax, spec.format, jnp.dtype(x.dtype))
+        )
         tensor = to_torch(x)
         expected = theirs.quantize(tensor, torch_spec(spec))
-        want = theirs.dequantize(
+        reference = theirs.dequantize(
             TorchOperand(expected.codes, expected.scale, spec.format, expected.amax, tensor.dtype)  # pyright: ignore
         )
-        np.testing.assert_array_equal(np.asarray(got, np.float32), want.float().numpy())
+        np.testing.assert_array_equal(np.asarray(got, np.float32), reference.float().numpy())
 
 
 @pytest.mark.sampled(1)
@@ -171,9 +173,9 @@ def test_any_matrix_equals_the_torch_reference(name, rows, depth, dtype, exponen
 def test_elements_that_are_subnormal_count_as_zero_on_a_cpu():
     """The only exception: their maximum is exact, but they are multiplied as zero."""
     x = np.full((2, 4), 2.0**-130, np.float32)
-    made = ours.quantize(jnp.asarray(x), QuantizeSpec(FLOAT8, E4M3))
-    assert np.asarray(made.amax)[0] == np.float32(2.0**-130)
-    assert not np.asarray(made.codes, np.float32).any() or jax.default_backend() != "cpu"
+    tensor = ours.quantize(jnp.asarray(x), QuantizeSpec(FLOAT8, E4M3))
+    assert np.asarray(tensor.amax)[0] == np.float32(2.0**-130)
+    assert not np.asarray(tensor.codes, np.float32).any() or jax.default_backend() != "cpu"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def draw_fields(seed: int) -> dict[str, Any]:
     for excluded in EXCLUDED:
         if excluded <= set(names):
             names.remove(draw.choice(sorted(excluded)))
-    fields = {name: value for given in names for name, value in draw.choice(OF_A_LAYER[given]).items()}
+    fields = {name: value for argument in names for name, value in draw.choice(OF_A_LAYER[argument]).items()}
     fields |= {name: draw.choice(rates) for name, rates in RATES.items()}
     return fields | (DECODER if seed % 2 else {}) | SIZES
 
@@ -80,13 +80,13 @@ def test_a_random_layer_equals_the_reference_layer_with_the_same_keys(seed):
             for layer in (model, plain)
         ]
 
-    ((_, got), found), ((_, want), wanted) = both(params, x, encoded)
-    np.testing.assert_allclose(got, want, atol=1e-4 * float(np.abs(want).max()), rtol=0)
-    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
+    ((_, got), found), ((_, reference), expected_value) = both(params, x, encoded)
+    np.testing.assert_allclose(got, reference, atol=1e-4 * float(np.abs(reference).max()), rtol=0)
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected_value))
     for (path, gradient), expected in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected_value), strict=True
     ):
         # A key bias shifts all scores for a query equally, so its gradient is zero up to rounding.
         scale = max(float(np.abs(expected).max()), 1e-2 * largest)
-        got, want = np.asarray(gradient) / scale, np.asarray(expected) / scale
-        np.testing.assert_allclose(got, want, atol=2e-4, rtol=0, err_msg=str(path))
+        got, reference = np.asarray(gradient) / scale, np.asarray(expected) / scale
+        np.testing.assert_allclose(got, reference, atol=2e-4, rtol=0, err_msg=str(path))

@@ -85,12 +85,12 @@ UNDER = [
 def test_modules_and_their_gradients_are_traced_under_options(name, of, option, request):
     """An option rejects a call while a program is traced."""
     x, settings, module = ones((2, 16, 64)), OF_MODULES[of], MODULES[name]
-    given = {"deterministic": True} if name in ("mlp", "layer") else {}
+    options = {"deterministic": True} if name in ("mlp", "layer") else {}
     keys = {"sr_rng": jax.random.key(3)}
 
     def loss(variables, x):
-        made = jax.tree.leaves(module.apply(variables, x, rngs=keys, **given))
-        return sum(jnp.sin(y).sum() for y in made if jnp.issubdtype(y.dtype, jnp.floating))
+        result = jax.tree.leaves(module.apply(variables, x, rngs=keys, **options))
+        return sum(jnp.sin(y).sum() for y in result if jnp.issubdtype(y.dtype, jnp.floating))
 
     previous = getattr(jax.config, f"jax_{option}")
     request.addfinalizer(lambda: jax.config.update(f"jax_{option}", previous))
@@ -98,7 +98,7 @@ def test_modules_and_their_gradients_are_traced_under_options(name, of, option, 
     jax.config.update(f"jax_{option}", OPTIONS[option])
     jax.clear_caches()  # a program that was traced without the option passes it
     with nullcontext() if settings is None else te.autocast(True, settings):
-        init = functools.partial(module.init, {"params": jax.random.key(1), **keys}, **given)
+        init = functools.partial(module.init, {"params": jax.random.key(1), **keys}, **options)
         variables = nn.meta.unbox(jax.eval_shape(init, x))
         traced = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True)).trace(variables, x)
     assert jax.tree.structure(traced.out_info[0]) == jax.tree.structure(variables)

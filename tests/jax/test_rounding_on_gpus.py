@@ -41,8 +41,8 @@ def reference_codes(x, spec: QuantizeSpec) -> Quantized:
         return quantize(x, spec)
 
 
-def values(made: Quantized, spec: QuantizeSpec) -> jax.Array:
-    return dequantize(Operand(made.codes, made.scale, made.amax, spec.format, jnp.dtype(jnp.float32)))
+def values(result: Quantized, spec: QuantizeSpec) -> jax.Array:
+    return dequantize(Operand(result.codes, result.scale, result.amax, spec.format, jnp.dtype(jnp.float32)))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -73,12 +73,12 @@ def test_values_in_the_program_of_codes_equal_the_codes(name):
     spec, x = SPECS[name], jnp.asarray(matrix("normal", (128, 256), "float32"))
 
     def both(x):
-        made = reference_codes(x, spec)
-        return made, values(made, spec)
+        output = reference_codes(x, spec)
+        return output, values(output, spec)
 
-    made, found = jax.jit(both)(x)
-    want = jax.jit(lambda made: values(made, spec))(made)
-    np.testing.assert_array_equal(found, want)
+    result, found = jax.jit(both)(x)
+    expected = jax.jit(lambda made: values(made, spec))(result)
+    np.testing.assert_array_equal(found, expected)
     assert not np.array_equal(found, x)
 
 
@@ -98,7 +98,7 @@ def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):
     text = jax.jit(product).trace(codes, scale, codes, scale).lower(lowering_platforms=("cuda",)).as_text()
     narrowed = re.findall(r"stablehlo\.convert (%[\w#]+) : \(tensor<f32>\) -> tensor<bf16>", text)
     # One barrier for both products: without it, XLA would merge products that share an operand's values.
-    (kept,) = re.findall(
+    (saved,) = re.findall(
         r"(%\w+):2 = stablehlo\.optimization_barrier %\w+, %\w+ : tensor<f32>, tensor<f32>", text
     )
-    assert sorted(narrowed) == [f"{kept}#0", f"{kept}#1"]
+    assert sorted(narrowed) == [f"{saved}#0", f"{saved}#1"]

@@ -162,8 +162,8 @@ def test_without_kernels_xla_is_handed_the_scaled_product(monkeypatch):
             lambda *arrays, dtype=dtype: jax.nn.scaled_matmul(*arrays, preferred_element_type=dtype)
         )
         text = public.trace(a, b, scale, scale).lower(lowering_platforms=("cuda",)).as_text()
-        (wanted,) = re.findall(r"custom_call @__op.*", text)
-        settings = [re.findall(r"backend_config = (\S+)", line) for line in (call, wanted)]
+        (expected,) = re.findall(r"custom_call @__op.*", text)
+        settings = [re.findall(r"backend_config = (\S+)", line) for line in (call, expected)]
         assert len(settings[0]) == 1 and settings[0] == settings[1]
 
 

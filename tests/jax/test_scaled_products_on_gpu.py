@@ -58,19 +58,19 @@ def operand(form, element, seed: int, rows: int, depth: int) -> Operand:
     values = random.standard_normal((rows, depth)) * np.exp2(random.integers(-6, 6, (rows, 1)))
     x = array(values, jnp.bfloat16)
     with use_backend(jax_quantize="reference"):
-        made = jax.jit(lambda x: quantize(x, QuantizeSpec(form, element)))(x)
-    return Operand(made.codes, made.scale, made.amax, form, x.dtype)
+        result = jax.jit(lambda x: quantize(x, QuantizeSpec(form, element)))(x)
+    return Operand(result.codes, result.scale, result.amax, form, x.dtype)
 
 
 def check(got, a: Operand, b: Operand, name: str) -> None:
     """Compare with the reference, up to the precision in Hopper's FP8 sums and the result's dtype."""
-    want, bound = (
+    expected, bound = (
         np.asarray(jax.jit(lambda a, b: reference.run(a, b, jnp.dtype(jnp.float32), True))(*pair), np.float64)
         for pair in ((a, b), tuple(map(magnitudes, (a, b))))
     )
-    rounding = float(jnp.finfo(got.dtype).eps) * np.abs(want)
-    beyond = np.abs(np.asarray(got, np.float64) - want) > 2.0**-11 * bound + rounding
-    assert not beyond.any(), f"{name}: {int(beyond.sum())} of {want.size} elements"
+    rounding = float(jnp.finfo(got.dtype).eps) * np.abs(expected)
+    beyond = np.abs(np.asarray(got, np.float64) - expected) > 2.0**-11 * bound + rounding
+    assert not beyond.any(), f"{name}: {int(beyond.sum())} of {expected.size} elements"
 
 
 def magnitudes(operand: Operand) -> Operand:
@@ -100,7 +100,7 @@ def test_operands_of_several_axes_are_multiplied_as_matrices(name):
     skip_where_triton_cannot_compile(name)
     (form, element), _ = PAIRS[name]
     a, b = operand(form, element, 1, 24, 192), operand(form, element, 2, 48, 192)
-    want = jax.jit(lambda a, b: scaled_codes.run_dot_scaled(a, b, jnp.dtype(jnp.float32), True))(a, b)
+    expected = jax.jit(lambda a, b: scaled_codes.run_dot_scaled(a, b, jnp.dtype(jnp.float32), True))(a, b)
     for split in ((6, 32), (64, 3)):
         left = Operand(a.codes.reshape(4, 6, *split), a.scale, a.amax, a.format, a.dtype, 2)
         right = Operand(b.codes.reshape(3, 16, *split), b.scale, b.amax, b.format, b.dtype, 2)
@@ -108,7 +108,7 @@ def test_operands_of_several_axes_are_multiplied_as_matrices(name):
             left, right
         )
         assert got.shape == (4, 6, 3, 16)
-        np.testing.assert_array_equal(got.reshape(24, 48), want)
+        np.testing.assert_array_equal(got.reshape(24, 48), expected)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-gradient", "nvfp4", "nvfp4-rows", "tensor"])

@@ -37,7 +37,7 @@ def attend(q, k, v, **options):
     return fused_attn((q, k, v), **(fixed | options))
 
 
-def capped(scores, tensors):
+def cap_scores(scores, tensors):
     """Soft-capped scores with a slope per head, as in several models."""
     return tensors["cap"] * jnp.tanh(scores / tensors["cap"]) + tensors["slope"]
 
@@ -50,7 +50,7 @@ def tensors():
 
 def plain(q, k, v, tensors):
     k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-    scores = capped(0.3 * jnp.einsum("bqhd,bkhd->bhqk", q, k), tensors)
+    scores = cap_scores(0.3 * jnp.einsum("bqhd,bkhd->bhqk", q, k), tensors)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
@@ -58,44 +58,44 @@ def test_a_function_of_scores_and_all_its_gradients():
     q, k, v, dy = data()
 
     def ours(q, k, v, tensors):
-        return attend(q, k, v, score_mod=capped, score_mod_tensors=tensors)
+        return attend(q, k, v, score_mod=cap_scores, score_mod_tensors=tensors)
 
     found = values_and_gradients(ours, dy, q, k, v, tensors())
-    want = values_and_gradients(plain, dy, q, k, v, tensors())
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    reference = values_and_gradients(plain, dy, q, k, v, tensors())
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_custom_score_gradient_replaces_jax_differentiation():
     q, k, v, dy = data()
 
-    def halved(gradient, scores, factor):
+    def halve(gradient, scores, factor):
         return factor * gradient * (1 - jnp.tanh(scores / 2.0) ** 2)
 
     def gradients(factor):
         return values_and_gradients(
             lambda q: attend(
-                q, k, v, score_mod=capped, score_mod_tensors=tensors(), score_mod_bprop=halved,
+                q, k, v, score_mod=cap_scores, score_mod_tensors=tensors(), score_mod_bprop=halve,
                 score_mod_bprop_tensors=factor,
             ), dy, q,
         )[1]  # fmt: skip
 
-    want = values_and_gradients(lambda q: plain(q, k, v, tensors()), dy, q)[1]
-    np.testing.assert_allclose(gradients(1.0), want, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(gradients(0.5), want / 2, rtol=1e-4, atol=1e-5)
+    expected = values_and_gradients(lambda q: plain(q, k, v, tensors()), dy, q)[1]
+    np.testing.assert_allclose(gradients(1.0), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients(0.5), expected / 2, rtol=1e-4, atol=1e-5)
 
 
 def test_modules_pass_on_a_score_mod():
     q, k, v, _ = data()
     module = te_flax.DotProductAttention(
-        8, 4, 2, attn_mask_type="no_mask", scale_factor=0.3, score_mod=capped
+        8, 4, 2, attn_mask_type="no_mask", scale_factor=0.3, score_mod=cap_scores
     )
     apply = functools.partial(module.apply, {}, deterministic=True)
     y = jax.jit(apply)(q, k, v, score_mod_tensors=tensors())
     np.testing.assert_allclose(y, plain(q, k, v, tensors()), rtol=1e-4, atol=1e-5)
     layer = te_flax.TransformerLayer(
         hidden_size=16, mlp_hidden_size=16, num_attention_heads=4, self_attn_mask_type="no_mask",
-        enable_relative_embedding=False, score_mod=capped,
+        enable_relative_embedding=False, score_mod=cap_scores,
     )  # fmt: skip
     x = ones((2, 6, 16))
     draw_variables(layer, x, deterministic=True, score_mod_tensors=tensors())
@@ -108,7 +108,7 @@ def test_modules_pass_on_a_score_mod():
         ({"softmax_type": AttnSoftmaxType.OFF_BY_ONE_SOFTMAX}, ValueError, "set it to VANILLA_SOFTMAX"),
         ({"window_size": (2, 0)}, ValueError, "window_size"),
         ({"dropout_probability": 0.5, "seed": jax.random.key}, ValueError, "dropout_probability"),
-        ({"score_mod": None, "score_mod_bprop": capped}, ValueError, "give both"),
+        ({"score_mod": None, "score_mod_bprop": cap_scores}, ValueError, "give both"),
         ({"score_mod": 3}, TypeError, "score_mod"),
         ({"score_mod": lambda a, b, c, d: a}, TypeError, "score_mod has 4 required parameters"),
         (
@@ -134,7 +134,7 @@ def test_incompatible_settings_are_rejected(options, error, sentence):
     if "seed" in options:
         options = options | {"seed": jax.random.key(0)}
     with pytest.raises(error, match=sentence):
-        attend(q, k, v, **({"score_mod": capped} | options))
+        attend(q, k, v, **({"score_mod": cap_scores} | options))
 
 
 def softcap_graph(graph, score, tensors):
@@ -185,9 +185,9 @@ def test_graphs_and_functions_of_indices_equal_float64(function, dtype, toleranc
 
     cap = jnp.full((1, 1, 1, 1), 0.7)
     found = values_and_gradients(ours, dy, q, k, v, cap, slope)
-    for got, want in zip(found, float64_oracle(q, k, v, dy, cap, slope), strict=True):
+    for got, expected in zip(found, float64_oracle(q, k, v, dy, cap, slope), strict=True):
         np.testing.assert_allclose(
-            np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance * abs(want).max()
+            np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance * abs(expected).max()
         )
 
 
@@ -229,11 +229,11 @@ def test_user_score_gradients_replace_jax_differentiation(function, gradient):
         )  # fmt: skip
 
     found = values_and_gradients(ours, dy, q, k, v, jnp.asarray(0.7), jnp.asarray(0.5))
-    want = values_and_gradients(
+    reference = values_and_gradients(
         lambda q, k, v, cap: attend(q, k, v, score_mod=softcap_by_index, score_mod_tensors={"cap": cap}),
         dy, q, k, v, jnp.asarray(0.7),
     )  # fmt: skip
-    for got, expected, factor in zip(found, want[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
+    for got, expected, factor in zip(found, reference[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
         np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-6)
     assert found[4] == found[5] == 0.0  # with a user-defined gradient, a score_mod's arrays have no gradient
 

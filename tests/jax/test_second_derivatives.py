@@ -35,8 +35,8 @@ def sets(chosen, count=1, **options):
     meta = quantize.QuantizeMetaSet(*(quantize.QuantizeMeta() for _ in range(3)))
     if chosen is None:
         return (quantize.noop_quantizer_set,) * count
-    made = QuantizerFactory.create_set(count, fp8_recipe=chosen, quantize_meta_set=meta, **options)
-    return made if count > 1 else (made,)
+    result = QuantizerFactory.create_set(count, fp8_recipe=chosen, quantize_meta_set=meta, **options)
+    return result if count > 1 else (result,)
 
 
 def functions(chosen):
@@ -65,7 +65,7 @@ OPERATIONS = ("dense", "layernorm_dense", "layernorm_mlp", "grouped_dense")
 # Every operation under the first recipe, every recipe with one operation.
 ALWAYS = [
     *((0, operation) for operation in OPERATIONS),
-    *((place, "layernorm_mlp") for place in range(1, len(RECIPES))),
+    *((index, "layernorm_mlp") for index in range(1, len(RECIPES))),
 ]
 
 
@@ -76,9 +76,9 @@ ALWAYS = [
             chosen,
             operation,
             id=f"{type(chosen).__name__}-{operation}",
-            marks=[] if (place, operation) in ALWAYS else pytest.mark.slow,
+            marks=[] if (index, operation) in ALWAYS else pytest.mark.slow,
         )
-        for place, chosen in enumerate(RECIPES)
+        for index, chosen in enumerate(RECIPES)
         for operation in OPERATIONS
     ],
 )
@@ -100,13 +100,13 @@ def test_a_second_derivative_through_a_quantizer_behind_a_function_is_rejected(f
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
     )
 
-    def y_of(x):
+    def output_value(x):
         if function is layernorm:
             return layernorm(x, gamma, None, "rmsnorm", quantizer=quantizer)
         return activation(x[:, None], ("gelu",), quantizer)
 
     with pytest.raises(NotImplementedError, match="codes have no derivative"):
-        jax.eval_shape(jax.grad(penalty(y_of)), x)
+        jax.eval_shape(jax.grad(penalty(output_value)), x)
 
 
 @pytest.mark.parametrize("operation", ["layernorm_dense", "layernorm_mlp", "grouped_dense"])
@@ -123,7 +123,7 @@ def test_an_eager_placeholder_of_an_array_copies_no_elements():
     """Adding and slicing a leading axis would copy every kernel of an eager step."""
     (x,) = arrays((64, HIDDEN))
     steps = jax.make_jaxpr(like)(x).eqns
-    assert steps and all(made.aval.size == 0 for step in steps for made in step.outvars)
+    assert steps and all(result.aval.size == 0 for step in steps for result in step.outvars)
     assert like(x).shape == (0, 64, HIDDEN) and like(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
@@ -152,14 +152,14 @@ def test_codes_have_no_derivative_and_straight_through_values_do(mode):
         scaling_mode=mode, q_dtype=dtype, q_layout=quantize.QuantizeLayout.ROWWISE
     )
 
-    def rounded(x):
+    def round_values(x):
         return quantizer.quantize(x).dequantize()
 
     with pytest.raises(NotImplementedError, match=r"codes, of \[32, 128\] float32, .*stop_gradient"):
-        jax.grad(lambda x: (1e-4 * rounded(x)).sum())(x)
+        jax.grad(lambda x: (1e-4 * round_values(x)).sum())(x)
 
     def straight(x):
-        y = x + jax.lax.stop_gradient(rounded(x) - x)
+        y = x + jax.lax.stop_gradient(round_values(x) - x)
         return (1e-4 * y).sum()
 
     np.testing.assert_array_equal(jax.jit(jax.grad(straight))(x), np.full(x.shape, 1e-4, np.float32))

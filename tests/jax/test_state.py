@@ -37,12 +37,12 @@ from transformer_engine.jax.quantize.sharing import share_over_devices
 
 
 @pytest.mark.parametrize(
-    ("amax", "want"), [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)]
+    ("amax", "expected"), [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)]
 )
-def test_a_scale_is_unchanged_for_an_unusable_amax(amax, want):
+def test_a_scale_is_unchanged_for_an_unusable_amax(amax, expected):
     scale = compute_scale_from_amax(array([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
     assert scale.shape == (1,)
-    assert np.asarray(scale)[0] == np.float32(want)
+    assert np.asarray(scale)[0] == np.float32(expected)
 
 
 def test_a_step_is_traced_once():
@@ -117,9 +117,9 @@ def test_unread_states_of_devices_are_ignored(read):
         return jax.lax.psum(jax.tree.leaves(jax.grad(loss)(quantizer)), "devices")
 
     found = jax.vmap(next_state, axis_name="devices")(scales, maxima, np.asarray(read))
-    places = [place for place, reads in enumerate(read) if reads]
-    want = (scales[places].min(initial=np.inf) if places else 0.0, maxima[places].max(initial=0))
-    np.testing.assert_array_equal(found, [[[number]] * 3 for number in want])
+    places = [index for index, reads in enumerate(read) if reads]
+    expected = (scales[places].min(initial=np.inf) if places else 0.0, maxima[places].max(initial=0))
+    np.testing.assert_array_equal(found, [[[number]] * 3 for number in expected])
 
 
 def test_a_module_called_twice_merges_its_states_by_itself():
@@ -132,13 +132,13 @@ def test_a_module_called_twice_merges_its_states_by_itself():
             return (model.apply({"params": params, **state}, x) ** 2).sum()
 
         following = jax.jit(jax.grad(loss))(state, x)["fp8_metas"]["dense"]
-        again = jax.grad(loss)(state, x)["fp8_metas"]["dense"]
+        repeated = jax.grad(loss)(state, x)["fp8_metas"]["dense"]
     amax = np.float32(jnp.abs(5.0 * x).max())
     assert following["x_amax_history"][-1] == amax
     assert following["x_scale"][0] == np.float32(448) / amax
     kernel = np.float32(jnp.abs(params["dense"]["kernel"]).max())
     assert following["kernel_scale"][0] == np.float32(448) / kernel
-    jax.tree.map(np.testing.assert_array_equal, following, again)
+    jax.tree.map(np.testing.assert_array_equal, following, repeated)
 
 
 class Shared(nn.Module):
@@ -187,12 +187,12 @@ def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift
             return (weights * model.apply({"params": params, **state}, x)).sum()
 
         following = jax.jit(jax.grad(loss))(state, x)["fp8_metas"]
-        again = jax.jit(jax.grad(loss))(replace_metas(state, following), x)["fp8_metas"]
+        repeated = jax.jit(jax.grad(loss))(replace_metas(state, following), x)["fp8_metas"]
     (kernel,) = jax.tree.leaves(params)
     maxima = {"x": x, "kernel": kernel, "grad": weights}
     maxima["x"] = np.maximum(np.abs(x), np.abs(np.sin(5 * np.asarray(x)))).max(keepdims=True)
-    for made in (following, again):
-        found = made["block"]["dense"] if within_block else made["dense"]
+    for result in (following, repeated):
+        found = result["block"]["dense"] if within_block else result["dense"]
         for name, values in maxima.items():
             amax = np.float32(np.abs(values).max())
             largest = np.float32(57344 if name == "grad" else 448)
@@ -233,8 +233,8 @@ def test_a_layer_skipped_by_a_step_restarts_with_a_new_state():
         assert layer["x_scale"] == 0.0  # JAX's gradient for a value that was not read
         as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
         step = jax.jit(jax.value_and_grad(loss))
-        got, want = (step(state, x) for state in (following, as_new))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+        got, expected = (step(state, x) for state in (following, as_new))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert np.isfinite(got[0])
     assert got[1]["fp8_metas"]["sometimes"]["x_scale"] > 0
 
@@ -290,23 +290,23 @@ def test_a_model_applied_to_two_batches_keeps_the_larger_amax_of_every_state(use
             np.testing.assert_array_equal(following[layer][f"{tensor}_amax_history"], jnp.maximum(*histories))
 
 
-@pytest.mark.parametrize("given", [{"params": {"kernel": np.ones(4, np.float32)}}, [1], None])
-def test_fan_out_rejects_objects_without_state(given):
+@pytest.mark.parametrize("argument", [{"params": {"kernel": np.ones(4, np.float32)}}, [1], None])
+def test_fan_out_rejects_objects_without_state(argument):
     with pytest.raises(TypeError, match=r"quantizer_set.* give"):
-        fan_out(given, 2)
+        fan_out(argument, 2)
 
 
 def test_a_state_that_no_branch_used_is_unchanged():
     state = delayed_set()
     state.x.scale = jnp.full(1, 7.0)
 
-    def loss(quantizers, taken):
+    def loss(quantizers, selection):
         one, _ = fan_out(quantizers, 2)
 
         def product(q):
             return dense(ones((8, 16)), ones((16, 4)), quantizer_set=q).sum()
 
-        return jax.lax.cond(taken, product, lambda q: 0.0, one)
+        return jax.lax.cond(selection, product, lambda q: 0.0, one)
 
     following = jax.jit(jax.grad(loss))
     assert following(state, False).x.scale[0] == 7.0
@@ -401,19 +401,19 @@ def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
 
 
 def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
-    def made(settings):
+    def create(settings):
         with te.autocast(True, settings):
             init = te_flax.DenseGeneral(features=8).init
             return jax.eval_shape(init, jax.random.key(0), ones((2, 4)))
 
-    state = made(recipe.DelayedScaling(amax_history_len=16))["fp8_metas"]
+    state = create(recipe.DelayedScaling(amax_history_len=16))["fp8_metas"]
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} == {
         f"{tensor}_{leaf}": (shape, jnp.float32)
         for tensor in ("x", "kernel", "grad")
         for leaf, shape in (("scale", (1,)), ("amax_history", (16,)))
     }
     for settings in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
-        assert set(made(settings)) == {"params"}
+        assert set(create(settings)) == {"params"}
 
 
 def test_a_model_without_its_state_is_rejected_with_the_remedy():
@@ -465,7 +465,7 @@ E4M3, E5M2, E2M1 = (jnp.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2, j
 
 
 @pytest.mark.parametrize(
-    ("given", "dtypes", "modes"),
+    ("argument", "dtypes", "modes"),
     [
         (None, (jnp.bfloat16, jnp.bfloat16), ["NO_SCALING"] * 3),
         (recipe.DelayedScaling(), (E4M3, E5M2), ["DELAYED_TENSOR_SCALING"] * 3),
@@ -475,17 +475,17 @@ E4M3, E5M2, E2M1 = (jnp.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2, j
         (recipe.NVFP4BlockScaling(), (E2M1, E2M1), ["NVFP4_1D_SCALING", "NVFP4_2D_SCALING", "NVFP4_1D_SCALING"]),
     ],
 )  # fmt: skip
-def test_a_config_has_the_dtype_and_mode_of_each_tensor(given, dtypes, modes):
-    config = get_quantize_config_with_recipe(given)
+def test_a_config_has_the_dtype_and_mode_of_each_tensor(argument, dtypes, modes):
+    config = get_quantize_config_with_recipe(argument)
     assert (jnp.dtype(config.FWD_DTYPE), jnp.dtype(config.BWD_DTYPE)) == tuple(map(jnp.dtype, dtypes))
     assert [config.get_scaling_mode(source).name for source in TensorSource] == modes
-    assert config.is_fp8_enabled() is (given is not None)
-    assert (1024 if isinstance(given, recipe.DelayedScaling) else 0) == config.AMAX_HISTORY_LEN
+    assert config.is_fp8_enabled() is (argument is not None)
+    assert (1024 if isinstance(argument, recipe.DelayedScaling) else 0) == config.AMAX_HISTORY_LEN
 
 
 def test_a_config_has_the_settings_of_delayed_scaling():
-    given = recipe.DelayedScaling(margin=2, amax_history_len=3, amax_compute_algo="most_recent")
-    config = get_quantize_config_with_recipe(given)
+    argument = recipe.DelayedScaling(margin=2, amax_history_len=3, amax_compute_algo="most_recent")
+    config = get_quantize_config_with_recipe(argument)
     assert (config.MARGIN, config.AMAX_HISTORY_LEN) == (2.0, 3)
     assert config.AMAX_COMPUTE_ALGO is AmaxComputeAlgo.MOST_RECENT
     assert get_quantize_config_with_recipe(None).AMAX_COMPUTE_ALGO is AmaxComputeAlgo.MAX

@@ -107,10 +107,10 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
                 out = reference(torch.from_numpy(x))
             out.backward(torch.from_numpy(dy))
             metas = state["fp8_metas"]
-            for forward, place, name in ((True, 0, "x"), (True, 1, "kernel"), (False, 0, "grad")):
+            for forward, index, name in ((True, 0, "x"), (True, 1, "kernel"), (False, 0, "grad")):
                 scale, history = _torch_state(reference, forward)
-                np.testing.assert_array_equal(np.asarray(metas[f"{name}_scale"]), scale[place : place + 1])
-                np.testing.assert_array_equal(np.asarray(metas[f"{name}_amax_history"]), history[:, place])
+                np.testing.assert_array_equal(np.asarray(metas[f"{name}_scale"]), scale[index : index + 1])
+                np.testing.assert_array_equal(np.asarray(metas[f"{name}_amax_history"]), history[:, index])
 
 
 LAYERS = 4
@@ -182,8 +182,8 @@ def check_same_state(*forms: tuple[bool, bool]) -> None:
             first = (stacked, stacked_state) if scanned else (params, state)
             same_losses, same = _train(scanned, remat, *first, x)
             assert losses == same_losses
-            want, got = (_stack_states(after), same["layers"]) if scanned else (after, same)
-            jax.tree.map(np.testing.assert_array_equal, want, got)
+            expected, got = (_stack_states(after), same["layers"]) if scanned else (after, same)
+            jax.tree.map(np.testing.assert_array_equal, expected, got)
     assert losses[-1] < losses[0]
 
 

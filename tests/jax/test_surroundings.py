@@ -52,8 +52,8 @@ def test_init_of_a_sequence_parallel_layer_closes_over_its_inputs():
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=resource):
         rules = te_flax.extend_logical_axis_rules(())
         with nn.logical_axis_rules(rules):
-            made = jax.jit(lambda key: layer.init(key, x, deterministic=True))(jax.random.key(0))
-    assert jax.tree.map(jnp.shape, nn.meta.unbox(made)) == jax.tree.map(jnp.shape, nn.meta.unbox(alone))
+            result = jax.jit(lambda key: layer.init(key, x, deterministic=True))(jax.random.key(0))
+    assert jax.tree.map(jnp.shape, nn.meta.unbox(result)) == jax.tree.map(jnp.shape, nn.meta.unbox(alone))
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,13 @@ def export_and_call(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
     """Outputs and gradients for 3 rows with 16 tokens: exported program, and the module itself."""
     make, tails = MODULES[name]
     module = make()
-    arrays = [normal(jax.random.key(place), (3, 16, *tail)) for place, tail in enumerate(tails)]
+    arrays = [normal(jax.random.key(index), (3, 16, *tail)) for index, tail in enumerate(tails)]
     variables = draw_variables(module, *arrays, deterministic=True)
 
     def run(*arrays: jax.Array) -> Any:
         def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
-            made = module.apply(variables, *arrays, deterministic=True)
-            return sum((x**2).sum() for x in jax.tree.leaves(made)), made
+            result = module.apply(variables, *arrays, deterministic=True)
+            return sum((x**2).sum() for x in jax.tree.leaves(result)), result
 
         return jax.grad(loss, argnums=tuple(range(len(arrays))), has_aux=True)(*arrays)
 
@@ -50,9 +50,9 @@ def export_and_call(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
     return program.call(*arrays), jax.jit(run)(*arrays)
 
 
-def near(got: jax.Array, want: jax.Array) -> None:
+def near(got: jax.Array, expected: jax.Array) -> None:
     """Tolerance for float32 sums, whose order in XLA depends on the shapes."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(np.abs(want).max()))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * float(np.abs(expected).max()))
 
 
 # The next test has a symbolic batch too.

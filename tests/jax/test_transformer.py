@@ -91,8 +91,8 @@ def plain_mlp(p, x, fields):
     hidden = jnp.einsum("bsh,hnf->bsnf", inner, p["wi_kernel"]) + p.get("wi_bias", 0)
     functions = {"gelu": lambda y: nn.gelu(y, approximate=True), "silu": nn.silu, "linear": lambda y: y}
     y = 1
-    for place, name in enumerate(fields.get("mlp_activations", ("gelu",))):
-        y = y * (functions[name] if isinstance(name, str) else name)(hidden[..., place, :])
+    for index, name in enumerate(fields.get("mlp_activations", ("gelu",))):
+        y = y * (functions[name] if isinstance(name, str) else name)(hidden[..., index, :])
     return y @ p["wo_kernel"] + p.get("wo_bias", 0), inner
 
 
@@ -268,8 +268,8 @@ def test_a_layer_equals_the_reference_layer(fields):
         return (plain_layer(params, x, encoded, mask, cross, fields) * dy).sum()
 
     value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(params, x)
-    want, want_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(params, x)
-    np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-4)
+    reference, want_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(params, x)
+    np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-4)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(want_grads))
     for (path, got), expected in zip(
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
@@ -289,20 +289,24 @@ def projection(inputs, features, axes, fields, adapted=False):
     """{name: (shape, axes, initial value)}: a constant or the standard deviation of random values."""
     features = features if isinstance(features, tuple) else (features,)
     bias_axes = axes[1:] if axes[-1] == TP else (WHOLE,)
-    made = {"kernel": ((inputs, *features), axes, None)}
+    outputs = {"kernel": ((inputs, *features), axes, None)}
     if fields.get("use_bias"):
-        made["bias"] = (features, bias_axes, ZEROS)
+        outputs["bias"] = (features, bias_axes, ZEROS)
     if adapted:
         rank = fields["low_rank_adaptation_dim"]
-        made["lora_a_kernel"] = ((inputs, *features[:-1], rank), (None,) * (1 + len(features)), None)
-        made["lora_b_kernel"] = ((*features[:-1], rank, features[-1]), (None,) * (1 + len(features)), ZEROS)
-    return made
+        outputs["lora_a_kernel"] = ((inputs, *features[:-1], rank), (None,) * (1 + len(features)), None)
+        outputs["lora_b_kernel"] = (
+            (*features[:-1], rank, features[-1]),
+            (None,) * (1 + len(features)),
+            ZEROS,
+        )
+    return outputs
 
 
 def norm_parameters(fields):
-    made = {"scale": ((HIDDEN,), (WHOLE,), ZEROS if fields.get("zero_centered_gamma") else ONES)}
+    outputs = {"scale": ((HIDDEN,), (WHOLE,), ZEROS if fields.get("zero_centered_gamma") else ONES)}
     bias = {"ln_bias": ((HIDDEN,), (WHOLE,), ZEROS)}
-    return made | (bias if fields.get("layernorm_type", "layernorm") == "layernorm" else {})
+    return outputs | (bias if fields.get("layernorm_type", "layernorm") == "layernorm" else {})
 
 
 def attention_parameters(fields, self_attention, normed):
@@ -311,19 +315,19 @@ def attention_parameters(fields, self_attention, normed):
     adapted, out_adapted = scope in ("exclude_mlp", "qkv_proj"), scope in ("exclude_mlp", "output_proj")
     norms = norm_parameters(fields) if normed else {}
     one, several = (FSDP, TP), (FSDP, JOINED, TP)
-    made = {"out": projection(HIDDEN, HIDDEN, (TP, FSDP), fields, out_adapted)}
+    outputs = {"out": projection(HIDDEN, HIDDEN, (TP, FSDP), fields, out_adapted)}
     if fields.get("fuse_qkv_params", True) and self_attention and groups == HEADS:
-        made["qkv"] = projection(HIDDEN, (3, HIDDEN), several, fields, adapted) | norms
+        outputs["qkv"] = projection(HIDDEN, (3, HIDDEN), several, fields, adapted) | norms
     else:
-        made["query"] = projection(HIDDEN, HIDDEN, one, fields, adapted) | norms
+        outputs["query"] = projection(HIDDEN, HIDDEN, one, fields, adapted) | norms
         if fields.get("fuse_qkv_params", True):
-            made["kv"] = projection(HIDDEN, (2, narrow), several, fields, adapted)
+            outputs["kv"] = projection(HIDDEN, (2, narrow), several, fields, adapted)
         else:
-            made |= {name: projection(HIDDEN, narrow, one, fields, adapted) for name in ("key", "value")}
+            outputs |= {name: projection(HIDDEN, narrow, one, fields, adapted) for name in ("key", "value")}
     if fields.get("softmax_type") == "learnable":
         sink = {"softmax_offset": ((1, HEADS, 1, 1), (None, "nvte_head", None, None), ZEROS)}
-        made["DotProductAttention_0"] = {sink_scope(): sink}
-    return made
+        outputs["DotProductAttention_0"] = {sink_scope(): sink}
+    return outputs
 
 
 def sink_scope():
@@ -341,12 +345,12 @@ def layer_parameters(fields):
     }  # fmt: skip
     if fields.get("use_bias"):
         mlp |= {"wi_bias": ((parts, 48), (JOINED, TP), ZEROS), "wo_bias": ((HIDDEN,), (WHOLE,), ZEROS)}
-    made = {"self_attention" if decoder else "attention": attention_parameters(fields, True, not wide)}
+    outputs = {"self_attention" if decoder else "attention": attention_parameters(fields, True, not wide)}
     if decoder:
-        made["encoder_decoder_attention"] = attention_parameters(fields, False, True)
+        outputs["encoder_decoder_attention"] = attention_parameters(fields, False, True)
     if fields.get("enable_relative_embedding", True):
-        made["relpos_bias"] = {"rel_embedding": ((HEADS, 32), ("heads", "relpos_buckets"), None)}
-    return made | {"mlp": mlp} | ({"output_layernorm": norm_parameters(fields)} if wide else {})
+        outputs["relpos_bias"] = {"rel_embedding": ((HEADS, 32), ("heads", "relpos_buckets"), None)}
+    return outputs | {"mlp": mlp} | ({"output_layernorm": norm_parameters(fields)} if wide else {})
 
 
 def init_with_boxes(fields):
@@ -364,9 +368,9 @@ def init_with_boxes(fields):
 @pytest.mark.sampled(len(CONFIGURATIONS))
 def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
     boxed, _ = init_with_boxes(fields)
-    wanted = flax.traverse_util.flatten_dict(layer_parameters(fields))
-    assert set(boxed) == set(wanted)
-    for path, (shape, axes, _) in wanted.items():
+    expected = flax.traverse_util.flatten_dict(layer_parameters(fields))
+    assert set(boxed) == set(expected)
+    for path, (shape, axes, _) in expected.items():
         assert boxed[path].value.shape == shape, path
         assert boxed[path].names == axes, path
         assert boxed[path].value.dtype == jnp.float32, path
@@ -392,12 +396,12 @@ def test_the_parameters_of_a_layer_have_their_initial_values(fields):
             )
             continue
         inputs = shape[0] if path[-1] != "rel_embedding" else np.mean(shape)
-        wanted = inputs**-0.5
+        expected = inputs**-0.5
         kernel = np.asarray(drawn[path])
         if path[-2] in ("qkv", "query") and fields.get("scaled_query_init", True):
             query = kernel[:, 0] if path[-2] == "qkv" else kernel
             kernel = query * (HIDDEN // HEADS) ** 0.5
-        assert abs(kernel.std() / wanted - 1) < 5 / (2 * kernel.size) ** 0.5, path
+        assert abs(kernel.std() / expected - 1) < 5 / (2 * kernel.size) ** 0.5, path
 
 
 @pytest.mark.parametrize(
@@ -438,10 +442,10 @@ def test_fused_kernels_are_initialized_part_by_part(groups, child, parts):
 
     key = Outer().init(jax.random.key(0))["params"][child]["kernel"]
     keys = jax.random.split(key, len(parts)) if len(parts) > 1 else [key]
-    for place, (part, its_key) in enumerate(zip(parts, keys, strict=True)):
-        want = draw(its_key, (HIDDEN, 8 * (HEADS if part == "q" else groups)), jnp.float32)
-        found = kernel[:, place] if len(parts) > 1 else kernel
-        np.testing.assert_allclose(found, want / (8**0.5 if part == "q" else 1), rtol=1e-6)
+    for index, (part, its_key) in enumerate(zip(parts, keys, strict=True)):
+        expected = draw(its_key, (HIDDEN, 8 * (HEADS if part == "q" else groups)), jnp.float32)
+        found = kernel[:, index] if len(parts) > 1 else kernel
+        np.testing.assert_allclose(found, expected / (8**0.5 if part == "q" else 1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -467,9 +471,9 @@ def test_a_quantized_layer_is_close_to_the_reference_layer(name, settings, toler
 
         grads, state = jax.jit(jax.grad(ours, argnums=(0, 1)))(params, state, x)
     plain = jax.jit(jax.grad(lambda p: (plain_layer(p, x, encoded, mask, cross, fields) ** 2).sum()))(params)
-    flat, want = jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)]), jax.tree.leaves(plain)
-    want = jnp.concatenate([g.ravel() for g in want])
-    assert float(jnp.linalg.norm(flat - want) / jnp.linalg.norm(want)) < tolerance
+    flat, expected = jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)]), jax.tree.leaves(plain)
+    expected = jnp.concatenate([g.ravel() for g in expected])
+    assert float(jnp.linalg.norm(flat - expected) / jnp.linalg.norm(expected)) < tolerance
     if settings.delayed():
         assert all(
             float(s[0]) != 1.0
@@ -509,11 +513,11 @@ def test_low_precision_gradients_are_close_to_the_reference(fields, settings, dt
     def plain(params):
         return (plain_layer(params, x, encoded, mask, cross, fields) * dy).sum()
 
-    want_value, want = jax.jit(jax.value_and_grad(plain))(params)
-    norms = [float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(want)]
+    want_value, reference = jax.jit(jax.value_and_grad(plain))(params)
+    norms = [float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(reference)]
     assert abs(float(value) - float(want_value)) < tolerance * float(jnp.linalg.norm(dy))
     for (path, got), expected, size in zip(
-        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want), norms, strict=True
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(reference), norms, strict=True
     ):
         # A bias of keys shifts all scores of a query equally: its gradient is zero up to rounding.
         error = float(jnp.linalg.norm(got - expected)) / max(size, 0.05 * max(norms))
@@ -612,8 +616,8 @@ def test_relative_biases_need_two_buckets():
         RelativePositionBiases(1, 8, 2).init(jax.random.key(0), 3, 3)
 
 
-@pytest.mark.parametrize(("fused", "apart"), [(True, 1), (False, 2)])
-def test_unquantized_projections_of_the_same_values_stay_separate_products(fused, apart):
+@pytest.mark.parametrize(("fused", "separate"), [(True, 1), (False, 2)])
+def test_unquantized_projections_of_the_same_values_stay_separate_products(fused, separate):
     """XLA for GPUs merges products that share an operand, unless all of them except one read it through a barrier."""
     x = ones((1, 8, 32), jnp.bfloat16)
     module = te_flax.MultiHeadAttention(
@@ -626,6 +630,6 @@ def test_unquantized_projections_of_the_same_values_stay_separate_products(fused
 
         return str(jax.make_jaxpr(step)(x)).count("optimization_barrier")
 
-    assert barriers(lambda x: x) - barriers(lambda x: x + 1) == apart
+    assert barriers(lambda x: x) - barriers(lambda x: x + 1) == separate
     with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
         assert barriers(lambda x: x) == barriers(lambda x: x + 1), "quantized, they share the codes"

@@ -139,9 +139,9 @@ class _Reader:
         wraps = next((part.wraps for part in parts if part.wraps), "")
         narrow = bool(re.search(r"(?:[ x])i32>?$", body))
         if narrow and operation in _ARITHMETIC and not (found.low >= -(1 << 31) and found.high < 1 << 31):
-            known = all(part != UNKNOWN for part in parts)
+            recognized = all(part != UNKNOWN for part in parts)
             wraps = wraps or (
-                f"{line} {[part[:2] for part in parts]}" if known or operation == "arith.muli" else ""
+                f"{line} {[part[:2] for part in parts]}" if recognized or operation == "arith.muli" else ""
             )
         return found._replace(wraps=wraps)
 

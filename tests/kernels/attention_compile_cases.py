@@ -112,7 +112,7 @@ def compile_kernel(target: GPUTarget, launch: Launch, absent: tuple[str, ...]):
     scalars = dict(zip(names[first - len(launch.scalars) : first], launch.scalars, strict=True))
     constants |= {name: 1 for name, value in scalars.items() if value == 1}
     signature, aligned = {}, {}
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if name in scalars and name not in constants:
             signature[name] = "fp32" if isinstance(scalars[name], float) else "i32"
         elif name not in constants and name in POINTERS and name not in absent:
@@ -122,7 +122,7 @@ def compile_kernel(target: GPUTarget, launch: Launch, absent: tuple[str, ...]):
             signature[name] = "constexpr"
             continue
         if name not in scalars or scalars[name] % 16 == 0:
-            aligned[(place,)] = [["tt.divisibility", 16]]
+            aligned[(index,)] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(launch.kernel, signature, constants, aligned),
         target=target,

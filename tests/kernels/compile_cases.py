@@ -66,7 +66,7 @@ def launches(
     yield "row_maxima", cast.row_maxima(SHAPE), {"x": VALUES, "amax": SCALAR}
 
 
-def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
+def compile_ptx(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
     """(PTX, shared-memory bytes) for a launch's kernel."""
     kernel = compiled(launch, pointers, capability)
     return kernel.asm["ptx"], kernel.metadata.shared
@@ -106,7 +106,7 @@ def main() -> None:
         for name, launch, pointers in launches():
             if "--all" not in sys.argv and COMPARING.get(name, capability) != capability:
                 continue
-            ptx, shared = ptx_of(launch, pointers, capability)
+            ptx, shared = compile_ptx(launch, pointers, capability)
             facts[f"sm{capability}-{name}"] = {
                 "shared": shared,
                 "casts": count(r"\bcvt\.\S*e4m3x2\.f", ptx),

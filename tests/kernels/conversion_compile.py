@@ -57,8 +57,8 @@ def launches(row: Hardware) -> Iterator[Case]:
     yield from grouped_compile.casts()
     yield from attention_casts()
     yield from statistics_compile.launches()
-    turned = transpose.transpose(compile_cases.SHAPE, "float8_e4m3fn")
-    yield "transpose", turned, {"codes": CODES, "codes_t": CODES}
+    transposed = transpose.transpose(compile_cases.SHAPE, "float8_e4m3fn")
+    yield "transpose", transposed, {"codes": CODES, "codes_t": CODES}
 
 
 def facts(row: Hardware, launch: Launch, pointers: dict[str, str | None]) -> dict[str, int | bool]:

@@ -122,11 +122,11 @@ def activations(shape: tuple[int, int], element: Element) -> Iterator[tuple[str,
     for name, gated in (("gelu", False), ("swiglu", True), ("identity", False)):
         x = values((rows, 2 * width if gated else width))
         dy = values(shape, 1)
-        for known in (True, False):
-            how = OneScale(element, True, known, known, False, 0.0)
-            inputs = (number(1.7) if known else None, number(0.5) if known else None)
+        for is_known in (True, False):
+            how = OneScale(element, True, is_known, is_known, False, 0.0)
+            inputs = (number(1.7) if is_known else None, number(0.5) if is_known else None)
             strides = (width, x.shape[1])
-            title = f"{name} {element.name} {'given' if known else 'measured'} {shape}"
+            title = f"{name} {element.name} {'given' if is_known else 'measured'} {shape}"
             if name != "identity":
                 program = activation_codes.forward(name, gated, shape, x.shape[1], "bfloat16", ONE, how)
                 yield title, launching.perform(program, (x, *inputs)[: len(program.inputs)])
@@ -160,15 +160,15 @@ def norms(element: Element) -> Iterator[tuple[str, Results]]:
     for rows, width in widths:
         x, gamma, beta = values((rows, width), 2, special=False), values((1, width)), values((1, width), 3)
         gamma, beta = gamma[0].nan_to_num(1.0, 1.0, 1.0), beta[0].nan_to_num(0.0, 0.0, 0.0)
-        for known in (True, False):
+        for is_known in (True, False):
             matrix = norm.NormRows(rows, width, width, "bfloat16", 1e-5, False, True, 3)
-            how = OneScale(element, True, known, known, False, 0.0)
-            inputs = (number(1.7), number(0.5)) if known else (None, None)
-            made = launching.perform(norm_codes.one_scale(matrix, how), (x, gamma, beta, *inputs))
-            yield f"norm {element.name} {width} given={known}", made
+            how = OneScale(element, True, is_known, is_known, False, 0.0)
+            inputs = (number(1.7), number(0.5)) if is_known else (None, None)
+            result = launching.perform(norm_codes.one_scale(matrix, how), (x, gamma, beta, *inputs))
+            yield f"norm {element.name} {width} given={is_known}", result
         blocks = Blocks(element, False, False, True, 0.0, FLOAT32_MAX)
-        made = launching.perform(norm_codes.row_blocks(matrix, blocks), (x, gamma, beta))
-        yield f"norm {element.name} {width} blocks", made
+        result = launching.perform(norm_codes.row_blocks(matrix, blocks), (x, gamma, beta))
+        yield f"norm {element.name} {width} blocks", result
 
 
 def others(element: Element) -> Iterator[tuple[str, Results]]:
@@ -181,9 +181,9 @@ def others(element: Element) -> Iterator[tuple[str, Results]]:
     sizes, dtype = (5000, 300, 2048), launch.codes_dtype(element)
     three = [values((1, size), size)[0] for size in sizes]
     scale, history = torch.linspace(0.5, 2.5, 9).to(DEVICE), torch.zeros(3, 9, device=DEVICE)
-    made = launching.run(fp8_attention.codes_of_three(sizes, (2, 3), dtype), (*three, scale, history))
-    yield f"attention {element.name}", (*made[:3], made[3][:1], made[3][4:5], history)
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(made[0].dtype)
+    result = launching.run(fp8_attention.codes_of_three(sizes, (2, 3), dtype), (*three, scale, history))
+    yield f"attention {element.name}", (*result[:3], result[3][:1], result[3][4:5], history)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(result[0].dtype)
     record = fp8_attention.value_launch(256, (8, 3), "float32")
     yield f"attention values {element.name}", launching.run(record, (codes, number(0.37), None, None))
 
@@ -204,9 +204,9 @@ def groups() -> Iterator[tuple[str, Results]]:
                 continue
             count, shape = (3, (128, depth)) if by_matrices else (len(splits), (total, depth))
             request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, x.device, None)
-            given = Matrices(tuple(tensors), addresses) if by_matrices else x
-            made = grouped_quantize.triton.bind(request)(given, None if by_matrices else layout, None)
-            codes, scale, codes_t, scale_t = made.codes, made.scale, made.codes_t, made.scale_t
+            argument = Matrices(tuple(tensors), addresses) if by_matrices else x
+            result = grouped_quantize.triton.bind(request)(argument, None if by_matrices else layout, None)
+            codes, scale, codes_t, scale_t = result.codes, result.scale, result.codes_t, result.scale_t
             if form == FLOAT8:  # the first column has scales
                 scale = scale_t = None if scale is None else scale[:, 0]
             yield (
@@ -215,7 +215,7 @@ def groups() -> Iterator[tuple[str, Results]]:
             )
 
 
-def measured() -> Iterator[tuple[str, Results]]:
+def measure() -> Iterator[tuple[str, Results]]:
     """Code statistics."""
     x = values((130, 256), special=False)
     for name, spec in {
@@ -225,23 +225,23 @@ def measured() -> Iterator[tuple[str, Results]]:
         "nvfp4": SPECS["nvfp4-both"],
     }.items():
         request = QuantizeRequest(spec, (130, 256), x.dtype, x.device)
-        made = REFERENCE.bind(request)(x, QuantizeInputs())
-        assert made.codes is not None and made.scale is not None
+        result = REFERENCE.bind(request)(x, QuantizeInputs())
+        assert result.codes is not None and result.scale is not None
         scalings = {
             FLOAT8: statistics.ONE_SCALE,
             MXFP8: statistics.EXPONENT_BLOCKS,
             NVFP4: statistics.TWO_LEVELS,
         }
         blocks = spec.format.block or (1, 1)
-        strides = (*made.codes.stride(), *(made.scale.stride() if spec.format != FLOAT8 else (0, 0)))
+        strides = (*result.codes.stride(), *(result.scale.stride() if spec.format != FLOAT8 else (0, 0)))
         form = statistics.Codes(
             scalings[spec.format], spec.format == NVFP4, blocks, spec.element.maximum, 1.0, strides
         )
-        kept = torch.zeros(6, dtype=torch.float64, device=DEVICE)
+        saved = torch.zeros(6, dtype=torch.float64, device=DEVICE)
         second = number(0.01) if spec.format == NVFP4 else None
         program = statistics.statistics((130, 256), x.stride(), form)  # pyright: ignore[reportArgumentType]
-        launching.perform(program, (x, made.codes, made.scale, second, kept))
-        yield f"statistics {name}", (kept,)
+        launching.perform(program, (x, result.codes, result.scale, second, saved))
+        yield f"statistics {name}", (saved,)
 
 
 def digest(results: Results) -> str:
@@ -288,16 +288,16 @@ def main() -> None:
     facts: dict[str, tuple[str, bool]] = {}
     produced: list[Iterator[tuple[str, Results]]] = []
     if everything:
-        produced = [groups(), measured()]
+        produced = [groups(), measure()]
         for element in (E4M3, E5M2):
             shapes = ((128, 128), (130, 66), (2048, 2560))[: 1 if ON_CPU or element == E5M2 else 3]
             produced += [*[activations(shape, element) for shape in shapes], norms(element), others(element)]
     for name, spec in itertools.islice(specs.items(), part, None, parts):
-        for case, made, expected in quantizations(name, spec):
-            equal = all(interpreter.same_bits(m, e) for m, e in zip(made, expected, strict=True))
-            facts[case] = digest(made), equal
-    for name, made in itertools.chain(*produced[part::parts]):
-        facts[name] = digest(made), True
+        for case, result, expected in quantizations(name, spec):
+            equal = all(interpreter.same_bits(m, e) for m, e in zip(result, expected, strict=True))
+            facts[case] = digest(result), equal
+    for name, result in itertools.chain(*produced[part::parts]):
+        facts[name] = digest(result), True
     print(json.dumps({"cases": facts, "counts": COUNTS, "triton": triton.__version__}))
 
 

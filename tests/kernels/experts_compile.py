@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.kernels.compile_cases import ptx_of
+from tests.kernels.compile_cases import compile_ptx
 from tests.kernels.written_cases import experts
 
 
@@ -16,7 +16,7 @@ def main() -> None:
         kinds = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
         for argument, output in zip(names[launch.inputs :], launch.outputs, strict=False):
             pointers[argument] = None if output is None else kinds[output.dtype]
-        ptx, shared = ptx_of(launch, pointers, 90)
+        ptx, shared = compile_ptx(launch, pointers, 90)
         facts[name] = {"ptx": len(ptx), "shared": shared}
     print(json.dumps(facts))
 

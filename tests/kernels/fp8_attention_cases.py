@@ -55,19 +55,19 @@ def three_casts() -> dict[str, bool]:
 
 def values() -> dict[str, bool]:
     torch.manual_seed(1)
-    given = torch.randn(3000).to(E4M3)
+    inputs = torch.randn(3000).to(E4M3)
     descale, amaxes, history = torch.tensor([0.37]), torch.tensor([3.0, 0.5]), torch.zeros(2, SLOTS)
     history[0, 8] = 0.75
     found = torch.empty(3000, dtype=torch.bfloat16)
     record = fp8_attention.value_launch(3000, (8, 3), "bfloat16")
-    start(record, (given, descale, amaxes, history, found), 0)
+    start(record, (inputs, descale, amaxes, history, found), 0)
     expected = torch.zeros(2, SLOTS)
     expected[0, 3], expected[0, 8] = 3.0, 0.75
-    again = torch.empty(3000, dtype=torch.bfloat16)
-    start(record, (given, descale, None, None, again), 0)
+    repeated = torch.empty(3000, dtype=torch.bfloat16)
+    start(record, (inputs, descale, None, None, repeated), 0)
     return {
-        "values": torch.equal(found, (given.float() * descale).to(torch.bfloat16)),
-        "values without a history": torch.equal(again, found),
+        "values": torch.equal(found, (inputs.float() * descale).to(torch.bfloat16)),
+        "values without a history": torch.equal(repeated, found),
         "amaxes of the output and the softmax": torch.equal(history, expected),
     }
 

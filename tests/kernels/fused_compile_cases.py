@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kernels.compile_cases import count, ptx_of
+from tests.kernels.compile_cases import compile_ptx, count
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation_cast,
@@ -128,20 +128,20 @@ def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, P
     yield "swiglu_squares", launch, {"x": VALUES, **target, **CONSTANTS}
     rows: Pointers = {**target, "codes_t": None, "scale_t": None}
     for name, gated in (("identity", False), ("gelu", False), ("swiglu", True)):
-        for blocks, made in ((both, target), (both._replace(columnwise=False), rows)):
+        for blocks, result in ((both, target), (both._replace(columnwise=False), rows)):
             launch = block_fused.backward(
                 name, gated, SHAPE, (4096, 8192), constants, blocks, True, machine(6)
             )
-            pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **made}
+            pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **result}
             key = f"{name}_backward_blocks_{blocks.columnwise}"
             yield key, launch, {**pointers, "workspace": SCALAR, **CONSTANTS}
-    given: Pointers = {"x": VALUES, "gamma": VALUES, "beta": VALUES, "multiplier": None, "amax": None}
-    made = {"codes": CODES, "scale": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
+    options: Pointers = {"x": VALUES, "gamma": VALUES, "beta": VALUES, "multiplier": None, "amax": None}
+    result = {"codes": CODES, "scale": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
         rows = norm.NormRows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
         launch = norm.forward(rows, None, alone)
-        yield f"norm_blocks_{width}", launch, {**given, **made}
+        yield f"norm_blocks_{width}", launch, {**options, **result}
 
 
 def one_per_kernel(launches: list[tuple[str, Launch, Pointers]]) -> list[tuple[str, Launch, Pointers]]:
@@ -158,7 +158,7 @@ def main() -> None:
     of_80, of_100 = (some if all_launches else one_per_kernel(some) for some in (plain, casting))
     for capability, launches in ((80, of_80), (90, plain + casting), (100, of_100)):
         for name, launch, pointers in launches:
-            ptx, shared = ptx_of(launch, pointers, capability)
+            ptx, shared = compile_ptx(launch, pointers, capability)
             facts[f"sm{capability}-{name}"] = {
                 "shared": shared,
                 "casts": count(r"\bcvt\.\S*e4m3x2\.f", ptx),

@@ -143,8 +143,8 @@ def _watch_launches(record, tensors):
     name = record.kernel.fn.__name__
     reaches_more = any(launch.WRITTEN in table.columns for table in record.tables)
 
-    def start_watched(device, pointers, given, made):
-        every = (*given, *made)
+    def start_watched(device, pointers, args, result):
+        every = (*args, *result)
         for output, tensor in zip(record.outputs, every[record.inputs :], strict=True):
             if output is None or not tensor.numel():
                 continue
@@ -153,13 +153,13 @@ def _watch_launches(record, tensors):
             else:
                 assert bool((tensor == output.begins).all()), f"{name}: an output does not begin as it must"
         before = {
-            place: tensor.clone()
-            for place, tensor in enumerate(every[: record.inputs])
-            if tensor is not None and place not in record.in_place and not reaches_more
+            position: tensor.clone()
+            for position, tensor in enumerate(every[: record.inputs])
+            if tensor is not None and position not in record.in_place and not reaches_more
         }
-        start(device, pointers, given, made)
-        for place, old in before.items():
-            assert _same_memory(every[place], old), f"{name} writes its input {place}"
+        start(device, pointers, args, result)
+        for index, old in before.items():
+            assert _same_memory(every[index], old), f"{name} writes its input {index}"
 
     return start_watched
 
@@ -198,6 +198,6 @@ def keep_cover(config: pytest.Config, items: list[pytest.Item]) -> None:
     count = os.environ.get("INTERPRET", "2")
     if count == "all":
         return
-    kept = {item for cases in group_cases(items).values() for item in cover(cases, int(count))}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    saved = {item for cases in group_cases(items).values() for item in cover(cases, int(count))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in saved])
+    items[:] = [item for item in items if item in saved]

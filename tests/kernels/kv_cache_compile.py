@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.kernels.compile_cases import ptx_of
+from tests.kernels.compile_cases import compile_ptx
 from transformer_engine.common.kernels import kv_cache
 
 POINTERS = dict.fromkeys(("new_k", "new_v", "k_cache", "v_cache"), "*bf16")
@@ -28,7 +28,7 @@ def main() -> None:
                 table_stride=64,
             )
             pointers = POINTERS if paged else {**POINTERS, "page_table": None}
-            ptx, _ = ptx_of(launch, pointers, capability)
+            ptx, _ = compile_ptx(launch, pointers, capability)
             sizes[f"sm{capability}-packed={packed}-paged={paged}"] = len(ptx)
     print(json.dumps(sizes))
 

@@ -119,8 +119,8 @@ def main() -> None:
         for rows, depth, scaled in chosen:
             if spec.format == NVFP4 and depth % 2:
                 rows, depth = 16, 34
-            given = torch.tensor([1.7]) if scaled and spec.format == FLOAT8 else None
-            equal = equal and is_equal(spec, matrix(rows, depth, content, next(dtypes)), given)
+            argument = torch.tensor([1.7]) if scaled and spec.format == FLOAT8 else None
+            equal = equal and is_equal(spec, matrix(rows, depth, content, next(dtypes)), argument)
         results[f"{name}/{content}"] = equal
     results |= {
         f"float8/given {number} {how}": equal for (number, how), equal in compare_zero_multiplier().items()

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from tests.kernels.compile_cases import ptx_of
+from tests.kernels.compile_cases import compile_ptx
 from transformer_engine.common.kernels import statistics
 from transformer_engine.common.kernels.launch import Launch
 
@@ -39,7 +39,7 @@ def main() -> None:
         both = name != "sum" and ("--all" in sys.argv or name in ("exponents", "two levels"))
         for capability in (90, 100) if both else (90,):
             key = name if name == "sum" else f"{name} sm{capability}"
-            sizes[key] = len(ptx_of(launch, pointers, capability)[0])
+            sizes[key] = len(compile_ptx(launch, pointers, capability)[0])
     print(json.dumps(sizes))
 
 

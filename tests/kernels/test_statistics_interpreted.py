@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def run_python(*arguments: str, **variables: str) -> str:
     """Run a separate Python process and return its output; if it fails, raise with the output."""
     environment = {**os.environ, "PYTHONPATH": search_path(), **variables}
-    made = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stdout + made.stderr
-    return made.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.slow

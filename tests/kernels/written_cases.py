@@ -47,6 +47,7 @@ from transformer_engine.common.kernels import (
     norm,
     nvfp4,
     packed_sequences,
+    part_sums,
     permutation,
     promoted_product,
     rope,
@@ -101,6 +102,7 @@ def casts() -> Iterator[Case]:
     yield "row maxima", nvfp4.row_maxima(SHAPE), (HALF,)
     yield "transformed maximum", nvfp4.hadamard_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
+    yield "part sums", part_sums.part_sums(math.prod(SHAPE), math.prod(SHAPE), 3), (HALF, HALF)
     yield "scale update", delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0), (ADDRESS,)
     yield (
         "scale update, new arrays",

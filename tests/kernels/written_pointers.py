@@ -35,10 +35,10 @@ def triton_code(launch: Launch, inputs: Sequence[str | None]) -> str:
     """Triton's own code for a launch; inputs are their types, None where one is not given."""
     names = launch.kernel.arg_names
     outputs = [None if output is None else f"*{_TYPES[output.dtype]}" for output in launch.outputs]
-    given = (*inputs, *outputs)
+    args = (*inputs, *outputs)
     assert len(inputs) == launch.inputs, (launch.kernel.fn.__name__, launch.inputs, inputs)
     numbers = [_scalar_type(number) for number in launch.scalars]
-    signature = dict(zip(names, [*given, *numbers, *["constexpr"] * len(launch.constants)], strict=True))
+    signature = dict(zip(names, [*args, *numbers, *["constexpr"] * len(launch.constants)], strict=True))
     constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
     constants |= {name: None for name, kind in signature.items() if kind is None}
     signature |= dict.fromkeys(constants, "constexpr")
@@ -53,8 +53,8 @@ def triton_code(launch: Launch, inputs: Sequence[str | None]) -> str:
     )
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(target, options, functions, backend.get_module_map(), context)
-    made = backend.gluon_to_ttgir if launch.kernel.is_gluon() else backend.make_ttir
-    return str(made(module, {}, options, 90))
+    result = backend.gluon_to_ttgir if launch.kernel.is_gluon() else backend.make_ttir
+    return str(result(module, {}, options, 90))
 
 
 def _scalar_type(number: float) -> str:
@@ -77,9 +77,9 @@ def find_pointers(code: str) -> Pointers:
         changed = False
         for result, operand, loads in flow.edges:
             found = {(name, loaded or loads) for name, loaded in reach.get(operand, ())}
-            known = reach.setdefault(result, set())
-            if not found <= known:
-                known |= found
+            recognized = reach.setdefault(result, set())
+            if not found <= recognized:
+                recognized |= found
                 changed = True
     written: set[str] = by_engine
     through: set[str] = set()
@@ -97,19 +97,19 @@ def _copy_engine_targets(code: str) -> set[str]:
     handed: list[str] = []
     written: set[str] = set()
     for line in code.splitlines():
-        if made := re.search(r"ttng\.tensormap_create (%[\w.-]+), %(\w+),", line):
-            source[made[1]] = made[2]
-        elif made := re.search(r"(%[\w.-]+) = ttng\.reinterpret_tensor_descriptor (%[\w.-]+)", line):
-            source[made[1]] = source[made[2]]
-        elif made := re.search(r"ttg\.warp_specialize\((.*?)\)", line):
-            handed = _VALUE.findall(made[1])
-        elif made := re.search(r"^\s*partition\d+\((.*?)\) num_warps", line):
-            inner = re.findall(r"(%\w+): ", made[1])
+        if result := re.search(r"ttng\.tensormap_create (%[\w.-]+), %(\w+),", line):
+            source[result[1]] = result[2]
+        elif result := re.search(r"(%[\w.-]+) = ttng\.reinterpret_tensor_descriptor (%[\w.-]+)", line):
+            source[result[1]] = source[result[2]]
+        elif result := re.search(r"ttg\.warp_specialize\((.*?)\)", line):
+            handed = _VALUE.findall(result[1])
+        elif result := re.search(r"^\s*partition\d+\((.*?)\) num_warps", line):
+            inner = re.findall(r"(%\w+): ", result[1])
             source |= {
                 name: source[value] for name, value in zip(inner, handed, strict=True) if value in source
             }
-        elif made := re.search(r"ttng\.async_tma_copy_local_to_global (%[\w.-]+)\[", line):
-            written.add(source[made[1]])
+        elif result := re.search(r"ttng\.async_tma_copy_local_to_global (%[\w.-]+)\[", line):
+            written.add(source[result[1]])
     assert written or "tt.store" in code, "nothing is stored"
     return written
 
@@ -140,8 +140,8 @@ class _Flow:
         unknown = re.search(
             r"scf\.while(?! : \(\) -> \(\) \{)|tt\.call|tt\w*\.\w*descriptor\w*|^\^.*!tt\.ptr", line
         )
-        known = (*_DESCRIPTORS, "ttng.reinterpret_tensor_descriptor")
-        assert unknown is None or unknown[0] in known, f"unknown: {line}"
+        recognized = (*_DESCRIPTORS, "ttng.reinterpret_tensor_descriptor")
+        assert unknown is None or unknown[0] in recognized, f"unknown: {line}"
         head, _, body = line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
         operation = re.split(r"[\s(]", body)[0].strip('"')
         operands = [self._known(name) for name in _VALUE.findall(body)]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.module import _common, layernorm_linear, layernorm_mlp
 
+pytestmark = pytest.mark.any_device
 TOKENS, BATCH, HIDDEN, FFN, HEADS = 16, 2, 64, 96, 4
 RECIPES = {
     "none": None,
@@ -24,6 +28,12 @@ VARIANTS = {
     "drop path": {"drop_path_rate": 0.5},
     "separate weights": {"fuse_qkv_params": False, "num_gqa_groups": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch):
+    """On a GPU, torch's attention otherwise sums gradients in the order in which programs arrive."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 def make(device, dtype, **options):
@@ -88,10 +98,11 @@ def test_the_returned_inputs_gradient_reaches_the_norm(kind, normalization, devi
     module = kind(HIDDEN, FFN, normalization=normalization, params_dtype=torch.bfloat16, device=device)
     values = inputs(device, torch.bfloat16)
     x, other = values.clone().requires_grad_(), values.clone().requires_grad_()
-    *outputs, again = module.forward_with_residual(x)
+    y, again = module.forward_with_residual(x)
     assert again.data_ptr() == x.data_ptr()
-    grads = torch.ones_like(outputs[0]), torch.cos(values.float()).bfloat16()
-    torch.autograd.backward((outputs[0], again), grads)
+    assert again.grad_fn is y.grad_fn
+    grads = torch.ones_like(y), torch.cos(values.float()).bfloat16()
+    torch.autograd.backward((y, again), grads)
     torch.autograd.backward((module(other), other * 1), grads)
     assert torch.equal(x.grad, other.grad)
 
@@ -106,6 +117,39 @@ def test_returned_input_without_gradient_is_the_input(kind, device):
     wide = x.detach().float().requires_grad_()
     with torch.autocast(device.type if isinstance(device, torch.device) else device, torch.bfloat16):
         assert module.forward_with_residual(wide)[-1] is wide  # the module converts its own copy
+
+
+@pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
+def test_calls_whose_norm_cannot_add_the_residual_gradient_return_the_input(kind, monkeypatch):
+    """One call per reason of `residual_unsupported_reason`; autograd sums the gradients of the returned input."""
+    reasons = []
+    for file in (layernorm_linear, layernorm_mlp):
+        function = file.residual_unsupported_reason
+        monkeypatch.setattr(
+            file,
+            "residual_unsupported_reason",
+            lambda *args, function=function: reasons.append(function(*args)) or reasons[-1],
+        )
+    settings = {"params_dtype": torch.float32, "device": "cpu"}
+    module = kind(HIDDEN, FFN, **settings)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    (y, norm_output), again = kind(
+        HIDDEN, FFN, return_layernorm_output=True, **settings
+    ).forward_with_residual(x)
+    assert again is x and norm_output.grad_fn is y.grad_fn
+    assert module.forward_with_residual(x.detach())[1].grad_fn is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module.forward_with_residual(x)[1] is x
+    parameter = torch.nn.Parameter(x.detach())
+    assert module.forward_with_residual(parameter)[1] is parameter
+    file = sys.modules[kind.__module__]
+    monkeypatch.setattr(file, "apply_normalization", lambda *args: original(*args))
+    original = _common.apply_normalization
+    assert module.forward_with_residual(x)[1] is x
+    for reason, word in zip(
+        reasons, ("norm(x)", "no gradient", "dtype", "Parameter", "replaced"), strict=True
+    ):
+        assert word in reason
 
 
 @pytest.mark.parametrize("drop_path_rate", [0.0, 0.5])

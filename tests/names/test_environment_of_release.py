@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 LOADED = "import transformer_engine.pytorch, os; print(os.environ.get('LOADED'))"
 
 
-def imported(tmp_path: Path, code: str = LOADED, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_import(tmp_path: Path, code: str = LOADED, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a fresh process with these variables; warnings are text in its stderr."""
     environment = os.environ | variables | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{_ROOT}"}
     command = [sys.executable, "-W", "always", "-c", code]
@@ -34,7 +34,7 @@ def test_a_plugin_is_loaded_at_import(tmp_path):
     (tmp_path / "plugin_of_test.py").write_text(
         "import os\n\n\ndef load_plugins():\n    os.environ['LOADED'] = 'yes'\n"
     )
-    assert imported(tmp_path, NVTE_PLUGIN="plugin_of_test").stdout.strip() == "yes"
+    assert run_import(tmp_path, NVTE_PLUGIN="plugin_of_test").stdout.strip() == "yes"
 
 
 REPLACING = """
@@ -60,7 +60,7 @@ print(tex is sys.modules["transformer_engine_torch"], "quantize" in dir(nv), "qu
 
 def test_a_plugin_replaces_the_extension_and_reads_it_by_its_second_name(tmp_path):
     (tmp_path / "replacing_plugin.py").write_text(REPLACING)
-    found = imported(tmp_path, READING, NVTE_PLUGIN="replacing_plugin")
+    found = run_import(tmp_path, READING, NVTE_PLUGIN="replacing_plugin")
     assert found.stdout.splitlines() == [
         "the plugin's transformer_engine_torch_nv True True", "True True True"
     ]  # fmt: skip
@@ -76,12 +76,12 @@ def test_the_second_name_is_the_extension_itself_without_a_replacement(tmp_path)
         "import transformer_engine.pytorch, transformer_engine_torch_nv as nv; f = nv.gelu\n"
         "import transformer_engine_torch as tex; print(tex.gelu is f)"
     )
-    found = imported(tmp_path, code, NVTE_PLUGIN="quiet_plugin")
+    found = run_import(tmp_path, code, NVTE_PLUGIN="quiet_plugin")
     assert found.stdout.strip() == "True" and "RuntimeWarning" not in found.stderr
 
 
 def test_a_plugin_that_fails_and_a_removed_variable_warn(tmp_path):
-    found = imported(tmp_path, NVTE_PLUGIN="plugin_that_is_missing", NVTE_FUSED_ATTN_BACKEND="1").stderr
+    found = run_import(tmp_path, NVTE_PLUGIN="plugin_that_is_missing", NVTE_FUSED_ATTN_BACKEND="1").stderr
     assert "RuntimeWarning: NVTE_PLUGIN='plugin_that_is_missing' was not loaded: ModuleNotFoundError" in found
     assert "FutureWarning: NVTE_FUSED_ATTN_BACKEND is removed" in found
 

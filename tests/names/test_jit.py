@@ -53,8 +53,8 @@ def test_l2_normalization_and_its_gradient_equal_autograd():
     y = jit.l2normalization_fused(x, 1e-6)
     y.backward(dy)
     torch.testing.assert_close(y.norm(dim=-1), torch.ones(4))
-    again, factor = jit.l2normalization_fwd_fused(x.detach(), 1e-6)
-    assert torch.equal(again, y) and factor.shape == (4, 1)
+    repeated, factor = jit.l2normalization_fwd_fused(x.detach(), 1e-6)
+    assert torch.equal(repeated, y) and factor.shape == (4, 1)
     torch.testing.assert_close(jit.l2normalization_backward_fused(dy, x.detach(), factor, 1e-6), x.grad)
 
 
@@ -64,10 +64,10 @@ def test_bias_dropout_add():
     assert torch.equal(jit.bias_dropout_add_fused_inference(x, bias, residual, 0.5), expected)
     assert torch.equal(jit.get_bias_dropout_add(False)(x, None, residual, 0.5), residual + x)
     torch.manual_seed(3)
-    made = jit.bias_dropout_add_fused_train(x, bias, residual, 0.5) - residual
-    kept = made != 0
-    torch.testing.assert_close(made[kept], (2 * (x + bias))[kept])
-    assert 0 < kept.sum() < kept.numel()
+    result = jit.bias_dropout_add_fused_train(x, bias, residual, 0.5) - residual
+    saved = result != 0
+    torch.testing.assert_close(result[saved], (2 * (x + bias))[saved])
+    assert 0 < saved.sum() < saved.numel()
 
 
 def test_warm_ups_leave_the_random_state(monkeypatch):
@@ -105,7 +105,7 @@ def test_no_torch_dynamo_splits_the_graph_where_the_condition_holds():
     inside = []
 
     @jit.no_torch_dynamo()
-    def excluded(x):
+    def exclude(x):
         inside.append(torch.compiler.is_compiling())
         return x + 1
 
@@ -113,7 +113,7 @@ def test_no_torch_dynamo_splits_the_graph_where_the_condition_holds():
     def sometimes(x):
         return x * 2
 
-    compiled = torch.compile(lambda x: sometimes(excluded(x)), backend="eager")
+    compiled = torch.compile(lambda x: sometimes(exclude(x)), backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
     assert inside == [False]
     assert torch.equal(

@@ -22,7 +22,7 @@ def orthogonal_factor(x: torch.Tensor) -> torch.Tensor:
     return u @ v
 
 
-def conditioned(rows: int, columns: int) -> torch.Tensor:
+def regular_matrix(rows: int, columns: int) -> torch.Tensor:
     """A matrix with singular values between 0.2 and 0.9."""
     u, s, v = torch.linalg.svd(torch.randn(rows, columns, dtype=torch.float64), full_matrices=False)
     return ((u * torch.linspace(0.2, 0.9, len(s), dtype=torch.float64)) @ v).float()
@@ -40,10 +40,10 @@ def conditioned(rows: int, columns: int) -> torch.Tensor:
     ],
 )
 def test_it_converges_to_the_orthogonal_factor(shape, kind, steps, tolerance):
-    x = conditioned(*shape)
+    x = regular_matrix(*shape)
     expected = orthogonal_factor(x)
-    made = newton_schulz(x, None, steps, get_coefficients(steps, kind))
-    assert made is x
+    result = newton_schulz(x, None, steps, get_coefficients(steps, kind))
+    assert result is x
     assert (x.double() - expected).norm(2) <= tolerance * expected.norm(2)
 
 
@@ -86,8 +86,8 @@ ORTHOGONALITY = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "steps", "known"), ORTHOGONALITY)
-def test_sets_reach_their_known_orthogonality(kind, steps, known):
+@pytest.mark.parametrize(("kind", "steps", "is_known"), ORTHOGONALITY)
+def test_sets_reach_their_known_orthogonality(kind, steps, is_known):
     largest = []
     for seed in range(3):  # the figure depends on the singular vectors
         generator = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ def test_sets_reach_their_known_orthogonality(kind, steps, known):
         x = ((left * torch.linspace(0.1, 0.9, 64, dtype=torch.float64)) @ right.T).float()
         newton_schulz(x, None, steps, get_coefficients(steps, kind))
         largest.append((x @ x.T - torch.eye(64)).abs().max().item())
-    assert known / 1.6 < sum(largest) / len(largest) < 1.6 * known
+    assert is_known / 1.6 < sum(largest) / len(largest) < 1.6 * is_known
 
 
 @pytest.mark.parametrize("shape", [(64, 33), (1, 7), (64, 64)])
@@ -138,7 +138,7 @@ def test_first_coefficients_of_each_set_are_the_published_ones():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_autocast_changes_no_bit(dtype):
-    x = conditioned(8, 20).to(dtype)
+    x = regular_matrix(8, 20).to(dtype)
     expected = newton_schulz(x.clone())
     with torch.autocast("cpu", torch.bfloat16):
         result = newton_schulz(x.clone())
@@ -146,22 +146,22 @@ def test_torch_autocast_changes_no_bit(dtype):
 
 
 def test_columns_sharded_over_ranks_give_the_shards_of_the_result():
-    x = conditioned(6, 16)
-    whole = newton_schulz(x.clone(), None, 5)
+    x = regular_matrix(6, 16)
+    full = newton_schulz(x.clone(), None, 5)
 
-    def on_rank(rank: int) -> torch.Tensor:
+    def run_rank(rank: int) -> torch.Tensor:
         shard = x.chunk(2, dim=1)[rank].contiguous()
         context = CusolverMpCtx(torch.distributed.group.WORLD)
-        made = te.newton_schulz(shard, context, 5)
+        result = te.newton_schulz(shard, context, 5)
         with pytest.raises(ValueError, match=r"the whole matrix is \[9, 8\].*newton_schulz_tp"):
             te.newton_schulz(torch.ones(9, 4), context)
         context.destroy()
         with pytest.raises(RuntimeError, match="destroyed"):
             newton_schulz(shard, context)
-        return made
+        return result
 
-    shards = run_on_threads(on_rank, 2)
-    torch.testing.assert_close(torch.cat(shards, dim=1), whole, rtol=1e-4, atol=1e-5)
+    shards = run_on_threads(run_rank, 2)
+    torch.testing.assert_close(torch.cat(shards, dim=1), full, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_unknown_set_lists_the_known_ones():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partition_dim, tp_mode, dtype):
     ranks = 2
-    matrix = conditioned(*shape).to(dtype)
+    matrix = regular_matrix(*shape).to(dtype)
     expected = newton_schulz(matrix.clone())
     fits = partition_dim is None or tp_mode == "duplicated" or shape[partition_dim] == max(shape)
 
@@ -217,22 +217,22 @@ def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partit
         if not fits:
             assert "shard the longer dimension" in str(found)
             continue
-        wanted = expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
+        reference = expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
         tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found, reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
 @pytest.mark.parametrize("settings", [(None, "duplicated"), (0, "duplicated"), (1, "duplicated")])
 def test_one_device_needs_no_context(shape, settings):
-    x = conditioned(*shape)
+    x = regular_matrix(*shape)
     expected = orthogonal_factor(x)
     newton_schulz_tp(x, None, 12, get_coefficients(12, "polar_express"), *settings)
     torch.testing.assert_close(x.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_tensor_parallel_arguments_are_checked():
-    ctx, x = CusolverMpCtx(), conditioned(4, 8)
+    ctx, x = CusolverMpCtx(), regular_matrix(4, 8)
     assert (ctx.nranks, ctx.rank) == (1, 0)
     with pytest.raises(ValueError, match="partition_dim=2; give 0, 1 or None"):
         newton_schulz_tp(x, ctx, partition_dim=2)

@@ -20,7 +20,7 @@ SIGNATURES: dict[str, dict[str, Any]] = json.loads(
 _KINDS = inspect.Parameter
 
 
-def parsed(text: str) -> list[inspect.Parameter]:
+def parse_parameters(text: str) -> list[inspect.Parameter]:
     """Parameters of a text such as "a, b=1, *, c=None"."""
     arguments = ast.parse(f"def f({text}): pass").body[0].args  # pyright: ignore[reportAttributeAccessIssue]
     found = []
@@ -48,23 +48,23 @@ def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
     A parameter without default may have one here, as more calls are then accepted. Further parameters have defaults and
     are behind the row's.
     """
-    own = inspect.signature(callable_).parameters
-    positional = [name for name, p in own.items() if p.kind is not _KINDS.KEYWORD_ONLY]
+    local = inspect.signature(callable_).parameters
+    positional = [name for name, p in local.items() if p.kind is not _KINDS.KEYWORD_ONLY]
     wrong = []
-    for place, wanted in enumerate(parsed(row.get("parameters", "")), row.get("from", 0)):
-        found = own.get(wanted.name)
+    for index, expected in enumerate(parse_parameters(row.get("parameters", "")), row.get("from", 0)):
+        found = local.get(expected.name)
         if found is None:
-            wrong.append(f"{wanted.name} is missing")
+            wrong.append(f"{expected.name} is missing")
             continue
-        if found.kind is not wanted.kind:
-            wrong.append(f"{wanted.name} is {found.kind.description}, not {wanted.kind.description}")
-        elif wanted.kind is _KINDS.POSITIONAL_OR_KEYWORD and positional.index(wanted.name) != place:
-            wrong.append(f"{wanted.name} is at {positional.index(wanted.name)}, not at {place}")
-        if wanted.default is not _KINDS.empty and plain(found.default) != wanted.default:
-            wrong.append(f"{wanted.name}={found.default!r}, not {wanted.default!r}")
-    for wanted in parsed(f"*, {row['keywords']}" if "keywords" in row else ""):
-        if wanted.name not in own or plain(own[wanted.name].default) != wanted.default:
-            wrong.append(f"{wanted.name}={wanted.default!r} is missing")
+        if found.kind is not expected.kind:
+            wrong.append(f"{expected.name} is {found.kind.description}, not {expected.kind.description}")
+        elif expected.kind is _KINDS.POSITIONAL_OR_KEYWORD and positional.index(expected.name) != index:
+            wrong.append(f"{expected.name} is at {positional.index(expected.name)}, not at {index}")
+        if expected.default is not _KINDS.empty and plain(found.default) != expected.default:
+            wrong.append(f"{expected.name}={found.default!r}, not {expected.default!r}")
+    for expected in parse_parameters(f"*, {row['keywords']}" if "keywords" in row else ""):
+        if expected.name not in local or plain(local[expected.name].default) != expected.default:
+            wrong.append(f"{expected.name}={expected.default!r} is missing")
     return wrong
 
 
@@ -77,11 +77,11 @@ def test_further_parameters_have_defaults(table):
     for name, row in SIGNATURES.items():
         if "from" in row or "keywords" in row:
             continue
-        listed = {parameter.name for parameter in parsed(row["parameters"])}
-        own = inspect.signature(table.resolve_name(name)).parameters
+        listed = {parameter.name for parameter in parse_parameters(row["parameters"])}
+        local = inspect.signature(table.resolve_name(name)).parameters
         last = row["parameters"].rpartition(",")[2]
         if "=" in last or "*" in row["parameters"]:  # the row is complete
-            extra = [p for p in own.values() if p.name not in listed and p.default is p.empty]
+            extra = [p for p in local.values() if p.name not in listed and p.default is p.empty]
             assert [p for p in extra if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)] == [], name
 
 

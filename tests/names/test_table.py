@@ -127,7 +127,7 @@ FORWARD = "transformer_engine.pytorch.Linear.forward"
 
 
 def test_an_installed_original_adds_its_names_and_differences(table, original, capsys):
-    found = table.installed(original, []).found
+    found = table.original_names(original, []).found
     assert "transformer_engine.broken: RuntimeError: no library" in capsys.readouterr().err
     assert found[FORWARD][0] == "method" and [p[0] for p in found[FORWARD][1]] == ["self", "inp", "first"]
     assert table.absent_methods(found) == ["transformer_engine.pytorch.Linear.made"]
@@ -152,22 +152,27 @@ def test_an_installed_original_adds_its_names_and_differences(table, original, c
     assert list(rows) == sorted(rows)
     assert rows == json.loads(text) and table.signature_rows(text, found, []) == text
     with pytest.raises(RuntimeError, match="no public name was found"):
-        table.installed(original / "transformer_engine", [])
+        table.original_names(original / "transformer_engine", [])
 
 
 def test_private_modules_of_an_original_are_not_listed(table, original):
-    names = table.installed(original, []).found
+    names = table.original_names(original, []).found
     assert "transformer_engine.pytorch.Way" in names
     assert not [name for name in names if any(part.startswith("_") for part in name.split("."))]
 
 
 def test_defaults_are_written_as_literals(table, original):
-    parameters = table.installed(original, []).found["transformer_engine.pytorch.defaults"][1]
+    parameters = table.original_names(original, []).found["transformer_engine.pytorch.defaults"][1]
     assert [default for *_, default in parameters] == [None, "...", "0", "..."]
 
 
 def test_names_that_an_original_has_removed_are_reported(table, original):
-    here = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.Linear", FORWARD]
+    current = [
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.Linear",
+        FORWARD,
+    ]
     unknown = [  # of a package or in a module that cannot be imported
         "transformer_engine_jax.anything",
         "transformer_engine.broken.Thing",
@@ -181,7 +186,7 @@ def test_names_that_an_original_has_removed_are_reported(table, original):
         "transformer_engine.pytorch.Linear.reset",
         "transformer_engine.pytorch.module.linear",
     ]
-    assert table.installed(original, [*here, *unknown, *removed]).removed == removed
+    assert table.original_names(original, [*current, *unknown, *removed]).removed == removed
 
 
 @pytest.fixture

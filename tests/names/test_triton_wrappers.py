@@ -56,13 +56,13 @@ def test_cross_entropy_returns_loss_and_gradient(reduce):
     )
     (gradient,) = torch.autograd.grad(expected.sum(), wide)
     before = x.clone()
-    loss, made = cross_entropy.cross_entropy_forward(x, target, 0.1, reduce, None, -100)
+    loss, result = cross_entropy.cross_entropy_forward(x, target, 0.1, reduce, None, -100)
     close(loss.view(-1), expected.detach().view(-1))
-    close(made, gradient)
-    assert made.dtype == torch.float32 and torch.equal(x, before)
+    close(result, gradient)
+    assert result.dtype == torch.float32 and torch.equal(x, before)
     factor = torch.tensor(2.0) if reduce else torch.rand(2, 3)
-    scaled = cross_entropy.cross_entropy_backward(made.clone(), factor)
-    close(scaled, made * (factor if reduce else factor[..., None]))
+    scaled = cross_entropy.cross_entropy_backward(result.clone(), factor)
+    close(scaled, result * (factor if reduce else factor[..., None]))
 
 
 def test_grouped_gradients_ignore_rows_outside_of_groups():
@@ -79,8 +79,8 @@ def test_grouped_gradients_ignore_rows_outside_of_groups():
     assert dbias is start
     close(dbias, 1 + torch.stack([(dy[a:b] * scales[a:b, None]).sum(0) for a, b in spans]))
     expected = torch.zeros(9)
-    for (a, b), own in zip(spans, bias, strict=True):
-        expected[a:b] = dy[a:b] @ own
+    for (a, b), local in zip(spans, bias, strict=True):
+        expected[a:b] = dy[a:b] @ local
     close(dscales, expected)
     with pytest.raises(AssertionError, match="float32"):
         grouped_dbias_dscales.compute_grouped_dbias(dy, offsets, 3, torch.zeros(3, 4).half())
@@ -95,7 +95,7 @@ def test_column_scales_are_padded_to_tiles():
         pad.pad_columnwise_scale_inv(scales.float())
 
 
-def mixed(x, phi, alpha, beta, weight):
+def mix_streams(x, phi, alpha, beta, weight):
     """Hyper-connections in float64: layer input, H_post, H_res."""
     s, b, c, n = x.shape
     flat = x.reshape(s * b, c * n)
@@ -125,23 +125,23 @@ def test_hyper_connections_equal_float64_forward_and_backward(n):
     expected = run(
         *values,
         (
-            mixed,
+            mix_streams,
             lambda f, bias, p, x, r: (f + bias)[..., None] * p[..., None, :] + x @ r,
         ),
     )
-    made = run(
+    result = run(
         *singles,
         (
             mhc.mhc_generate_mix_and_aggregate,
             lambda f, bias, p, x, r: mhc.mhc_fused_expand_combine(f, bias, p, x, r, n),
         ),
     )
-    for got, want in zip(made, expected, strict=True):
-        close(got, want)
+    for got, reference in zip(result, expected, strict=True):
+        close(got, reference)
     sum(out.sum() for out in expected).backward()
-    sum(out.sum() for out in made).backward()
-    for got, want in zip(singles, values, strict=True):
-        torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-3, atol=1e-4)
+    sum(out.sum() for out in result).backward()
+    for got, reference in zip(singles, values, strict=True):
+        torch.testing.assert_close(got.grad.double(), reference.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_hyper_connection_matrices_are_doubly_stochastic():

@@ -36,10 +36,10 @@ def test_gradients_sizes_and_constants():
 
 
 def test_clear_tensor_data_frees_unmarked_tensors():
-    plain, kept, quantized = torch.ones(4), torch.ones(4), current(torch.ones(16, 16))
-    kept._do_not_clear = True
-    utils.clear_tensor_data(plain, None, kept, quantized)
-    assert plain.numel() == 0 and kept.numel() == 4 and quantized._data.numel() == 0
+    plain, saved, quantized = torch.ones(4), torch.ones(4), current(torch.ones(16, 16))
+    saved._do_not_clear = True
+    utils.clear_tensor_data(plain, None, saved, quantized)
+    assert plain.numel() == 0 and saved.numel() == 4 and quantized._data.numel() == 0
     marked = current(torch.ones(16, 16))
     marked._data._do_not_clear = True
     utils.clear_tensor_data(marked)
@@ -71,16 +71,16 @@ def test_validation_of_contexts_and_trackers():
 
 
 def test_views_are_rejected_and_stay_unchanged():
-    whole = torch.arange(4.0)
-    assert utils.assert_viewless_tensor(whole) is whole
-    view = whole[1:]
+    full = torch.arange(4.0)
+    assert utils.assert_viewless_tensor(full) is full
+    view = full[1:]
     with pytest.raises(RuntimeError, match="view"):
         utils.safely_set_viewless_tensor_data(view, torch.zeros(9))
     assert torch.equal(view, torch.tensor([1.0, 2.0, 3.0]))
     with pytest.raises(RuntimeError, match="mine"):
-        utils.assert_viewless_tensor([whole, view], "mine")
-    utils.safely_set_viewless_tensor_data(whole, torch.zeros(2))
-    assert torch.equal(whole, torch.zeros(2))
+        utils.assert_viewless_tensor([full, view], "mine")
+    utils.safely_set_viewless_tensor_data(full, torch.zeros(2))
+    assert torch.equal(full, torch.zeros(2))
 
 
 def test_canonical_forms():
@@ -184,11 +184,11 @@ def test_distributed_weights_are_gathered_and_reduced_by_their_group(count):
         weight.group = group
     assert isinstance(group[0], distributed_weight.DistributedWeight)
     assert distributed_weight.is_distributed_weight(group[0])
-    for whole in (
+    for full in (
         distributed_weight.materialize_weight_for_forward(group),
         distributed_weight.materialize_weight_for_backward(group),
     ):
-        assert [tuple(w.shape) for w in whole] == [(4,)] * count
+        assert [tuple(w.shape) for w in full] == [(4,)] * count
     grads = distributed_weight.finalize_weight_grads(group, [torch.arange(4.0)] * count)
     assert [g.tolist() for g in grads] == [[0.0, 1.0]] * count
 

@@ -24,7 +24,7 @@ def _small_tensors_move(monkeypatch):
     monkeypatch.setattr(warning, "_issued", set())
 
 
-def trained(layers, context, synchronize):
+def train_model(layers, context, synchronize):
     """The output and the gradients of a step."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = x
@@ -44,8 +44,8 @@ def check(offloaded, context, synchronize):
     first_version = isinstance(synchronizer, hooks.SynchronizedGroupOffloadHandler)
     synchronizer.__init__(*(reversed(sizes) if first_version else sizes), link=link)
     plain = [te.Linear(32, 32, device="cpu") for _ in range(LAYERS)]
-    found = trained(copy.deepcopy(plain), context, synchronize)
-    expected = trained(plain, contextlib.nullcontext(), lambda y: y)
+    found = train_model(copy.deepcopy(plain), context, synchronize)
+    expected = train_model(plain, contextlib.nullcontext(), lambda y: y)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert link.log.count("out") == link.log.count("back") == offloaded
 

@@ -87,7 +87,7 @@ def forward(layers, x, context):
     return x.square().sum()
 
 
-def expected(seed):
+def reference_gradients(seed):
     """Gradients of the input and the weights without offloading."""
     layers, x = model(), inputs(seed)
     y = x
@@ -98,8 +98,10 @@ def expected(seed):
 
 
 def assert_gradients(layers, x, seed):
-    for found, wanted in zip([x.grad, *(p.grad for p in layers.parameters())], expected(seed), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for found, reference in zip(
+        [x.grad, *(p.grad for p in layers.parameters())], reference_gradients(seed), strict=True
+    ):
+        torch.testing.assert_close(found, reference)
 
 
 def fail(loss, **options):

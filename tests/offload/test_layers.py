@@ -75,19 +75,19 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
 @pytest.mark.sampled
 def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch):
     """A tensor may be copied once it is marked, while its layer still runs."""
-    seen = []
+    records = []
 
-    def noted(saved):
-        seen.extend((values, values.clone()) for values in marks.list_tensors(saved))
+    def note(saved):
+        records.extend((values, values.clone()) for values in marks.list_tensors(saved))
         marks.mark_ready(saved)
 
     for module in (layers, chain):
-        monkeypatch.setattr(module, "mark_ready", noted)
+        monkeypatch.setattr(module, "mark_ready", note)
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=RecordedLink()))
     x = torch.randn(TOKENS, BATCH, HIDDEN)
     _step(_model(kind), x, RECIPES[recipe], context, context.synchronize)
-    assert len(seen) >= LAYERS
-    assert all(torch.equal(_bytes(now), _bytes(then)) for now, then in seen)
+    assert len(records) >= LAYERS
+    assert all(torch.equal(_bytes(now), _bytes(then)) for now, then in records)
 
 
 def _bytes(values):
@@ -229,7 +229,7 @@ def test_the_first_form_commits_groups_and_has_the_same_gradients(monkeypatch):
         te.get_cpu_offload_context(True, 1, 3, manual_synchronization=True)
 
 
-def _on_a_gpu(kind):
+def _gpu_step(kind):
     options = {"params_dtype": torch.bfloat16, "device": "cuda"}
     if kind == "TransformerLayer":
         dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -245,17 +245,19 @@ def test_steps_that_are_queued_behind_one_another_have_the_bits_of_a_model_that_
 ):
     """The host never waits, so copies read too early or memory freed too early would change the result."""
     with te.deterministic():
-        plain = torch.nn.ModuleList([_on_a_gpu(kind) for _ in range(LAYERS)])
+        plain = torch.nn.ModuleList([_gpu_step(kind) for _ in range(LAYERS)])
         offloading = copy.deepcopy(plain)
         context, synchronize = te.get_cpu_offload_context(True, OFFLOADED, LAYERS)
         inputs = [torch.randn(2048, 1, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
-        expected = [_kept(plain, x, RECIPES[recipe], contextlib.nullcontext(), lambda y: y) for x in inputs]
-        found = [_kept(offloading, x, RECIPES[recipe], context, synchronize) for x in inputs]
+        expected = [
+            _step_results(plain, x, RECIPES[recipe], contextlib.nullcontext(), lambda y: y) for x in inputs
+        ]
+        found = [_step_results(offloading, x, RECIPES[recipe], context, synchronize) for x in inputs]
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
 
 
-def _kept(model, x, recipe, context, synchronize):
+def _step_results(model, x, recipe, context, synchronize):
     """The results of a step, whose gradients no later step adds to."""
     results = [result.clone() for result in _step(model, x, recipe, context, synchronize)]
     model.zero_grad()
@@ -272,7 +274,7 @@ def test_the_saved_memory_after_a_forward_is_that_of_the_layers_that_stay(recipe
         [te.Linear(hidden, hidden, params_dtype=torch.bfloat16) for _ in range(layers)]
     )
 
-    def held(context, synchronize):
+    def storage_bytes(context, synchronize):
         x = torch.randn(8192, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         y = x * 1
         with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
@@ -289,7 +291,7 @@ def test_the_saved_memory_after_a_forward_is_that_of_the_layers_that_stay(recipe
 
     context, synchronize = te.get_cpu_offload_context(enabled=True, num_layers=offloaded, model_layers=layers)
     for _ in range(2):
-        everything = held(contextlib.nullcontext(), lambda y: y)
-        moved = held(context, synchronize)
+        everything = storage_bytes(contextlib.nullcontext(), lambda y: y)
+        moved = storage_bytes(context, synchronize)
     activations = (everything - weights) * (layers - offloaded) / layers
     assert moved == pytest.approx(weights + activations, rel=0.1)

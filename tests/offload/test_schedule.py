@@ -89,11 +89,11 @@ def test_a_tensor_and_its_views_are_copied_once(link):
         state.push_tensor(x.view(-1)),
     ]
     _there_and_back(state)
-    first, second, turned, flat = (state.pop_tensor(p) for p in pushed)
+    first, second, transposed, flat = (state.pop_tensor(p) for p in pushed)
     assert link.copied == x.nbytes
-    assert first.data_ptr() == second.data_ptr() == turned.data_ptr()
-    assert torch.equal(turned, x.t())
-    assert turned.stride() == (1, 64)
+    assert first.data_ptr() == second.data_ptr() == transposed.data_ptr()
+    assert torch.equal(transposed, x.t())
+    assert transposed.stride() == (1, 64)
     assert torch.equal(flat, x.view(-1))
 
 
@@ -124,9 +124,9 @@ def test_values_in_another_order_come_back_in_it(link):
     x = torch.empty_strided((4, 2, 16, 32), (64, 32, 256, 1)).normal_()
     pushed = state.push_tensor(x)
     _there_and_back(state)
-    again = state.pop_tensor(pushed)
-    assert torch.equal(again, x)
-    assert again.stride() == x.stride()
+    repeated = state.pop_tensor(pushed)
+    assert torch.equal(repeated, x)
+    assert repeated.stride() == x.stride()
 
 
 def test_a_tensor_whose_memory_has_gaps_stays_and_the_reason_is_reported(link):
@@ -135,8 +135,8 @@ def test_a_tensor_whose_memory_has_gaps_stays_and_the_reason_is_reported(link):
         assert _state(link).push_tensor(x) is x
 
 
-@pytest.mark.parametrize("kept", ["parameter", "view of a parameter", "marked", "small"])
-def test_a_tensor_that_stays_is_returned_itself(kept, link):
+@pytest.mark.parametrize("saved", ["parameter", "view of a parameter", "marked", "small"])
+def test_a_tensor_that_stays_is_returned_itself(saved, link):
     state, weight = _state(link), torch.nn.Parameter(torch.randn(LARGE))
     x = torch.randn(LARGE)
     mark_not_offload(x)
@@ -145,7 +145,7 @@ def test_a_tensor_that_stays_is_returned_itself(kept, link):
         "view of a parameter": weight.t(),
         "marked": x,
         "small": torch.randn(8),
-    }[kept]
+    }[saved]
     assert state.push_tensor(tensor) is tensor
 
 
@@ -163,9 +163,9 @@ def test_the_parts_of_a_quantized_tensor_move_and_make_it_again(link):
     state = _state(link)
     pushed = state.push_tensor(x)
     _there_and_back(state)
-    again = state.pop_tensor(pushed)
-    assert type(again) is type(x)
-    assert torch.equal(again.dequantize(), x.dequantize())
+    repeated = state.pop_tensor(pushed)
+    assert type(repeated) is type(x)
+    assert torch.equal(repeated.dequantize(), x.dequantize())
     assert 0 < link.copied <= 2 * x.numel()
 
 
@@ -177,12 +177,12 @@ def test_a_tensor_is_copied_after_the_moment_its_maker_names(link):
     ready = x.start_reload_event
     for _ in range(5):
         link.mark()
-    seen = []
-    link.to_host = lambda values, buffer, after: seen.append(after)
+    records = []
+    link.to_host = lambda values, buffer, after: records.append(after)
     state = _state(link)
     state.push_tensor(x)
     state.start_offload()
-    assert seen == [ready]
+    assert records == [ready]
 
 
 @pytest.mark.parametrize(
@@ -245,25 +245,25 @@ def test_four_layers_of_which_two_are_offloaded_follow_the_drawing(link):
 def test_at_no_time_are_more_layers_on_the_device_than_are_not_offloaded(layers, offloaded, link):
     synchronizer = DefaultOffloadSynchronizer(layers, offloaded, link=link)
 
-    def on_device():
+    def run_on_device():
         groups = [
             state.fwd_gpu_tensor_group.tensor_list + state.bwd_gpu_tensor_group.tensor_list
             for state in synchronizer.layer_states.values()
         ]
         return sum(len(group) > 0 for group in groups)
 
-    held: dict[int, torch.Tensor] = {}
+    contents: dict[int, torch.Tensor] = {}
     peak = 0
     for layer in range(layers):
         synchronizer.fwd_step()
         pushed = synchronizer.push_tensor(torch.randn(LARGE))
         if isinstance(pushed, torch.Tensor):
-            held[layer] = pushed
-        peak = max(peak, on_device() + len(held))
+            contents[layer] = pushed
+        peak = max(peak, run_on_device() + len(contents))
     for layer in reversed(range(layers)):
-        held.pop(layer + 1, None)
+        contents.pop(layer + 1, None)
         synchronizer.bwd_step(layer)
-        peak = max(peak, on_device() + len(held))
+        peak = max(peak, run_on_device() + len(contents))
     assert peak == layers - offloaded
 
 
@@ -294,15 +294,15 @@ def test_a_backward_after_a_later_forward_names_the_freed_tensors(link):
 
 def test_a_manual_layer_moves_on_request_only(link):
     synchronizer = ManualOffloadSynchronizer(2, link=link)
-    kept = []
+    saved = []
     for _ in range(2):
         synchronizer.fwd_step()
-        kept.append(synchronizer.push_tensor(torch.full(LARGE, float(len(kept)))))
+        saved.append(synchronizer.push_tensor(torch.full(LARGE, float(len(saved)))))
     synchronizer.start_offload_layer(0)
     assert _stages(synchronizer) == ["offload_started", "not_offloaded"]
     synchronizer.release_activation_forward_gpu_memory(0)
     synchronizer.start_reload_layer(0)
-    assert [float(synchronizer.pop_tensor(p)[0, 0]) for p in kept] == [0.0, 1.0]
+    assert [float(synchronizer.pop_tensor(p)[0, 0]) for p in saved] == [0.0, 1.0]
     with pytest.raises(RuntimeError, match="finds the layer not_offloaded, not offload_started"):
         synchronizer.release_activation_forward_gpu_memory(1)
     with pytest.raises(ValueError, match="layers 0 to 1"):

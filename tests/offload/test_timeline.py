@@ -21,19 +21,19 @@ def clocked(monkeypatch):
     """Products that take time on the link's clock of the computation."""
     monkeypatch.setattr(marks, "SMALLEST", 512)
 
-    def of(link):
+    def select(link):
         def taking_time(product):
-            def timed(*arguments, **options):
-                made = product(*arguments, **options)
+            def time_calls(*arguments, **options):
+                result = product(*arguments, **options)
                 link.now += PRODUCT
-                return made
+                return result
 
-            return timed
+            return time_calls
 
         for module in (linear, weight_gradient):
             monkeypatch.setattr(module, "multiply", taking_time(module.multiply))
 
-    return of
+    return select
 
 
 def _step(link, seconds_a_layer, steps=2):

@@ -18,6 +18,7 @@ from tests.module import generated_launches
 from tests.module.generated_launches import memory, read
 from transformer_engine.common.dispatch import observing
 from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.ops.prepared_chain import PreparedChain
 
 PLACE = {"device": "cpu", "dtype": torch.bfloat16}
 SHARED: dict[str, Any] = {**PLACE, "sequence_parallel": True}  # sharded over two ranks
@@ -80,7 +81,9 @@ def differences(name: str, kind: str) -> str | None:
     step(chain, recipe)  # the first call creates the states, which have no names before
     expected = step(chain, recipe, observed=True)
     found = [step(chain, recipe) for _ in range(STEPS)]
-    (prepared,) = [made for made in chain._module_groups[0]._prepared.values() if made is not None]  # pyright: ignore
+    (prepared,) = [
+        made for made in chain._module_groups[0]._prepared.values() if isinstance(made, PreparedChain)
+    ]  # pyright: ignore
     if prepared.compiled is None:
         return f"not listed: {sorted({type(own).__name__ for own in prepared.passes if not own.listed})}"
     compiled = [

@@ -184,6 +184,42 @@ def test_users_operations_run_between_fused_passes(emulated):
     assert chain(x, op_kwargs={1: {"factor": 4.0}}).shape == (32, 64)
 
 
+class DoubledTwice(ops.FusedOperation):
+    """Two operations of a user as one."""
+
+
+class Untouched(torch.nn.Module):
+    """Calls a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.parametrize("way", ["fused", "called", "called members", "replaced member"])
+def test_op_kwargs_reach_basic_operations_of_a_fused_one(way):
+    chain = ops.Sequential(ops.Identity(), DoubledTwice([Doubled(), Doubled()]), Doubled())
+    first, second = chain[1].basic_ops
+    if way == "called":
+        chain[1].register_forward_hook(lambda *_: None)
+    elif way == "called members":
+        first.register_forward_hook(lambda *_: None)
+    elif way == "replaced member":
+        chain[1].basic_ops[0] = Untouched(first)
+    x = torch.ones(4, **BF16, requires_grad=True)
+    y = chain(x, op_kwargs={second: {"factor": 0.5}, 2: {"factor": 4.0}})
+    y.sum().backward()
+    expected = 3.0**3 * 2.0 * 0.5 * 4.0
+    assert torch.equal(y, torch.full_like(y, expected)) and torch.equal(x.grad, torch.full_like(x, expected))
+    if way == "replaced member":
+        return
+    chain(x, op_kwargs={-1: {"factor": 8.0}, first: {"factor": 1.0}, second: {}}).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, expected + 3.0**3 * 2.0 * 8.0))
+
+
 class Overridden(ops.Bias):
     """A package operation with an overridden forward pass."""
 
@@ -365,7 +401,7 @@ def test_wrong_calls_raise_before_anything_is_computed():
         chain(x, x[:2])
     with pytest.raises(ValueError, match="does not accept the keyword argument 'fast'"):
         chain(x, x, op_kwargs={1: {"fast": True}})
-    with pytest.raises(ValueError, match="not in this Sequential"):
+    with pytest.raises(ValueError, match="neither in this Sequential"):
         chain(x, x, op_kwargs={ops.Identity(): {}})
     with pytest.raises(ValueError, match="only basic operations"):
         ops.Sequential(ops.Linear(64, 64, **BF16))(x, op_kwargs={0: {}})

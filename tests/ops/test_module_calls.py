@@ -98,6 +98,55 @@ def test_explain_reports_no_reason_for_fused_operations():
     assert len(found) == 4 and all("hooks are registered for all modules" in note for note in found)
 
 
+class Written(ops.BasicOperation):
+    """y = factor x, a user's operation."""
+
+    def op_forward(self, ctx: Any, input_: Any, *, factor: float = 1.0, **quantizers: Any) -> torch.Tensor:
+        return factor * input_
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return grad_output, ()
+
+
+def connected() -> ops.Sequential:
+    copy, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    copy.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    return ops.Sequential(copy, ops.ReLU(), add)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: ops.Sequential(ops.ReLU(), Written()), "a user wrote the methods of Written"),
+        (connected, "a channel connects two of its operations, or an extra output is not returned"),
+        (mlp, None),
+    ],
+    ids=["user", "channel", "none"],
+)
+def test_explain_reports_why_a_chain_runs_in_segments(build: Callable[[], Any], reason: str | None):
+    chain, x = build(), torch.randn(4, 32)
+    chain(x)
+    notes = te.explain(chain, x).notes
+    if reason is None:
+        assert notes == () and any(chain._module_groups[0]._prepared)
+        return
+    (note,) = notes
+    names = ", ".join([type(op).__name__ for op in chain])
+    assert note.startswith(f"the chain {names} runs in segments: {reason}")
+    assert not chain._module_groups[0]._prepared
+
+
+def test_explain_reports_keyword_arguments():
+    chain, x = ops.Sequential(ops.ReLU()), torch.randn(4, 32)
+    assert te.explain(lambda: chain(x, op_kwargs={0: {}, chain[0]: {}})).notes == ()  # no arguments
+    splits = [2, 2]
+    grouped = ops.Sequential(ops.GroupedLinear(2, 32, 32, **PLACE))
+    buffer = torch.empty(4, 32)
+    (note,) = te.explain(lambda: grouped(x, splits, op_kwargs={0: {"output": buffer}})).notes
+    assert note == "the chain GroupedLinear runs in segments: the call has keyword arguments"
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_linear_operation_whose_bias_is_removed_computes_the_product(warm: bool):
     layer = ops.Linear(32, 48, **PLACE)
@@ -216,3 +265,23 @@ def test_a_channel_without_a_producer_names_the_channel_in_a_divided_chain():
     chain[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="channel 'r' has no producer"):
         chain(torch.randn(2, 16))
+
+
+class Pair(ops.FusedOperation):
+    """Two operations as one."""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_operation_that_fuses_again_returns_no_channel_tensors_by_itself(fused: bool):
+    copy = ops.MakeExtraOutput()
+    copy.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add = ops.AddExtraInput()
+    add.set_extra_input_channel(0, "residual")
+    chain = ops.Sequential(Pair([copy, ops.ReLU()]) if fused else copy, add)
+    x = torch.randn(4, 32)
+    handle = copy.register_forward_hook(lambda *_: None)
+    expected = x.relu() + x if fused else 2 * x
+    assert torch.equal(chain(x), expected) and len(chain._module_groups or ()) == 2
+    handle.remove()
+    assert torch.equal(chain(x), expected) and len(chain._module_groups or ()) == 1
+    assert isinstance(copy(x), torch.Tensor) and isinstance(chain[0](x), torch.Tensor)

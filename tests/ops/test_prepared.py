@@ -80,6 +80,67 @@ def test_a_warm_call_builds_nothing(recipe, emulated, monkeypatch):
     assert first == len(made) and not step(chain, recipe)[0].isnan().any() and len(made) == first
 
 
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
+def test_calls_without_a_recipe_between_steps_build_nothing(recipe, emulated, monkeypatch):
+    chain, unevaluated, made = mlp(), mlp(), descriptions(monkeypatch)
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            return chain(torch.ones(32, 64, device=DEVICE))
+
+    first = evaluate()
+    for _ in range(2):  # the second step is the first one with the scales of delayed scaling
+        step(chain, recipe), step(unevaluated, recipe), evaluate()
+    quantizer = unevaluated[1].basic_ops[0].get_input_quantizer()
+    made.clear()
+    for _ in range(3):
+        assert same(step(chain, recipe), step(unevaluated, recipe))
+        assert isinstance(chain[1].basic_ops[0].get_input_quantizer(), type(quantizer))
+        assert torch.equal(evaluate(), first) and chain[1].basic_ops[0].get_input_quantizer() is None
+    assert not made
+
+
+def _set_scale(chain: Any, recipe: Any) -> None:
+    chain[5].scale = 3.0
+
+
+def _replace_weight(chain: Any, recipe: Any) -> None:
+    chain[1].weight = torch.nn.Parameter(chain[1].weight.detach() * 2)
+
+
+def _load_state(chain: Any, recipe: Any) -> None:
+    other = mlp()
+    step(other, DelayedScaling(amax_history_len=4), 100 * torch.ones(32, 64, device=DEVICE))
+    chain.load_state_dict(other.state_dict())
+
+
+def _step_with_another_recipe(chain: Any, recipe: Any) -> None:
+    step(chain, Float8CurrentScaling() if isinstance(recipe, DelayedScaling) else DelayedScaling())
+
+
+def _reset_quantizers(chain: Any, recipe: Any) -> None:
+    for operation in chain[1].basic_ops:
+        operation.reset_recipe_state(recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe_class", [DelayedScaling, Float8CurrentScaling])
+@pytest.mark.parametrize(
+    "change", [_set_scale, _replace_weight, _load_state, _step_with_another_recipe, _reset_quantizers]
+)
+def test_changes_between_steps_are_the_same_with_and_without_an_evaluation(change, recipe_class, emulated):
+    results: list[list[torch.Tensor]] = []
+    for evaluates in (False, True):
+        chain, recipe = mlp(), recipe_class()
+        warm(chain, recipe)
+        if evaluates:
+            step(chain)
+        change(chain, recipe)
+        if evaluates:
+            step(chain)
+        results.append([*step(chain, recipe), *step(chain, recipe)])
+    assert same(*results)
+
+
 def _replace_parameter(chain: Any) -> None:
     chain[1].weight = torch.nn.Parameter(chain[1].weight.detach() * 2)
 

@@ -214,3 +214,12 @@ def test_a_parametrized_operation_can_be_copied(make: Callable[[], nn.Module]):
     torch.testing.assert_close(copied(x), chain(x))
     nn.init.zeros_(chain[0].parametrizations.weight.original0)
     assert copied(x).abs().sum() > 0
+
+
+def test_an_absent_child_keeps_its_index():
+    chain = ops.Sequential({"first": ops.Identity(), "second": ops.ConstantScale(2.0)})
+    chain.first = None
+    assert len(chain) == 2 and chain[0] is None and list(chain) == [chain.second]
+    chain.insert(1, ops.ConstantScale(3.0))
+    assert list(chain._modules) == ["0", "1", "2"] and chain[0] is None and chain[1].scale == 3.0
+    assert torch.equal(chain(torch.ones(4)), torch.full((4,), 6.0))

@@ -86,6 +86,21 @@ def test_linear_loads_both_kinds_of_names():
     assert linear.basic_ops[0].weight is weight and linear.weight is weight
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_reset_parameters_initializes_as_the_constructor(bias):
+    torch.manual_seed(0)
+    expected = ops.Linear(64, 32, bias=bias, device=PLACE["device"])
+    layer = ops.Linear(64, 32, bias=bias, device="meta")
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        assert torch.equal(layer.weight, expected.weight)
+        assert (layer.bias is None) != bias
+        if bias:
+            assert not layer.bias.any() and layer.bias.device == expected.bias.device
+            torch.nn.init.ones_(layer.bias)
+
+
 def test_parameters_move_and_copy_together_with_their_aliases():
     linear = ops.Linear(16, 16, device="meta")
     moved = linear.to_empty(device=PLACE["device"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,8 @@ def test_single_pass_fusions_compute_the_chains_gradients(registered, recipe, em
     chain = ops.Sequential(ops.Linear(64, 32, **PLACE))
     assert max(errors(chain, recipe)) <= (1e-5 if recipe is None else 0.06)
     assert calls == {"both": ["forward", "backward"]}.get(registered, [registered])
+    (reason,) = chain._module_groups[0]._prepared.values()  # pyright: ignore
+    assert re.fullmatch(r"a user wrote the methods of \w+, which a fusion function inserted", reason)
 
 
 class ForwardOfFirst(ops.FusedOperation):

@@ -44,10 +44,46 @@ def test_extra_inputs_that_no_operation_reads_are_named():
         ops.Linear(32, 32)(sample(), sample())
 
 
-@pytest.mark.parametrize("op_kwargs", [3, {0: 3}, {0: None}], ids=["int", "value", "None"])
-def test_op_kwargs_that_are_not_dicts_are_named(op_kwargs: Any):
-    with pytest.raises(TypeError, match=r"op_kwargs contains (3|None); give a dict \{operation or its index"):
+@pytest.mark.parametrize(
+    ("op_kwargs", "message"),
+    [
+        (3, r"op_kwargs=3 is an int; give a dict \{basic operation"),
+        (0, r"op_kwargs=0 is an int; give a dict \{basic operation"),
+        ({0: 3}, "op_kwargs contains 3, which is an int; give a dict of keyword"),
+        ({0: None}, "op_kwargs contains None, which is a NoneType; give a dict of keyword"),
+    ],
+    ids=["int", "zero", "value", "None"],
+)
+def test_op_kwargs_that_are_not_dicts_are_named(op_kwargs: Any, message: str):
+    with pytest.raises(TypeError, match=message):
         ops.Sequential(ops.Identity())(sample(), op_kwargs=op_kwargs)
+
+
+def test_op_kwargs_that_name_no_basic_operation_are_rejected():
+    chain = ops.Sequential(ops.Linear(32, 32), ops.Identity())
+    with pytest.raises(
+        ValueError, match=r"a Linear, but only basic operations .* use one of its basic_ops as"
+    ):
+        chain(sample(), op_kwargs={0: {}})
+    with pytest.raises(ValueError, match="a Bias that is neither in this Sequential nor in one of its fused"):
+        chain(sample(), op_kwargs={ops.Linear(32, 32).basic_ops[1]: {}})
+    with pytest.raises(ValueError, match="names operation 2 of a Sequential of 2 modules"):
+        chain(sample(), op_kwargs={2: {}})
+    with pytest.raises(ValueError, match="Bias does not accept the keyword argument 'fast'"):
+        chain(sample(), op_kwargs={chain[0].basic_ops[1]: {"fast": True}})
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_wrong_keyword_arguments_of_a_fused_operation_are_named(hook: bool):
+    linear = ops.Linear(32, 32)
+    if hook:
+        linear.basic_ops[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(
+        ValueError, match=r"Linear stands for 2 basic operations and does not accept .* 'fast'"
+    ):
+        linear(sample(), fast=True)
+    with pytest.raises(ValueError, match="basic_op_kwargs has 1 entries for 2 basic operations"):
+        linear(sample(), basic_op_kwargs=[{}])
 
 
 @pytest.mark.parametrize(

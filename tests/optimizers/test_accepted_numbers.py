@@ -21,8 +21,8 @@ class ListConfig(Sequence):
     def __len__(self):
         return len(self._items)
 
-    def __getitem__(self, place):
-        return self._items[place]
+    def __getitem__(self, position):
+        return self._items[position]
 
 
 def pair():
@@ -116,10 +116,10 @@ def test_a_saved_number_of_steps_may_be_a_float():
     run(ours, theirs, p, q)
     saved = ours.state_dict()
     saved["param_groups"][0]["step"] = 3.0
-    again = FusedAdam([p], lr=0.125)
-    again.load_state_dict(saved)
-    assert again.param_groups[0]["step"] == 3
-    run(again, theirs, p, q)
+    repeated = FusedAdam([p], lr=0.125)
+    repeated.load_state_dict(saved)
+    assert repeated.param_groups[0]["step"] == 3
+    run(repeated, theirs, p, q)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -68,8 +68,8 @@ def test_a_rejected_step_of_adam_changes_nothing(options, device):
         ours.step()
     assert torch.equal(good, before[0]) and torch.equal(bad, before[1])
     assert all(
-        torch.equal(value, before[2]["state"][place][name])
-        for place, state in ours.state_dict()["state"].items()
+        torch.equal(value, before[2]["state"][index][name])
+        for index, state in ours.state_dict()["state"].items()
         for name, value in state.items()
     )
     assert [int(group["step"]) for group in ours.param_groups] == [1, 1]
@@ -99,9 +99,9 @@ def test_a_parameter_without_dimensions_steps_as_one_of_one_element(options, dty
             give_gradients(optimizer, seed)
             optimizer.step()
     assert scale.shape == () and scale.item() != 1 and torch.equal(scale.view(1), row)
-    again = FusedAdam([scale], lr=0.1, **options)
-    again.load_state_dict(ours[0].state_dict())
-    assert all(value.shape == () for value in again.state_dict()["state"][0].values())
+    repeated = FusedAdam([scale], lr=0.1, **options)
+    repeated.load_state_dict(ours[0].state_dict())
+    assert all(value.shape == () for value in repeated.state_dict()["state"][0].values())
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -155,15 +155,15 @@ def test_unequal_numbers_of_steps_of_torchs_are_rejected_with_nothing_changed(de
     for p in (params[0], params[1]):
         p.grad = torch.ones_like(p)
         theirs.step()
-    together = FusedAdam(params, lr=0.5)
+    joint = FusedAdam(params, lr=0.5)
     with pytest.raises(ValueError, match=r"parameters of one group have made \[1, 2\] steps"):
-        together.load_state_dict(theirs.state_dict())
-    assert not together.state and together.param_groups[0]["lr"] == 0.5
+        joint.load_state_dict(theirs.state_dict())
+    assert not joint.state and joint.param_groups[0]["lr"] == 0.5
     exact = [torch.nn.Parameter(p.detach().clone()) for p in params]
     alone = torch.optim.AdamW([{"params": [p]} for p in exact], lr=0.1)
     state = theirs.state_dict()
     (group,) = state["param_groups"]
-    state["param_groups"] = [group | {"params": [place]} for place in range(2)]
+    state["param_groups"] = [group | {"params": [index]} for index in range(2)]
     alone.load_state_dict(copy.deepcopy(state))
     ours = FusedAdam([{"params": [p]} for p in params], lr=0.1)
     ours.load_state_dict(state)

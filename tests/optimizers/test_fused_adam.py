@@ -28,10 +28,10 @@ def as_float32(params):
 
 def give_gradients(*several, scale=1.0):
     """Set the same random gradients in parallel parameter lists."""
-    for together in zip(*several, strict=True):
-        grad = scale * torch.randn(together[0].shape, device=together[0].device)
-        grad = grad.to(together[0].dtype)
-        for p in together:
+    for joint in zip(*several, strict=True):
+        grad = scale * torch.randn(joint[0].shape, device=joint[0].device)
+        grad = grad.to(joint[0].dtype)
+        for p in joint:
             p.grad = grad.to(p.dtype)
 
 
@@ -83,8 +83,8 @@ def test_parameters_of_16_bits_are_their_masters_rounded(dtype, remainders, devi
     assert_parameters_close(masters, exact, 1e-5)
     for p, master in zip(params, masters, strict=True):
         torch.testing.assert_close(p.detach().float(), master, rtol=UNIT[dtype], atol=0.0)
-        kept = ours.state[p]["master_param"].dtype
-        assert kept == (torch.int16 if remainders and dtype is torch.bfloat16 else torch.float32)
+        saved = ours.state[p]["master_param"].dtype
+        assert saved == (torch.int16 if remainders and dtype is torch.bfloat16 else torch.float32)
 
 
 def test_remainders_hold_the_masters_to_the_bit(device):
@@ -245,14 +245,14 @@ def test_a_loaded_optimizer_resumes(options, device, tmp_path):
     torch.save(ours.state_dict(), tmp_path / "optimizer.pt")
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     assert all(v.dtype in (torch.float32, torch.int16) for s in saved["state"].values() for v in s.values())
-    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    resumed = FusedAdam(again, lr=0.5, **options)
+    repeated = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = FusedAdam(repeated, lr=0.5, **options)
     resumed.load_state_dict(saved)
     for _ in range(3):
-        give_gradients(params, again)
+        give_gradients(params, repeated)
         ours.step()
         resumed.step()
-    assert_parameters_close(params, again, 1e-5 if "exp_avg_dtype" not in options else 1e-3)
+    assert_parameters_close(params, repeated, 1e-5 if "exp_avg_dtype" not in options else 1e-3)
     assert float(resumed.param_groups[0]["lr"]) == pytest.approx(1e-2)
 
 
@@ -261,24 +261,24 @@ def test_masters_and_remainders_are_taken_for_each_other(device):
     halved = [torch.nn.Parameter(p.detach().clone()) for p in params]
     with_remainders = FusedAdam(halved, lr=1e-2, master_weights=True, store_param_remainders=True)
     with_remainders.load_state_dict(ours.state_dict())
-    again = [torch.nn.Parameter(p.detach().clone()) for p in halved]
-    whole = FusedAdam(again, lr=1e-2, master_weights=True)
-    whole.load_state_dict(with_remainders.state_dict())
-    for p, q, r in zip(params, halved, again, strict=True):
+    repeated = [torch.nn.Parameter(p.detach().clone()) for p in halved]
+    full = FusedAdam(repeated, lr=1e-2, master_weights=True)
+    full.load_state_dict(with_remainders.state_dict())
+    for p, q, r in zip(params, halved, repeated, strict=True):
         assert torch.equal(with_remainders.master_values(q), ours.state[p]["master_param"])
-        assert torch.equal(whole.state[r]["master_param"], ours.state[p]["master_param"])
+        assert torch.equal(full.state[r]["master_param"], ours.state[p]["master_param"])
 
 
 def test_the_states_of_torchs_adamw_are_taken_over(device):
     _, _, theirs, exact = both(device, steps=4, decay=0.0)
-    again = as_float32(exact)
-    ours = FusedAdam(again, lr=1e-2)
+    repeated = as_float32(exact)
+    ours = FusedAdam(repeated, lr=1e-2)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["step"] == 4
-    give_gradients(again, exact)
+    give_gradients(repeated, exact)
     ours.step()
     theirs.step()
-    assert_parameters_close(again, exact, 1e-6)
+    assert_parameters_close(repeated, exact, 1e-6)
 
 
 def test_states_that_a_caller_replaces_are_the_ones_that_are_stepped(device):
@@ -296,17 +296,17 @@ def test_states_that_a_caller_replaces_are_the_ones_that_are_stepped(device):
 
 
 def test_a_replaced_applier_is_the_one_that_is_called(device, monkeypatch):
-    seen = []
+    records = []
 
     def applier(op, flag, lists, *args):
-        seen.append([len(tensors) for tensors in lists])
+        records.append([len(tensors) for tensors in lists])
         return multi_tensor_applier(op, flag, lists, *args)
 
     monkeypatch.setattr(fused_adam, "multi_tensor_applier", applier)
     params = parameters(device)
     give_gradients(params)
     FusedAdam(params).step()
-    assert seen == [[4, 4, 4, 4]]
+    assert records == [[4, 4, 4, 4]]
 
 
 def test_a_closure_and_a_deep_copy_work(device):
@@ -406,6 +406,6 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_stepped(device):
 
 def test_adam_accepts_the_keywords_that_callers_inspect():
     found = inspect.signature(FusedAdam).parameters
-    wanted = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
-    assert wanted <= set(found)
+    expected = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
+    assert expected <= set(found)
     assert te.optimizers.FusedAdam is FusedAdam

@@ -82,21 +82,21 @@ def test_batches_of_equal_shapes_equal_the_iteration_in_float64():
     optimizer = FusedMuon(params, lr=0.02, ns_dtype=torch.float32)
     for step in range(3):
         set_gradients(params, step)
-        for parameter, own in zip(params, grads, strict=True):
-            own.append(parameter.grad.clone())
+        for parameter, local in zip(params, grads, strict=True):
+            local.append(parameter.grad.clone())
         optimizer.step()
-    for parameter, start, own in zip(params, starts, grads, strict=True):
-        torch.testing.assert_close(parameter.double(), reference_steps(start, own), rtol=1e-5, atol=1e-5)
+    for parameter, start, local in zip(params, starts, grads, strict=True):
+        torch.testing.assert_close(parameter.double(), reference_steps(start, local), rtol=1e-5, atol=1e-5)
 
 
 def test_large_stacks_are_divided(monkeypatch):
-    whole, divided = parameters([(8, 16)] * 5), parameters([(8, 16)] * 5)
-    set_gradients(whole, 1)
+    full, divided = parameters([(8, 16)] * 5), parameters([(8, 16)] * 5)
+    set_gradients(full, 1)
     set_gradients(divided, 1)
-    FusedMuon(whole, ns_dtype=torch.float32).step()
+    FusedMuon(full, ns_dtype=torch.float32).step()
     monkeypatch.setattr("transformer_engine.pytorch.optimizers.orthogonal_updates._STACKED", 8 * 16 * 2)
     FusedMuon(divided, ns_dtype=torch.float32).step()
-    for one, other in zip(whole, divided, strict=True):
+    for one, other in zip(full, divided, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
@@ -148,15 +148,15 @@ def test_quantized_parameters_follow_their_masters(recipe):
 def test_masters_of_bfloat16_parameters_do_not_lose_updates():
     (narrow,), (wide,) = parameters([(16, 32)], torch.bfloat16), parameters([(16, 32)], torch.bfloat16)
     wide = torch.nn.Parameter(wide.detach().float())
-    kept, reference = FusedMuon([narrow], lr=1e-5, master_weights=True), FusedMuon([wide], lr=1e-5)
+    saved, reference = FusedMuon([narrow], lr=1e-5, master_weights=True), FusedMuon([wide], lr=1e-5)
     for step in range(5):
         set_gradients([narrow], step)
         wide.grad = narrow.grad.float()
-        kept.step()
+        saved.step()
         reference.step()
     # The momentum has the gradient's dtype, bfloat16.
-    torch.testing.assert_close(kept.state[narrow]["master_param"], wide.detach(), rtol=0, atol=1e-6)
-    assert torch.equal(narrow, kept.state[narrow]["master_param"].bfloat16())
+    torch.testing.assert_close(saved.state[narrow]["master_param"], wide.detach(), rtol=0, atol=1e-6)
+    assert torch.equal(narrow, saved.state[narrow]["master_param"].bfloat16())
 
 
 def test_state_dict_resumes_and_reads_the_state_of_torch():
@@ -169,11 +169,11 @@ def test_state_dict_resumes_and_reads_the_state_of_torch():
     optimizer = FusedMuon(params, master_weights=True)
     steps(optimizer, params, range(2))
     resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    again = FusedMuon(resumed, lr=1.0, master_weights=True)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert again.state[resumed[0]]["master_param"].dtype == torch.float32
+    repeated = FusedMuon(resumed, lr=1.0, master_weights=True)
+    repeated.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert repeated.state[resumed[0]]["master_param"].dtype == torch.float32
     steps(optimizer, params, range(2, 4))
-    steps(again, resumed, range(2, 4))
+    steps(repeated, resumed, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
 
     (theirs,), (ours,) = parameters([(8, 16)]), parameters([(8, 16)])

@@ -77,11 +77,11 @@ def test_a_loaded_optimizer_resumes(device):
     ours, theirs = FusedSGD(params, 0.1, momentum=0.9), torch.optim.SGD(exact, 0.1, momentum=0.9)
     for _ in range(3):
         step_both(ours, theirs, params, exact)
-    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    resumed = FusedSGD(again, 0.5)
+    repeated = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = FusedSGD(repeated, 0.5)
     resumed.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch shares the tensors
-    step_both(resumed, theirs, again, exact)
-    for p, q in zip(again, exact, strict=True):
+    step_both(resumed, theirs, repeated, exact)
+    for p, q in zip(repeated, exact, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
 

@@ -78,9 +78,9 @@ def test_a_step_writes_the_codes_of_the_masters(name, device):
     train(model, optimizer, recipe, device, steps=2)
     for layer in (model[0], model[2]):
         master = optimizer.master_values(layer.weight)
-        again = layer.weight.detach().clone()
-        again.quantize_(master)
-        assert torch.equal(layer.weight.dequantize(), again.dequantize())
+        repeated = layer.weight.detach().clone()
+        repeated.quantize_(master)
+        assert torch.equal(layer.weight.dequantize(), repeated.dequantize())
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])

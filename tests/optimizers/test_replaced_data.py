@@ -130,7 +130,7 @@ def test_reallocated_parameter_data_is_stepped_and_saved(kind, device):
     old = [p.data for p in params]
     for p in params:
         p.data = p.data.clone()
-    kept = [values.clone() for values in old]
+    remaining = [values.clone() for values in old]
     torch.manual_seed(2)
     give_gradients(params)
     torch.manual_seed(2)
@@ -138,11 +138,11 @@ def test_reallocated_parameter_data_is_stepped_and_saved(kind, device):
     optimizer.step()
     expected.step()
     assert_same(values(optimizer, params), values(expected, same))
-    assert all(torch.equal(*pair) for pair in zip(old, kept, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(old, remaining, strict=True))
     saved = optimizer.state_dict()
-    for place, p in enumerate(params):
+    for index, p in enumerate(params):
         if kind == "adam with masters":
-            assert torch.equal(saved["state"][place]["master_param"], p)
+            assert torch.equal(saved["state"][index]["master_param"], p)
     before = [p.detach().clone() for p in params]
     optimizer.load_state_dict(copy.deepcopy(saved))
     assert all(torch.equal(*pair) for pair in zip(params, before, strict=True))

@@ -34,8 +34,8 @@ def activation_fuses(
 def norm_fuses(x: Tensor, spec: QuantizeSpec, *, centered: bool) -> bool:
     """Whether a norm's kernel quantizes its result."""
     operation = "layernorm_forward" if centered else "rmsnorm_forward"
-    (rows, width), (apart, along) = x.shape, x.stride()
-    facts = ((rows, width), (apart, along), x.dtype, x.dtype, x.device, False, 1e-5)
+    (rows, width), (separate, along) = x.shape, x.stride()
+    facts = ((rows, width), (separate, along), x.dtype, x.dtype, x.device, False, 1e-5)
     request = norm_request(operation, *facts, spec=spec)
     assert request.cast is not None
     return norm_triton.fuses(request, request.cast)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kernels.compile_cases import count, ptx_of
+from tests.kernels.compile_cases import compile_ptx, count
 from transformer_engine.common.formats import E4M3
 from transformer_engine.common.kernels import (
     grouped_block_cast,
@@ -75,7 +75,7 @@ def main() -> None:
         if "--all" not in sys.argv:
             cases = [case for case in cases if case[0] not in LEFT_OUT.get(capability, ())]
         for name, record, pointers in cases:
-            ptx, used = ptx_of(record, pointers, capability)
+            ptx, used = compile_ptx(record, pointers, capability)
             facts[f"sm{capability} {name}"] = {
                 "fits": used <= shared,
                 "wgmma": count(r"wgmma\.mma_async", ptx),

@@ -138,20 +138,20 @@ def train(layer: str, recipe: recipes.Recipe | None, accumulates: bool = False) 
 def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]:
     """Backends for a training step's operations, by pass and operation."""
     found: dict[str, dict[str, list[str]]] = {"forward": {}, "backward": {}}
-    here = found["forward"]
+    current = found["forward"]
 
     def see(operation: str, request: Any) -> None:
         table = tables[operation]
         if table.backends[-1].bind is None:
             return
         name = next(verdict.backend for verdict in table.explain(request) if verdict.chosen)
-        names = here.setdefault(operation, [])
+        names = current.setdefault(operation, [])
         if name not in names:
             names.append(name)
 
     with observing(see):
         for _ in train(layer, recipe):
-            here = found["backward"]
+            current = found["backward"]
     return {
         name: {op: ", ".join(names) for op, names in sorted(used.items())} for name, used in found.items()
     }

@@ -148,8 +148,8 @@ def compiled(launch: Launch, dtypes: list[str | None], row: Hardware):
     kinds |= {name: "fp32" if isinstance(value, float) else "i32" for name, value in numbers.items()}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
         if name not in constants and (name in pointers or numbers[name] % 16 == 0)
     }
     return triton.compile(
@@ -176,15 +176,15 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) -> dict[str, object]:
     kernel = compiled(launch, dtypes, row)
-    wanted = INSTRUCTIONS[kind, row.has("tensor memory")]
+    expected = INSTRUCTIONS[kind, row.has("tensor memory")]
     if kind == "block" and row.has("hopper instructions"):
-        wanted = HOPPER_BLOCK
+        expected = HOPPER_BLOCK
     elif kind == "block" and optional.release("triton") < row.scaled_dot:
-        wanted = DECODED_BLOCK
+        expected = DECODED_BLOCK
     instructions = sorted(set(ANY.findall(kernel.asm["ptx"])))
     registers, stack = resources(kernel.asm["cubin"])
     return {
-        "native": bool(instructions) and all(re.match(wanted, found) for found in instructions),
+        "native": bool(instructions) and all(re.match(expected, found) for found in instructions),
         "instructions": instructions,
         "registers": registers,
         "stack": stack,

@@ -111,15 +111,15 @@ def products(
     if name.startswith("decoded"):
         return results
     # GELU on the rounded product, which is saved, and its gradient at another matrix.
-    narrow, kept, x = (
+    narrow, saved, x = (
         Epilogue(torch.bfloat16, bias),
         torch.empty(m, n).bfloat16(),
         torch.randn(m, n).bfloat16(),
     )
-    y = run(a, b, narrow, triton.Activation("gelu", None, kept))
+    y = run(a, b, narrow, triton.Activation("gelu", None, saved))
     dx = run(a, b, narrow, triton.Activation("gelu_gradient", x))
-    results[f"{name}, kept"] = float((kept != run(a, b, narrow)).sum())
-    expected = activation_forward("gelu", kept), activation_backward("gelu", kept, x)
+    results[f"{name}, kept"] = float((saved != run(a, b, narrow)).sum())
+    expected = activation_forward("gelu", saved), activation_backward("gelu", saved, x)
     for found, exact in zip((y, dx), expected, strict=True):
         difference = (found.float() - exact.float()).abs() - 2.0**-7 * exact.float().abs() - 1e-6
         results[f"{name}, kept"] += float((difference > 0).sum())
@@ -137,18 +137,18 @@ def compare_tma(
         results = []
         kernels.clear()
         for tma in (False, True):
-            wide, kept = torch.full((m, n + 16), 2.0), torch.full((m, n), 2.0).bfloat16()
+            wide, saved = torch.full((m, n + 16), 2.0), torch.full((m, n), 2.0).bfloat16()
             if ending == "added":
                 triton.run_scaled(a, b, Epilogue(torch.float32, out=wide[:, :n], accumulate=True), tma=tma)
             else:
                 activation = {
-                    "gelu": triton.Activation("gelu", None, kept),
+                    "gelu": triton.Activation("gelu", None, saved),
                     "gelu_gradient": triton.Activation("gelu_gradient", x),
                 }.get(ending, triton.NO_ACTIVATION)
                 dtype = torch.float32 if ending == "bias" else torch.bfloat16
                 result = triton.run_scaled(a, b, Epilogue(dtype, bias), activation, tma=tma)
                 results.append(result.float())
-            results += [wide, kept.float()]
+            results += [wide, saved.float()]
         half = len(results) // 2
         different = sum((x != y).sum() for x, y in zip(results[:half], results[half:], strict=True))
         found[f"copied {name}, {ending}"] = float(different)

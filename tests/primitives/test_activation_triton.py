@@ -76,10 +76,10 @@ def test_extreme_values_equal_the_reference(name):
 def test_strided_inputs_are_bitwise_equal_to_contiguous_ones(name):
     x, dy = _inputs(name, (6, 40), torch.bfloat16)
     y, dx = kernels.activation_forward(name, x, PARAMS), kernels.activation_backward(name, dy, x, PARAMS)
-    for apart in (lambda t: torch.cat((t, t), dim=1)[:, : t.shape[1]], lambda t: t.t().contiguous().t()):
-        assert not apart(x).is_contiguous()
-        assert torch.equal(kernels.activation_forward(name, apart(x), PARAMS), y)
-        assert torch.equal(kernels.activation_backward(name, apart(dy), apart(x), PARAMS), dx)
+    for separate in (lambda t: torch.cat((t, t), dim=1)[:, : t.shape[1]], lambda t: t.t().contiguous().t()):
+        assert not separate(x).is_contiguous()
+        assert torch.equal(kernels.activation_forward(name, separate(x), PARAMS), y)
+        assert torch.equal(kernels.activation_backward(name, separate(dy), separate(x), PARAMS), dx)
 
 
 @runs_kernels

@@ -48,13 +48,13 @@ def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, smoothing):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(statistics, of_rows, rtol=1e-5, atol=0.0)
     for factor in (torch.rand(shape[0], device=DEVICE), torch.tensor([0.3], device=DEVICE)):
-        wanted = reference.gradient(x, targets, of_rows, factor, labels, False)
+        expected_value = reference.gradient(x, targets, of_rows, factor, labels, False)
         dx = kernels.cross_entropy_gradient(x, targets, statistics, factor, labels)
         assert dx.dtype == dtype and dx.data_ptr() != x.data_ptr()
-        torch.testing.assert_close(dx.float(), wanted.float(), rtol=ROUNDED[dtype], atol=1e-7)
-        own = x.clone()
-        assert kernels.cross_entropy_gradient(own, targets, statistics, factor, labels, True) is own
-        assert torch.equal(own, dx)
+        torch.testing.assert_close(dx.float(), expected_value.float(), rtol=ROUNDED[dtype], atol=1e-7)
+        local = x.clone()
+        assert kernels.cross_entropy_gradient(local, targets, statistics, factor, labels, True) is local
+        assert torch.equal(local, dx)
 
 
 @runs_kernels
@@ -78,9 +78,9 @@ def test_infinite_rows_do_not_affect_their_neighbours():
 def test_a_gradient_is_multiplied_in_place(shape, dtype):
     gradient = torch.randn(shape, device=DEVICE).to(dtype)
     for factor in (1.0, 0.3, 0.0):
-        own = gradient.clone()
-        assert kernels.cross_entropy_rescaled(own, torch.tensor([factor], device=DEVICE)) is own
-        assert torch.equal(own, (gradient.float() * torch.tensor(factor, device=DEVICE)).to(dtype))
+        local = gradient.clone()
+        assert kernels.cross_entropy_rescaled(local, torch.tensor([factor], device=DEVICE)) is local
+        assert torch.equal(local, (gradient.float() * torch.tensor(factor, device=DEVICE)).to(dtype))
 
 
 def test_columns_on_two_ranks_give_the_full_loss_and_gradient(device):
@@ -90,8 +90,8 @@ def test_columns_on_two_ranks_give_the_full_loss_and_gradient(device):
         cross_entropy_statistics(part, targets, labels._replace(first=first)) for part, first in halves
     ]
     loss, statistics = cross_entropy_losses(torch.cat(partials), targets, labels)
-    whole, of_whole = cross_entropy_losses(cross_entropy_statistics(x, targets, labels), targets, labels)
-    torch.testing.assert_close(loss, whole)
+    full, of_whole = cross_entropy_losses(cross_entropy_statistics(x, targets, labels), targets, labels)
+    torch.testing.assert_close(loss, full)
     torch.testing.assert_close(statistics, of_whole)
     one = torch.ones(1, device=device)
     parts = [

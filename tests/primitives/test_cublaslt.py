@@ -65,7 +65,7 @@ def dequantize_operand(x: Operand) -> torch.Tensor:
     return x.codes.float() if x.format is None else dequantize(x._replace(dtype=torch.float32))
 
 
-def expected(a: Operand, b: Operand, bias=None) -> torch.Tensor:
+def reference_product(a: Operand, b: Operand, bias=None) -> torch.Tensor:
     out = dequantize_operand(a) @ dequantize_operand(b).t()
     return out if bias is None else out + bias.float()
 
@@ -101,7 +101,7 @@ def test_a_plan_describes_the_product(library, pair, biased):
     dtype = a.dtype
     bias = torch.randn(b.rows).to(dtype) if biased else None
     out = run(a, b, Epilogue(dtype, bias))
-    torch.testing.assert_close(out, expected(a, b, bias).to(dtype), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, reference_product(a, b, bias).to(dtype), rtol=1e-2, atol=1e-2)
     assert out.is_contiguous()
 
 
@@ -111,7 +111,7 @@ def test_out_is_written_or_added_to_by_the_product_itself(library, pair, dtype):
     a, b = PAIRS[pair]()
     wide = torch.full((a.rows, b.rows + 16), 3.0, dtype=dtype)
     out = wide[:, : b.rows]
-    exact = expected(a, b)
+    exact = reference_product(a, b)
     assert run(a, b, Epilogue(torch.bfloat16, out=out)) is out
     torch.testing.assert_close(out, exact.to(dtype), rtol=1e-2, atol=1e-2)
     run(a, b, Epilogue(torch.bfloat16, out=out, accumulate=True))
@@ -123,7 +123,7 @@ def test_a_bias_is_cast_to_the_dtype_that_the_library_reads(library):
     a, b = PAIRS["bf16"]()
     bias = torch.randn(b.rows)
     out = run(a, b, Epilogue(torch.bfloat16, bias))
-    torch.testing.assert_close(out, expected(a, b, bias.bfloat16()).bfloat16(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, reference_product(a, b, bias.bfloat16()).bfloat16(), rtol=1e-2, atol=1e-2)
 
 
 def test_equal_problems_share_one_plan_and_scales_may_move(library):
@@ -137,7 +137,7 @@ def test_equal_problems_share_one_plan_and_scales_may_move(library):
     alive = []
     for x, y in ((a, b), (c, d), (a, b), (c, d)):
         first.run(x, y, Epilogue(torch.bfloat16, out=out))
-        torch.testing.assert_close(out, expected(x, y).bfloat16(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(out, reference_product(x, y).bfloat16(), rtol=1e-2, atol=1e-2)
         alive.append(len(library.alive))
     assert alive[3] == alive[1]  # descriptors are used again
 
@@ -145,12 +145,12 @@ def test_equal_problems_share_one_plan_and_scales_may_move(library):
 def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypatch):
     a, b = PAIRS["float8"]()
     epilogue = Epilogue(torch.float32)
-    together = threading.Barrier(2, timeout=60)
+    joint = threading.Barrier(2, timeout=60)
     used = []
 
     def matmul(handle, descriptor, *rest):
         used.append(descriptor)
-        together.wait()
+        joint.wait()
 
     monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function found at its creation
     # CPU tensors are aligned to 16 bytes, some to 256, which would select another plan in one thread.
@@ -194,7 +194,7 @@ def test_pointers_with_little_alignment_give_the_same_result(library, spec, accu
         a = a._replace(codes=shifted.view(torch.float8_e4m3fn))
     out = torch.full((32 * 32 + 1,), 1.0)[1:].view(32, 32)
     run(a, b, Epilogue(torch.float32, out=out, accumulate=accumulate))
-    torch.testing.assert_close(out, expected(a, b) + accumulate, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(out, reference_product(a, b) + accumulate, rtol=1e-4, atol=1e-3)
 
 
 REJECTIONS = {
@@ -474,7 +474,7 @@ def test_tuning_stores_its_choice(tmp_path, monkeypatch):
     with autotune():
         gemm(a, b, Epilogue(torch.float32, out=out, accumulate=True))
     tuning._library_and_gpu.cache_clear()
-    torch.testing.assert_close(out, expected(a, b) + 1, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(out, reference_product(a, b) + 1, rtol=1e-3, atol=1e-2)
     assert len(list((tmp_path / "autotune").iterdir())) == 1
 
 

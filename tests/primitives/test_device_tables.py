@@ -112,14 +112,14 @@ def test_captured_tables_outlive_eviction_from_their_cache(name, capturing, monk
     module, most, make = TABLES[name]
     fresh = DeviceTables(module._tables._build, most)
     monkeypatch.setattr(module, "_tables", fresh)
-    made = make()
+    result = make()
     key = next(iter(fresh._values))[0]
     table = fresh._values[key, 0]
     alive = weakref.ref(table if isinstance(table, torch.Tensor) else table.table)
     capturing.append(True)
     assert fresh.get(key, CPU) is table
     capturing.clear()
-    del table, made
+    del table, result
     monkeypatch.setattr(fresh, "_build", build)
     for number in range(most + 100):
         fresh.get(number, CPU)

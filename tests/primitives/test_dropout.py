@@ -78,8 +78,8 @@ def test_restoring_the_generator_replays_the_mask(device):
     first = dropout_forward(x, 0.5, generator=generator)
     other = dropout_forward(x, 0.5, generator=generator)
     generator.set_state(state)
-    again = dropout_forward(x, 0.5, generator=generator)
-    assert torch.equal(first[1], again[1]) and torch.equal(first[0], again[0])
+    repeated = dropout_forward(x, 0.5, generator=generator)
+    assert torch.equal(first[1], repeated[1]) and torch.equal(first[0], repeated[0])
     assert not torch.equal(first[1], other[1])
 
 

@@ -49,14 +49,16 @@ def test_results_and_gradients_do_not_depend_on_the_setting(function, setting, d
         out = function(0.1 * left, right)
         return out, *torch.autograd.grad(out, leaves, grad)
 
-    wanted = run()
+    expected = run()
     torch.set_float32_matmul_precision(setting)
-    for found, want in zip(run(), wanted, strict=True):
-        assert torch.equal(found, want)
+    for found, reference in zip(run(), expected, strict=True):
+        assert torch.equal(found, reference)
     exact = torch.matmul if function is float32_product else _solve
     out = exact(0.1 * left.double(), right.double())
-    for found, want in zip(wanted, (out, *torch.autograd.grad(out, leaves, grad.double())), strict=True):
-        assert (found.double() - want).norm() < 1e-6 * want.norm()
+    for found, reference in zip(
+        expected, (out, *torch.autograd.grad(out, leaves, grad.double())), strict=True
+    ):
+        assert (found.double() - reference).norm() < 1e-6 * reference.norm()
 
 
 def _solve(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -114,5 +116,5 @@ def test_first_and_second_derivatives_in_every_mode_match_finite_differences(mon
         assert gradgradcheck(function, leaves)
     a, b = (x.detach() for x in leaves)
     per_sample = torch.vmap(torch.func.grad(lambda a, b: float32_product(a, b).square().sum()))(a, b)
-    together = torch.func.grad(lambda a: (a @ b).square().sum())(a)
-    torch.testing.assert_close(per_sample, together)
+    joint = torch.func.grad(lambda a: (a @ b).square().sum())(a)
+    torch.testing.assert_close(per_sample, joint)

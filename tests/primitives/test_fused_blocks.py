@@ -67,13 +67,13 @@ def test_fused_activation_and_gradient_codes_equal_separate_quantization(shape, 
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, columnwise, power_of_two=True)
-    made = activations.activation_forward(name, x, PARAMS, Cast(spec))
-    _same(made, quantize(activations.activation_forward(name, x, PARAMS), spec))
+    result = activations.activation_forward(name, x, PARAMS, Cast(spec))
+    _same(result, quantize(activations.activation_forward(name, x, PARAMS), spec))
     spec = QuantizeSpec(tiles, E5M2, True, columnwise, epsilon=1e-3)
     dx = activations.activation_backward(name, dy, x, PARAMS)
     expected = quantize(dx, spec)
-    made, sums = activations.activation_backward(name, dy, x, PARAMS, Cast(spec), torch.bfloat16)
-    _same(made, expected)
+    result, sums = activations.activation_backward(name, dy, x, PARAMS, Cast(spec), torch.bfloat16)
+    _same(result, expected)
     _close_sums(sums, dx)
     if shape == (128, 128):
         without, none = activations.activation_backward(name, dy, x, PARAMS, Cast(spec))
@@ -102,12 +102,12 @@ def test_fused_norm_codes_and_statistics_equal_separate_quantization(shape, kind
     assert norm_fuses(x, spec, centered=kind != "rmsnorm") is not wide
     if kind == "rmsnorm":
         y, *statistics = norms.rmsnorm_forward(x, weight, 1e-5, True)
-        made = norms.rmsnorm_forward(x, weight, 1e-5, True, Cast(spec))
+        result = norms.rmsnorm_forward(x, weight, 1e-5, True, Cast(spec))
     else:
         y, *statistics = norms.layernorm_forward(x, weight, bias, 1e-5, False)
-        made = norms.layernorm_forward(x, weight, bias, 1e-5, False, Cast(spec))
-    _same(made[0], quantize(y, spec))
-    _same(made[1:], statistics)
+        result = norms.layernorm_forward(x, weight, bias, 1e-5, False, Cast(spec))
+    _same(result[0], quantize(y, spec))
+    _same(result[1:], statistics)
 
 
 @runs_kernels
@@ -121,8 +121,8 @@ def test_a_cast_with_column_sums_has_the_same_codes_as_the_cast(dtype, shape, ti
         pytest.skip("one shape suffices to check that float16 is read")
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec = QuantizeSpec(tiles, E5M2, True, True, power_of_two=shape[0] % 2 == 0, epsilon=1e-4)
-    made, sums = sums_of.column_sums(x, dtype, Cast(spec))
-    _same(made, quantize(x, spec))
+    result, sums = sums_of.column_sums(x, dtype, Cast(spec))
+    _same(result, quantize(x, spec))
     assert sums.dtype == dtype
     _close_sums(sums, x)
 
@@ -175,9 +175,9 @@ def test_strided_inputs_have_the_same_codes_as_their_copies(tiles):
         _same(actual, expected)
 
 
-def _same_numbers(made, expected):
+def _same_numbers(result, expected):
     """NaN codes may differ in their sign."""
-    for a, b in zip(made[:4], expected[:4], strict=True):
+    for a, b in zip(result[:4], expected[:4], strict=True):
         if b is None:
             assert a is None
             continue
@@ -192,15 +192,15 @@ def test_nonfinite_and_extreme_numbers_have_the_separate_steps_codes(bad, tiles)
     x[3, 7] = bad
     x[:, 150] = 3.0
     spec = QuantizeSpec(tiles, E4M3, True, True)
-    made = activations.activation_forward("relu", x, PARAMS, Cast(spec))
+    result = activations.activation_forward("relu", x, PARAMS, Cast(spec))
     expected = quantize(activations.activation_forward("relu", x, PARAMS), spec)
-    _same_numbers(made, expected)
+    _same_numbers(result, expected)
     gamma = torch.full((200,), 2.0, device=DEVICE)
     gamma[9] = float("inf")
     beta = torch.full((200,), 100.0, device=DEVICE)
     y = norms.layernorm_forward(x, gamma, beta, 1e-5, False)[0]
-    made = norms.layernorm_forward(x, gamma, beta, 1e-5, False, Cast(ROWS))[0]
-    _same_numbers(made, quantize(y, ROWS))
+    result = norms.layernorm_forward(x, gamma, beta, 1e-5, False, Cast(ROWS))[0]
+    _same_numbers(result, quantize(y, ROWS))
 
 
 @runs_kernels
@@ -218,9 +218,9 @@ def test_a_norm_in_both_directions_takes_two_steps(tiles):
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, True)
     assert not norm_fuses(x, spec, centered=False)
-    made, statistic = norms.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec))
+    result, statistic = norms.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec))
     y, expected = norms.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False)
-    _same(made, quantize(y, spec))
+    _same(result, quantize(y, spec))
     assert torch.equal(statistic, expected)
 
 
@@ -246,11 +246,11 @@ def test_a_forced_reference_quantization_is_not_fused_away():
 @pytest.mark.parametrize("tiles", [BLOCK_1D, FLOAT8], ids=["1d", "current"])
 def test_observers_are_called_once_per_quantization(tiles, columnwise):
     x = torch.randn(64, 256, device="cuda").bfloat16()
-    spec, seen = QuantizeSpec(tiles, E4M3, True, columnwise), []
-    with observing(lambda operation, request: seen.append(operation)):
+    spec, records = QuantizeSpec(tiles, E4M3, True, columnwise), []
+    with observing(lambda operation, request: records.append(operation)):
         norms.rmsnorm_forward(x, x[0], 1e-5, False, Cast(spec))
         activations.activation_forward("gelu", x, PARAMS, Cast(spec))
         activations.activation_backward("gelu", x, x, PARAMS, Cast(spec))
         activations.activation_backward("gelu", x, x, PARAMS, Cast(spec), torch.float32)
         column_sums(x, torch.float32, Cast(spec))
-    assert seen.count("quantize") == 5
+    assert records.count("quantize") == 5

@@ -92,13 +92,13 @@ def test_fused_norm_codes_equal_separate_quantization(shape, delayed, columnwise
     first, second = _scaling(delayed), _scaling(delayed)
     if kind == "rmsnorm":
         y, *statistics = norms.rmsnorm_forward(x, weight, *how)
-        made = norms.rmsnorm_forward(x, weight, *how, Cast(spec, *second))
+        result = norms.rmsnorm_forward(x, weight, *how, Cast(spec, *second))
     else:
         y, *statistics = norms.layernorm_forward(x, weight, bias, *how)
-        made = norms.layernorm_forward(x, weight, bias, *how, Cast(spec, *second))
-    _same(made[0], quantize(y, spec, multiplier=first.scale, record=first.record))
-    _same(made[1:], statistics)
-    assert made[0].amax is not None and (not delayed or made[0].amax is second.record)
+        result = norms.layernorm_forward(x, weight, bias, *how, Cast(spec, *second))
+    _same(result[0], quantize(y, spec, multiplier=first.scale, record=first.record))
+    _same(result[1:], statistics)
+    assert result[0].amax is not None and (not delayed or result[0].amax is second.record)
 
 
 @runs_kernels
@@ -113,14 +113,14 @@ def test_fused_activation_and_gradient_codes_equal_separate_quantization(shape, 
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec, first, second = _spec(columnwise), _scaling(delayed), _scaling(delayed)
     y = activations.activation_forward(name, x, PARAMS)
-    made = activations.activation_forward(name, x, PARAMS, Cast(spec, *second))
-    _same(made, quantize(y, spec, multiplier=first.scale, record=first.record))
+    result = activations.activation_forward(name, x, PARAMS, Cast(spec, *second))
+    _same(result, quantize(y, spec, multiplier=first.scale, record=first.record))
     spec = _spec(columnwise, E5M2)
     dx = activations.activation_backward(name, dy, x, PARAMS)
     expected = quantize(dx, spec, multiplier=first.scale, record=first.record)
     cast = Cast(spec, *second)
-    made, sums = activations.activation_backward(name, dy, x, PARAMS, cast, torch.float32)
-    _same(made, expected)
+    result, sums = activations.activation_backward(name, dy, x, PARAMS, cast, torch.float32)
+    _same(result, expected)
     torch.testing.assert_close(sums, dx.double().sum(0).float(), rtol=1e-5, atol=1e-4)
     if shape == (64, 64):
         without, none = activations.activation_backward(name, dy, x, PARAMS, cast)
@@ -145,12 +145,12 @@ def test_a_gradient_is_computed_together_with_the_outputs_columns(shape, delayed
     dx = activations.activation_backward(name, dy, x, PARAMS)
     cast = Cast(_spec(columnwise, E5M2), *second) if delayed else None
     output = OutputCast(columns, first.scale, amax)
-    made, codes = activations.activation_backward_and_output(name, dy, x, PARAMS, cast, output)
+    result, codes = activations.activation_backward_and_output(name, dy, x, PARAMS, cast, output)
     _same(codes[:4], quantize(y, columns, multiplier=first.scale, amax=amax)[:4])
     if delayed:
-        _same(made, quantize(dx, _spec(columnwise, E5M2), multiplier=first.scale, record=first.record))
+        _same(result, quantize(dx, _spec(columnwise, E5M2), multiplier=first.scale, record=first.record))
     else:
-        assert torch.equal(made.values, dx) and torch.equal(made.amax, dx.float().abs().amax().reshape(1))
+        assert torch.equal(result.values, dx) and torch.equal(result.amax, dx.float().abs().amax().reshape(1))
 
 
 @runs_kernels
@@ -196,8 +196,8 @@ def test_the_outputs_columns_equal_separate_steps_on_every_device(name, device):
 def test_a_cast_with_column_sums_has_the_same_codes_as_the_cast(dtype, shape):
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec, first, second = _spec(True), _scaling(True), _scaling(True)
-    made, sums = sums_of.column_sums(x, dtype, Cast(spec, *second))
-    _same(made, quantize(x, spec, multiplier=first.scale, record=first.record))
+    result, sums = sums_of.column_sums(x, dtype, Cast(spec, *second))
+    _same(result, quantize(x, spec, multiplier=first.scale, record=first.record))
     assert sums.dtype == dtype
     tolerance = ROUNDED[dtype]
     torch.testing.assert_close(sums.float(), x.double().sum(0).float(), rtol=tolerance, atol=1e-4)
@@ -210,8 +210,8 @@ def test_strided_inputs_have_the_same_codes_as_their_copies():
         for name in ("gelu", "swiglu"):
             actual = activations.activation_forward(name, x, PARAMS, Cast(_spec(True), *_scaling(True)))
             copy = x.clone(memory_format=torch.contiguous_format)
-            again = Cast(_spec(True), *_scaling(True))
-            _same(actual, activations.activation_forward(name, copy, PARAMS, again))
+            repeated = Cast(_spec(True), *_scaling(True))
+            _same(actual, activations.activation_forward(name, copy, PARAMS, repeated))
         weight = torch.ones(x.shape[1], device=DEVICE)
         first, second = (Cast(_spec(True), *_scaling(True)) for _ in range(2))
         actual, _ = norms.rmsnorm_forward(x, weight, 1e-5, False, first)
@@ -244,20 +244,20 @@ def test_the_public_functions_equal_the_two_steps_on_every_device(spec, delayed,
     scale = torch.tensor([8.0], device=device) if delayed and spec.format is FLOAT8 else None
     cast = Cast(spec, scale)
     y, mean, rstdev = norm.layernorm_forward(x, weight, weight, 1e-5, False)
-    made = norm.layernorm_forward(x, weight, weight, 1e-5, False, cast)
-    _same(made[0], quantize(y, spec, multiplier=scale))
-    _same(made[1:], (mean, rstdev))
+    result = norm.layernorm_forward(x, weight, weight, 1e-5, False, cast)
+    _same(result[0], quantize(y, spec, multiplier=scale))
+    _same(result[1:], (mean, rstdev))
     y, rstdev = norm.rmsnorm_forward(x, weight, 1e-5, False)
-    made = norm.rmsnorm_forward(x, weight, 1e-5, False, cast)
-    _same((*made[0], made[1]), (*quantize(y, spec, multiplier=scale), rstdev))
+    result = norm.rmsnorm_forward(x, weight, 1e-5, False, cast)
+    _same((*result[0], result[1]), (*quantize(y, spec, multiplier=scale), rstdev))
     y = activation_forward("swiglu", x, PARAMS)
     _same(activation_forward("swiglu", x, PARAMS, cast), quantize(y, spec, multiplier=scale))
     dx = activation_backward("swiglu", y, x, PARAMS)
-    made, sums = activation_backward("swiglu", y, x, PARAMS, cast, torch.float32)
-    _same(made, quantize(dx, spec, multiplier=scale))
+    result, sums = activation_backward("swiglu", y, x, PARAMS, cast, torch.float32)
+    _same(result, quantize(dx, spec, multiplier=scale))
     torch.testing.assert_close(sums, dx.float().sum(0), rtol=1e-4, atol=1e-4)
-    made, sums = column_sums(x, torch.float32, cast)
-    _same(made, quantize(x, spec, multiplier=scale))
+    result, sums = column_sums(x, torch.float32, cast)
+    _same(result, quantize(x, spec, multiplier=scale))
     torch.testing.assert_close(sums, x.float().sum(0), rtol=1e-4, atol=1e-4)
 
 

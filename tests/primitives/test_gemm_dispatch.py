@@ -14,17 +14,17 @@ from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, pl
 @pytest.fixture
 def described(monkeypatch):
     """A list that records each described request; the cache is empty at first."""
-    seen = []
+    records = []
     describe = TABLE.describe
 
-    def noted(*key):
+    def note(*key):
         request = describe(*key)
-        seen.append(request)
+        records.append(request)
         return request
 
-    monkeypatch.setattr(TABLE, "describe", noted)
+    monkeypatch.setattr(TABLE, "describe", note)
     TABLE.forget()
-    yield seen
+    yield records
     TABLE.forget()
 
 
@@ -85,11 +85,11 @@ def test_a_forced_backend_is_used_though_the_call_is_warm(described, device, mon
 def test_an_observer_sees_every_warm_call(described, device):
     a, b = operands(device)
     gemm(a, b, Epilogue(torch.bfloat16))
-    seen = []
-    with observing(lambda operation, request: seen.append((operation, request.m))):
+    records = []
+    with observing(lambda operation, request: records.append((operation, request.m))):
         for _ in range(3):
             gemm(a, b, Epilogue(torch.bfloat16))
-    assert seen == [("gemm", 16)] * 3
+    assert records == [("gemm", 16)] * 3
 
 
 def test_the_call_cache_is_bounded(described, device, monkeypatch):

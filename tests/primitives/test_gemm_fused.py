@@ -139,9 +139,9 @@ def test_codes_are_the_scaled_product_and_the_maximum_is_unscaled(backend, eleme
     ):  # neither 1, where dividing by it would not be noticed, nor all in range
         record = torch.zeros(1, device=device)
         with use_backend(gemm_epilogue=backend):
-            made = gemm(a, b, epilogue, make_cast(e, torch.tensor([scale], device=device), record))
-        codes = made.codes
-        assert made.scale.item() == pytest.approx(1.0 / scale)
+            result = gemm(a, b, epilogue, make_cast(e, torch.tensor([scale], device=device), record))
+        codes = result.codes
+        assert result.scale.item() == pytest.approx(1.0 / scale)
         maximum = torch.finfo(codes.dtype).max
         scaled = (exact * scale).clamp(-maximum, maximum)
         step = 2.0**-3 if element == "e4m3" else 2.0**-2  # rounding, once to bfloat16 before where apart
@@ -176,15 +176,15 @@ CASTS = {
 
 
 @pytest.mark.parametrize("spec", CASTS.values(), ids=CASTS)
-@pytest.mark.parametrize("given", [False, True], ids=["", "multiplier"])
-def test_a_product_with_a_cast_equals_the_quantized_product(spec, given, device):
-    if given and spec.format.block is not None:
+@pytest.mark.parametrize("argument", [False, True], ids=["", "multiplier"])
+def test_a_product_with_a_cast_equals_the_quantized_product(spec, argument, device):
+    if argument and spec.format.block is not None:
         pytest.skip("blocks make their own scales")
     a, b, bias = operand(M, K, device), operand(N, K, device), torch.randn(N, device=device).to(BF16)
-    cast = Cast(spec, torch.tensor([3.0], device=device) if given else None)
-    made = gemm(a, b, Epilogue(BF16, bias), cast)
+    cast = Cast(spec, torch.tensor([3.0], device=device) if argument else None)
+    result = gemm(a, b, Epilogue(BF16, bias), cast)
     expected = quantize(gemm(a, b, Epilogue(BF16, bias)), spec, multiplier=cast.multiplier)
-    for mine, theirs in zip(made[:4], expected[:4], strict=True):
+    for mine, theirs in zip(result[:4], expected[:4], strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine.float(), theirs.float())
 
@@ -219,8 +219,8 @@ def test_inputs_that_do_not_fit_are_rejected(call, message, device):
 
 
 def test_a_choice_is_cached_by_its_inputs(monkeypatch, device):
-    seen, describe = [], fused.TABLE.describe
-    monkeypatch.setattr(fused.TABLE, "describe", lambda *key: seen.append(key) or describe(*key))
+    records, describe = [], fused.TABLE.describe
+    monkeypatch.setattr(fused.TABLE, "describe", lambda *key: records.append(key) or describe(*key))
     fused.TABLE.forget()
     a, b = operand(M, K, device), operand(N, K, device)
     x = torch.randn(M, N, device=device).to(BF16)
@@ -238,16 +238,16 @@ def test_a_choice_is_cached_by_its_inputs(monkeypatch, device):
     for _ in range(2):
         for call in calls:
             call()
-    assert len(seen) == len(calls)
+    assert len(records) == len(calls)
 
 
 @pytest.mark.parametrize("choice", [{"gemm": "reference"}, {"activation": "reference"}], ids=str)
 def test_a_backend_forced_for_one_step_is_used_for_it(choice, device):
     a, b = operand(M, K, device), operand(N, K, device)
-    seen = []
-    with use_backend(**choice), observing(lambda operation, request: seen.append(operation)):
+    records = []
+    with use_backend(**choice), observing(lambda operation, request: records.append(operation)):
         gemm_gelu(a, b, Epilogue(BF16))
-    assert seen == ["gemm_epilogue", "gemm", "activation"]
+    assert records == ["gemm_epilogue", "gemm", "activation"]
 
 
 def test_graph_operators_equal_eager_mode(device):
@@ -255,15 +255,15 @@ def test_graph_operators_equal_eager_mode(device):
     x, bias = torch.randn(M, N, device=device).to(BF16), torch.randn(N, device=device).to(BF16)
     tensors = (a.codes, None, None, None, b.codes, None, None, None)
     for keeps in (True, False):
-        made = fused._product_gelu_now(*tensors, bias, BF16, True, keeps)
+        result = fused._product_gelu_now(*tensors, bias, BF16, True, keeps)
         fake = fused._product_gelu.results(*tensors, bias, BF16, True, keeps)
         expected = gemm_gelu(a, b, Epilogue(BF16, bias), keeps)
-        assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in made]
-        assert all(torch.equal(t, e) for t, e in zip(made, expected, strict=False))
-    made = fused._product_gelu_gradient_now(*tensors, x, BF16, True)
+        assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in result]
+        assert all(torch.equal(t, e) for t, e in zip(result, expected, strict=False))
+    result = fused._product_gelu_gradient_now(*tensors, x, BF16, True)
     fake = fused._product_gelu_gradient.results(*tensors, x, BF16, True)
-    assert (fake.shape, fake.dtype) == (made.shape, made.dtype)
-    assert torch.equal(made, gemm_gelu_gradient(a, b, x, Epilogue(BF16)))
+    assert (fake.shape, fake.dtype) == (result.shape, result.dtype)
+    assert torch.equal(result, gemm_gelu_gradient(a, b, x, Epilogue(BF16)))
 
 
 def test_a_compiled_graph_is_bitwise_equal_to_eager_mode(device):
@@ -271,8 +271,8 @@ def test_a_compiled_graph_is_bitwise_equal_to_eager_mode(device):
     bias = torch.randn(N, device=device).to(BF16)
 
     def step(a_codes, b_codes, x):
-        y, kept = gemm_gelu(plain(a_codes), plain(b_codes), Epilogue(BF16, bias))
-        return y, kept, gemm_gelu_gradient(plain(a_codes), plain(b_codes), x, Epilogue(BF16))
+        y, saved = gemm_gelu(plain(a_codes), plain(b_codes), Epilogue(BF16, bias))
+        return y, saved, gemm_gelu_gradient(plain(a_codes), plain(b_codes), x, Epilogue(BF16))
 
     x = torch.randn(M, N, device=device).to(BF16)
     eager = step(a.codes, b.codes, x)
@@ -340,10 +340,10 @@ def test_a_plan_describes_codes_and_their_maximum(library, dtype):
     assert ((codes.double() - expected).abs() <= 2.0**-4 * expected.abs() + 2.0**-9).all()
     assert float(record) == pytest.approx(float(exact.abs().max()), rel=1e-5)
     plain_request = h200_request(CODES, a, b, epilogue, False, None, torch.float8_e4m3fn)
-    again = cublaslt_fused.bind(plain_request)(
+    repeated = cublaslt_fused.bind(plain_request)(
         a, b, epilogue, make_cast(formats.E4M3, torch.tensor([16.0]))
     ).codes
-    assert torch.equal(codes.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(codes.view(torch.uint8), repeated.view(torch.uint8))
 
 
 def matrix_with_alignment(rows: int, columns: int, by: int) -> torch.Tensor:
@@ -355,29 +355,29 @@ def matrix_with_alignment(rows: int, columns: int, by: int) -> torch.Tensor:
 
 def alignments(library, monkeypatch) -> list[int]:
     """A list that records the alignment in each later request for algorithms."""
-    asked: list[int] = []
+    queries: list[int] = []
     heuristic = library.matmul_algo_get_heuristic
 
     def asking(handle, descriptor, a, b, c, d, preference, *rest):
-        asked.append(library.alive[preference]["MIN_ALIGNMENT_A_BYTES"])
+        queries.append(library.alive[preference]["MIN_ALIGNMENT_A_BYTES"])
         heuristic(handle, descriptor, a, b, c, d, preference, *rest)
 
     monkeypatch.setattr(library, "matmul_algo_get_heuristic", asking)
-    return asked
+    return queries
 
 
 @pytest.mark.parametrize("by", [16, 32, 128])
 def test_a_slice_has_a_plan_for_its_alignment(library, monkeypatch, by):
     a, b, x = plain(matrix_with_alignment(M, K, by)), operand(N, K, "cpu"), matrix_with_alignment(M, N, by)
-    asked = alignments(library, monkeypatch)
-    y, kept = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
+    requested = alignments(library, monkeypatch)
+    y, saved = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
     gradient = cublaslt_fused.bind(h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
     dx = gradient(a, b, Epilogue(BF16), x)
     gradient(a, b, Epilogue(BF16), x)
-    assert len(asked) == 4 and asked[::2] == [256, 256] and max(asked[1::2]) <= by
+    assert len(requested) == 4 and requested[::2] == [256, 256] and max(requested[1::2]) <= by
     assert len(library.started) == 3
     product = dequantize_operand(a) @ dequantize_operand(b).t()
-    close(kept, product, slack=1e-4)
+    close(saved, product, slack=1e-4)
     close(y, gelu(product), slack=1e-4)
     close(dx, product * slope(x.double()), slack=1e-4)
 
@@ -393,11 +393,11 @@ def test_matrices_without_a_plan_take_separate_steps(library, monkeypatch, reaso
     gradient = cublaslt_fused.bind(h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
     if reason != "less than 16 bytes":
         library.algorithms = []
-    y, kept = gelu_call(a, b, Epilogue(BF16))
+    y, saved = gelu_call(a, b, Epilogue(BF16))
     dx = gradient(a, b, Epilogue(BF16), x)
     assert not library.started
     product = dequantize_operand(a) @ dequantize_operand(b).t()
-    close(kept, product, slack=1e-4)
+    close(saved, product, slack=1e-4)
     close(y, gelu(product), product.abs(), slack=1e-4)
     close(dx, product * slope(x.double()), product.abs(), slack=1e-4)
 

@@ -25,7 +25,7 @@ class _Kernel:
     def __init__(self, name: str, arguments: int):
         self.fn = self
         self.__name__ = name
-        self.arg_names = [f"a{place}" for place in range(arguments)]
+        self.arg_names = [f"a{index}" for index in range(arguments)]
 
 
 def record(name: str, inputs: int, *outputs: Output | None) -> Launch:
@@ -35,27 +35,27 @@ def record(name: str, inputs: int, *outputs: Output | None) -> Launch:
 @pytest.fixture
 def started(monkeypatch) -> list[tuple[str, list[int]]]:
     """A list that receives (kernel, addresses) for every launch; nothing is computed."""
-    seen = []
+    calls = []
 
     def compiled(launch, tensors):
         def start(columns, rows, planes, stream, *addresses):
-            seen.append((launch.kernel.__name__, list(addresses)))
+            calls.append((launch.kernel.__name__, list(addresses)))
 
         return Handle(start, launch.grid, lambda device: 0, (), ())
 
     for launch in (SQUARED, ADDED):
         launch.handles.clear()  # which write into another test's list
     monkeypatch.setattr(records, "_compile", compiled)
-    return seen
+    return calls
 
 
 def tensors(count: int) -> list[torch.Tensor]:
     return [torch.zeros(8, 16) for _ in range(count)]
 
 
-def generate_pass(work, given):
+def generate_pass(work, argument):
     """Generated pass for work(*given), which is evaluated on symbols."""
-    instructions = Instructions(given, CPU)
+    instructions = Instructions(argument, CPU)
     results = work(*instructions.symbols())
     return generate(instructions, [instructions.symbol(result) for result in results])
 
@@ -64,38 +64,38 @@ SQUARED = record("squared", 1, Output((8, 16), "float32"))
 ADDED = record("added", 2, Output((8, 16), "float32"), Output((8,), "float32"))
 
 
-def added(x, y):
+def add_squares(x, y):
     (squared,) = run(SQUARED, (x.view(-1, 16),))
     total, sums = run(ADDED, (squared, y))
     return total.view(2, 4, 16), None, x, sums
 
 
 def test_a_generated_pass_launches_the_same_kernels_on_its_inputs(started):
-    generated = generate_pass(added, tensors(2))
+    generated = generate_pass(add_squares, tensors(2))
     assert started == []
     x, y = tensors(2)
-    given = [x, y]
-    total, nothing, same, sums = generated(given)
-    assert given == [] and nothing is None and same is x
+    inputs = [x, y]
+    total, nothing, same, sums = generated(inputs)
+    assert inputs == [] and nothing is None and same is x
     assert total.shape == (2, 4, 16) and total.is_contiguous() and sums.shape == (8,)
-    (first, (of_x, squared)), (second, (read, of_y, made, of_sums)) = started
+    (first, (of_x, squared)), (second, (read, of_y, result, of_sums)) = started
     assert (first, second) == ("squared", "added")
     assert of_x == x.data_ptr() and of_y == y.data_ptr() and read == squared
-    assert made == total.data_ptr() and of_sums == sums.data_ptr()
+    assert result == total.data_ptr() and of_sums == sums.data_ptr()
 
 
 def test_every_call_allocates_new_tensors(started):
-    generated = generate_pass(added, tensors(2))
+    generated = generate_pass(add_squares, tensors(2))
     first, second = generated(tensors(2)), generated(tensors(2))
     assert first[0].data_ptr() != second[0].data_ptr()
 
 
 def test_a_generated_pass_returns_none_for_tensors_that_are_not_aligned(started):
-    generated = generate_pass(added, tensors(2))
+    generated = generate_pass(add_squares, tensors(2))
     started.clear()
-    given = [torch.zeros(129)[1:].view(8, 16), *tensors(1)]
-    assert generated(given) is None
-    assert len(given) == 2 and started == []
+    inputs = [torch.zeros(129)[1:].view(8, 16), *tensors(1)]
+    assert generated(inputs) is None
+    assert len(inputs) == 2 and started == []
 
 
 def test_small_buffers_in_a_pass_share_memory(started):
@@ -170,10 +170,10 @@ class Marked(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("given", [torch.zeros(8, 16).as_subclass(Marked), torch.zeros(0, 16)])
-def test_subclass_tensors_and_empty_tensors_are_not_recorded(given):
+@pytest.mark.parametrize("argument", [torch.zeros(8, 16).as_subclass(Marked), torch.zeros(0, 16)])
+def test_subclass_tensors_and_empty_tensors_are_not_recorded(argument):
     with pytest.raises(NotRecordable, match="a tensor is"):
-        Instructions([given], CPU)
+        Instructions([argument], CPU)
 
 
 def test_a_state_tensor_is_replaced_by_the_passed_tensor(started):

@@ -49,9 +49,9 @@ def make_spec(kind: str, element, square: bool = False) -> QuantizeSpec:
 def quantized_directions(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 values for the row codes and column codes of x."""
     with use_backend(quantize="reference"):
-        made = quantize(x, spec)
-    rows = dequantize(Operand(made.codes, made.scale, spec.format))
-    columns = dequantize(Operand(made.codes_t, made.scale_t, spec.format)).t()
+        tensor = quantize(x, spec)
+    rows = dequantize(Operand(tensor.codes, tensor.scale, spec.format))
+    columns = dequantize(Operand(tensor.codes_t, tensor.scale_t, spec.format)).t()
     return rows.double(), columns.double()
 
 
@@ -90,10 +90,12 @@ def test_row_products_equal_per_group_products(kind, splits, transposed, exact, 
         # cuBLASLt takes block scales for E4M3 alone.
         first = make_spec(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3)
         second = make_spec(kind, E4M3, square=True)
-        made = quantize_rows(x, groups, first)
-        held = quantize_matrices(Matrices.of(weights), second)
-        codes, scale = (held.codes_t, held.scale_t) if transposed else (held.codes, held.scale)
-        a = GroupedRows(made.codes, made.scale, first.format)
+        result = quantize_rows(x, groups, first)
+        contents = quantize_matrices(Matrices.of(weights), second)
+        codes, scale = (
+            (contents.codes_t, contents.scale_t) if transposed else (contents.codes, contents.scale)
+        )
+        a = GroupedRows(result.codes, result.scale, first.format)
         b = GroupedMatrices(codes=codes, scale=scale, format=second.format)
         parts = [quantized_directions(part, first)[0] for part in x.split(splits)]
         factors = [quantized_directions(w, second)[0] for w in weights]
@@ -126,21 +128,21 @@ def test_column_products_equal_per_group_products(kind, splits, target, backend,
             make_spec(kind, E4M3),
         )
         tiled = backend == "gluon" and kind == "float8"
-        made, held = (
+        output, contents = (
             quantize_rows(values, groups, spec, tiled=tiled)
             for values, spec in zip((dy, x), specs, strict=True)
         )
-        a = GroupedColumns(made.codes_t, made.scale_t, specs[0].format)
-        b = GroupedColumns(held.codes_t, held.scale_t, specs[1].format)
+        a = GroupedColumns(output.codes_t, output.scale_t, specs[0].format)
+        b = GroupedColumns(contents.codes_t, contents.scale_t, specs[1].format)
         first = [quantized_directions(part, specs[0])[1] for part in dy.split(splits)]
         second = [quantized_directions(part, specs[1])[1] for part in x.split(splits)]
     dtype = torch.bfloat16 if target == "narrow" else torch.float32
     out = torch.full((count, N, K), 3.0, device=device, dtype=dtype)
-    place = [torch.full((N, K), 3.0, device=device) for _ in splits] if target == "apart" else out
+    position = [torch.full((N, K), 3.0, device=device) for _ in splits] if target == "apart" else out
 
     def run():
-        product_of_columns(a, b, groups, (N, K), place, accumulate=target == "added")
-        return torch.stack(place) if target == "apart" else out
+        product_of_columns(a, b, groups, (N, K), position, accumulate=target == "added")
+        return torch.stack(position) if target == "apart" else out
 
     result = run_forced(backend, run)
     expected = torch.stack([p.t() @ q for p, q in zip(first, second, strict=True)])
@@ -159,8 +161,8 @@ def test_tiled_column_products_are_bitwise_equal_to_contiguous_columns(splits, e
     results = []
     for tiled in (False, True):
         a, b = (
-            GroupedColumns(made.codes_t, made.scale_t, FLOAT8)
-            for made in (
+            GroupedColumns(result.codes_t, result.scale_t, FLOAT8)
+            for result in (
                 quantize_rows(dy, groups, make_spec("float8", E5M2), tiled=tiled),
                 quantize_rows(x, groups, make_spec("float8", E4M3), tiled=tiled),
             )
@@ -184,10 +186,10 @@ def test_gluon_and_triton_row_products_are_bitwise_equal(splits, exact, device):
     weights = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in splits]
     bias = torch.randn(len(splits), N, device=device, dtype=torch.bfloat16)
     groups = make_groups(splits, len(x), x.device)
-    made = quantize_rows(x, groups, make_spec("float8", E5M2))
-    held = quantize_matrices(Matrices.of(weights), make_spec("float8", E4M3))
-    a = GroupedRows(made.codes, made.scale, FLOAT8)
-    b = GroupedMatrices(codes=held.codes, scale=held.scale, format=FLOAT8)
+    result = quantize_rows(x, groups, make_spec("float8", E5M2))
+    contents = quantize_matrices(Matrices.of(weights), make_spec("float8", E4M3))
+    a = GroupedRows(result.codes, result.scale, FLOAT8)
+    b = GroupedMatrices(codes=contents.codes, scale=contents.scale, format=FLOAT8)
     results = []
     for backend in ("triton", "gluon"):
         out = torch.full((len(x), N), torch.nan, device=device, dtype=torch.bfloat16)
@@ -211,14 +213,14 @@ def test_a_gpu_uses_one_launch_for_many_groups_and_the_library_for_few(kind):
         groups = make_groups(splits, x.shape[0], x.device)
         a, b = GroupedRows(x), GroupedMatrices(weights)
         if kind != "plain":
-            made, held = (
+            result, contents = (
                 quantize_rows(x, groups, make_spec(kind, E4M3)),
                 quantize_matrices(weights, make_spec(kind, E4M3, square=True)),
             )
             form = make_spec(kind, E4M3).format
-            a = GroupedRows(made.codes, made.scale, form)
+            a = GroupedRows(result.codes, result.scale, form)
             b = GroupedMatrices(
-                codes=held.codes, scale=held.scale, format=make_spec(kind, E4M3, square=True).format
+                codes=contents.codes, scale=contents.scale, format=make_spec(kind, E4M3, square=True).format
             )
         (decision,) = explain(product_of_rows, a, b, groups, torch.bfloat16).decisions
         verdicts = decision.verdicts

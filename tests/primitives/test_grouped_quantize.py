@@ -61,7 +61,7 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
     x = values(sum(splits), device, dtype)
     spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **SCALINGS[name])
     slots = make_slots(len(splits), device) if name == "given" else None
-    made = quantize_rows(x, make_groups(splits, x.shape[0], x.device), spec, slots)
+    result = quantize_rows(x, make_groups(splits, x.shape[0], x.device), spec, slots)
     first, first_t = 0, 0
     tiles = -(-DEPTH // 128)
     for group, part in enumerate(x.split(splits)):
@@ -74,20 +74,20 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
             start = 100.0 if group == 0 else 0.0
             assert recorded == torch.clamp(alone.amax, min=start)
         if spec.rowwise:
-            assert torch.equal(bits(made.codes[first : first + rows]), bits(alone.codes))
+            assert torch.equal(bits(result.codes[first : first + rows]), bits(alone.codes))
             if spec.format == FLOAT8:
-                assert rows == 0 or torch.equal(made.scale[group, :1], alone.scale)
+                assert rows == 0 or torch.equal(result.scale[group, :1], alone.scale)
             else:
-                scales = made.scale[first * tiles : (first + rows) * tiles]
+                scales = result.scale[first * tiles : (first + rows) * tiles]
                 assert torch.equal(scales.view(tiles, rows).t(), alone.scale)
         if spec.columnwise:
-            codes_t = made.codes_t[first_t * DEPTH : (first_t + padded) * DEPTH].view(DEPTH, padded)
+            codes_t = result.codes_t[first_t * DEPTH : (first_t + padded) * DEPTH].view(DEPTH, padded)
             assert torch.equal(bits(codes_t[:, :rows]), bits(alone.codes_t))
             assert not bits(codes_t[:, rows:]).any()
             if spec.format == FLOAT8:
-                assert rows == 0 or torch.equal(made.scale_t[group, :1], alone.scale_t)
+                assert rows == 0 or torch.equal(result.scale_t[group, :1], alone.scale_t)
             else:
-                scales = made.scale_t[first_t // 128 * DEPTH : (first_t + padded) // 128 * DEPTH]
+                scales = result.scale_t[first_t // 128 * DEPTH : (first_t + padded) // 128 * DEPTH]
                 assert torch.equal(scales.view(-1, DEPTH).t(), alone.scale_t)
         first, first_t = first + rows, first_t + padded
 
@@ -124,11 +124,11 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
     }
     spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **(SCALINGS | squares)[name])
     slots = make_slots(5, device) if name == "given" else None
-    made = quantize_matrices(Matrices.of(matrices), spec, slots)
+    result = quantize_matrices(Matrices.of(matrices), spec, slots)
     for group, matrix in enumerate(matrices):
         with use_backend(quantize="reference"):
             alone = quantize(matrix, spec, multiplier=None if slots is None else slots.of_group(group)[0])
-        for ours, theirs in zip(made[:4], alone[:4], strict=True):
+        for ours, theirs in zip(result[:4], alone[:4], strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 mine = bits(ours[group]).reshape(-1)
@@ -138,23 +138,23 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
 def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
     splits, spec = (64, 0, 32), QuantizeSpec(NVFP4, E2M1, True, True, hadamard=True)
     x, groups = values(96, device), make_groups((64, 0, 32), 96, device)
-    made = quantize_rows_separately(x, groups, spec, quantize)
+    result = quantize_rows_separately(x, groups, spec, quantize)
     matrices = Matrices.of([values(32, device) for _ in range(3)])
     stack = quantize_matrices_separately(matrices, spec, quantize)
     for group, part in enumerate(x.split(splits)):
         first = sum(splits[:group])
         if len(part):
             alone = quantize(part, spec)
-            rows = [made.codes[first : first + len(part)], made.scale[first : first + len(part)]]
+            rows = [result.codes[first : first + len(part)], result.scale[first : first + len(part)]]
             columns = [
-                made.codes_t[:, first // 2 : (first + len(part)) // 2],
-                made.scale_t[:, first // 16 : (first + len(part)) // 16],
+                result.codes_t[:, first // 2 : (first + len(part)) // 2],
+                result.scale_t[:, first // 16 : (first + len(part)) // 16],
             ]
-            maxima = [made.amax[group, None], made.amax_t[group, None]]
+            maxima = [result.amax[group, None], result.amax_t[group, None]]
             for ours, theirs in zip([*rows, *columns, *maxima], alone, strict=True):
                 assert torch.equal(bits(ours), bits(theirs))
         else:
-            assert made.amax[group] == made.amax_t[group] == 0
+            assert result.amax[group] == result.amax_t[group] == 0
         for ours, theirs in zip(stack, quantize(matrices.tensors[group], spec), strict=True):
             assert torch.equal(bits(ours[group]).reshape(-1), bits(theirs).reshape(-1))
     with pytest.raises(ValueError, match="unknown on the host"):
@@ -166,21 +166,21 @@ def test_one_groups_values_do_not_change_other_groups_scales(value, device):
     x = values(256, device)
     x[:128] = value
     spec = QuantizeSpec(FLOAT8, E4M3, True, True)
-    made = quantize_rows(x, make_groups((128, 128), 256, x.device), spec)
+    result = quantize_rows(x, make_groups((128, 128), 256, x.device), spec)
     alone = quantize(x[128:], spec)
-    assert made.scale[0, 0] == 1.0
-    assert torch.equal(made.scale[1, :1], alone.scale)
-    assert torch.equal(bits(made.codes[128:]), bits(alone.codes))
+    assert result.scale[0, 0] == 1.0
+    assert torch.equal(result.scale[1, :1], alone.scale)
+    assert torch.equal(bits(result.codes[128:]), bits(alone.codes))
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_layouts_made_on_device_and_host_are_equal(splits, device):
     listed = make_groups(splits, sum(splits), device)
     for dtype in (torch.int32, torch.int64):
-        made = make_groups(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)
-        assert torch.equal(made.layout, listed.layout)
-        assert made.read_rows == splits
-        assert made.padded >= listed.padded
+        result = make_groups(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)
+        assert torch.equal(result.layout, listed.layout)
+        assert result.read_rows == splits
+        assert result.padded >= listed.padded
 
 
 def test_row_sums_equal_per_group_float32_sums(device):

@@ -67,8 +67,8 @@ def append_in_a_loop(new, cache, tensor_format, paged):
         for index in range(count):
             position = start + index
             row = PAGES[sequence][position // PAGE] if paged else sequence
-            place = position % PAGE if paged else position
-            cache[row, place] = token(new, tensor_format, sequence, index).to(cache.dtype)
+            location = position % PAGE if paged else position
+            cache[row, location] = token(new, tensor_format, sequence, index).to(cache.dtype)
     return cache
 
 
@@ -97,9 +97,9 @@ def test_tokens_are_appended_to_their_sequences_and_nothing_else_changes(
 ):
     new = [new_tokens(tensor_format, heads, size, dtypes[0], seed) for seed, size in enumerate(sizes)]
     got = caches(paged, heads, sizes, dtypes[1])
-    want = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
+    expected = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -108,12 +108,12 @@ def test_tokens_are_appended_to_their_sequences_and_nothing_else_changes(
 def test_tokens_beyond_the_cache_are_left_out(run, paged):
     new = [sample(1, 4, 1, 8, seed=i) for i in range(2)]
     got = caches(paged, 1, (8, 8), torch.float32)
-    want = [cache.clone() for cache in got]
-    for cache, x in zip(want, new, strict=True):
+    expected = [cache.clone() for cache in got]
+    for cache, x in zip(expected, new, strict=True):
         cache[7 if paged else 0, 3 if paged else LENGTH - 1] = x[0, 0]
     pages = torch.tensor([[1, 2, 7]], dtype=torch.int32, device=DEVICE) if paged else None
     run(*new, *got, pages, cumulative([4]), cumulative([LENGTH + 3]), "bshd", 4)
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -127,11 +127,11 @@ def test_sequences_split_over_several_programs_are_appended_completely(tensor_fo
     triton._launch.cache_clear()
     new = [new_tokens(tensor_format, 2, 8, torch.float32, seed) for seed in range(2)]
     got = caches(paged, 2, (8, 8), torch.float32)
-    want = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
+    expected = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
     run = Kernels(kv_cache, "kv_cache").append
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
     triton._launch.cache_clear()
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -171,11 +171,11 @@ def test_a_million_tokens_are_appended(tensor_format):
 @APPEND
 def test_a_step_without_tokens_changes_nothing(run):
     got = caches(True, 2, (8, 8), torch.float32)
-    want = [cache.clone() for cache in got]
+    expected = [cache.clone() for cache in got]
     for size in (0, 3):
         new = sample(4, size, 2, 8)
         run(new, new, *got, table(True), cumulative([0] * 4), cumulative(STARTS), "bshd", size)
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -188,8 +188,8 @@ def test_a_long_prompt_and_many_heads_fill_their_pages(run):
     cache = torch.zeros(80, page, heads, size, dtype=torch.bfloat16, device=DEVICE)
     cu, where = cumulative(lengths), pages.to(DEVICE, torch.int32)
     run(new, new, cache, cache.clone(), where, cu, cu, "thd", max(lengths))
-    together = gather_pages(cache, where)
-    for row, part in zip(together, new.split(lengths), strict=True):
+    joint = gather_pages(cache, where)
+    for row, part in zip(joint, new.split(lengths), strict=True):
         torch.testing.assert_close(row[: len(part)], part, rtol=0, atol=0)
         assert not row[len(part) :].any()
 

@@ -24,7 +24,7 @@ class _Kernel:
     def __init__(self, name: str, arguments: int):
         self.fn = self
         self.__name__ = name
-        self.arg_names = [f"a{place}" for place in range(arguments)]
+        self.arg_names = [f"a{index}" for index in range(arguments)]
 
 
 def record(name: str, inputs: int, *outputs: Output | None, **rest) -> Launch:
@@ -41,25 +41,25 @@ def test_a_grid_that_cuda_cannot_launch_is_rejected(grid):
 @pytest.fixture
 def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
     """(kernel, tensors) for every launch; nothing is computed."""
-    seen = []
+    calls = []
 
     def compiled(launch, tensors):
         records._check(launch, tensors)
 
-        def start(device, pointers, given, made):
-            every = [*given, *made]
+        def start(device, pointers, args, result):
+            every = [*args, *result]
             assert [*pointers] == [None if tensor is None else tensor.data_ptr() for tensor in every]
-            seen.append((launch.kernel.__name__, every))
+            calls.append((launch.kernel.__name__, every))
 
         return start
 
     monkeypatch.setattr(records, "_compile", compiled)
-    return seen
+    return calls
 
 
 def test_outputs_are_allocated_as_the_record_declares(started, device):
     x = torch.ones(3, device=device)
-    codes, nothing, turned, zero, low = run(
+    codes, nothing, transposed, zero, low = run(
         record(
             "made",
             1,
@@ -72,12 +72,12 @@ def test_outputs_are_allocated_as_the_record_declares(started, device):
         (x,),
     )
     assert nothing is None and codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
-    assert turned.shape == (5, 2) and turned.t().is_contiguous()
+    assert transposed.shape == (5, 2) and transposed.t().is_contiguous()
     assert zero.tolist() == [0.0] and low.tolist() == [-math.inf] * 7
-    assert {tensor.device for tensor in (codes, turned, zero, low)} == {x.device}
-    (name, tensors), again = started[0], run(record("again", 1, Output((1,), "float32", begins=0.0)), (x,))
+    assert {tensor.device for tensor in (codes, transposed, zero, low)} == {x.device}
+    (name, tensors), repeated = started[0], run(record("again", 1, Output((1,), "float32", begins=0.0)), (x,))
     assert name == "made" and tensors[0] is x and tensors[1] is codes
-    assert again[0].data_ptr() != zero.data_ptr()
+    assert repeated[0].data_ptr() != zero.data_ptr()
 
 
 def test_a_second_call_allocates_new_tensors(started, device):
@@ -97,8 +97,8 @@ def test_a_launch_without_output_allocation_writes_the_callers_outputs(started, 
 
 def test_other_input_dtypes_and_alignments_are_compiled_separately(started, device):
     launch = record("made", 1, Output((4,), "float32"))
-    whole = torch.ones(64, device=device)
-    for x in (whole[:32], whole[4:36], whole[1:33], whole.half()):
+    full = torch.ones(64, device=device)
+    for x in (full[:32], full[4:36], full[1:33], full.half()):
         run(launch, (x,))
     assert len(launch.handles) == 3  # at multiples of 16 bytes, elsewhere, float16
 
@@ -110,9 +110,9 @@ def test_scratch_memory_is_allocated_by_torch_in_every_thread_and_not_for_the_ca
     allocated, arguments = [], []
     monkeypatch.setattr(records, "_scratch", lambda *of_kernel: allocated.append(of_kernel))
 
-    def start_kernel(*given):
+    def start_kernel(*args):
         _allocation._allocator.get()(640, 128, None)
-        arguments.append(given)
+        arguments.append(args)
 
     start = records._with_scratch(start_kernel)
     before = _allocation._allocator.get()

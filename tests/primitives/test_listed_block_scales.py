@@ -13,12 +13,12 @@ from transformer_engine.pytorch.primitives.operand import Operand
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(256, 512), (256, 384), (128, 128), (640, 1152)])
-@pytest.mark.parametrize("turned", [False, True], ids=["rows contiguous", "blocks contiguous"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows contiguous", "blocks contiguous"])
 @pytest.mark.parametrize("form", [BLOCK_1D, BLOCK_2D], ids=["1x128", "128x128"])
-def test_scales_are_copied_where_the_layout_differs(form, turned, rows, depth):
+def test_scales_are_copied_where_the_layout_differs(form, transposed, rows, depth):
     blocks = depth // 128
     shape = (rows, blocks) if form == BLOCK_1D else (rows // 128, blocks)
-    scale = torch.rand(shape) if turned else torch.rand(shape[::-1]).t()
+    scale = torch.rand(shape) if transposed else torch.rand(shape[::-1]).t()
     codes = torch.zeros(rows, depth, dtype=torch.uint8)
     operand = Operand(codes, scale, form, None, torch.bfloat16)
     instructions = Instructions([codes, scale], torch.device("cpu"))
@@ -29,5 +29,5 @@ def test_scales_are_copied_where_the_layout_differs(form, turned, rows, depth):
     copies = [step for step in instructions.steps if isinstance(step, Apply)]
     assert len(copies) == (expected is not scale)
     for copy in copies:
-        (made,) = copy.function(scale)
-        assert torch.equal(made, expected) and TensorLayout.of(made) == listed.layout
+        (result,) = copy.function(scale)
+        assert torch.equal(result, expected) and TensorLayout.of(result) == listed.layout

@@ -35,12 +35,12 @@ def sample_lists(sizes, *kinds, device=DEVICE, seed=0):
     """Parallel lists with random numbers, positive in the fourth list; int16: the lower halves of numbers."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for place, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         if kind is torch.int16:
             drawn = [torch.randint(-(1 << 15), 1 << 15, (n,), generator=generator, dtype=kind) for n in sizes]
         else:
             drawn = [torch.randn(n, generator=generator) for n in sizes]
-            drawn = [(x.abs() + 0.1 if place == 3 else x).to(kind) for x in drawn]
+            drawn = [(x.abs() + 0.1 if index == 3 else x).to(kind) for x in drawn]
         found.append([x.to(device) for x in drawn])
     return found
 
@@ -135,9 +135,9 @@ def test_a_set_flag_leaves_all_tensors_unchanged():
     before = clone_lists(lists)
     kernels.adam_step(lists, copy_to_device(RATES, torch.device(DEVICE)), Adam(), flag)
     momenta = sample_lists((5, 300), *(torch.float32,) * 3)
-    kept = clone_lists(momenta)
+    saved = clone_lists(momenta)
     kernels.sgd_step(momenta, torch.ones(5, device=DEVICE), Sgd(momentum=True), flag)
-    for ours, theirs in zip((*lists, *momenta), (*before, *kept), strict=True):
+    for ours, theirs in zip((*lists, *momenta), (*before, *saved), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -193,7 +193,7 @@ def test_the_kernels_reject_tensors_on_the_cpu():
 
 def test_a_table_is_reused_while_its_tensors_addresses_are_unchanged(monkeypatch):
     def addresses_equal(tensors, where, places):
-        return [tensors[place].data_ptr() for place in places] == where
+        return [tensors[index].data_ptr() for index in places] == where
 
     monkeypatch.setattr(addresses, "_addresses_equal", addresses_equal)
     lists = [[torch.zeros(40), torch.zeros(7)], [torch.ones(40), torch.ones(7)]]

@@ -108,10 +108,10 @@ class TestWorkedValues:
     def test_gathered_rows_with_one_scale_each_equal_the_rows_of_the_whole(self):
         x = torch.randn(8, 32) * torch.exp2(torch.arange(8.0))[:, None]
         spec = QuantizeSpec(NVFP4_ROWS, E2M1)
-        whole, parts = quantize(x, spec), [quantize(part, spec) for part in x.split(3)]
+        full, parts = quantize(x, spec), [quantize(part, spec) for part in x.split(3)]
         for name in ("codes", "scale", "amax"):
             joined = torch.cat([getattr(part, name).view(torch.uint8) for part in parts])
-            assert torch.equal(joined, getattr(whole, name).view(torch.uint8)), name
+            assert torch.equal(joined, getattr(full, name).view(torch.uint8)), name
 
 
 def nearest(values: np.ndarray) -> np.ndarray:
@@ -149,19 +149,19 @@ class Oracle:
         encode = F(1) if amax == 0 or encode == 0 else F(encode)
         largest = F(np.max(np.abs(tile)))
         if not self.error:
-            wanted = F(largest * F(encode * F(1 / 6)))
-            codes, scale = self.candidate(tile, wanted, encode)
+            expected = F(largest * F(encode * F(1 / 6)))
+            codes, scale = self.candidate(tile, expected, encode)
         else:
             base = F(F(largest / F(6)) * encode)
-            six, four = (self.candidate(tile, wanted, encode) for wanted in (base, F(base * F(1.5))))
+            six, four = (self.candidate(tile, reference, encode) for reference in (base, F(base * F(1.5))))
             takes_four = self.measure(tile, *four, amax, encode) < self.measure(tile, *six, amax, encode)
             codes, scale = four if takes_four else six
         self.codes[r:r_end, c:c_end] = codes
         self.scales[r:r_end, c // 16] = scale
 
     @staticmethod
-    def candidate(tile: np.ndarray, wanted: np.float32, encode: np.float32):
-        scale = e4m3(wanted)
+    def candidate(tile: np.ndarray, expected: np.float32, encode: np.float32):
+        scale = e4m3(expected)
         multiplier = F(F(1) / F(scale * F(F(1) / encode)))
         multiplier = multiplier if np.isnan(multiplier) else min(multiplier, LARGEST)
         return nearest(tile * multiplier), scale
@@ -252,10 +252,10 @@ PARTNERS = {
 
 
 @pytest.mark.parametrize("partner", PARTNERS)
-@pytest.mark.parametrize("turned", [False, True])
-def test_products_with_per_row_scales_equal_dequantized_operand_products(partner, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_with_per_row_scales_equal_dequantized_operand_products(partner, transposed):
     a, b = operand(NVFP4_ROWS, E2M1, 24, 64, 0), operand(*PARTNERS[partner], 40, 64, 1)
-    a, b = (b, a) if turned else (a, b)
+    a, b = (b, a) if transposed else (a, b)
     bias, into = torch.randn(b.rows), torch.randn(a.rows, b.rows)
     expected = dequantized(a) @ dequantized(b).T
     found = gemm(a, b, Epilogue(torch.float32))
@@ -272,7 +272,10 @@ def test_one_factor_per_row_is_applied_to_the_sum_at_unit_maxima():
     a, b = operand(NVFP4_ROWS, E2M1, 24, 64, 0), operand(NVFP4_256, E2M1, 40, 64, 1)
     unit = [o._replace(amax=torch.full_like(o.amax, o.format.unit_amax)) for o in (a, b)]
     sums = torch.mm(
-        *(dequantize(o).t() if turned else dequantize(o) for o, turned in zip(unit, (0, 1), strict=True))
+        *(
+            dequantize(o).t() if transposed else dequantize(o)
+            for o, transposed in zip(unit, (0, 1), strict=True)
+        )
     )
     expected = sums * (1.0 / (6 * 448 * 6 * 256)) * (a.amax[:, None] * b.amax)
     with use_backend(gemm="reference"):
@@ -281,12 +284,12 @@ def test_one_factor_per_row_is_applied_to_the_sum_at_unit_maxima():
 
 def test_a_product_row_does_not_depend_on_other_rows():
     a, b = operand(NVFP4_ROWS, E2M1, 24, 64, 0), operand(NVFP4, E2M1, 40, 64, 1)
-    whole = gemm(a, b, Epilogue(torch.float32))
+    full = gemm(a, b, Epilogue(torch.float32))
     for row in (0, 11):
         alone = Operand(
             a.codes[row : row + 1], a.scale[row : row + 1], a.format, a.amax[row : row + 1], a.dtype
         )
-        assert torch.allclose(gemm(alone, b, Epilogue(torch.float32)), whole[row], rtol=1e-6, atol=1e-30)
+        assert torch.allclose(gemm(alone, b, Epilogue(torch.float32)), full[row], rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,13 @@ def sums_case() -> Case:
 
 
 def product_case(**epilogue: Any) -> Case:
-    a, b, asked = plain(torch.randn(M, K, dtype=HALF)), plain(torch.randn(N, K, dtype=HALF)), Epilogue(HALF)
-    asked = asked._replace(**epilogue)
-    return product.TABLE, GemmRequest.of(a, b, asked), (a, b, asked)
+    a, b, requested = (
+        plain(torch.randn(M, K, dtype=HALF)),
+        plain(torch.randn(N, K, dtype=HALF)),
+        Epilogue(HALF),
+    )
+    requested = requested._replace(**epilogue)
+    return product.TABLE, GemmRequest.of(a, b, requested), (a, b, requested)
 
 
 def gelu_case(keeps: bool) -> Case:
@@ -100,9 +104,9 @@ def test_an_operator_on_a_fake_gpu_returns_the_references_shapes(name: str):
     table, request, arguments = CASES[name]()
     expected = tree_leaves(table.backends[-1].bind(request)(*arguments))
     with FakeTensorMode():
-        there = tree_map(lambda x: fake_gpu_tensor(x) if isinstance(x, torch.Tensor) else x, arguments)
-        made = tree_leaves(table.operator(request).call(*there))
-    pairs = [(x, y) for x, y in zip(made, expected, strict=True) if x is not None or y is not None]
+        remote = tree_map(lambda x: fake_gpu_tensor(x) if isinstance(x, torch.Tensor) else x, arguments)
+        result = tree_leaves(table.operator(request).call(*remote))
+    pairs = [(x, y) for x, y in zip(result, expected, strict=True) if x is not None or y is not None]
     assert pairs
     for ours, theirs in pairs:
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)

@@ -108,8 +108,8 @@ class TestKernels:
         wide = sample_mask(tokens, 2 * experts, places, DEVICE).to(dtype)
         mask = wide[:, ::2]
         map, expected = kernels.rows_of_mask(mask), literal.rows_of_mask(mask)
-        held = expected >= 0
-        assert torch.equal(torch.where(held, map, -1), expected)
+        contents = expected >= 0
+        assert torch.equal(torch.where(contents, map, -1), expected)
 
     @parametrize_sizes("tokens, splits", [(20, [2, 0, 1, 3]), (300, [5] * 33)], [(100_000, [311] * 320)])
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -126,9 +126,9 @@ class TestKernels:
         x = (torch.randn(TOKENS, hidden, device=DEVICE) * 50).to(dtype)
         probs = torch.rand(TOKENS, 6, device=DEVICE)
         probs[4] = 0.0
-        for given in (None, probs, probs.bfloat16()):
+        for argument in (None, probs, probs.bfloat16()):
             for mine, theirs in zip(
-                kernels.send(x, routes, rows, given), literal.send(x, routes, rows, given), strict=True
+                kernels.send(x, routes, rows, argument), literal.send(x, routes, rows, argument), strict=True
             ):
                 assert (mine is None) == (theirs is None)
                 assert mine is None or torch.equal(mine, theirs)
@@ -139,8 +139,8 @@ class TestKernels:
     def test_collected_tokens_are_those_of_the_reference(self, hidden, dtype, padded):
         routes, rows = self.routes(padded)
         y, weights = torch.randn(rows, hidden, device=DEVICE).to(dtype), torch.rand(TOKENS, 6, device=DEVICE)
-        beside = torch.randn(rows, device=DEVICE)
-        for arguments in ((), (weights,), (None, beside)):
+        adjacent = torch.randn(rows, device=DEVICE)
+        for arguments in ((), (weights,), (None, adjacent)):
             (x, values), (expected, expected_values) = (
                 by.collect(y, routes, *arguments) for by in (kernels, literal)
             )
@@ -211,11 +211,11 @@ def test_the_kernels_reject_unsupported_requests(changes, reason):
 
 @pytest.mark.skipif(INTERPRETED, reason="the compiler needs no interpreter")
 def test_the_reference_compiles():
-    def moved(x, mask, weights):
+    def move(x, mask, weights):
         routes = Routes(reference.map_of_mask(mask), MASK, *mask.shape)
         return reference.collect(reference.send(x, routes, 12, None)[0], routes, 12, weights, None)[0]
 
     mask = sample_mask(9, 4, 2)
     arguments = (torch.randn(9, 5), mask, torch.rand(9, 4))
-    compiled = torch.compile(moved, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*arguments), moved(*arguments))
+    compiled = torch.compile(move, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), move(*arguments))

@@ -87,10 +87,10 @@ class TestShapes:
             quantize(view, spec, random=uniform(view)),
             quantize(view.contiguous(), spec, random=uniform(view)),
         )
-        turned = wide[:48].t()
+        transposed = wide[:48].t()
         assert_same(
-            quantize(turned, spec, random=uniform(turned)),
-            quantize(turned.contiguous(), spec, random=uniform(turned)),
+            quantize(transposed, spec, random=uniform(transposed)),
+            quantize(transposed.contiguous(), spec, random=uniform(transposed)),
         )
 
     @every_spec
@@ -166,15 +166,15 @@ class TestChoices:
         spec = QuantizeSpec(NVFP4, E2M1, stochastic=True)
         generator = torch.Generator().manual_seed(2)
 
-        def decoded(q: Quantized) -> torch.Tensor:
+        def decode(q: Quantized) -> torch.Tensor:
             assert q.codes is not None
             return dequantize(Operand(q.codes, q.scale, NVFP4, q.amax))
 
         total = torch.zeros_like(x)
         for _ in range(64):
             u = torch.rand(x.shape, generator=generator).to(device)
-            total += decoded(quantize(x, spec, random=(u, u)))
-        nearest_error = (decoded(quantize(x, QuantizeSpec(NVFP4, E2M1))) - x).norm()
+            total += decode(quantize(x, spec, random=(u, u)))
+        nearest_error = (decode(quantize(x, QuantizeSpec(NVFP4, E2M1))) - x).norm()
         assert (total / 64 - x).norm() < 0.5 * nearest_error
 
     def test_columnwise_hadamard_alone_measures_only_the_transformed(self, device):
@@ -274,8 +274,8 @@ class TestRejections:
 
     def test_an_odd_axis_is_accepted_if_it_is_not_packed(self, device):
         assert quantize(sample(15, 16, device), QuantizeSpec(NVFP4, E2M1)).codes is not None
-        turned = QuantizeSpec(NVFP4, E2M1, rowwise=False, columnwise=True)
-        assert quantize(sample(16, 15, device), turned).codes_t is not None
+        transposed = QuantizeSpec(NVFP4, E2M1, rowwise=False, columnwise=True)
+        assert quantize(sample(16, 15, device), transposed).codes_t is not None
 
     def test_stochastic_rounding_needs_one_random_number_an_element(self, device):
         x = sample(32, 48, device)

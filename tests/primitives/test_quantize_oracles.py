@@ -117,8 +117,8 @@ def nvfp4_oracle(x, tile, amax):
         if amax == 0 or encode == 0:
             encode = F(1)
         for _, j, where in iterate_blocks(x, tile):
-            wanted = np.minimum(block_amax(x[where]) * (encode * (F(1) / F(6))), FLOAT32_MAX)
-            scale = fp8(wanted, E4M3)
+            expected = np.minimum(block_amax(x[where]) * (encode * (F(1) / F(6))), FLOAT32_MAX)
+            scale = fp8(expected, E4M3)
             scales[where[0], j] = scale
             multiplier = np.minimum(F(1) / (e4m3_value(scale) * (F(1) / encode)), FLOAT32_MAX)
             codes[where] = e2m1_oracle(x[where].astype(F) * multiplier)
@@ -325,9 +325,11 @@ class TestNVFP4:
         spec = QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, random_sign=random_sign)
         q = quantize(x.to(device), spec)
         self.assert_direction(q.codes, q.scale, *nvfp4_oracle(wide(x), (1, 16), block_amax(wide(x))))
-        turned = wide(hadamard_transform(x.t().contiguous(), random_sign))
-        assert q.amax_t is not None and q.amax_t.item() == block_amax(turned)
-        self.assert_direction(q.codes_t, q.scale_t, *nvfp4_oracle(turned, (1, 16), block_amax(turned)))
+        transposed = wide(hadamard_transform(x.t().contiguous(), random_sign))
+        assert q.amax_t is not None and q.amax_t.item() == block_amax(transposed)
+        self.assert_direction(
+            q.codes_t, q.scale_t, *nvfp4_oracle(transposed, (1, 16), block_amax(transposed))
+        )
 
 
 def test_nvfp4_block_scales_next_to_ties(device):
@@ -412,9 +414,9 @@ def test_hadamard_transform_is_the_product_with_sylvesters_matrix(random_sign, d
 def test_hadamard_transform_keeps_products(device):
     generator = torch.Generator().manual_seed(4)
     a, b = torch.randn(2, 8, 64, generator=generator, dtype=torch.float32).to(device)
-    turned = hadamard_transform(a) @ hadamard_transform(b).t()
+    transposed = hadamard_transform(a) @ hadamard_transform(b).t()
     torch.testing.assert_close(
-        turned.cpu(), (a.cpu().double() @ b.cpu().double().t()).float(), atol=1e-3, rtol=0
+        transposed.cpu(), (a.cpu().double() @ b.cpu().double().t()).float(), atol=1e-3, rtol=0
     )
 
 

@@ -126,8 +126,8 @@ def test_dequantized_values_quantize_to_themselves(name, device, x):
 def test_quantizing_dequantized_values_repeats_the_codes(name, device, x):
     spec = SPECS[name]
     first = quantize(x.to(device), spec)
-    again = quantize(dequantize(rowwise_operand(first, spec)), spec)
-    assert same_bits(first.codes, again.codes)
+    repeated = quantize(dequantize(rowwise_operand(first, spec)), spec)
+    assert same_bits(first.codes, repeated.codes)
 
 
 @every_spec

@@ -111,8 +111,8 @@ def test_packed_qkv_is_bitwise_equal_to_separate_tensors(tensor_format, interlea
     q_angles, k_angles = _angles(LENGTH * 2, q_rotated), _angles(LENGTH * 2, k_rotated)
     q, k, v = kernels.rope_qkv_forward(qkv, q_angles, k_angles, positions, split, spec)
     parts = torch.split(qkv, list(split), dim=-1)
-    apart = parts[0].reshape(*qkv.shape[:-2], -1, width)
-    assert torch.equal(q, kernels.rope_forward(apart, q_angles, positions, spec))
+    separate = parts[0].reshape(*qkv.shape[:-2], -1, width)
+    assert torch.equal(q, kernels.rope_forward(separate, q_angles, positions, spec))
     assert torch.equal(k, kernels.rope_forward(parts[1], k_angles, positions, spec))
     assert torch.equal(v, parts[2])
     back = kernels.rope_qkv_backward(q, k, v, q_angles, k_angles, positions, split, spec)
@@ -220,9 +220,9 @@ def test_a_token_without_an_angle_becomes_nan_unless_it_may_be_padding(tensor_fo
     y = y.unflatten(0, (2, 12)) if tensor_format == "thd" else y
     second = y[:, 1] if tensor_format == "sbhd" else y[1]
     first = y[:, 0] if tensor_format == "sbhd" else y[0]
-    outside = torch.tensor([not 0 <= start + place < 12 for place in range(12)], device=DEVICE)
+    outer = torch.tensor([not 0 <= start + index < 12 for index in range(12)], device=DEVICE)
     assert first.isfinite().all()
-    assert torch.equal(second.isnan().all((1, 2)), outside & torch.tensor(not clamps, device=DEVICE))
+    assert torch.equal(second.isnan().all((1, 2)), outer & torch.tensor(not clamps, device=DEVICE))
 
 
 @runs_kernels

@@ -51,9 +51,9 @@ def plain(x, choice, bias=None):
         return scores if choice.score == SOFTMAX else scores / scores.sum(1, keepdim=True)
     key = scores.detach() if bias is None else scores.detach() + bias
     if choice.groups is not None:
-        count, kept = choice.groups
+        count, saved = choice.groups
         within = key.unflatten(1, (count, -1))
-        best = within.topk(choice.k // kept, 2).values.sum(2).topk(kept, 1).indices
+        best = within.topk(choice.k // saved, 2).values.sum(2).topk(saved, 1).indices
         allowed = torch.zeros_like(key).unflatten(1, (count, -1))
         allowed[torch.arange(x.shape[0])[:, None], best] = 1
         key = key.masked_fill(allowed.flatten(1) == 0, -torch.inf)
@@ -83,8 +83,8 @@ def special_logits(experts, device="cpu"):
     ]
     x = sample_logits(len(rows), experts)
     for row, changes in zip(x, rows, strict=True):
-        for place, value in changes.items():
-            row[place] = value
+        for index, value in changes.items():
+            row[index] = value
     return x.to(device)
 
 
@@ -156,10 +156,10 @@ class TestKernels:
         bias = torch.linspace(-0.3, 0.3, experts, device=DEVICE) if score in (SIGMOID, SQRTSOFTPLUS) else None
         choice = Choice(4, score, groups=groups, scale=1.5, map=map)
         found = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-        given = found if map == INDICES else [None, None]
+        argument = found if map == INDICES else [None, None]
         ours, theirs = (
             by.choose(x, choice, torch.float32, bias, indices)
-            for by, indices in zip((kernels, literal), given, strict=True)
+            for by, indices in zip((kernels, literal), argument, strict=True)
         )
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
         torch.testing.assert_close(ours[2], theirs[2], rtol=CURVED[torch.float32], atol=1e-6)
@@ -196,8 +196,8 @@ class TestKernels:
             bias = torch.linspace(-0.3, 0.3, experts)
             bias[2] = float("nan") if map == BITS else float("-inf")
         for k in (1, 4):
-            wanted = (groups[0], 1) if groups is not None and k == 1 else groups
-            choice = Choice(k, score, groups=wanted, scale=1.5, map=map)
+            expected = (groups[0], 1) if groups is not None and k == 1 else groups
+            choice = Choice(k, score, groups=expected, scale=1.5, map=map)
             results = []
             for by, device in ((kernels, DEVICE), (literal, "cpu")):
                 indices = torch.zeros(len(x), k, dtype=torch.int32, device=device) if map == INDICES else None
@@ -249,23 +249,23 @@ class TestKernels:
         x = torch.randn(tokens, experts, device=DEVICE)
         bias = torch.linspace(-0.1, 0.1, experts, device=DEVICE)
         bounds = torch.tensor([-0.5, 0.5], device=DEVICE)
-        made = []
+        outputs = []
         for by in (kernels, literal):
             histogram = torch.ones(experts, 16, dtype=torch.int32, device=DEVICE)
             by.count_margins(x, bias, k, histogram, bounds)
-            made.append(histogram)
-        assert all(int(histogram.sum()) == experts * (tokens + 16) for histogram in made)
+            outputs.append(histogram)
+        assert all(int(histogram.sum()) == experts * (tokens + 16) for histogram in outputs)
         # A margin within rounding of a bin's border may be counted in the adjacent bin.
-        assert (made[0] - made[1]).abs().sum() <= max(2, tokens * experts // 10_000)
+        assert (outputs[0] - outputs[1]).abs().sum() <= max(2, tokens * experts // 10_000)
 
     def test_margins_with_nan_and_infinities_are_counted_as_by_the_reference(self):
         x, bias = special_logits(16, DEVICE), torch.linspace(-0.1, 0.1, 16, device=DEVICE)
-        made = []
+        outputs = []
         for by in (kernels, literal):
             histogram = torch.zeros(16, 8, dtype=torch.int32, device=DEVICE)
             by.count_margins(x, bias, 2, histogram, torch.tensor([-0.53, 0.51], device=DEVICE))
-            made.append(histogram)
-        assert torch.equal(*made)
+            outputs.append(histogram)
+        assert torch.equal(*outputs)
 
     def test_nan_margins_count_in_the_first_bin(self):
         x = torch.full((1, 8), float("nan"), device=DEVICE)

@@ -69,12 +69,12 @@ def test_wide_states_are_updated_in_column_blocks(device, backend):
 
 
 def test_states_with_different_lengths_are_updated_together(device):
-    together = states([2, 5, 2], device)
-    advance_scales(*together, "max", 448.0, 0, True)
+    joint = states([2, 5, 2], device)
+    advance_scales(*joint, "max", 448.0, 0, True)
     alone = states([2, 5, 2], device)
     for history, scale in zip(*alone, strict=True):
         advance_scales([history], [scale], "max", 448.0, 0, True)
-    for expected, actual in zip(alone, together, strict=True):
+    for expected, actual in zip(alone, joint, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(bits(expected), bits(actual), strict=True))
 
 

@@ -45,7 +45,10 @@ def with_triton(monkeypatch):
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
 
 
-def fused_gpu_request(kind, a, b, epilogue, second=False, x=None, hardware=nvidia(10, 0)) -> FusedRequest:  # noqa: B008
+BLACKWELL = nvidia(10, 0)
+
+
+def fused_gpu_request(kind, a, b, epilogue, second=False, x=None, hardware=BLACKWELL) -> FusedRequest:
     """The request as it would be for the same tensors on a GPU."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, None if x is None else x.dtype)
     product = dataclasses.replace(request.product, device="cuda", hardware=hardware, index=0)
@@ -117,7 +120,7 @@ def test_triton_computes_gelu_if_it_computes_the_product(with_triton, monkeypatc
 
 def gpu_request(a, b, epilogue: Epilogue) -> GemmRequest:
     request = GemmRequest.of(a, b, epilogue)
-    return dataclasses.replace(request, device="cuda", hardware=nvidia(10, 0), index=0)
+    return dataclasses.replace(request, device="cuda", hardware=BLACKWELL, index=0)
 
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["", "added"])
@@ -125,12 +128,12 @@ def gpu_request(a, b, epilogue: Epilogue) -> GemmRequest:
 def test_a_bias_without_an_algorithm_is_added_to_the_float32_product(library, monkeypatch, pair, accumulates):
     heuristic = library.matmul_algo_get_heuristic
 
-    def without_bias(handle, descriptor, *rest):
+    def drop_bias(handle, descriptor, *rest):
         if "BIAS_POINTER" in library.alive[descriptor]:
             raise library.cuBLASLtError("NOT_SUPPORTED")
         heuristic(handle, descriptor, *rest)
 
-    monkeypatch.setattr(library, "matmul_algo_get_heuristic", without_bias)
+    monkeypatch.setattr(library, "matmul_algo_get_heuristic", drop_bias)
     a, b = PAIRS[pair]()
     out = torch.full((a.rows, b.rows), 2.0) if accumulates else None
     bias = torch.randn(b.rows)

@@ -58,8 +58,8 @@ def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, a
     run = triton.run_blocks if "blocks" in name else partial(triton.run_scaled, tma="tma" in name)
     run = {"exponents": triton.run_exponents, "decoded": triton.run_decoded}.get(name, run)
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
-    whole = torch.full((m, n + 16), 3.0, device="cuda", dtype=dtype)
-    out, before = (whole[:, :n], 3.0) if accumulates else (None, 0.0)
+    full = torch.full((m, n + 16), 3.0, device="cuda", dtype=dtype)
+    out, before = (full[:, :n], 3.0) if accumulates else (None, 0.0)
     result = run(a, b, Epilogue(dtype, bias, out, accumulates))
     left, right = (dequantize(x._replace(dtype=torch.float32)).double() for x in (a, b))
     exact = left @ right.t() + before + (0.0 if bias is None else bias.double())
@@ -67,7 +67,7 @@ def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, a
     bound = 2.0**-11 * (left.abs() @ right.abs().t()) + rounding + 1e-3
     wrong = ((result.double() - exact).abs() > bound).sum()
     assert not wrong, (name, m, n, k, dtype, biased, accumulates, int(wrong))
-    assert (whole[:, n:] == 3.0).all()
+    assert (full[:, n:] == 3.0).all()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -90,14 +90,14 @@ def test_tma_products_are_bitwise_equal_to_pointer_products(m, n, k, ending):
     bias, x = torch.randn(n, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
     results = []
     for tma in (False, True):
-        kept = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
+        saved = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
         activation = {
             "plain": triton.NO_ACTIVATION,
-            "gelu": triton.Activation("gelu", None, kept),
+            "gelu": triton.Activation("gelu", None, saved),
             "gelu_gradient": triton.Activation("gelu_gradient", x),
         }[ending]
         result = triton.run_scaled(a, b, Epilogue(torch.bfloat16, bias), activation, tma=tma)
-        results.append((result, kept))
+        results.append((result, saved))
     for by_pointers, by_tma in zip(*results, strict=True):
         assert torch.equal(by_pointers, by_tma)
 

@@ -41,8 +41,8 @@ def _torch_softmax(x, scale, mask, causal):
         score = score.masked_fill(mask, float("-inf"))
     if causal is not None:
         offset = 0 if causal == "top_left" else x.shape[-1] - x.shape[-2]
-        seen = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(offset)
-        score = score.masked_fill(~seen, float("-inf"))
+        observed = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(offset)
+        score = score.masked_fill(~observed, float("-inf"))
     return torch.softmax(score, -1).nan_to_num(0.0)
 
 

@@ -12,7 +12,7 @@ from tests.primitives.by_kernels import Kernels
 from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import statistics
-from transformer_engine.pytorch.primitives.operand import COLS, ROWS
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.primitives.statistics import FIELDS, new_row
 
@@ -73,11 +73,11 @@ def literal(x: torch.Tensor, operand) -> dict[str, float]:
 
 @RUN
 @pytest.mark.parametrize("name", QUANTIZERS)
-@pytest.mark.parametrize("axis", [COLS, ROWS], ids=["rows", "columns"])
+@pytest.mark.parametrize("axis", [ROWWISE, COLUMNWISE], ids=["rows", "columns"])
 def test_every_format_is_measured_against_its_values(run, name: str, axis: str):
     x = sample(64, 288)
     operand = QUANTIZERS[name]().encode(x, True, True).contract(axis)
-    matrix = x if axis == COLS else x.t()
+    matrix = x if axis == ROWWISE else x.t()
     kept = new_row(DEVICE)
     run(matrix, operand, kept)
     measured = dict(zip(FIELDS, kept.tolist(), strict=True))
@@ -93,7 +93,7 @@ def test_values_beyond_the_largest_code_are_counted(run):
     x = torch.tensor(
         [[1.0, 7.0, 7.2, -8.0], [0.0, 1e-9, -7.3, 3.0]], device=DEVICE
     )  # 7.25 is half a step beyond
-    operand = QUANTIZERS["delayed"]().encode(x, True, False).contract(COLS)  # up to 448 / 64 = 7
+    operand = QUANTIZERS["delayed"]().encode(x, True, False).contract(ROWWISE)  # up to 448 / 64 = 7
     kept = new_row(DEVICE)
     run(x, operand, kept)
     measured = dict(zip(FIELDS, kept.tolist(), strict=True))
@@ -118,8 +118,8 @@ def test_nonfinite_values_are_left_out_of_the_comparison_with_codes(run, shape):
     broken = x.clone()
     for place, value in (((3, 5), math.nan), ((17, shape[1] - 1), math.inf)):
         x[place], broken[place] = 0.0, value
-    measure_by_reference(x, QUANTIZERS["delayed"]().encode(x, True, False).contract(COLS), expected)
-    run(broken, QUANTIZERS["delayed"]().encode(broken, True, False).contract(COLS), kept)
+    measure_by_reference(x, QUANTIZERS["delayed"]().encode(x, True, False).contract(ROWWISE), expected)
+    run(broken, QUANTIZERS["delayed"]().encode(broken, True, False).contract(ROWWISE), kept)
     torch.testing.assert_close(kept[:-1], expected[:-1], rtol=1e-5, atol=0.0)
     assert kept[-1] == 2
 

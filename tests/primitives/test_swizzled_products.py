@@ -146,10 +146,10 @@ def test_cublaslt_gives_reasons_for_products_that_it_lacks(library, monkeypatch)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair):
     a, b = PAIRS[pair]()
-    seen = {}
+    records = {}
 
     def scaled_mm(mat_a, mat_b, **arguments):
-        seen.update(arguments, a=mat_a, b=mat_b)
+        records.update(arguments, a=mat_a, b=mat_b)
         return (dequantize_operand(a) @ dequantize_operand(b).t()).to(arguments["output_dtype"])
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
@@ -158,18 +158,18 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
     exact = dequantize_operand(a) @ dequantize_operand(b).t() + bias
     torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=1.0)
     for side, operand in (("a", a), ("b", b)):
-        scales, level = seen[f"scale_{side}"], second_level(operand)
+        scales, level = records[f"scale_{side}"], second_level(operand)
         assert operand.scale is not None
         assert torch.equal(scales[0].view(torch.uint8), swizzle_operand_scale(operand))
         if pair == "nvfp4":
-            assert seen[side].dtype == torch.float4_e2m1fn_x2 and scales[0].dtype == torch.float8_e4m3fn
+            assert records[side].dtype == torch.float4_e2m1fn_x2 and scales[0].dtype == torch.float8_e4m3fn
             assert level is not None and torch.equal(scales[1], level)
-            assert seen[f"scale_recipe_{side}"] == [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
-            assert seen[f"swizzle_{side}"] == [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+            assert records[f"scale_recipe_{side}"] == [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+            assert records[f"swizzle_{side}"] == [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
         else:
             assert scales[0].dtype == torch.float8_e8m0fnu
-            assert seen[f"scale_recipe_{side}"] == [F.ScalingType.BlockWise1x32]
-            assert seen[f"swizzle_{side}"] == [F.SwizzleType.SWIZZLE_32_4_4]
+            assert records[f"scale_recipe_{side}"] == [F.ScalingType.BlockWise1x32]
+            assert records[f"swizzle_{side}"] == [F.SwizzleType.SWIZZLE_32_4_4]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transformer_engine.pytorch.primitives import transpose
-from transformer_engine.pytorch.primitives.transpose import transposed_codes
+from transformer_engine.pytorch.primitives.transpose import transposed_codes, write_transposed
 
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -15,9 +15,19 @@ DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transposing_moves_codes_without_changing_them(shape, dtype, device):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(dtype)
-    turned = transposed_codes(codes)
-    assert turned.dtype == dtype and turned.is_contiguous()
-    assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
+    transposed = transposed_codes(codes)
+    assert transposed.dtype == dtype and transposed.is_contiguous()
+    assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("shape", [(16, 48), (63, 65), (2048, 4096)], ids=str)
+def test_codes_are_transposed_into_an_existing_tensor(shape, device):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    out = torch.zeros(shape[1], shape[0], dtype=torch.uint8, device=device)
+    address = out.data_ptr()
+    write_transposed(codes, out)
+    assert torch.equal(out, codes.t()) and out.data_ptr() == address
 
 
 def test_a_view_is_transposed_like_its_copy(device):

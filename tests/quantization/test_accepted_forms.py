@@ -80,33 +80,33 @@ def step(recipe, enabled=True):
     """Train a Linear for two steps; return output and gradients."""
     torch.manual_seed(0)
     layer = te.Linear(WIDTH, WIDTH)
-    made = []
+    outputs = []
     for _ in range(2):
         x = torch.randn(16, WIDTH, device=layer.weight.device, requires_grad=True)
         with te.autocast(enabled=enabled, recipe=recipe):
             y = layer(x)
         y.square().sum().backward()
-        made += [y.detach(), x.grad, layer.weight.grad.clone()]
-    return made
+        outputs += [y.detach(), x.grad, layer.weight.grad.clone()]
+    return outputs
 
 
 def same(found, expected):
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize(("kind", "given", "plain"), FORMS, ids=repr)
-def test_a_recipe_of_configured_values_equals_the_plain_one(kind, given, plain):
-    found, expected = kind(**given), kind(**plain)
+@pytest.mark.parametrize(("kind", "options", "plain"), FORMS, ids=repr)
+def test_a_recipe_of_configured_values_equals_the_plain_one(kind, options, plain):
+    found, expected = kind(**options), kind(**plain)
     assert found == expected and repr(found) == repr(expected)
     for name, value in vars(expected).items():
         assert type(getattr(found, name)) is type(value), name
 
 
-@pytest.mark.parametrize(("kind", "given", "plain"), FORMS, ids=repr)
-def test_a_field_that_is_assigned_is_converted_too(kind, given, plain):
+@pytest.mark.parametrize(("kind", "argument", "plain"), FORMS, ids=repr)
+def test_a_field_that_is_assigned_is_converted_too(kind, argument, plain):
     start = {"qfactory": len} if kind is CustomRecipe else {}
     found = kind(**start)
-    for name, value in given.items():
+    for name, value in argument.items():
         setattr(found, name, value)
     assert found == kind(**start | plain) and repr(found) == repr(kind(**start | plain))
 
@@ -124,7 +124,7 @@ def test_parameters_of_a_recipe_are_converted(found, plain):
 
 
 @pytest.mark.parametrize(
-    ("given", "plain"),
+    ("argument", "plain"),
     [
         (
             DelayedScaling("2", (448, 57344), "4", reduce_amax="yes"),
@@ -135,8 +135,8 @@ def test_parameters_of_a_recipe_are_converted(found, plain):
     ],
     ids=repr,
 )
-def test_a_layer_computes_the_same_under_a_recipe_of_configured_values(given, plain):
-    assert same(step(given), step(plain))
+def test_a_layer_computes_the_same_under_a_recipe_of_configured_values(argument, plain):
+    assert same(step(argument), step(plain))
 
 
 class Algorithm(str, enum.Enum):
@@ -144,7 +144,7 @@ class Algorithm(str, enum.Enum):
 
 
 @pytest.mark.parametrize(
-    ("given", "plain"),
+    ("argument", "plain"),
     [
         (
             Float8CurrentScaling(
@@ -159,9 +159,9 @@ class Algorithm(str, enum.Enum):
         ),
     ],
 )
-def test_containers_and_strings_of_configuration_libraries_are_accepted(given, plain):
-    assert given == plain and repr(given) == repr(plain)
-    assert same(step(given), step(plain))
+def test_containers_and_strings_of_configuration_libraries_are_accepted(argument, plain):
+    assert argument == plain and repr(argument) == repr(plain)
+    assert same(step(argument), step(plain))
 
 
 def test_values_that_pydantic_rejects_are_errors():
@@ -312,17 +312,17 @@ def test_high_precision_weights_load_with_the_extra_states_of_another_recipe(mad
     trained = te.LayerNormMLP(WIDTH, 64)
     with te.autocast(recipe=saved_under):
         trained(torch.randn(16, WIDTH, device=trained.fc1_weight.device)).sum().backward()
-    whole = trained.state_dict()
-    weights = {name: value for name, value in whole.items() if not name.endswith("_extra_state")}
+    full = trained.state_dict()
+    weights = {name: value for name, value in full.items() if not name.endswith("_extra_state")}
     x = torch.randn(16, WIDTH, device=trained.fc1_weight.device)
     outputs = []
-    for state in (whole, weights):
+    for state in (full, weights):
         with te.quantized_model_init(recipe=made_with):
             layer = te.LayerNormMLP(WIDTH, 64)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             layer.load_state_dict(state)
-        differ = type(made_with) is not type(saved_under) and state is whole
+        differ = type(made_with) is not type(saved_under) and state is full
         messages = [str(w.message) for w in caught if "extra state" in str(w.message)]
         assert len(messages) == differ
         assert all(f"saved under {type(saved_under).__name__}" in message for message in messages)
@@ -351,13 +351,13 @@ def test_an_extra_state_with_a_users_function_in_its_recipe_is_read_without_the_
     assert layer.fp8_meta["scaling_fwd"].amax_history.tolist() == [[6.0] * 3] * 4
 
 
-@pytest.mark.parametrize("place", ["elsewhere", "called"])
-def test_a_function_outside_of_a_recipe_stays_an_error(place):
+@pytest.mark.parametrize("position", ["elsewhere", "called"])
+def test_a_function_outside_of_a_recipe_stays_an_error(position):
     class Called:
         def __reduce__(self):
             return statistics.mean, ([1.0],)
 
-    content = statistics.mean if place == "elsewhere" else Called()
+    content = statistics.mean if position == "elsewhere" else Called()
     state = {"recipe": DelayedScaling(), "extra_fp8_variables": {"x": content}}
     data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
     with pytest.raises(ExtraStateError, match=r"statistics\.mean, which a checkpoint may not load"):

@@ -123,11 +123,11 @@ def test_an_autocast_state_can_be_restored_for_recomputation():
     recipe = DelayedScaling()
     with q.autocast(recipe=recipe):
         moment = Manager.get_autocast_state()
-    outside = Manager.get_autocast_state()
+    outer = Manager.get_autocast_state()
     Manager.set_autocast_state(moment)
     assert Manager.get_fp8_recipe() is recipe
     assert Manager.is_first_fp8_module()
-    Manager.set_autocast_state(outside)
+    Manager.set_autocast_state(outer)
     assert not Manager.is_fp8_enabled()
 
 
@@ -193,7 +193,7 @@ def test_the_skip_flag_is_one_device_tensor_written_in_place(device):
 
 
 @pytest.mark.parametrize(
-    ("block", "given", "remedy"),
+    ("block", "argument", "remedy"),
     [
         (q.autocast, "fp8_recipe", "use recipe="),
         (q.autocast, "fp8_group", "use amax_reduction_group="),
@@ -203,7 +203,7 @@ def test_the_skip_flag_is_one_device_tensor_written_in_place(device):
         (q.fp8_autocast, "recipe", "use fp8_recipe="),
     ],
 )
-def test_a_keyword_of_the_other_name_raises_with_the_right_keyword(block, given, remedy):
-    with pytest.raises(TypeError, match=rf"{block.__name__}\(\) takes no {given}=; {remedy}"):
-        block(**{given: None})
+def test_a_keyword_of_the_other_name_raises_with_the_right_keyword(block, argument, remedy):
+    with pytest.raises(TypeError, match=rf"{block.__name__}\(\) takes no {argument}=; {remedy}"):
+        block(**{argument: None})
     assert q.current() == q.AutocastState()

@@ -68,7 +68,7 @@ def test_a_thread_or_call_in_a_copied_context_is_in_the_block():
     recipe = Float8CurrentScaling()
     with te.autocast(recipe=recipe):
         context = contextvars.copy_context()
-        assert asyncio.run(_in_a_worker()) is recipe
+        assert asyncio.run(_run_in_worker()) is recipe
     assert run_in_thread(lambda: context.run(lambda: current().recipe)) is recipe
     assert not current().enabled
     with ThreadPoolExecutor(1) as pool:
@@ -77,29 +77,29 @@ def test_a_thread_or_call_in_a_copied_context_is_in_the_block():
         assert not pool.submit(lambda: current().enabled).result()
 
 
-async def _in_a_worker():
+async def _run_in_worker():
     return await asyncio.to_thread(lambda: current().recipe)
 
 
 def test_tasks_of_one_thread_have_separate_blocks():
     recipes = DelayedScaling(), Float8CurrentScaling()
-    seen: list[tuple[int, object]] = []
+    records: list[tuple[int, object]] = []
 
     async def task(number: int):
         for _ in range(2):
             with te.autocast(recipe=recipes[number]):
                 await asyncio.sleep(0)
-                seen.append((number, current().recipe))
+                records.append((number, current().recipe))
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            seen.append((number, current().enabled))
+            records.append((number, current().enabled))
 
     async def both():
         await asyncio.gather(task(0), task(1))
 
     asyncio.run(both())
     for number in (0, 1):
-        assert [what for n, what in seen if n == number] == [recipes[number], False] * 2
+        assert [what for n, what in records if n == number] == [recipes[number], False] * 2
     assert not current().enabled
 
 

@@ -412,15 +412,15 @@ def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
             return x
 
         function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiles else run
-        seen = []
+        records = []
         for step in range(4):
             x = (tokens(device) * (step + 1)).requires_grad_()
             with te.autocast(recipe=delayed()):
                 y = function(x)
             layer_loss(y).backward()
             state = layer.fp8_meta["scaling_bwd"]
-            seen += [x.grad, state.scale.clone(), state.amax_history.clone()]
-        return seen
+            records += [x.grad, state.scale.clone(), state.amax_history.clone()]
+        return records
 
     pairs = zip(outcome(False), outcome(True), strict=True)
     assert [torch.equal(eager, compiled) for eager, compiled in pairs] == [True] * 12
@@ -437,12 +437,12 @@ def test_a_pass_that_raised_is_forgotten(device):
 
 
 def test_stateless_recipes_ask_for_no_update(device, monkeypatch):
-    asked = []
-    monkeypatch.setattr(scale_update, "update_all", lambda forward: asked.append(forward))
+    queries = []
+    monkeypatch.setattr(scale_update, "update_all", lambda forward: queries.append(forward))
     with te.autocast(recipe=Float8CurrentScaling()):
         y = te.Linear(WIDTH, WIDTH, device=device)(tokens(device))
     y.sum().backward()
-    assert asked == []
+    assert queries == []
 
 
 @pytest.mark.parametrize(

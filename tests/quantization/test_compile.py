@@ -43,7 +43,7 @@ def train(device, recipe, inside, compiles, *, warm=True, group=None, layers=2):
     torch.manual_seed(1)
     model = Model(device, recipe, inside, group, layers)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
-    seen = []
+    records = []
     for step in range(STEPS):
         x = ((step + 1) * torch.randn(16, 16, device=device)).requires_grad_()
         run = model if warm and step == 0 else compiled
@@ -52,8 +52,8 @@ def train(device, recipe, inside, compiles, *, warm=True, group=None, layers=2):
         y.sum().backward()
         states = [m.fp8_meta[key] for m in model.layers for key in ("scaling_fwd", "scaling_bwd")]
         values = [t.clone() for s in states for d in s.delayed_states for t in (d.scale, d.amax_history)]
-        seen.append([y.detach(), x.grad.clone(), *values])
-    return seen
+        records.append([y.detach(), x.grad.clone(), *values])
+    return records
 
 
 def differing_steps(a, b):
@@ -113,7 +113,7 @@ def test_two_forward_passes_before_their_backward_passes(device):
         recipe = DelayedScaling(amax_history_len=3)
         model = Model(device, recipe, False)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
-        seen = []
+        records = []
         for step in range(STEPS):
             outputs = []
             for _ in range(2):
@@ -121,10 +121,10 @@ def test_two_forward_passes_before_their_backward_passes(device):
                     outputs.append((model if step == 0 else compiled)(torch.randn(16, 16, device=device)))
             for output in outputs:
                 output.sum().backward()
-            seen.append(
+            records.append(
                 [*(output.detach() for output in outputs), *(p.grad.clone() for p in model.parameters())]
             )
-        return seen
+        return records
 
     assert differing_steps(losses(False), losses(True)) == []
 

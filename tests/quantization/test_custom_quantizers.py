@@ -93,9 +93,9 @@ class ByProduct(ByValues):
     kinds: list[str] = []
 
     def quantize_impl(self, tensor):
-        made = super().quantize_impl(tensor)
-        made.dequantize = None  # only this quantizer reads the values
-        return made
+        result = super().quantize_impl(tensor)
+        result.dequantize = None  # only this quantizer reads the values
+        return result
 
     def qgemm(
         self, qx, qw, m_params, out_dtype, sx, sw, bias=None, out=None, accumulate=False, gemm_type=None,
@@ -130,8 +130,8 @@ class ByFields(ByProduct):
     """As ByProduct, with the tensor that only has fields."""
 
     def quantize_impl(self, tensor):
-        made = super().quantize_impl(tensor)
-        return Fields(made.data, made.scale, made.data_t, made.scale_t, self)
+        result = super().quantize_impl(tensor)
+        return Fields(result.data, result.scale, result.data_t, result.scale_t, self)
 
     def qgemm(self, qx, qw, m_params, out_dtype, sx, sw, bias=None, **_):
         return ((qx @ qw.t()) * (sx * sw)).to(out_dtype)
@@ -169,8 +169,8 @@ def test_methods_of_the_original_are_enough(kind, name, device):
     module = make(device)
     x = torch.randn(32, 64, device=device)
     got = step(module, x, create_recipe(kind, device), **call)
-    own = CustomRecipe(qfactory=lambda role: te.Float8CurrentScalingQuantizer(E4M3, device))
-    for mine, theirs in zip(got, step(module, x, own, **call), strict=True):
+    local = CustomRecipe(qfactory=lambda role: te.Float8CurrentScalingQuantizer(E4M3, device))
+    for mine, theirs in zip(got, step(module, x, local, **call), strict=True):
         # On a GPU a norm that makes codes rounds its float32 statistics otherwise than one that makes values.
         tolerance = 1e-6 if device.type == "cuda" else 0.0
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
@@ -201,8 +201,8 @@ def test_tensors_of_another_library_are_multiplied(kind, name, device):
         assert (mine - exact).norm() <= 0.05 * exact.norm()
         assert not torch.equal(mine, exact) or mine.dim() == 1
     products = {"Linear": 1, "LayerNormLinear": 1}.get(name, 2)
-    wanted = ["FPROP", "DGRAD", "WGRAD"] * products if kind is ByProduct else []
-    assert sorted(ByProduct.kinds) == sorted(wanted)
+    expected = ["FPROP", "DGRAD", "WGRAD"] * products if kind is ByProduct else []
+    assert sorted(ByProduct.kinds) == sorted(expected)
 
 
 @pytest.mark.parametrize("offloaded", [False, True])

@@ -185,9 +185,9 @@ def test_loading_writes_in_place_and_adjusts_the_history(length):
     q.load_extra_state(q.decode_extra_state(q.encode_extra_state(saved)), module)
     assert (state.scale.data_ptr(), state.amax_history.data_ptr()) == addresses
     assert state.scale.tolist() == [3.0] * 3
-    kept = min(4, length)
-    assert torch.equal(state.amax_history[:kept], saved["scaling_fwd"].amax_history[:kept])
-    assert not state.amax_history[kept:].any()
+    remaining = min(4, length)
+    assert torch.equal(state.amax_history[:remaining], saved["scaling_fwd"].amax_history[:remaining])
+    assert not state.amax_history[remaining:].any()
     assert module["num_gemms"] == 5
     assert module["recipe"] == saved["recipe"]
 

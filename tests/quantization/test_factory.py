@@ -196,10 +196,10 @@ def test_padding_follows_the_recipe(recipe, rows):
 
 
 def test_a_custom_factory_is_called_with_a_string_once_per_slot(device):
-    asked = []
+    queries = []
 
     def factory(role):
-        asked.append(role)
+        queries.append(role)
         if role == "linear_weight":
             return MXFP8Quantizer(E4M3)
         return (
@@ -209,7 +209,7 @@ def test_a_custom_factory_is_called_with_a_string_once_per_slot(device):
         )
 
     forward, backward = both_directions(CustomRecipe(qfactory=factory), device)
-    assert asked == [
+    assert queries == [
         "linear_input",
         "linear_weight",
         "linear_output",
@@ -226,14 +226,14 @@ def test_a_custom_factory_is_called_with_a_string_once_per_slot(device):
 
 
 def test_a_custom_factory_sees_the_roles_that_the_module_gives(device):
-    asked = []
-    recipe = CustomRecipe(qfactory=asked.append)
+    queries = []
+    recipe = CustomRecipe(qfactory=queries.append)
     roles = [q.QuantizerRole("dpa", "qkv", "layer.0"), None]
     q.RecipeState.create(
         recipe, mode="backward", num_quantizers=2, device=device, roles=roles
     ).make_quantizers()
-    assert asked == roles
-    assert (asked[0].module_type, asked[0].tensor_type, asked[0].name) == ("dpa", "qkv", "layer.0")
+    assert queries == roles
+    assert (queries[0].module_type, queries[0].tensor_type, queries[0].name) == ("dpa", "qkv", "layer.0")
     with pytest.raises(ValueError, match="2 roles for 3"):
         q.RecipeState.create(
             recipe, mode="forward", num_quantizers=3, device=device, roles=roles

@@ -21,14 +21,14 @@ def train_two_passes(device, layer_of, used):
     """Outputs and gradients from two passes."""
     torch.manual_seed(5)
     layer = layer_of(device)
-    seen = []
+    records = []
     for _ in range(2):
         x = torch.randn(128, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
         with te.autocast(enabled=used is not None, recipe=used):
             y = layer(x)
         y.float().square().sum().backward()
-        seen += [y, x.grad, *(p.grad.clone() for p in layer.parameters())]
-    return seen
+        records += [y, x.grad, *(p.grad.clone() for p in layer.parameters())]
+    return records
 
 
 LAYERS = {
@@ -44,8 +44,8 @@ def test_a_factory_gives_the_bits_of_its_recipe(device, layer, name, monkeypatch
     built_in = RECIPES[name]
     custom = recipe.CustomRecipe(qfactory=getattr(factories, name))
     expected = train_two_passes(device, LAYERS[layer], None if built_in is None else built_in())
-    for got, wanted in zip(train_two_passes(device, LAYERS[layer], custom), expected, strict=True):
-        assert torch.equal(got, wanted)
+    for got, reference in zip(train_two_passes(device, LAYERS[layer], custom), expected, strict=True):
+        assert torch.equal(got, reference)
 
 
 @pytest.mark.parametrize("name", RECIPES)

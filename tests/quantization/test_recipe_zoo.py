@@ -46,9 +46,9 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("factory", BUILT_IN, ids=lambda factory: factory.__name__)
 def test_a_factory_computes_as_its_built_in_recipe(factory):
-    expected, made = train_one_step(BUILT_IN[factory]), train_one_step(CustomRecipe(qfactory=factory))
+    expected, result = train_one_step(BUILT_IN[factory]), train_one_step(CustomRecipe(qfactory=factory))
     for name in NAMES:
-        assert torch.equal(made[name], expected[name]), name
+        assert torch.equal(result[name], expected[name]), name
 
 
 # Each zoo factory: the recipe for its forward pass, and for its backward products.
@@ -68,11 +68,11 @@ FORWARD = {
 @pytest.mark.parametrize("name", quantizer_factory_zoo.__all__)
 def test_the_forward_pass_has_the_format_of_the_name(name):
     recipe = CustomRecipe(qfactory=getattr(quantizer_factory_zoo, name))
-    expected, made = train_one_step(FORWARD[name]), train_one_step(recipe)
-    assert torch.equal(made["output"], expected["output"])
+    expected, result = train_one_step(FORWARD[name]), train_one_step(recipe)
+    assert torch.equal(result["output"], expected["output"])
     exact = train_one_step(None)
     for gradient in NAMES[1:]:
-        error = (made[gradient] - exact[gradient]).float().norm() / exact[gradient].float().norm()
+        error = (result[gradient] - exact[gradient]).float().norm() / exact[gradient].float().norm()
         assert error < 0.25, (gradient, error)
 
 
@@ -96,8 +96,8 @@ def test_grouped_layers_alone_are_row_scaled():
 )
 def test_attention_uses_fp8_in_models_with_nvfp4_layers(role, element):
     factory = quantizer_factory_zoo.nvfp4_linear_fp8_dpa_factory
-    made = factory(role)
-    assert isinstance(made, te.Float8CurrentScalingQuantizer) and made.dtype == element
+    result = factory(role)
+    assert isinstance(result, te.Float8CurrentScalingQuantizer) and result.dtype == element
     request = factory(QuantizerRole("dpa", "s"))
     assert (request.amax_history_len, request.amax_compute_algo) == (1, "most_recent")
     assert isinstance(factory(QuantizerRole("linear", "weight")), te.NVFP4Quantizer)
@@ -109,12 +109,12 @@ def test_the_reference_of_current_scaling_has_the_codes_of_the_quantizer(dtype, 
     x = torch.randn(2, 17, 24)
     number = E4M3 if dtype == torch.float8_e4m3fn else te.DType.kFloat8E5M2
     expected = te.Float8CurrentScalingQuantizer(number, "cpu", force_pow_2_scales=pow_2_scales)(x)
-    made = current.CurrentScalingQuantizerRef(dtype, pow_2_scales=pow_2_scales)(x)
-    assert torch.equal(made.data.view(torch.uint8).view(x.shape), expected._data)
-    assert torch.equal(made.scale, expected._scale_inv) and torch.equal(made.data_t, made.data.t())
-    assert torch.equal(made.dequantize(), expected.dequantize()) and made.dequantize().shape == x.shape
-    made.update_usage(columnwise_usage=False)
-    assert made.get_usages() == {"rowwise": True, "columnwise": False}
+    result = current.CurrentScalingQuantizerRef(dtype, pow_2_scales=pow_2_scales)(x)
+    assert torch.equal(result.data.view(torch.uint8).view(x.shape), expected._data)
+    assert torch.equal(result.scale, expected._scale_inv) and torch.equal(result.data_t, result.data.t())
+    assert torch.equal(result.dequantize(), expected.dequantize()) and result.dequantize().shape == x.shape
+    result.update_usage(columnwise_usage=False)
+    assert result.get_usages() == {"rowwise": True, "columnwise": False}
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_the_reference_of_current_scaling_has_the_codes_of_the_quantizer(dtype, 
 )
 def test_the_reference_of_nvfp4_has_the_codes_of_the_quantizer(options):
     options, x = dict(options), torch.randn(32, 64, dtype=torch.bfloat16)
-    made = nvfp4.NVFP4QuantizerRef(**options)(x)
+    result = nvfp4.NVFP4QuantizerRef(**options)(x)
     tile = options.pop("quant_tile_shape", (1, 16))
     if options.get("with_rht"):
         options["with_post_rht_amax"] = True
     expected = te.NVFP4Quantizer(**options, with_2d_quantization=tile == (16, 16))(x)
-    assert torch.equal(made.data, expected._rowwise_data) and torch.equal(
-        made.data_t, expected._columnwise_data
+    assert torch.equal(result.data, expected._rowwise_data) and torch.equal(
+        result.data_t, expected._columnwise_data
     )
-    assert torch.equal(made.scale.view(torch.uint8), expected._rowwise_scale_inv.view(torch.uint8)[:32, :4])
-    assert torch.equal(made.global_amax_row, expected._amax_rowwise)
-    assert torch.equal(made.dequantize(dtype=torch.float32), expected.dequantize(dtype=torch.float32))
+    assert torch.equal(result.scale.view(torch.uint8), expected._rowwise_scale_inv.view(torch.uint8)[:32, :4])
+    assert torch.equal(result.global_amax_row, expected._amax_rowwise)
+    assert torch.equal(result.dequantize(dtype=torch.float32), expected.dequantize(dtype=torch.float32))
 
 
 def test_helpers_of_the_reference():
@@ -160,8 +160,8 @@ def test_custom_gemm_chooses_the_operands_by_the_layout(layout):
     else:
         A, B = x, dy
         expected = quantizer(dy).dequantize().t() @ quantizer(x).dequantize().view(6, 12)
-    made, *rest = gemm.custom_gemm(quantizer(A), quantizer(B), layout=layout)
-    torch.testing.assert_close(made, expected)
+    result, *rest = gemm.custom_gemm(quantizer(A), quantizer(B), layout=layout)
+    torch.testing.assert_close(result, expected)
     assert rest == [None, None, None]
     out = torch.ones_like(expected)
     gemm.custom_gemm(quantizer(A), quantizer(B), layout=layout, out=out, accumulate=True)
@@ -170,13 +170,13 @@ def test_custom_gemm_chooses_the_operands_by_the_layout(layout):
 
 def test_custom_gemm_rejects_unsupported_operands():
     quantizer = current.CurrentScalingQuantizerRef(torch.float8_e4m3fn, columnwise=False)
-    made = quantizer(torch.randn(4, 4))
+    result = quantizer(torch.randn(4, 4))
     with pytest.raises(TypeError, match="general_gemm"):
-        gemm.custom_gemm(torch.ones(4, 4), made)
+        gemm.custom_gemm(torch.ones(4, 4), result)
     with pytest.raises(ValueError, match="lacks the direction"):
-        gemm.custom_gemm(made, made, layout="NT")
+        gemm.custom_gemm(result, result, layout="NT")
     with pytest.raises(ValueError, match="bias"):
-        gemm.custom_gemm(made, made, layout="NN", bias=torch.ones(4))
+        gemm.custom_gemm(result, result, layout="NN", bias=torch.ones(4))
     with pytest.raises(ValueError, match="FP8"):
         current.CurrentScalingQuantizerRef(torch.float32)
     with pytest.raises(NotImplementedError, match="MXFP8Quantizer"):

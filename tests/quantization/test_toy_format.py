@@ -303,8 +303,8 @@ def test_a_checkpoint_carries_the_recipe(device):
 def test_a_format_without_kernels_is_computed_by_the_reference(device):
     assert FORMATS["toy"].plan is None
     x = torch.randn(64, 64, device=device)
-    made = quantize(x, ToyQuantizer(DType.kFloat8E4M3).spec(True, False))
-    assert made.codes is not None and made.codes.shape == (64, 64)
+    tensor = quantize(x, ToyQuantizer(DType.kFloat8E4M3).spec(True, False))
+    assert tensor.codes is not None and tensor.codes.shape == (64, 64)
 
 
 def test_an_unregistered_format_is_unknown():

@@ -56,13 +56,13 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def mask_pairs() -> Iterator[Pair]:
     """Yield attention and layer calls with a mask in another form."""
-    for name, (kind, given, plain) in MASKS.items():
+    for name, (kind, argument, plain) in MASKS.items():
         yield Pair(
             f"DotProductAttention, {name}",
-            lambda kind=kind, given=given: outcome(
+            lambda kind=kind, value=argument: outcome(
                 lambda: te.DotProductAttention(4, 16),
                 *sample_heads(),
-                attention_mask=given,
+                attention_mask=value,
                 attn_mask_type=kind,
             ),
             lambda kind=kind, plain=plain: outcome(
@@ -74,10 +74,10 @@ def mask_pairs() -> Iterator[Pair]:
         )
         yield Pair(
             f"TransformerLayer, {name}",
-            lambda kind=kind, given=given: outcome(
+            lambda kind=kind, value=argument: outcome(
                 lambda: te.TransformerLayer(HIDDEN, 96, HEADS, self_attn_mask_type=kind, **OFF),
                 hidden(),
-                attention_mask=given,
+                attention_mask=value,
             ),
             lambda kind=kind, plain=plain: outcome(
                 lambda: te.TransformerLayer(HIDDEN, 96, HEADS, self_attn_mask_type=kind, **OFF),
@@ -89,10 +89,12 @@ def mask_pairs() -> Iterator[Pair]:
 
 def option_pairs() -> Iterator[Pair]:
     """Yield DotProductAttention calls with numbers and flags in other forms."""
-    for number, (given, plain) in enumerate(OPTIONS):
+    for number, (argument, plain) in enumerate(OPTIONS):
         yield Pair(
-            f"{number} DotProductAttention.forward({', '.join(given)})",
-            lambda given=given: outcome(lambda: te.DotProductAttention(4, 16), *sample_heads(), **given),
+            f"{number} DotProductAttention.forward({', '.join(argument)})",
+            lambda options=argument: outcome(
+                lambda: te.DotProductAttention(4, 16), *sample_heads(), **options
+            ),
             lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16), *sample_heads(), **plain),
         )
 

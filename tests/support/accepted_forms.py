@@ -205,13 +205,13 @@ CONSTRUCTORS: list[tuple[Any, tuple[torch.Tensor, ...], dict[str, Any], dict[str
 
 def constructor_pairs() -> Iterator[Pair]:
     """Yield layers constructed with arguments in another form."""
-    for number, (kind, inputs, given, plain) in enumerate(CONSTRUCTORS):
-        device = {} if "device" in given else {"device": "cpu"}
-        changed = [name for name in given if name not in plain or given[name] is not plain[name]]
+    for number, (kind, inputs, argument, plain) in enumerate(CONSTRUCTORS):
+        device = {} if "device" in argument else {"device": "cpu"}
+        changed = [name for name in argument if name not in plain or argument[name] is not plain[name]]
         yield Pair(
             f"{number} {kind.__name__}({', '.join(changed)})",
-            lambda kind=kind, inputs=inputs, given=given, device=device: outcome(
-                lambda: kind(**given, **device), *inputs
+            lambda kind=kind, inputs=inputs, options=argument, device=device: outcome(
+                lambda: kind(**options, **device), *inputs
             ),
             lambda kind=kind, inputs=inputs, plain=plain, device=device: outcome(
                 lambda: kind(**plain, **device), *inputs
@@ -238,11 +238,11 @@ DPA_CONSTRUCTORS: list[tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]] =
 
 def attention_constructor_pairs() -> Iterator[Pair]:
     """Yield attentions constructed with arguments in another form."""
-    for number, (sizes, given, plain) in enumerate(DPA_CONSTRUCTORS):
+    for number, (sizes, argument, plain) in enumerate(DPA_CONSTRUCTORS):
         yield Pair(
-            f"{number} DotProductAttention{sizes!r} {', '.join(given)}",
-            lambda sizes=sizes, given=given: outcome(
-                lambda: te.DotProductAttention(*sizes, **given), *sample_heads()
+            f"{number} DotProductAttention{sizes!r} {', '.join(argument)}",
+            lambda sizes=sizes, options=argument: outcome(
+                lambda: te.DotProductAttention(*sizes, **options), *sample_heads()
             ),
             lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16, **plain), *sample_heads()),
         )
@@ -260,11 +260,11 @@ FLAGS_OF_FORWARD: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any
 
 def forward_pairs() -> Iterator[Pair]:
     """Yield forward calls on layers with products."""
-    for number, (kind, sizes, given, plain) in enumerate(FLAGS_OF_FORWARD):
+    for number, (kind, sizes, argument, plain) in enumerate(FLAGS_OF_FORWARD):
         yield Pair(
-            f"{number} {kind.__name__}.forward({', '.join(given)})",
-            lambda kind=kind, sizes=sizes, given=given: outcome(
-                lambda: kind(*sizes, device="cpu"), sample(8, 16), **given
+            f"{number} {kind.__name__}.forward({', '.join(argument)})",
+            lambda kind=kind, sizes=sizes, options=argument: outcome(
+                lambda: kind(*sizes, device="cpu"), sample(8, 16), **options
             ),
             lambda kind=kind, sizes=sizes, plain=plain: outcome(
                 lambda: kind(*sizes, device="cpu"), sample(8, 16), **plain
@@ -287,24 +287,24 @@ def split_pairs() -> Iterator[Pair]:
     """Yield group row counts in other forms, for the three modules that take them."""
     for name, splits in SPLITS.items():
 
-        def given(splits: Any = splits) -> Any:
+        def make_argument(splits: Any = splits) -> Any:
             return (rows for rows in (5, 3)) if splits is None else splits
 
         yield Pair(
             f"GroupedLinear m_splits {name}",
-            lambda given=given: outcome(
-                lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), given()
+            lambda argument=make_argument: outcome(
+                lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), argument()
             ),
             lambda: outcome(lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), [5, 3]),
         )
         yield Pair(
             f"Fp8Padding m_splits {name}",
-            lambda given=given: te.Fp8Padding(2, 16.0)(sample(8, 16), given()),
+            lambda argument=make_argument: te.Fp8Padding(2, 16.0)(sample(8, 16), argument()),
             lambda: te.Fp8Padding(2, 16)(sample(8, 16), [5, 3]),
         )
         yield Pair(
             f"Fp8Unpadding m_splits {name}",
-            lambda given=given: te.Fp8Unpadding(2, numpy.int64(16))(sample(32, 16), given()),
+            lambda argument=make_argument: te.Fp8Unpadding(2, numpy.int64(16))(sample(32, 16), argument()),
             lambda: te.Fp8Unpadding(2, 16)(sample(32, 16), [5, 3]),
         )
 

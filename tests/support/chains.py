@@ -105,12 +105,12 @@ def _norm(op: Any, x: Tensor) -> Tensor:
     return functional.rms_norm(x, op.normalized_shape, gamma, op.eps)
 
 
-def plain(op: Any, x: Tensor, extra: Iterator[Tensor], made: list[Tensor]) -> Tensor:
+def plain(op: Any, x: Tensor, extra: Iterator[Tensor], result: list[Tensor]) -> Tensor:
     """Compute an operation with torch operations; extra outputs are appended to `made`."""
     kind = type(op)
     if kind is ops.Linear or op.is_fused_op:
         for basic in op.basic_ops:
-            x = plain(basic, x, extra, made)
+            x = plain(basic, x, extra, result)
         return x
     if isinstance(op, (ops.LayerNorm, ops.RMSNorm)):
         return _norm(op, x)
@@ -122,7 +122,7 @@ def plain(op: Any, x: Tensor, extra: Iterator[Tensor], made: list[Tensor]) -> Te
         )
         return y * next(extra).unsqueeze(-1) if kind in SCALED else y
     if kind is ops.MakeExtraOutput:
-        made.append(x)
+        result.append(x)
         return x
     simple: dict[type, Callable[[], Tensor]] = {
         ops.BasicLinear: lambda: x @ op.weight.to(x.dtype).t(),
@@ -138,10 +138,10 @@ def plain(op: Any, x: Tensor, extra: Iterator[Tensor], made: list[Tensor]) -> Te
 
 def run_plain(chain: Any, x: Tensor, *extra: Tensor) -> Any:
     """Compute a Sequential's results with torch operations."""
-    given, made = iter(extra), []
+    argument, outputs = iter(extra), []
     for op in chain:
-        x = plain(op, x, given, made)
-    return (x, *made) if made else x
+        x = plain(op, x, argument, outputs)
+    return (x, *outputs) if outputs else x
 
 
 WIDTH = 64  # for a random chain's input; every hidden size is a multiple
@@ -159,45 +159,45 @@ chains = strategies.lists(
 
 def build(described: list[Any], device: torch.device, dtype: torch.dtype) -> tuple[Any, list[str], int]:
     """Sequential built from a description, the kinds of its extra inputs, and its output width."""
-    width, made, extra = WIDTH, [], []
-    place = {"device": device, "dtype": dtype}
+    width, outputs, extra = WIDTH, [], []
+    position = {"device": device, "dtype": dtype}
     plain_kinds = [kind for kind in ACTIVATIONS if kind not in SCALED]
     gated_kinds = [kind for kind in GATED if kind not in SCALED]
     for kind, argument in described:
         out = (64, 128)[argument % 2]
         if kind == "linear":
-            made.append(ops.Linear(width, out, bias=argument < 6, **place))
+            outputs.append(ops.Linear(width, out, bias=argument < 6, **position))
             width = out
         elif kind == "basic_linear":
-            made.append(ops.BasicLinear(width, out, **place))
+            outputs.append(ops.BasicLinear(width, out, **position))
             width = out
         elif kind == "bias":
-            made.append(ops.Bias(width, **place))
+            outputs.append(ops.Bias(width, **position))
         elif kind == "activation":
-            made.append(plain_kinds[argument % len(plain_kinds)]())
+            outputs.append(plain_kinds[argument % len(plain_kinds)]())
         elif kind in ("gated", "scaled"):
             if width % 128:
                 continue
             kinds: Any = gated_kinds if kind == "gated" else SCALED[1:]
-            made.append(kinds[argument % len(kinds)]())
+            outputs.append(kinds[argument % len(kinds)]())
             extra += ["scales"] if kind == "scaled" else []
             width //= 2
         elif kind == "norm":
             norm = (ops.LayerNorm, ops.RMSNorm)[argument % 2]
-            made.append(norm(width, zero_centered_gamma=argument > 3, **place))
+            outputs.append(norm(width, zero_centered_gamma=argument > 3, **position))
         elif kind == "add":
-            made.append(ops.AddExtraInput(in_place=argument % 2 == 0))
+            outputs.append(ops.AddExtraInput(in_place=argument % 2 == 0))
             extra.append(f"residual {width}")
         elif kind == "make":
-            made.append(ops.MakeExtraOutput(in_place=argument % 2 == 0))
+            outputs.append(ops.MakeExtraOutput(in_place=argument % 2 == 0))
         elif kind == "quantize":
-            made.append(ops.Quantize(forward=argument % 2 == 0, backward=argument > 3))
+            outputs.append(ops.Quantize(forward=argument % 2 == 0, backward=argument > 3))
         elif kind == "reshape":
-            made.append(ops.Reshape((4, -1, width) if argument % 2 else (-1, width)))
+            outputs.append(ops.Reshape((4, -1, width) if argument % 2 else (-1, width)))
         else:
             simple = {"l2": ops.L2Normalization, "identity": ops.Identity}
-            made.append(simple[kind]() if kind in simple else ops.ConstantScale(0.5 + argument / 4))
-    chain = ops.Sequential(*made)
+            outputs.append(simple[kind]() if kind in simple else ops.ConstantScale(0.5 + argument / 4))
+    chain = ops.Sequential(*outputs)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in chain.parameters():

@@ -244,9 +244,9 @@ def packed(bounds: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torc
 def one_by_one(bounds: torch.Tensor) -> torch.Tensor:
     """Causal attention on the sequences with lengths 3, 2, 4 that begin at the bounds."""
     x, out, places = packed(bounds, [3, 2, 4])
-    for place in places:
-        q = x[place][None]
-        out[place] = attention(q, q, q, band(q.shape[1], -1))[0]
+    for index in places:
+        q = x[index][None]
+        out[index] = attention(q, q, q, band(q.shape[1], -1))[0]
     return out
 
 

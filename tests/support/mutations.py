@@ -78,16 +78,18 @@ def attributes(name: str) -> list[str]:
         for key, member in vars(cls).items()
         if isinstance(member, property) and member.fset is not None
     }
-    held = {key for key, value in vars(layer).items() if not callable(value)}
+    contents = {key for key, value in vars(layer).items() if not callable(value)}
     children = {*layer._modules, *layer._parameters, *layer._buffers}
-    return sorted(key for key in (held | settable) - children - set(NOT_CHANGED) if not key.startswith("_"))
+    return sorted(
+        key for key in (contents | settable) - children - set(NOT_CHANGED) if not key.startswith("_")
+    )
 
 
 def constructor_argument(name: str, attribute: str) -> str | None:
     """Name of the constructor argument that an attribute stores, or None."""
-    taken = inspect.signature(layers.NAMES[name].__init__).parameters
+    selection = inspect.signature(layers.NAMES[name].__init__).parameters
     argument = ARGUMENTS.get(attribute, attribute)
-    return argument if argument in taken else None
+    return argument if argument in selection else None
 
 
 def other_values(name: str, attribute: str, most: int = 3) -> Iterator[Any]:

@@ -31,20 +31,20 @@ TIES = (6.0, -6.0, 0.0, 3.0, 1.5, -3.0, 4.5, 2.25, -0.0, 5.0, 12.0, 1536.0, 384.
 
 def specs() -> list[QuantizeSpec]:
     """Every format, error measure and tile in every set of directions; other tests cover plain NVFP4."""
-    made = []
+    outputs = []
     for (per_row, largest), error in itertools.product(NVFP4_FORMATS, ("", *BLOCK_ERRORS)):
         if not (per_row or error or largest != 448):
             continue
         for square, (rowwise, columnwise) in itertools.product((False, True), DIRECTIONS):
             if square and per_row:
                 continue
-            made.append(
+            outputs.append(
                 QuantizeSpec(
                     NVFP4_FORMATS[per_row, largest], E2M1, rowwise, columnwise, two_dimensional=square,
                     four_over_six=error,
                 )
             )  # fmt: skip
-    return made
+    return outputs
 
 
 def matrix(content: str, rows: int, depth: int, generator: torch.Generator) -> torch.Tensor:

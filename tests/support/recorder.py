@@ -31,8 +31,8 @@ class RerunRecording:
     def replay(self, stream=None, event=None):
         self.replays += 1
         self.log.append(self.body.__name__)
-        made = self.body()
-        for static, result in zip(self.results, made, strict=True):
+        output = self.body()
+        for static, result in zip(self.results, output, strict=True):
             assert (static is None) == (result is None)
             if static is not None:
                 static.copy_(result.detach())

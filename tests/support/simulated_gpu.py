@@ -98,7 +98,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 def _mark(result: Any, tensors: list[Tensor]) -> None:
     """Mark new tensors as the host's."""
     for value in _flat(result if isinstance(result, (list, tuple)) else (result,)):
-        if isinstance(value, Tensor) and not any(value is given for given in tensors):
+        if isinstance(value, Tensor) and not any(value is argument for argument in tensors):
             value._simulated_host = True  # pyright: ignore[reportAttributeAccessIssue]
 
 

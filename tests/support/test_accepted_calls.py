@@ -24,16 +24,16 @@ def unwarned(monkeypatch):
     monkeypatch.setattr(warning, "_issued", set())
 
 
-def assert_same(given: Any, plain: Any) -> None:
+def assert_same(argument: Any, plain: Any) -> None:
     """Assert that two results are bitwise equal, in every tensor and number."""
-    if isinstance(given, (tuple, list)):
-        assert len(given) == len(plain)
-        for one, other in zip(given, plain, strict=True):
+    if isinstance(argument, (tuple, list)):
+        assert len(argument) == len(plain)
+        for one, other in zip(argument, plain, strict=True):
             assert_same(one, other)
-    elif isinstance(given, torch.Tensor):
-        torch.testing.assert_close(given, plain, rtol=0, atol=0)
+    elif isinstance(argument, torch.Tensor):
+        torch.testing.assert_close(argument, plain, rtol=0, atol=0)
     else:
-        assert given == plain
+        assert argument == plain
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -61,12 +61,12 @@ def test_a_layer_that_drops_everything_in_training_passes_its_input_on():
     ]
     for options in dropped:
         layer = te.TransformerLayer(HIDDEN, 96, HEADS, **{**OFF, **options})
-        given = x.clone().requires_grad_()
-        y = layer(given)
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
         torch.testing.assert_close(y, x, rtol=0, atol=0)
         y.sum().backward()
-        assert given.grad is not None
-        torch.testing.assert_close(given.grad, torch.ones_like(x), rtol=0, atol=0)
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, torch.ones_like(x), rtol=0, atol=0)
     assert torch.equal(DropPath(1.0)(x), torch.zeros_like(x))
 
 

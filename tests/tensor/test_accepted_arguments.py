@@ -53,9 +53,9 @@ def parts(quantized):
     return [value for value in quantized.get_metadata().values() if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize(("make", "given", "plain"), FORMS)
-def test_a_quantizer_computes_the_same_by_every_form_of_its_arguments(make, given, plain):
-    found, expected = make(**given), make(**plain)
+@pytest.mark.parametrize(("make", "options", "plain"), FORMS)
+def test_a_quantizer_computes_the_same_by_every_form_of_its_arguments(make, options, plain):
+    found, expected = make(**options), make(**plain)
     assert found == expected and hash(found) == hash(expected)
     assert {name: type(value) for name, value in vars(found).items()} == {
         name: type(value) for name, value in vars(expected).items()
@@ -89,11 +89,11 @@ def test_a_negative_floor_has_no_effect_and_warns(make):
 )
 @pytest.mark.parametrize("make", [current, block, mxfp8])
 def test_an_empty_tensor_has_the_shape_of_every_form_of_sizes(make, shape):
-    made = make().make_empty(shape, device="cpu", requires_grad=1)
-    assert made.shape == (32, 64) and made.requires_grad
+    result = make().make_empty(shape, device="cpu", requires_grad=1)
+    assert result.shape == (32, 64) and result.requires_grad
     x = torch.randn(32, 64)
-    make().update_quantized(x, made)
-    assert torch.equal(made.dequantize(), make()(x).dequantize())
+    make().update_quantized(x, result)
+    assert torch.equal(result.dequantize(), make()(x).dequantize())
 
 
 @pytest.mark.parametrize("shape", [32, "32", {32, 64}, (32.5, 64), (None, 64)])
@@ -111,8 +111,8 @@ def test_grouped_tensors_are_counted_by_every_form_of_a_number(count):
         num_tensors=count, tensor_shape=np.array([3, 4]), rowwise_data=data
     )
     assert found.shape == (2, 3, 4)
-    made = GroupedTensor.make_grouped_tensor_with_shapes(count, [(3, 4.0), (np.int64(3), 4)], device="cpu")
-    assert made.shape == (2, 3, 4)
+    result = GroupedTensor.make_grouped_tensor_with_shapes(count, [(3, 4.0), (np.int64(3), 4)], device="cpu")
+    assert result.shape == (2, 3, 4)
 
 
 def test_data_of_another_format_is_dequantized_and_quantized():
@@ -145,9 +145,9 @@ def test_a_device_may_be_numbered_by_a_numpy_integer():
 
 @pytest.mark.parametrize("quantizer", [current, mxfp8])
 def test_the_shape_of_a_view_is_one_argument_a_keyword_or_several(quantizer):
-    made = quantizer()
-    made.internal = True
-    storage = made(torch.randn(4, 32, 64))
+    result = quantizer()
+    result.internal = True
+    storage = result(torch.randn(4, 32, 64))
     forms = (storage.view(2, 64, 64), storage.view((2, 64, -1)), storage.view(shape=[2, 64, 64]))
     for view in forms:
         assert tuple(view.shape) == (2, 64, 64)

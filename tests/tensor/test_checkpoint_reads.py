@@ -37,7 +37,7 @@ def test_shards_in_any_order_restore_codes_and_scales(name, device):
     target = other(name, device, saved.shape)
     assert not same_payload(target, saved)
     shards = {(i * step, 0): piece for i, piece in enumerate(torch.chunk(saved, 4))}
-    read(target, {place: shards[place] for place in ((2 * step, 0), (0, 0), (3 * step, 0), (step, 0))})
+    read(target, {index: shards[index] for index in ((2 * step, 0), (0, 0), (3 * step, 0), (step, 0))})
     assert same_payload(target, saved)
     assert not hasattr(target, "_collected_shards")
 
@@ -55,8 +55,8 @@ def test_shards_with_different_scales_are_quantized_together(device):
     parts = [create_quantizer("current", device)(values(device, 16, 64) * factor) for factor in (1, 50)]
     target = other("current", device, (32, 64))
     read(target, {(16, 0): parts[1], (0, 0): parts[0]})
-    together = torch.cat([part.dequantize(dtype=torch.float32) for part in parts])
-    assert same_payload(target, create_quantizer("current", device)(together))
+    joint = torch.cat([part.dequantize(dtype=torch.float32) for part in parts])
+    assert same_payload(target, create_quantizer("current", device)(joint))
 
 
 def test_shards_along_columns_are_read(device):

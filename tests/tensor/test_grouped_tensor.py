@@ -72,12 +72,12 @@ def test_matrices_of_other_shapes_are_quantized_each_by_itself(name, device):
     shapes, quantizer = [(32, 64), (96, 64)], create_quantizer(name, device)
     grouped = GroupedTensor.make_grouped_tensor_with_shapes(2, shapes, quantizer, device, torch.bfloat16)
     tensors = [values(device, *shape) for shape in shapes]
-    held = grouped.quantize(tensors)
+    contents = grouped.quantize(tensors)
     assert grouped.shape == (128, 64) and grouped.tensor_offsets.tolist() == [0, 2048, 8192]
     assert grouped.first_dims.tolist() == [32, 96] and type(grouped.quantizer) is type(quantizer)
-    assert torch.equal(grouped.dequantize(), torch.cat([member.dequantize() for member in held]))
+    assert torch.equal(grouped.dequantize(), torch.cat([member.dequantize() for member in contents]))
     if name in DETERMINISTIC:
-        assert all(same_payload(h, quantizer(t)) for h, t in zip(held, tensors, strict=True))
+        assert all(same_payload(h, quantizer(t)) for h, t in zip(contents, tensors, strict=True))
 
 
 def test_extents_may_be_device_tensors(device):
@@ -115,8 +115,8 @@ def test_copies_and_new_directions_keep_extents_and_maxima(name, device):
         assert copied.shape == copied.logical_shape == (256, 128) and not copied.all_same_first_dim()
         assert torch.equal(copied.dequantize(), original.dequantize())
         for attribute in attributes:
-            wanted = getattr(original, attribute)
-            assert wanted is None or torch.equal(getattr(copied, attribute), wanted), attribute
+            expected = getattr(original, attribute)
+            assert expected is None or torch.equal(getattr(copied, attribute), expected), attribute
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPED if name in DETERMINISTIC])
@@ -143,9 +143,9 @@ def test_a_group_is_a_quantized_tensor_of_its_members(name, device):
 def test_directions_are_dropped_and_made_again(name, device):
     members = [create_quantizer(name, device)(values(device, 32, 64)) for _ in range(2)]
     grouped = GroupedTensor.of_members(members)
-    whole = grouped.dequantize()
+    full = grouped.dequantize()
     grouped.update_usage(columnwise_usage=False)
-    assert not grouped.has_columnwise_data() and torch.equal(grouped.dequantize(), whole)
+    assert not grouped.has_columnwise_data() and torch.equal(grouped.dequantize(), full)
     if grouped.transposable:
         grouped.update_usage(columnwise_usage=True)
         assert all(same_payload(a, b) for a, b in zip(grouped.quantized_tensors, members, strict=True))

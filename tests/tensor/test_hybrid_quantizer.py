@@ -22,8 +22,8 @@ def values(device, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
 
 
-def column_values(made):
-    return made.columnwise_storage.dequantize()
+def column_values(result):
+    return result.columnwise_storage.dequantize()
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
@@ -35,15 +35,15 @@ def test_columns_are_of_the_values_that_rows_hold(device, rowwise):
     )
     assert not torch.equal(of_x, of_rows)
     assert torch.equal(column_values(hybrid("original", rowwise=rowwise)(x)), of_x)
-    made = hybrid("rowwise_dequantized", rowwise=rowwise)(x)
-    assert torch.equal(column_values(made), of_rows)
-    assert made.get_usages() == {"rowwise": rowwise, "columnwise": True}
+    result = hybrid("rowwise_dequantized", rowwise=rowwise)(x)
+    assert torch.equal(column_values(result), of_rows)
+    assert result.get_usages() == {"rowwise": rowwise, "columnwise": True}
 
 
 def test_high_precision_columns_are_the_rows_values(device):
     x = values(device, 64, 64)
-    made = hybrid("rowwise_dequantized", columns=te.IdentityQuantizer())(x)
-    assert torch.equal(column_values(made), made.dequantize())
+    result = hybrid("rowwise_dequantized", columns=te.IdentityQuantizer())(x)
+    assert torch.equal(column_values(result), result.dequantize())
     assert torch.equal(column_values(hybrid("original", columns=te.IdentityQuantizer())(x)), x)
 
 
@@ -92,10 +92,10 @@ def test_each_product_of_a_layer_reads_its_format(device):
 
     mx, fp4 = te.MXFP8Quantizer(E4M3, columnwise=False), te.NVFP4Quantizer(E2M1, columnwise=False)
     weight = rows(mx, layer.weight.detach())
-    turned = te.NVFP4Quantizer(E2M1, rowwise=False)(weight.bfloat16()).dequantize().float()
+    transposed = te.NVFP4Quantizer(E2M1, rowwise=False)(weight.bfloat16()).dequantize().float()
     for got, expected in (
         (y, rows(mx, x.detach()) @ weight.t()),
-        (x.grad, rows(fp4, dy) @ turned),
+        (x.grad, rows(fp4, dy) @ transposed),
         (layer.weight.grad, dy.float().t() @ x.detach().float()),
     ):
         torch.testing.assert_close(got.float(), expected, rtol=2e-2, atol=2e-2)

@@ -36,13 +36,13 @@ def create_weight(name, device):
 
 def test_weights_of_4over6_are_written_whole_or_not_at_all(device):
     quantizer = te.NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
-    whole = master(device)
+    full = master(device)
     weight = quantizer(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
-    cast_master_weights_to_fp8([weight], [whole.view(-1)], [0], None)
+    cast_master_weights_to_fp8([weight], [full.view(-1)], [0], None)
     post_all_gather_processing([weight])
-    assert same_payload(weight, quantizer(whole.bfloat16()))
+    assert same_payload(weight, quantizer(full.bfloat16()))
     with pytest.raises(ValueError, match=r"a shard of elements 0:64 .* with 4over6 cannot be"):
-        cast_master_weights_to_fp8([weight], [whole.view(-1)[:64]], [0], None)
+        cast_master_weights_to_fp8([weight], [full.view(-1)[:64]], [0], None)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -76,10 +76,10 @@ def test_a_rank_without_a_part_of_a_weight_has_its_scales(tmp_path):
     for name in WEIGHTS:
         expected = payload(create_quantizer(name, torch.device("cpu"))(master("cpu").bfloat16()))
         for rank, results in enumerate(ranks):
-            for place, found in enumerate(results[name]):
+            for index, found in enumerate(results[name]):
                 for field, part in found.items():
-                    if rank == place or "scale" in field or "amax" in field:
-                        assert torch.equal(part, expected[field]), (name, rank, place, field)
+                    if rank == index or "scale" in field or "amax" in field:
+                        assert torch.equal(part, expected[field]), (name, rank, index, field)
 
 
 def _sharded(device):
@@ -172,14 +172,14 @@ def test_both_directions_of_a_hybrid_weight_are_written(kind, device):
     flat = master(device).view(-1)
     cut = 50 * SHAPE[1]
     quantize_master_weights([weight], [flat], [0], None)
-    whole = hybrid_quantizer(device, kind)
-    want = whole(master(device).bfloat16())
-    assert torch.equal(weight.dequantize(), want.dequantize())
-    assert torch.equal(weight.columnwise_sub_storage.dequantize(), want.columnwise_sub_storage.dequantize())
+    full = hybrid_quantizer(device, kind)
+    expected = full(master(device).bfloat16())
+    assert torch.equal(weight.dequantize(), expected.dequantize())
+    assert torch.equal(
+        weight.columnwise_sub_storage.dequantize(), expected.columnwise_sub_storage.dequantize()
+    )
     if kind == "delayed":
-        assert (
-            weight._quantizer.columnwise_quantizer.amax.item() == whole.columnwise_quantizer.amax.item() > 0
-        )
+        assert weight._quantizer.columnwise_quantizer.amax.item() == full.columnwise_quantizer.amax.item() > 0
     before = weight.columnwise_sub_storage.dequantize().clone()
     quantize_master_weights([weight], [flat[:cut] / 2], [0], None)
     after = weight.columnwise_sub_storage.dequantize()
@@ -218,9 +218,9 @@ def test_columns_are_updated_by_the_callers_post_processing(name, device):
 @pytest.mark.parametrize(
     "recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling]
 )
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.usefixtures("emulated")
-def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, kept, device):
+def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, saved, device):
     """As a sharding that gathers before each pass has it: codes, forward, columns, backward."""
 
     def gradient(columns_before_the_forward: bool) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, kept,
             post_all_gather_processing(weight)
         with te.autocast(recipe=recipe()):
             y = layer(x)
-        if not kept:
+        if not saved:
             weight.update_usage(columnwise_usage=False)
         post_all_gather_processing(weight)
         y.square().sum().backward()
@@ -277,21 +277,21 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("observed", SEEN)
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
-def test_stale_columns_are_updated_on_request(name, seen, device):
+def test_stale_columns_are_updated_on_request(name, observed, device):
     weight = create_weight(name, device)
     weight.update_usage(columnwise_usage=True)
     arguments = [weight], [master(device).view(-1)], [0], None
     quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
-    found = SEEN[seen](weight)
+    found = SEEN[observed](weight)
     found.update_usage(rowwise_usage=True, columnwise_usage=True)
     expected = create_quantizer(name, device)(master(device).bfloat16())
     expected.update_usage(columnwise_usage=True)
     assert same_payload(found, expected)
-    again = payload(found)
+    repeated = payload(found)
     found.update_usage(columnwise_usage=True)
-    assert all(payload(found)[field] is part for field, part in again.items())
+    assert all(payload(found)[field] is part for field, part in repeated.items())
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
@@ -321,12 +321,12 @@ def test_assigned_data_keeps_whether_its_columns_are_stale(name, device):
 def test_updated_columns_are_the_tensors_that_the_gather_frees(device):
     shard = create_weight("current", device)
     tensors, metadata = shard.fsdp_pre_all_gather(None, None, None, None, None)
-    whole, derived = shard.fsdp_post_all_gather(tensors, metadata, shard.dtype)
+    full, derived = shard.fsdp_post_all_gather(tensors, metadata, shard.dtype)
     before = list(derived)
-    assert any(part is whole._transpose for part in before)
-    post_all_gather_processing(whole)
+    assert any(part is full._transpose for part in before)
+    post_all_gather_processing(full)
     assert len(derived) == len(before) and all(a is b for a, b in zip(derived, before, strict=True))
-    assert any(part is whole._transpose for part in derived)
+    assert any(part is full._transpose for part in derived)
 
 
 def test_a_pair_of_shards_may_be_a_list_and_initial_values_are_dropped(device):

@@ -8,7 +8,7 @@ import torch
 from tests.tensor.quantizer_cases import DETERMINISTIC, State, create_quantizer
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functions.linear_operands import to_operand
-from transformer_engine.pytorch.primitives.operand import COLS, ROWS, Operand
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE, Operand
 from transformer_engine.pytorch.primitives.quantize import quantize_as
 from transformer_engine.pytorch.tensor import Float8Quantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from transformer_engine.pytorch.tensor.quantizer import Calibrating, Matrix
@@ -43,10 +43,10 @@ def test_operands_equal_those_of_a_storage(device, name, directions):
     storage = create_quantizer(name, device).encode(x, *directions)
     if directions[0]:
         assert rowwise is not None
-        assert_equal(rowwise, storage.contract(COLS))
+        assert_equal(rowwise, storage.contract(ROWWISE))
     if directions[1]:
         assert columnwise is not None
-        assert_equal(to_operand(columnwise), storage.contract(ROWS))
+        assert_equal(to_operand(columnwise), storage.contract(COLUMNWISE))
 
 
 def test_delayed_scaling_records_the_maximum_in_its_slot(device):

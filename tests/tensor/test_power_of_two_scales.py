@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_1D_POWERS, BLOCK_2D, BLOCK_2D_POWERS
 from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.primitives.operand import COLS, ROWS
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.primitives.quantize.encodings import is_power_of_two
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
@@ -22,7 +22,7 @@ def quantizer(powers: bool, dimensions: int = 2) -> Float8BlockQuantizer:
 
 
 def forms(tensor) -> tuple[str, str]:
-    return tensor.contract(COLS).format.name, tensor.contract(ROWS).format.name
+    return tensor.contract(ROWWISE).format.name, tensor.contract(COLUMNWISE).format.name
 
 
 @pytest.mark.parametrize(

@@ -27,44 +27,44 @@ SETTINGS = {"shape": (32, 64), "dtype": torch.bfloat16, "requires_grad": True, "
 
 def test_a_hybrid_tensor_of_two_parts_reads_each_in_its_direction(device):
     _, rows, columns = parts(device)
-    made = te.HybridQuantizedTensor(
+    tensor = te.HybridQuantizedTensor(
         **SETTINGS, rowwise_storage=rows, columnwise_storage=columns, quantizer=None
     )
-    assert (made.shape, made.dtype, made.requires_grad) == ((32, 64), torch.bfloat16, True)
-    assert made.get_usages() == {"rowwise": True, "columnwise": True}
-    assert torch.equal(made.dequantize(), rows.dequantize(dtype=torch.bfloat16))
-    assert torch.equal(made.columnwise_storage.dequantize(), columns.dequantize())
-    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert torch.equal(twin.dequantize(), made.dequantize()) and twin.dtype == made.dtype
+    assert (tensor.shape, tensor.dtype, tensor.requires_grad) == ((32, 64), torch.bfloat16, True)
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+    assert torch.equal(tensor.dequantize(), rows.dequantize(dtype=torch.bfloat16))
+    assert torch.equal(tensor.columnwise_storage.dequantize(), columns.dequantize())
+    for twin in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor))):
+        assert torch.equal(twin.dequantize(), tensor.dequantize()) and twin.dtype == tensor.dtype
 
 
 def test_a_hybrid_storage_presents_the_dtype_of_its_first_part_or_fake_dtype(device):
     _, rows, columns = parts(device)
     both = {"rowwise_storage": rows.as_storage(), "columnwise_storage": columns.as_storage()}
     assert te.HybridQuantizedTensorStorage(**both, quantizer=None).dtype == torch.float32
-    made = te.HybridQuantizedTensorStorage(**both, quantizer=None, fake_dtype=torch.bfloat16)
-    assert made.dequantize().dtype == torch.bfloat16
-    tensors, empty = made.prepare_for_saving()
+    tensor = te.HybridQuantizedTensorStorage(**both, quantizer=None, fake_dtype=torch.bfloat16)
+    assert tensor.dequantize().dtype == torch.bfloat16
+    tensors, empty = tensor.prepare_for_saving()
     assert empty.restore_from_saved(tensors) == [] and torch.equal(
-        made.dequantize(), rows.dequantize(dtype=torch.bfloat16)
+        tensor.dequantize(), rows.dequantize(dtype=torch.bfloat16)
     )
 
 
 def test_one_part_alone_is_enough(device):
     _, _, columns = parts(device)
-    made = te.HybridQuantizedTensorStorage(rowwise_storage=None, columnwise_storage=columns, quantizer=None)
-    assert made.get_usages() == {"rowwise": False, "columnwise": True}
-    assert torch.equal(made.dequantize(), columns.dequantize())
+    tensor = te.HybridQuantizedTensorStorage(rowwise_storage=None, columnwise_storage=columns, quantizer=None)
+    assert tensor.get_usages() == {"rowwise": False, "columnwise": True}
+    assert torch.equal(tensor.dequantize(), columns.dequantize())
 
 
-def hybrid(**given):
-    return te.HybridQuantizedTensorStorage(quantizer=None, **given)
+def hybrid(**kwargs):
+    return te.HybridQuantizedTensorStorage(quantizer=None, **kwargs)
 
 
 def test_parts_of_no_tensor_are_rejected(device):
     x, rows, columns = parts(device)
     _, _, longer = parts(device, (64, 64))
-    whole = hybrid(rowwise_storage=rows, columnwise_storage=columns)
+    full = hybrid(rowwise_storage=rows, columnwise_storage=columns)
     with pytest.raises(ValueError, match="holds no data; give rowwise_storage"):
         hybrid()
     with pytest.raises(TypeError, match=r"rowwise_storage is a Tensor; .*IdentityTensorStorage\(hp_data"):
@@ -76,7 +76,7 @@ def test_parts_of_no_tensor_are_rejected(device):
     ):
         hybrid(rowwise_storage=rows, columnwise_storage=longer)
     with pytest.raises(TypeError, match="a part of one format holds 6 at most"):
-        hybrid(rowwise_storage=whole)
+        hybrid(rowwise_storage=full)
     with pytest.raises(TypeError, match="rowwise_storage is a Nameless of a custom quantizer"):
         hybrid(rowwise_storage=type("Nameless", (te.QuantizedTensorStorage,), {})())
     with pytest.raises(TypeError, match="has no 'rowwise'; give rowwise_storage"):
@@ -89,10 +89,10 @@ def test_parts_of_no_tensor_are_rejected(device):
 
 def test_an_identity_tensor_holds_hp_data(device):
     x = values(device, 32, 64)
-    made = te.IdentityTensor(**SETTINGS, hp_data=x, quantizer=None)
-    assert (made.shape, made.dtype, made.requires_grad) == ((32, 64), torch.bfloat16, True)
-    assert torch.equal(made.dequantize(), x.bfloat16())
-    assert torch.equal(pickle.loads(pickle.dumps(made)).dequantize(), x.bfloat16())
+    tensor = te.IdentityTensor(**SETTINGS, hp_data=x, quantizer=None)
+    assert (tensor.shape, tensor.dtype, tensor.requires_grad) == ((32, 64), torch.bfloat16, True)
+    assert torch.equal(tensor.dequantize(), x.bfloat16())
+    assert torch.equal(pickle.loads(pickle.dumps(tensor)).dequantize(), x.bfloat16())
     storage = te.IdentityTensorStorage(hp_data=x, fake_dtype=torch.float16, quantizer=None)
     assert storage.dtype == torch.float16 and te.IdentityTensorStorage(hp_data=x).dtype == torch.float32
     rows, columns = storage.get_data_tensors()
@@ -104,10 +104,10 @@ def test_an_identity_tensor_holds_hp_data(device):
 def test_an_identity_quantizer_converts_to_its_dtype(device):
     x = values(device, 32, 64).requires_grad_()
     quantizer = te.IdentityQuantizer(dtype=torch.bfloat16)
-    made = quantizer(x)
-    made.float().sum().backward()
-    assert x.grad is not None and made.dtype == torch.bfloat16 and torch.equal(x.grad, torch.ones_like(x))
-    assert torch.equal(made.dequantize(), x.detach().bfloat16())
+    result = quantizer(x)
+    result.float().sum().backward()
+    assert x.grad is not None and result.dtype == torch.bfloat16 and torch.equal(x.grad, torch.ones_like(x))
+    assert torch.equal(result.dequantize(), x.detach().bfloat16())
     empty = quantizer.make_empty((32, 64), device=device)
     quantizer.update_quantized(x.detach(), empty)
     assert empty.dtype == torch.bfloat16 and torch.equal(empty.dequantize(), x.detach().bfloat16())
@@ -133,8 +133,8 @@ def test_a_layer_multiplies_the_values_of_identity_quantizers(device):
 
 
 def float8(x, **changed):
-    made = te.Float8CurrentScalingQuantizer(E4M3, columnwise=False)(x)
-    payload = {"data": made._data, "fp8_scale_inv": made._scale_inv, "fp8_dtype": E4M3}
+    result = te.Float8CurrentScalingQuantizer(E4M3, columnwise=False)(x)
+    payload = {"data": result._data, "fp8_scale_inv": result._scale_inv, "fp8_dtype": E4M3}
     settings = {"shape": tuple(x.shape), "dtype": torch.bfloat16}
     return te.Float8Tensor(**(settings | payload | changed))
 
@@ -152,10 +152,10 @@ def test_a_shape_or_dtype_that_differs_from_the_payload_is_rejected(device):
 
 
 def test_settings_of_four_over_six_accept_the_default_values():
-    given = te.NVFP4Quantizer(fp4_dtype=E2M1, nvfp4_e4m3_max=448, nvfp4_4over6_err_mode="MAE")
-    assert given == te.NVFP4Quantizer(E2M1)
+    argument = te.NVFP4Quantizer(fp4_dtype=E2M1, nvfp4_e4m3_max=448, nvfp4_4over6_err_mode="MAE")
+    assert argument == te.NVFP4Quantizer(E2M1)
     for changed in ({"nvfp4_e4m3_max": 256}, {"nvfp4_4over6_err_mode": "MSE"}):
-        assert te.NVFP4Quantizer(E2M1, **changed) != given
+        assert te.NVFP4Quantizer(E2M1, **changed) != argument
     for name, wrong in (("nvfp4_e4m3_max", 384), ("nvfp4_4over6_err_mode", "MAX")):
         with pytest.raises(ValueError, match=f"{name}={wrong!r}; choose"):
             te.NVFP4Quantizer(E2M1, **{name: wrong})
@@ -179,22 +179,22 @@ QUANTIZERS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_make_the_tensor_and_the_storage_that_they_are_of(device, name):
-    whole = QUANTIZERS[name](device)(values(device, 128, 128))
-    known = whole.get_metadata()
-    given = {keyword: known[keyword] for keyword in PARTS[name].split()}
-    made = getattr(te, name)(shape=whole.shape, dtype=whole.dtype, requires_grad=False, **given)
-    assert torch.equal(made.dequantize(), whole.dequantize()) and made.get_usages() == whole.get_usages()
-    storage = getattr(te, f"{name}Storage")(*given.values())
-    assert torch.equal(storage.dequantize(), whole.dequantize())
+    full = QUANTIZERS[name](device)(values(device, 128, 128))
+    recognized = full.get_metadata()
+    options = {keyword: recognized[keyword] for keyword in PARTS[name].split()}
+    result = getattr(te, name)(shape=full.shape, dtype=full.dtype, requires_grad=False, **options)
+    assert torch.equal(result.dequantize(), full.dequantize()) and result.get_usages() == full.get_usages()
+    storage = getattr(te, f"{name}Storage")(*options.values())
+    assert torch.equal(storage.dequantize(), full.dequantize())
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_by_place_are_rejected_by_their_keywords(device, name):
     codes = torch.zeros(128, 128, dtype=torch.uint8, device=device)
     first = PARTS[name].split()[0]
-    for given in ((codes, codes), (codes, codes, None, None, E4M3, None), ((128, 128), torch.float32, codes)):
+    for args in ((codes, codes), (codes, codes, None, None, E4M3, None), ((128, 128), torch.float32, codes)):
         with pytest.raises(TypeError, match=f"{name} takes shape and dtype by place .*{first}="):
-            getattr(te, name)(*given)
+            getattr(te, name)(*args)
 
 
 def test_parts_of_two_formats_by_place_are_rejected_by_their_keywords(device):

@@ -19,8 +19,8 @@ from tests.tensor.quantizer_cases import (
     values,
 )
 from transformer_engine.pytorch.tensor import (
-    COLS,
-    ROWS,
+    COLUMNWISE,
+    ROWWISE,
     Float8Tensor,
     IdentityTensor,
     MXFP8Tensor,
@@ -93,7 +93,7 @@ def test_a_view_keeps_both_directions_when_it_keeps_the_last_dimension(name, dev
     q = quantized(name, device, 2, 32, 64)
     flat = q.view(64, 64)
     assert flat.get_usages() == q.get_usages()
-    for axis in (COLS, ROWS):
+    for axis in (ROWWISE, COLUMNWISE):
         assert torch.equal(flat.contract(axis).codes.float(), q.contract(axis).codes.float())
     assert torch.equal(q.view(-1, 4, 64).dequantize(), q.dequantize().view(16, 4, 64))
 

@@ -25,8 +25,8 @@ from transformer_engine.common.formats import FLOAT8
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 from transformer_engine.pytorch.tensor import (
-    COLS,
-    ROWS,
+    COLUMNWISE,
+    ROWWISE,
     Calibrating,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -52,17 +52,17 @@ def test_a_tensor_keeps_shape_and_dtype_and_approximates_its_values(name, device
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("axis", [COLS, ROWS])
+@pytest.mark.parametrize("axis", [ROWWISE, COLUMNWISE])
 def test_dequantize_is_the_primitive_on_the_operand(name, axis, device):
     x = values(device, 3, 32, 64)
-    storage = create_quantizer(name, device).encode(x, axis == COLS, axis == ROWS)
+    storage = create_quantizer(name, device).encode(x, axis == ROWWISE, axis == COLUMNWISE)
     operand = storage.contract(axis)
     assert operand.dtype == x.dtype
-    assert (operand.rows, operand.depth) == ((96, 64) if axis == COLS else (64, 96))
+    assert (operand.rows, operand.depth) == ((96, 64) if axis == ROWWISE else (64, 96))
     matrix = dequantize(operand)
-    if axis == ROWS and name != "nvfp4_rht":
+    if axis == COLUMNWISE and name != "nvfp4_rht":
         torch.testing.assert_close(storage.dequantize(), matrix.t().reshape(x.shape), rtol=0, atol=0)
-    if axis == COLS:
+    if axis == ROWWISE:
         torch.testing.assert_close(storage.dequantize(), matrix.view(x.shape), rtol=0, atol=0)
 
 
@@ -87,10 +87,10 @@ def test_only_the_requested_directions_are_quantized(name, device):
         assert q.shape == x.shape
     only_rows = create_quantizer(name, device, True, False)(x)
     with pytest.raises(RuntimeError, match=r"has no column-wise data.*columnwise"):
-        only_rows.contract(ROWS)
+        only_rows.contract(COLUMNWISE)
     only_columns = create_quantizer(name, device, False, True)(x)
     with pytest.raises(RuntimeError, match=r"has no row-wise data.*rowwise"):
-        only_columns.contract(COLS)
+        only_columns.contract(ROWWISE)
 
 
 def shapes(tensor):
@@ -114,7 +114,7 @@ def test_mxfp8_scales_are_padded_with_zeros(device):
     }
     assert not q._rowwise_scale_inv[64:].any() and not q._rowwise_scale_inv[:, 3:].any()
     assert not q._columnwise_scale_inv[2:].any() and not q._columnwise_scale_inv[:, 96:].any()
-    assert q.contract(ROWS).codes.is_contiguous()
+    assert q.contract(COLUMNWISE).codes.is_contiguous()
 
 
 def test_blocks_of_one_dimension_store_scales_by_column_of_blocks(device):
@@ -161,7 +161,7 @@ def test_no_rows_are_quantized_to_no_rows(name, device):
     q = create_quantizer(name, device)(x)
     assert q.shape == (0, 32)
     assert q.dequantize().shape == (0, 32)
-    assert q.contract(ROWS).codes.shape[0] == 32
+    assert q.contract(COLUMNWISE).codes.shape[0] == 32
 
 
 def test_delayed_scaling_multiplies_by_its_scale_and_accumulates_the_maximum(device):
@@ -196,7 +196,7 @@ def test_calibration_records_and_leaves_the_tensor_alone(device):
     calibrating = Calibrating(quantizer)
     storage = calibrating.encode(x, True, True)
     assert isinstance(storage, IdentityTensorStorage)
-    assert storage.contract(COLS).codes is not None and storage.contract(COLS).format is None
+    assert storage.contract(ROWWISE).codes is not None and storage.contract(ROWWISE).format is None
     assert quantizer.amax.item() == x.abs().max().item()
     assert torch.equal(calibrating(x), x)
     assert calibrating.make_empty((4, 4), device=device).shape == (4, 4)
@@ -496,8 +496,8 @@ def test_empty_tensors_can_be_pinned(name):
 def test_identity_serves_both_directions(device):
     x = values(device, 2, 16, 8)
     storage = IdentityQuantizer().encode(x, True, False)
-    assert storage.contract(COLS).codes.shape == (32, 8)
-    assert storage.contract(ROWS).codes.shape == (8, 32)
+    assert storage.contract(ROWWISE).codes.shape == (32, 8)
+    assert storage.contract(COLUMNWISE).codes.shape == (8, 32)
     storage.update_usage(rowwise_usage=False, columnwise_usage=True)
     assert torch.equal(storage.dequantize(), x)
     assert torch.equal(storage.drop(rowwise=True).dequantize(), x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tensor.quantizer_cases import NAMES, QUANTIZED, create_quantizer, payload, same_payload, values
-from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor
+from transformer_engine.pytorch.tensor import COLUMNWISE, ROWWISE, QuantizedTensor
 
 # Rows that no block crosses in any direction.
 GRANULARITY = {
@@ -35,11 +35,11 @@ def test_pieces_between_blocks_stay_quantized(name, device):
         assert torch.equal(torch.cat([piece.dequantize() for piece in pieces]), x)
     piece = q[step : 3 * step]
     assert type(piece) is type(q)
-    for axis in (COLS, ROWS):
+    for axis in (ROWWISE, COLUMNWISE):
         whole = q.contract(axis).codes
         part = piece.contract(axis).codes
         per_byte = q.storage_class().__name__.startswith("NVFP4") + 1
-        cut = whole[step : 3 * step] if axis == COLS else whole[:, step // per_byte : 3 * step // per_byte]
+        cut = whole[step : 3 * step] if axis == ROWWISE else whole[:, step // per_byte : 3 * step // per_byte]
         assert torch.equal(part.float(), cut.float())
     assert type(q.as_strided((step, 64), (64, 1), step * 64)) is type(q)
     assert torch.equal(

@@ -93,14 +93,14 @@ def test_a_quantizer_for_products_makes_tensors_of_swizzled_scales(name, shape):
     x = torch.randn(shape, dtype=torch.bfloat16)
     plain, fused = create_quantizer(name), create_quantizer(name)
     fused.optimize_for_gemm = True
-    made, expected = fused(x), with_swizzled_scales(plain(x))
-    assert made._with_gemm_swizzled_scales is True and plain(x)._with_gemm_swizzled_scales is False
+    result, expected = fused(x), with_swizzled_scales(plain(x))
+    assert result._with_gemm_swizzled_scales is True and plain(x)._with_gemm_swizzled_scales is False
     for field, value in expected.get_metadata().items():
-        found = made.get_metadata()[field]
+        found = result.get_metadata()[field]
         assert field == "quantizer" or (
             torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
         ), field
-    assert torch.equal(made.dequantize(), plain(x).dequantize())
+    assert torch.equal(result.dequantize(), plain(x).dequantize())
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -109,24 +109,24 @@ def test_tensors_of_swizzled_scales_are_copied_sliced_and_stored_like_others(nam
     x, other = torch.randn(256, 128, dtype=torch.bfloat16), torch.randn(256, 128, dtype=torch.bfloat16)
     plain = quantizer(x)
     quantizer.optimize_for_gemm = True
-    made = quantizer(x)
+    result = quantizer(x)
     for rows in (slice(0, 128), slice(64, 256)):
-        assert torch.equal(made[rows].dequantize(), plain[rows].dequantize())
-    for part, wanted in zip(made.split(128), plain.split(128), strict=True):
-        assert torch.equal(part.dequantize(), wanted.dequantize())
-    assert made.clone()._with_gemm_swizzled_scales is True
+        assert torch.equal(result[rows].dequantize(), plain[rows].dequantize())
+    for part, expected in zip(result.split(128), plain.split(128), strict=True):
+        assert torch.equal(part.dequantize(), expected.dequantize())
+    assert result.clone()._with_gemm_swizzled_scales is True
     stored = io.BytesIO()
-    torch.save(made, stored)
+    torch.save(result, stored)
     stored.seek(0)
     loaded = torch.load(stored, weights_only=False)
     assert loaded._with_gemm_swizzled_scales is True and torch.equal(loaded.dequantize(), plain.dequantize())
     # Bytes and values are written in the target's order.
-    for source, target in ((quantizer(other), plain), (plain, made)):
+    for source, target in ((quantizer(other), plain), (plain, result)):
         target.copy_from_storage(source)
         assert torch.equal(target.dequantize(), source.dequantize())
-    made.quantize_(x)
-    assert made._with_gemm_swizzled_scales is True
-    assert torch.equal(made.dequantize(), quantizer(x).dequantize())
+    result.quantize_(x)
+    assert result._with_gemm_swizzled_scales is True
+    assert torch.equal(result.dequantize(), quantizer(x).dequantize())
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -134,9 +134,9 @@ def test_values_written_to_rows_reach_a_tensor_of_swizzled_scales(name):
     quantizer = create_quantizer(name)
     quantizer.set_usage(columnwise=False)
     quantizer.optimize_for_gemm = True
-    whole = quantizer(torch.ones(256, 128, dtype=torch.bfloat16))
-    whole[128:].copy_(torch.full((128, 128), 0.5, dtype=torch.bfloat16))
-    values = whole.dequantize()
+    full = quantizer(torch.ones(256, 128, dtype=torch.bfloat16))
+    full[128:].copy_(torch.full((128, 128), 0.5, dtype=torch.bfloat16))
+    values = full.dequantize()
     assert torch.equal(values[:128], torch.ones_like(values[:128]))
     assert torch.equal(values[128:], torch.full_like(values[128:], 0.5))
 
@@ -147,22 +147,22 @@ def test_groups_of_a_quantizer_for_products_have_swizzled_scales(name):
     x = torch.randn(256, 128, dtype=torch.bfloat16)
     plain = tex.group_quantize(x, quantizer, 2, None)
     quantizer.optimize_for_gemm = True
-    made = tex.group_quantize(x, quantizer, 2, None)
-    assert made._with_gemm_swizzled_scales is True and plain._with_gemm_swizzled_scales is False
-    assert torch.equal(made.dequantize(), plain.dequantize())
-    for member, expected in zip(made.members(), plain.members(), strict=True):
+    result = tex.group_quantize(x, quantizer, 2, None)
+    assert result._with_gemm_swizzled_scales is True and plain._with_gemm_swizzled_scales is False
+    assert torch.equal(result.dequantize(), plain.dequantize())
+    for member, expected in zip(result.members(), plain.members(), strict=True):
         assert torch.equal(member._rowwise_scale_inv, swizzle_by_formula(expected._rowwise_scale_inv))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_tensors_with_swizzled_scales_have_the_same_values_in_both_directions(name, shape):
-    made = create_quantizer(name)(torch.randn(shape, dtype=torch.bfloat16))
-    found = with_swizzled_scales(made)
-    assert torch.equal(found.dequantize(), made.dequantize())
-    for tensor in (found, made):
+    result = create_quantizer(name)(torch.randn(shape, dtype=torch.bfloat16))
+    found = with_swizzled_scales(result)
+    assert torch.equal(found.dequantize(), result.dequantize())
+    for tensor in (found, result):
         tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
-    assert torch.equal(found.dequantize(), made.dequantize())
+    assert torch.equal(found.dequantize(), result.dequantize())
 
 
 @pytest.mark.parametrize("sizes", [(128, 256), (96, 160)], ids=str)
@@ -182,16 +182,16 @@ def test_a_layer_reads_a_weight_with_swizzled_scales(name, sizes):
     expected = results()
     weight = with_swizzled_scales(layer.weight.detach())
     layer.weight = torch.nn.Parameter(weight)
-    for found, wanted in zip(results(), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for found, reference in zip(results(), expected, strict=True):
+        assert torch.equal(found, reference)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_swizzled_scales_of_parts_are_rejected(name):
-    made = create_quantizer(name)(torch.randn(64, 64, dtype=torch.bfloat16))
-    fields = made.get_metadata()
+    result = create_quantizer(name)(torch.randn(64, 64, dtype=torch.bfloat16))
+    fields = result.get_metadata()
     dtype, scale = fields.pop("dtype"), fields["rowwise_scale_inv"]
     fields.pop("with_gemm_swizzled_scales", None)
     fields["rowwise_scale_inv"] = scale[:64]
     with pytest.raises(ValueError, match=r"not a multiple of \(128, 4\); pad them"):
-        type(made)(made.shape, dtype, **fields, with_gemm_swizzled_scales=True)
+        type(result)(result.shape, dtype, **fields, with_gemm_swizzled_scales=True)

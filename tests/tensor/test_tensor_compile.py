@@ -7,7 +7,7 @@ import torch
 
 from tests.tensor.quantizer_cases import NAMES, create_quantizer, values
 from transformer_engine.pytorch.primitives.quantize import dequantize
-from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor, get_storage
+from transformer_engine.pytorch.tensor import COLUMNWISE, ROWWISE, QuantizedTensor, get_storage
 
 
 class Product(torch.autograd.Function):
@@ -16,7 +16,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, quantizer):
         x_storage, w_storage = quantizer.encode(x, True, True), quantizer.encode(w, True, True)
-        y = dequantize(x_storage.contract(COLS)) @ dequantize(w_storage.contract(COLS)).t()
+        y = dequantize(x_storage.contract(ROWWISE)) @ dequantize(w_storage.contract(ROWWISE)).t()
         x_tensors, ctx.rebuild_x = x_storage.drop(rowwise=True).flatten()
         w_tensors, ctx.rebuild_w = w_storage.flatten()
         ctx.save_for_backward(*x_tensors, *w_tensors)
@@ -28,8 +28,8 @@ class Product(torch.autograd.Function):
         x_storage = ctx.rebuild_x(ctx.saved_tensors[: ctx.count])
         w_storage = ctx.rebuild_w(ctx.saved_tensors[ctx.count :])
         dy_storage = ctx.quantizer.encode(dy, True, True)
-        dx = dequantize(dy_storage.contract(COLS)) @ dequantize(w_storage.contract(ROWS)).t()
-        dw = dequantize(dy_storage.contract(ROWS)) @ dequantize(x_storage.contract(ROWS)).t()
+        dx = dequantize(dy_storage.contract(ROWWISE)) @ dequantize(w_storage.contract(COLUMNWISE)).t()
+        dw = dequantize(dy_storage.contract(COLUMNWISE)) @ dequantize(x_storage.contract(COLUMNWISE)).t()
         return dx, dw, None
 
 
@@ -86,12 +86,12 @@ class WithStorage(torch.autograd.Function):
     def forward(ctx, x, weight, storage):
         tensors, ctx.rebuild = storage.flatten()
         ctx.save_for_backward(x, *tensors)
-        return x @ dequantize(storage.contract(COLS)).t()
+        return x @ dequantize(storage.contract(ROWWISE)).t()
 
     @staticmethod
     def backward(ctx, dy):
         x, *tensors = ctx.saved_tensors
-        return dy @ dequantize(ctx.rebuild(tensors).contract(COLS)), dy.t() @ x, None
+        return dy @ dequantize(ctx.rebuild(tensors).contract(ROWWISE)), dy.t() @ x, None
 
 
 @pytest.mark.parametrize("name", ["current", "state", "mxfp8", "block_2d", "nvfp4_2d"])

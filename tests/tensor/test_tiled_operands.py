@@ -52,8 +52,8 @@ def test_operands_in_tiles_hold_the_scales_of_those_in_rows(name):
             back.scale.view(torch.uint8), row.scale.view(torch.uint8)
         )  # pyright: ignore
         assert torch.equal(dequantize(tile), dequantize(row))
-        (kept,) = unpack(*pack(tile))
-        assert kept.format is tile.format and torch.equal(dequantize(kept), dequantize(row))
+        (saved,) = unpack(*pack(tile))
+        assert saved.format is tile.format and torch.equal(dequantize(saved), dequantize(row))
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

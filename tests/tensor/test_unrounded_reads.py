@@ -206,10 +206,10 @@ def test_codes_of_another_format_quantize_unrounded_values(name, device):
 
 
 FOREACH = {
-    "add": lambda sources, others: torch._foreach_add(sources, others),
-    "addcmul": lambda sources, others: torch._foreach_addcmul(sources, others, others),
-    "norm": lambda sources, others: torch._foreach_norm(sources),
-    "mul by a tensor": lambda sources, others: torch._foreach_mul(sources, torch.tensor(2.0)),
+    "add": lambda sources, rest: torch._foreach_add(sources, rest),
+    "addcmul": lambda sources, rest: torch._foreach_addcmul(sources, rest, rest),
+    "norm": lambda sources, rest: torch._foreach_norm(sources),
+    "mul by a tensor": lambda sources, rest: torch._foreach_mul(sources, torch.tensor(2.0)),
 }
 
 
@@ -217,10 +217,10 @@ FOREACH = {
 def test_each_entry_of_a_list_is_promoted_alone(way, device):
     """A float32 tensor in the lists does not change the dtype of another entry's result."""
     source = CASES["current"](device)(values(device, *SHAPE))
-    wide, others = torch.randn(SHAPE, device=device), [torch.randn(SHAPE, device=device) for _ in range(2)]
-    others[0] = others[0].bfloat16()
-    results = FOREACH[way]([source, wide], others)
-    expected = FOREACH[way]([source.dequantize(), wide], others)
+    wide, rest = torch.randn(SHAPE, device=device), [torch.randn(SHAPE, device=device) for _ in range(2)]
+    rest[0] = rest[0].bfloat16()
+    results = FOREACH[way]([source, wide], rest)
+    expected = FOREACH[way]([source.dequantize(), wide], rest)
     assert [result.dtype for result in results] == [result.dtype for result in expected]
     assert all(map(torch.equal, results, expected))
 
@@ -245,16 +245,16 @@ def test_as_strided_of_a_narrowed_tensor_reaches_the_rows_behind_it(
     def one():
         return Float8CurrentScalingQuantizer(E4M3, device)
 
-    whole = (HybridQuantizer(one(), one()) if hybrid else one())(values(device, 64, 32))
-    narrowed = torch.ops.aten.slice.Tensor(whole, 0, start, stop)
+    full = (HybridQuantizer(one(), one()) if hybrid else one())(values(device, 64, 32))
+    narrowed = torch.ops.aten.slice.Tensor(full, 0, start, stop)
     view = torch.ops.aten.as_strided.default(narrowed, (rows, 32), narrowed.stride(), offset * 32)
     first = start + offset
     assert view.shape == (rows, 32)
-    assert torch.equal(view.dequantize(), whole.dequantize()[first : first + rows])
+    assert torch.equal(view.dequantize(), full.dequantize()[first : first + rows])
 
 
 def test_as_strided_beyond_the_whole_tensor_raises(device):
-    whole = Float8CurrentScalingQuantizer(E4M3, device)(values(device, 64, 32))
-    narrowed = torch.ops.aten.slice.Tensor(whole, 0, 0, 63)
+    full = Float8CurrentScalingQuantizer(E4M3, device)(values(device, 64, 32))
+    narrowed = torch.ops.aten.slice.Tensor(full, 0, 0, 63)
     with pytest.raises(RuntimeError, match="out of bounds"):
         torch.ops.aten.as_strided.default(narrowed, (64, 32), narrowed.stride(), 32)

@@ -39,7 +39,7 @@ class Report:
     message: str
 
 
-def installed(folder: Path) -> Path:
+def create_environment(folder: Path) -> Path:
     """Create the environment below a folder and return its Python."""
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")

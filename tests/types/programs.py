@@ -20,7 +20,7 @@ RENAMED = (
 )
 
 
-def documented() -> dict[str, str]:
+def page_programs() -> dict[str, str]:
     """README.md programs, one each, and the quickstart programs, which continue each other."""
     readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     programs = {f"readme_{number}": text for number, text in enumerate(readme)}

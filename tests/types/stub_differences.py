@@ -53,7 +53,7 @@ def is_cached(name: str) -> bool:
     return isinstance(getattr(found, "__func__", found), functools._lru_cache_wrapper)
 
 
-def rule_of(line: str) -> str | None:
+def matching_rule(line: str) -> str | None:
     """The key of `ALLOWED` that matches a line of stubtest."""
     return next((rule for rule in ALLOWED if re.fullmatch(rule, line)), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ from tests.types.right_programs import right_programs
 from tests.types.wrong_programs import wrong_line, wrong_programs
 
 CHECKERS = ("mypy strict", "pyright strict", "pyright basic")
-WRONG = wrong_programs()
+JAX = importlib.util.find_spec("flax") is not None
+
+
+def without_jax(texts: dict[str, str]) -> dict[str, str]:
+    """The programs that the installed libraries suffice for: Python 3.10 has no JAX."""
+    return {name: text for name, text in texts.items() if JAX or "jax" not in text}
+
+
+WRONG = without_jax(wrong_programs())
 RIGHT = right_programs()
 NAMES = "names"
 
@@ -27,6 +36,7 @@ OF_LIBRARIES = (
     "FrozenDict[str, Mapping[str, Any]]",
     "FrozenVariableDict",
     'Class cannot subclass "LightningModule"',
+    "Base class type is unknown",
 )
 # Functions on the pages have no annotations, and the programs of the quickstart import the same modules.
 OF_PAGES = ("no-untyped-def", "reportMissingParameterType", "reportDuplicateImport", "reportMissingImports")
@@ -39,15 +49,15 @@ OF_NAMES = ("reportUnusedImport", "reportPrivateUsage", "reportDuplicateImport",
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
     """{checker: reports} of all programs; each checker runs once."""
     folder = tmp_path_factory.mktemp("types")
-    python = checkers.installed(folder / "environment")
+    python = checkers.create_environment(folder / "environment")
     texts = (
-        programs.documented()
+        programs.page_programs()
         | programs.examples()
         | {NAMES: programs.names(), "results": programs.RESULTS}
         | RIGHT
         | WRONG
     )
-    checkers.write(texts, folder / "programs")
+    checkers.write(without_jax(texts), folder / "programs")
     found = {
         f"pyright {mode}": checkers.pyright(folder / "programs", python, mode) for mode in ("basic", "strict")
     }
@@ -64,6 +74,9 @@ def of_checker(checker: str, reports: dict[str, list[Report]]) -> list[Report]:
 
 
 def is_of_a_library(report: Report) -> bool:
+    if report.rule == "reportMissingImports":  # examples import clients, which may be absent
+        absent = re.match(r'Import "(\w+)', report.message)
+        return absent is not None and importlib.util.find_spec(absent[1]) is None
     return report.rule.startswith(UNKNOWN_TYPES) or any(text in report.message for text in OF_LIBRARIES)
 
 
@@ -82,6 +95,8 @@ def test_documented_and_other_right_programs_are_accepted(of_checker: list[Repor
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_every_public_name_is_exported_and_has_a_type(of_checker: list[Report]):
+    if not JAX:
+        pytest.skip("flax is not installed, and the names of transformer_engine.jax have no types without it")
     ours = [report for report in of_checker if report.program == NAMES and report.rule not in OF_NAMES]
     assert not ours, "\n".join(map(str, ours))
 
@@ -96,9 +111,9 @@ def test_each_wrong_program_is_reported_at_its_line(of_checker: list[Report]):
 
 
 def test_programs_cover_the_readme_the_quickstart_and_all_examples():
-    assert len(WRONG) >= 80 and len(RIGHT) >= 15
-    assert {name.partition("_")[0] for name in programs.documented()} == {"readme", "quickstart"}
-    assert len(programs.documented()) == 3
+    assert len(wrong_programs()) >= 80 and len(RIGHT) >= 15
+    assert {name.partition("_")[0] for name in programs.page_programs()} == {"readme", "quickstart"}
+    assert len(programs.page_programs()) == 3
     folder = Path(__file__).resolve().parents[2] / "examples"
     assert len(programs.examples()) == len(list(folder.glob("*.py"))) >= 10
 

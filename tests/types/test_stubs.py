@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.types.checkers import PACKAGES, ROOT, UNREAD
-from tests.types.stub_differences import ALLOWED, is_cached, rule_of
+from tests.types.stub_differences import ALLOWED, is_cached, matching_rule
 
 # The sample has no subclass of their classes, and reading them takes four times as long as reading this package.
 LIBRARIES = ("torch", "jax", "jaxlib", "flax", "numpy", *(name for name in UNREAD if "." not in name))
@@ -54,12 +54,12 @@ def differences(packages: tuple[str, ...], folder: Path, skipped: tuple[str, ...
 def test_stubtest_reports_no_other_difference_in_recipes_and_the_jax_extension(tmp_path: Path):
     found = differences(SAMPLE, tmp_path, LIBRARIES)
     assert len(found) > 50  # of `__new__` of the recipes
-    assert not [line for line in found if rule_of(line) is None]
+    assert not [line for line in found if matching_rule(line) is None]
 
 
 @pytest.mark.slow
 def test_stubtest_reports_no_other_difference_in_any_module(tmp_path: Path):
     found = differences(PACKAGES, tmp_path)
-    rules = {line: rule_of(line) for line in found}
+    rules = {line: matching_rule(line) for line in found}
     assert not [line for line, rule in rules.items() if rule is None]
     assert set(rules.values()) == set(ALLOWED), "a reason that no difference needs"

@@ -55,6 +55,8 @@ RECIPES = {
     "dtype_as_format": "scaling = recipe.DelayedScaling(fp8_format=torch.float8_e4m3fn)  # wrong",
     "swapped_arguments_of_autocast": "with te.autocast(recipe.DelayedScaling(), True):  # wrong\n    pass",
     "text_as_switch": 'with te.autocast(enabled=True, calibrating="no"):  # wrong\n    pass',
+    "misspelt_keyword_of_autocast": "with te.autocast(enabld=True):  # wrong\n    pass",
+    "former_keyword_of_autocast": "with te.autocast(fp8_recipe=recipe.DelayedScaling()):  # wrong\n    pass",
     "switch_as_recipe": "with te.quantized_model_init(recipe=True):  # wrong\n    pass",
     "string_for_a_plan": 'plan = te.memory_plan(te.Linear(64, 64), "mxfp8", 32)  # wrong',
 }
@@ -119,6 +121,7 @@ RESULTS = {
 JAX = {
     "jax_misspelt_module": "model = te_flax.DenseGenral(features=64)  # wrong",
     "jax_misspelt_field": "model = te_flax.DenseGeneral(feature=64)  # wrong",
+    "jax_misspelt_keyword_of_autocast": "with te.autocast(enabld=True):  # wrong\n    pass",
     "jax_absent_function": "te.no_such_thing(1)  # wrong",
     "jax_string_as_recipe": 'with te.autocast(enabled=True, recipe="mxfp8"):  # wrong\n    pass',
     "jax_misspelt_quantizer": "factory = te.quantize.QuantizerFactry  # wrong",

@@ -221,7 +221,10 @@ def _raise_missing(module: str, name: str, imported: bool) -> NoReturn:
 
 def _imports(frame: Any) -> bool:
     """Whether a frame's current instruction is the second half of `from module import name`."""
-    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+    code, position = frame.f_code.co_code, frame.f_lasti
+    while position >= 0 and code[position] == opmap["EXTENDED_ARG"]:
+        position += 2  # Python 3.10 reports the prefix of an instruction, later releases the instruction
+    return position >= 0 and code[position] == opmap["IMPORT_FROM"]
 
 
 # Old path of a module that has moved: its present path. The modules of a package move with it.

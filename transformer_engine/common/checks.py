@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from .numbers import described as described
 from .numbers import to_bool, with_article
@@ -23,9 +23,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """The most similar of several names, or None if none is similar."""
+    """The most similar of several names, the only one that begins with this word, or None."""
     found = difflib.get_close_matches(name, names, 1)
-    return found[0] if found else None
+    if found:
+        return found[0]
+    longer = [known for known in names if known.startswith(f"{name}_")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def suggestion(name: str, names: Collection[str]) -> str:
@@ -70,7 +73,7 @@ def suggests_keywords(function: Function) -> Function:
     """
     if isinstance(function, type):
         function.__init__ = suggests_keywords(function.__init__)
-        return function  # pyright: ignore[reportReturnType]
+        return cast(Function, function)
     names = keyword_names(function)
     if names is None:
         return function
@@ -84,7 +87,7 @@ def suggests_keywords(function: Function) -> Function:
                 reject_keywords(called, (name,), {}, names)
         return function(*arguments, **options)
 
-    return with_known_keywords  # pyright: ignore[reportReturnType]
+    return cast(Function, with_known_keywords)
 
 
 def accepts_former_keywords(**renamed: str) -> Callable[[Function], Function]:
@@ -109,7 +112,7 @@ def accepts_former_keywords(**renamed: str) -> Callable[[Function], Function]:
                 options[present] = options.pop(former)
             return function(*arguments, **options)
 
-        return with_present_keywords  # pyright: ignore[reportReturnType]
+        return cast(Function, with_present_keywords)
 
     return decorate
 

@@ -431,6 +431,10 @@ def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
     return tuple(map(os.environ.get, names))
 
 
+# With private attributes that typeshed does not declare.
+_environment: Any = os.environ
+
+
 def watch(name: str) -> Callable[[], str | bytes | None]:
     """Build a reader for a variable's text, None if it is unset, for a key that every call builds.
 
@@ -439,8 +443,8 @@ def watch(name: str) -> Callable[[], str | bytes | None]:
     variable(name)
     if not FAST:
         return lambda: os.environ.get(name)
-    texts = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
-    key = os.environ.encodekey(name)  # pyright: ignore[reportAttributeAccessIssue]
+    texts = _environment._data
+    key = os.environ.encodekey(name)
     return lambda: texts.get(key)  # no compiler traces a partial of texts.get
 
 
@@ -449,7 +453,7 @@ def watch_in_eager_mode(name: str) -> Callable[[], str | bytes | None]:
     if not FAST:
         return watch(name)
     variable(name)
-    return functools.partial(os.environ._data.get, os.environ.encodekey(name))  # pyright: ignore[reportAttributeAccessIssue]
+    return functools.partial(_environment._data.get, os.environ.encodekey(name))
 
 
 def generation() -> int:
@@ -477,8 +481,8 @@ def _readers(fast: bool) -> tuple[frozenset[Any], Callable[..., bool], Callable[
     )
     if not fast:
         return names, lambda names: names.isdisjoint(os.environ), os.environ.get
-    data: dict[Any, Any] = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
-    stored = frozenset(map(os.environ.encodekey, names))  # pyright: ignore[reportAttributeAccessIssue]
+    data: dict[Any, Any] = _environment._data
+    stored = frozenset(map(os.environ.encodekey, names))
     return stored, data.keys().isdisjoint, data.get
 
 

@@ -15,12 +15,14 @@ from importlib import metadata
 from packaging.version import Version
 
 from .hardware import Hardware
+from .tracing import constant_while_tracing
 
 # Raised by importing a damaged package: a submodule or shared library is missing, or a name has moved.
 FAILURES = (ImportError, OSError, AttributeError, RuntimeError)
 GLUON_RELEASES = ((3, 6), (3, 7), (3, 8))  # of Triton; 3.9 has renamed stores of the copy engine
 
 
+@constant_while_tracing
 def installed(module: str) -> bool:
     """Whether a top-level module with that name exists, importable or not."""
     if module in sys.modules:
@@ -28,16 +30,10 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-installed._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
+@constant_while_tracing
 def failure(module: str, *names: str) -> str | None:
     """Reason why a module, or one of these names in it, cannot be imported; None after a successful import."""
     return _failure(module, names)
-
-
-# A tracing compiler treats the result as a constant, as with torch.compiler.assume_constant_result.
-failure._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
@@ -117,12 +113,10 @@ def _upgrade_of_triton(release: tuple[int, int]) -> str:
     return f"pip install --upgrade 'triton>={'.'.join(map(str, release))}'"
 
 
+@constant_while_tracing
 def release(distribution: str) -> tuple[int, int]:
     """Version (major, minor) of an installed distribution; (0, 0) without metadata, as in a development build."""
     return _release(distribution)
-
-
-release._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
@@ -134,6 +128,7 @@ def _release(distribution: str) -> tuple[int, int]:
     return major, minor
 
 
+@constant_while_tracing
 def release_problem(distribution: str, first: tuple[int, int], end: tuple[int, int]) -> str | None:
     """Reason why the installed release of a distribution is unsupported, or None; (0, 0), see `release`, is supported.
 
@@ -148,9 +143,6 @@ def release_problem(distribution: str, first: tuple[int, int], end: tuple[int, i
     text, first_text, end_text = (".".join(map(str, each)) for each in (found, first, end))
     limit = f"< {first_text}" if found < first else f">= {end_text}, which is not tested"
     return f"{distribution} {text} {limit}; pip install '{distribution}>={first_text},<{end_text}'"
-
-
-release_problem._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def install_command(extra: str) -> str:

@@ -60,7 +60,7 @@ REFERENCES = {
     "jax_activation_codes": "separate",
     "jax_grouped_gemm": "ragged_dot",
 }
-THREADS = 8  # programs that XLA compiles at a time
+THREADS = 8  # programs that are lowered and compiled at a time
 COMPILE_SHARE = 0.7  # of the time limit, after which no further case is compiled
 RUNS, TIMED_SECONDS = 20, 0.02
 
@@ -330,8 +330,9 @@ def compile_case(case: JaxCase, threads: ThreadPoolExecutor) -> CasePrograms:
 
     def submit(function: Callable[..., Any]) -> Future[Any]:
         # A new function: equal ones would be traced once, with the backend of the first.
-        lowered = jax.jit(lambda *arguments: function(*arguments)).lower(*case.arguments)
-        return threads.submit(lowered.compile)
+        traced = jax.jit(lambda *arguments: function(*arguments)).trace(*case.arguments)
+        # Triton compiles the kernels when a program is lowered, most of the time of the test if one after another.
+        return threads.submit(lambda: traced.lower().compile())
 
     def submit_backend(backend: str) -> Future[Any]:
         with use_backend(**{case.operation: backend}):

@@ -195,7 +195,7 @@ class _Gather(Function):
 
     @staticmethod
     @once_differentiable("a layer with distributed weights")
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         gradients: list[Tensor | None] = list(grads)
         if ctx.delayed:
             return None, None, *[None for _ in grads]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def lazy_compile(func: F) -> F:
             compiled.append(torch.compile(func))
         return compiled[0](*args, **kwargs)
 
-    return call  # pyright: ignore[reportReturnType]
+    return cast(F, call)
 
 
 def jit_fuser(function: F) -> F:
@@ -112,7 +112,7 @@ def no_torch_dynamo(
             warnings.warn(f"{name} is excluded from torch.compile: {reason}", UserWarning, stacklevel=2)
             return excluded(*args, **kwargs)
 
-        return call  # pyright: ignore[reportReturnType]
+        return cast(F, call)
 
     return decorate
 

@@ -122,7 +122,7 @@ def fused_topk_with_score_function(
     choice = Choice(topk, kind, False, groups, scale, map)
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
     matrix = logits.reshape(-1, logits.shape[-1])
-    probs, chosen = ChosenExperts.apply(matrix, expert_bias, indices, choice, logits.dtype)  # pyright: ignore[reportGeneralTypeIssues]
+    probs, chosen = ChosenExperts.apply(matrix, expert_bias, indices, choice, logits.dtype)
     if counted is not None and expert_bias is not None:
         with torch.no_grad():
             count_margins(matrix.detach(), expert_bias.detach(), topk, *counted)
@@ -147,7 +147,7 @@ def fused_compute_score_for_moe_aux_loss(
     map = map_format(routing_map_format)
     choice = Choice(topk, score_function, True, map=map)
     matrix = logits.reshape(-1, logits.shape[-1])
-    scores, chosen = ChosenExperts.apply(matrix, None, None, choice, torch.float32)  # pyright: ignore[reportGeneralTypeIssues]
+    scores, chosen = ChosenExperts.apply(matrix, None, None, choice, torch.float32)
     return routing_map(chosen, map, logits), scores.view(logits.shape)
 
 
@@ -191,7 +191,7 @@ def fused_moe_aux_loss(
     total = token_total(total_num_tokens, probs.device)
     if not isinstance(total, Tensor):
         factor, total = factor / total**2, None
-    return BalancingLoss.apply(probs, tokens, factor, total)  # pyright: ignore[reportReturnType]
+    return BalancingLoss.apply(probs, tokens, factor, total)
 
 
 def token_total(total: int | Tensor, device: torch.device) -> int | Tensor:

@@ -29,19 +29,21 @@ from .module.shared_settings import hand_down_settings
 from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype, autocast_is_active
-from .runtime.tracing import export_mode
 from .runtime.warn_once import warn_once
-from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
-
-_attention = MultiheadAttention.forward
-_mlp = LayerNormMLP.forward
+from .transformer_settings import (
+    CHILD_ATTRIBUTES,
+    FIXED,
+    LAYER_RULES,
+    TransformerLayerConfig,
+    check_layer_options,
+)
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 # Constructor arguments that children have under the same name.
-_OF_NORM = ("device", "params_dtype", "sequence_parallel", "zero_centered_gamma")
-_OF_ALL = (
-    *_OF_NORM,
+_NORM_ARGUMENTS = ("device", "params_dtype", "sequence_parallel", "zero_centered_gamma")
+_SHARED_ARGUMENTS = (
+    *_NORM_ARGUMENTS,
     "bias",
     "fuse_wgrad_accumulation",
     "get_rng_state_tracker",
@@ -57,7 +59,7 @@ _OF_ALL = (
     "tp_size",
     *OverlapFlags._fields,
 )
-_OF_ATTENTIONS = (
+_ATTENTION_ARGUMENTS = (
     "attention_dropout",
     "fuse_qkv_params",
     "kv_channels",
@@ -73,7 +75,7 @@ _OF_ATTENTIONS = (
     "softcap",
     "softmax_type",
 )
-_OF_MLP = ("activation", "activation_params", "ffn_hidden_size")
+_MLP_ARGUMENTS = ("activation", "activation_params", "ffn_hidden_size")
 
 
 def _write_setting(layer: TransformerLayer, name: str, value: Any) -> None:
@@ -82,7 +84,7 @@ def _write_setting(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 @configure_class(
-    TransformerLayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_write_setting, rules=RULES
+    TransformerLayerConfig, fixed=FIXED, handed_down=CHILD_ATTRIBUTES, written=_write_setting, rules=RULES
 )
 class TransformerLayer(CheckedLoading):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
@@ -156,9 +158,9 @@ class TransformerLayer(CheckedLoading):
         attn_input_format: TensorFormat = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, softmax_type: SoftmaxType = "vanilla",
     ) -> None:  # fmt: skip
-        given = dict(locals())
+        arguments = dict(locals())
         super().__init__()
-        check_variant(
+        check_layer_options(
             layer_type,
             parallel_attention_mlp,
             apply_residual_connection_post_layernorm,
@@ -167,29 +169,29 @@ class TransformerLayer(CheckedLoading):
             drop_path_rate,
         )
         if tp_group is not None:
-            given["tp_size"] = torch.distributed.get_world_size(tp_group)
-        given["sequence_parallel"] = sequence_parallel and given["tp_size"] > 1
-        given["return_bias"] = not parallel_attention_mlp
-        given |= self._overlap_flags(given)
+            arguments["tp_size"] = torch.distributed.get_world_size(tp_group)
+        arguments["sequence_parallel"] = sequence_parallel and arguments["tp_size"] > 1
+        arguments["return_bias"] = not parallel_attention_mlp
+        arguments |= self._overlap_flags(arguments)
         self._config = TransformerLayerConfig(
-            **{field.name: given[field.name] for field in fields(TransformerLayerConfig)}
+            **{field.name: arguments[field.name] for field in fields(TransformerLayerConfig)}
         )
-        self._create_attentions(given)
+        self._create_attentions(arguments)
         self.layernorm_mlp = LayerNormMLP(
-            eps=given["layernorm_epsilon"],
+            eps=arguments["layernorm_epsilon"],
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            name=child_name(given["name"], "layernorm_mlp"),
-            **{name: given[name] for name in (*_OF_ALL, *_OF_MLP)},
+            name=child_name(arguments["name"], "layernorm_mlp"),
+            **{name: arguments[name] for name in (*_SHARED_ARGUMENTS, *_MLP_ARGUMENTS)},
         )
         self.layernorm = None
         if self.output_layernorm:
-            self.layernorm = NORMS[given["normalization"]](
-                given["hidden_size"],
-                eps=given["layernorm_epsilon"],
-                **{name: given[name] for name in _OF_NORM},
+            self.layernorm = NORMS[arguments["normalization"]](
+                arguments["hidden_size"],
+                eps=arguments["layernorm_epsilon"],
+                **{name: arguments[name] for name in _NORM_ARGUMENTS},
             )
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
-        hand_down_settings(self, given["tp_size"])
+        hand_down_settings(self, arguments["tp_size"])
 
     @staticmethod
     def _overlap_flags(arguments: dict[str, Any]) -> dict[str, bool]:
@@ -200,34 +202,34 @@ class TransformerLayer(CheckedLoading):
             warn_of_unused_overlap("ub_tp_comm_overlap=True")
         return {flag: arguments[flag] and requested and shards for flag in OverlapFlags._fields}
 
-    def _create_attentions(self, given: dict[str, Any]) -> None:
+    def _create_attentions(self, arguments: dict[str, Any]) -> None:
         """Create self_attention, and inter_attention or None, from the constructor's arguments."""
-        arguments = {
-            **{name: given[name] for name in (*_OF_ALL, *_OF_ATTENTIONS)},
+        shared = {
+            **{name: arguments[name] for name in (*_SHARED_ARGUMENTS, *_ATTENTION_ARGUMENTS)},
             "qkv_format": self.attn_input_format,
         }
-        name, post_norm_residual = given["name"], self.apply_residual_connection_post_layernorm
+        name, post_norm_residual = arguments["name"], self.apply_residual_connection_post_layernorm
         self.self_attention = MultiheadAttention(
             attn_mask_type=self.self_attn_mask_type,
-            window_size=given["window_size"],
-            bottom_right_diagonal=given["bottom_right_diagonal"],
+            window_size=arguments["window_size"],
+            bottom_right_diagonal=arguments["bottom_right_diagonal"],
             input_layernorm=not self.output_layernorm,
             return_layernorm_output=post_norm_residual and not self.output_layernorm,
             attention_type="self",
             name=child_name(name, "self_attention"),
-            **arguments,
+            **shared,
         )
         self.inter_attention = None
         if self.layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
                 attn_mask_type=self.enc_dec_attn_mask_type,
-                window_size=given["enc_dec_window_size"],
-                bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"],
+                window_size=arguments["enc_dec_window_size"],
+                bottom_right_diagonal=arguments["enc_dec_bottom_right_diagonal"],
                 input_layernorm=True,
                 return_layernorm_output=post_norm_residual,
                 attention_type="cross",
                 name=child_name(name, "inter_attention"),
-                **arguments,
+                **shared,
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -299,46 +301,49 @@ class TransformerLayer(CheckedLoading):
         The other arguments are as in `MultiheadAttention.forward`.
         """
         # fmt: off
-        of_self = pack_arguments(
+        self_inputs = pack_arguments(
             attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
             window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
             thd_attention_policies, thd_attention_policy_dispatch,
         )
-        of_cross = pack_arguments(
+        cross_inputs = pack_arguments(
             enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             None, None, None, max_seqlen_q, max_seqlen_kv, enc_dec_attn_mask_type,
             enc_dec_window_size, enc_dec_bottom_right_diagonal, "no_bias", pad_between_seqs, softcap,
         )
         # fmt: on
         modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
-        self._check_cross(hidden_states, of_cross, encoder_output)
+        self._check_cross(hidden_states, cross_inputs, encoder_output)
         dtype = autocast_dtype(hidden_states.device.type) if autocast_is_active() else None
         if dtype is not None:  # torch.autocast's dtype, for all residual sums
             hidden_states = hidden_states.to(dtype)
         hidden_states = hidden_states.contiguous()
-        returns_residual = self._residual_is_norm_input()
-        attended = _attend(
-            self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes, returns_residual
+        # Attention and MLP of a parallel layer read the same input, which is also the residual of both.
+        is_parallel = self._config.parallel_attention_mlp
+        uses_residual = not (is_parallel or torch.compiler.is_compiling())
+        attended, residual = _attend(
+            self.self_attention, hidden_states, self_inputs, None, rotary_pos_emb, *modes, uses_residual
         )
-        if self._config.parallel_attention_mlp:
-            transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-            return self._output(self._add((attended + transformed, None), hidden_states))
-        hidden_states = self._add(attended, hidden_states)
-        del attended  # without a backward pass, this frees its memory
-        if self.inter_attention is not None:
-            attended = _attend(
-                self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes, returns_residual
-            )
-            hidden_states = self._add(attended, hidden_states)
-            del attended
         mlp = self.layernorm_mlp
-        # A layer that a user has put here may return no bias; `_add` reads a third output as the residual.
-        if returns_residual and is_unintercepted(mlp, LayerNormMLP, _mlp) and mlp._config.return_bias:
-            transformed = mlp.forward_with_residual(hidden_states, is_first_microbatch)
+        if is_parallel:
+            transformed = attended + mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         else:
-            transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-        return self._output(self._add(transformed, hidden_states))
+            hidden_states = self._add(attended, residual)
+            del attended, residual  # without a backward pass, this frees their memory
+            if self.inter_attention is not None:
+                attended, residual = _attend(
+                    self.inter_attention, hidden_states, cross_inputs, encoder_output, None, *modes, uses_residual
+                )  # fmt: skip
+                hidden_states = self._add(attended, residual)
+                del attended, residual
+            residual = hidden_states
+            if uses_residual and is_unintercepted(mlp, LayerNormMLP):
+                transformed, residual = mlp.forward_with_residual(hidden_states, is_first_microbatch)
+            else:
+                transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
+        hidden_states = self._add(transformed, residual)
+        return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
 
     if TYPE_CHECKING:
 
@@ -373,23 +378,12 @@ class TransformerLayer(CheckedLoading):
             window("enc_dec_window_size", arguments.window_size)
             size_or_none("max_seqlen_kv", arguments.max_seqlen_kv, 0)
 
-    def _residual_is_norm_input(self) -> bool:
-        """Whether the residuals are the norms' inputs, so that norm kernels may add their gradients.
-
-        The layers test further conditions; see the paragraph Residual in `functions/norm_linear.py`.
-        """
-        config = self._config
-        residual_is_input = not (
-            config.apply_residual_connection_post_layernorm or config.parallel_attention_mlp
-        )
-        return residual_is_input and not (torch.compiler.is_compiling() or export_mode.onnx)
-
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
         """Compute residual + drop_path(dropout(x + bias)).
 
         Args:
-            branch: x, (x, bias), or (x, bias, residual) with the residual to use instead of the argument.
-            residual: Layer input.
+            branch: x, (x, bias), or (x, bias, norm(input)), in which the last one is the residual instead.
+            residual: Input of the branch.
         """
         x, bias, *normed = branch if isinstance(branch, tuple) else (branch, None)
         assert x is not None
@@ -400,7 +394,7 @@ class TransformerLayer(CheckedLoading):
         # With a rate of 0 the module is the identity. It is called only if a user has replaced it or added a
         # hook.
         drop_path: Any = self.drop_path
-        bare = is_unintercepted(drop_path, DropPath, DropPath.forward)
+        bare = is_unintercepted(drop_path, DropPath)
         drops_path = not bare or (self.training and drop_path.drop_prob > 0.0)
         if not drops_path and x.dtype == residual.dtype:
             return bias_dropout_add(x, bias, residual, p)
@@ -409,9 +403,6 @@ class TransformerLayer(CheckedLoading):
         if p > 0.0:
             x = dropout(x, p)
         return residual + (drop_path(x) if drops_path else x)
-
-    def _output(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
 
 
 def _attend(
@@ -423,23 +414,17 @@ def _attend(
     is_first_microbatch: bool | None,
     checkpoint_core_attention: bool,
     fast_zero_fill: bool,
-    returns_residual: bool,
-) -> Any:
-    """Call an attention layer; `returns_residual`: append the residual to its outputs, if the layer has no hooks.
-
-    `_add` reads the residual from the third output, after the bias.
-    """
-    if (
-        returns_residual
-        and is_unintercepted(attention, MultiheadAttention, _attention)
-        and attention._config.return_bias
-    ):
+    uses_residual: bool,
+) -> tuple[Any, Tensor]:
+    """Call an attention layer; return its outputs, and hidden_states as the residual."""
+    if uses_residual and is_unintercepted(attention, MultiheadAttention):
         return attention.attend(
             hidden_states, arguments, encoder_output, rotary_pos_emb, is_first_microbatch,
-            checkpoint_core_attention, fast_zero_fill, returns_residual=True,
+            checkpoint_core_attention, fast_zero_fill, uses_residual,
         )  # fmt: skip
-    return attention(
+    outputs = attention(
         hidden_states, encoder_output=encoder_output, rotary_pos_emb=rotary_pos_emb,
         is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
         fast_zero_fill=fast_zero_fill, **arguments.as_keywords(),
     )  # fmt: skip
+    return outputs, hidden_states

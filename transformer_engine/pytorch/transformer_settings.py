@@ -12,8 +12,8 @@ from .module.arguments import Rule, checked
 from .module.config import Config
 from .runtime.warn_once import warn_once
 
-# Attributes that children read, and attributes that determined which children exist.
-WORKED_BY = {
+# {setting: attributes of children that receive its value when it is assigned}.
+CHILD_ATTRIBUTES = {
     "attn_input_format": ("self_attention.qkv_format", "inter_attention.qkv_format"),
     "enc_dec_attn_mask_type": ("inter_attention.attn_mask_type",),
     "layer_number": ("self_attention.layer_number", "inter_attention.layer_number"),
@@ -26,6 +26,7 @@ WORKED_BY = {
         "layernorm.sequence_parallel",
     ),
 }
+# Settings that determined which children exist; they cannot be assigned.
 FIXED = frozenset(
     {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
 )
@@ -55,7 +56,7 @@ LAYER_RULES: dict[str, Rule] = {
 }
 
 
-def check_variant(
+def check_layer_options(
     layer_type: str,
     parallel: bool,
     post_norm_residual: bool,

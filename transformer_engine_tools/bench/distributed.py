@@ -5,6 +5,8 @@
 * compute_ms: the same with a process group whose collectives return at once.
 * exposed: fraction of a step in which a rank only communicates, from a trace of the GPU's kernels, or otherwise
   (eager_ms - compute_ms) / eager_ms.
+* host_ms: time until an eager step on the ranks has queued its work, on the slowest rank.
+* graphed_ms, graphed_speedup, graphed_exposed: the same figures with the layer's passes as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ from .measure import Effort, peak_mib, span_length
 MEANING = (
     "one_ms: a step of one device (mean over the ranks); eager_ms: a step of the ranks in a loop of steps (the slowest "
     "rank); compute_ms: eager_ms with collectives that transfer nothing; speedup: work of all ranks per time relative "
-    "to one device; exposed: part of the step in which a rank only communicates, from a trace on GPUs; rate: bytes "
-    "that a rank sends per second; peak_mib, one_mib: additional memory of a step per rank"
+    "to one device; exposed: part of the step in which a rank only communicates, from a trace on GPUs; host_ms: time "
+    "until a step has queued its work; graphed_*: with the layer's passes as CUDA graphs; rate: bytes that a rank "
+    "sends per second; peak_mib, one_mib: additional memory of a step per rank"
 )
 # Long-sequence steps take a second, and every case has three variants.
 FULL_ON_RANKS = Effort(warmup=2, budget_ms=400.0, fewest=3, most=30)
 QUICK_ON_RANKS = Effort(warmup=2, budget_ms=20.0, fewest=2, most=10)
 ROUNDS = 2  # each variant is measured in turns, so that a clock change affects all variants
 TRACED_STEPS = 3
+HOST_STEPS = 5
+LONG_MS = (
+    300.0  # a longer step is measured once per round, because its launches and clock changes hardly matter
+)
+GRAPHED = ("layer_tp", "layer_sp", "layer_ub")  # families whose passes are also captured
 Group = Any  # dist.ProcessGroup
 
 
@@ -54,6 +62,10 @@ class RanksRow:
     compute_ms: float | None = None
     speedup: float | None = None
     exposed: float | None = None
+    host_ms: float | None = None
+    graphed_ms: float | None = None
+    graphed_speedup: float | None = None
+    graphed_exposed: float | None = None
     rate: float | None = None
     unit: str | None = None
     one_mib: float | None = None
@@ -101,13 +113,14 @@ def run_on_ranks(
     cases: Iterable[RanksCase], groups: Groups, device: torch.device, effort: Effort = FULL_ON_RANKS
 ) -> Iterator[RanksRow]:
     """Measure the cases one by one; every rank calls this with the same cases."""
+    alone: dict[Any, tuple[float, float | None]] = {}
     for case in cases:
         torch.manual_seed(0)
         FP8GlobalStateManager.reset()  # later steps would update the scales of earlier cases too
         error = None
         figures: dict[str, Any] = {}
         try:
-            figures = _figures(case, groups, device, effort)
+            figures = _figures(case, groups, device, effort, alone)
         except Exception as raised:  # the error of a case is its result
             error = f"{type(raised).__name__}: {raised}".splitlines()[0][:300]
         finally:
@@ -121,30 +134,96 @@ def run_on_ranks(
         yield RanksRow(case.name, case.family, case.recipe, dist.get_world_size(), **figures)
 
 
-def _figures(case: RanksCase, groups: Groups, device: torch.device, effort: Effort) -> dict[str, Any]:
+def _figures(
+    case: RanksCase,
+    groups: Groups,
+    device: torch.device,
+    effort: Effort,
+    alone: dict[Any, tuple[float, float | None]],
+) -> dict[str, Any]:
+    """Measure a case.
+
+    Args:
+        case: The case.
+        groups: The groups of the run.
+        device: This rank's device.
+        effort: Repetitions.
+        alone: Milliseconds and MiB of one-device steps in this run. Cases that differ in their scheme have one.
+    """
     if case.family == "collective":
         step = build_step(case, groups.world, device)
         (times,) = _time_in_turns([step], groups, device, effort)
         slowest = max(groups.gathered(times))
         return {"eager_ms": slowest, "rate": case.moved / slowest / 1e6, "unit": "GB/s"}
-    steps = [build_step(case, group, device) for group in (None, groups.world, groups.silent)]
-    times = _time_in_turns(steps, groups, device, effort)
-    peaks = [peak_mib(step, device) for step in steps[:2]]
-    traced = traced_exposure(steps[1]) if device.type == "cuda" else None
-    gathered = groups.gathered((times, peaks, traced))
-    one = statistics.mean(row[0][0] for row in gathered)
-    several, compute = (max(row[0][index] for row in gathered) for index in (1, 2))
-    exposures = [row[2] for row in gathered if row[2] is not None]
+    on_gpu = device.type == "cuda"
+    steps = {
+        "world": build_step(case, groups.world, device),
+        "silent": build_step(case, groups.silent, device),
+    }
+    if case.one_device not in alone:
+        steps["one"] = build_step(case, None, device)
+    if on_gpu and case.family in GRAPHED:
+        steps["graphed"] = build_step(case, groups.world, device, graphed=True)
+    times = dict(zip(steps, _time_in_turns(list(steps.values()), groups, device, effort), strict=True))
+    if "one" in steps:
+        peak = peak_mib(steps["one"], device)
+        alone[case.one_device] = statistics.mean(groups.gathered(times["one"])), peak
+    one, one_mib = alone[case.one_device]
+    is_long = max(groups.gathered(times["world"])) > LONG_MS
+    host = _host_ms(steps["world"], groups, device, 1 if is_long else HOST_STEPS)
+    peak = peak_mib(steps["world"], device)
+    traced: dict[str, float | None] = {}
+    if on_gpu:
+        repeated = 1 if is_long else TRACED_STEPS
+        traced = {
+            name: traced_exposure(steps[name], repeated) for name in steps if name in ("world", "graphed")
+        }
+    slowest = _greatest(groups.gathered({**times, "host": host, "peak": peak}))
+    exposed = _greatest(groups.gathered(traced))
+    several, compute = slowest["world"], slowest["silent"]
     figures: dict[str, Any] = {
         "one_ms": one,
         "eager_ms": several,
         "compute_ms": compute,
         "speedup": case.work * one / several,
-        "exposed": max(exposures) if exposures else max(0.0, several - compute) / several,
+        "exposed": exposed.get("world", max(0.0, several - compute) / several),
+        "host_ms": slowest["host"],
     }
+    if "graphed" in steps:
+        figures |= {
+            "graphed_ms": slowest["graphed"],
+            "graphed_speedup": case.work * one / slowest["graphed"],
+            "graphed_exposed": exposed.get("graphed"),
+        }
+    return figures | {"one_mib": one_mib, "peak_mib": slowest.get("peak")}
+
+
+def _greatest(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
+    """Take the greatest figure of all ranks for each name, without names that have none."""
+    found: dict[str, float] = {}
+    for figures in of_ranks:
+        for name, value in figures.items():
+            if value is not None:
+                found[name] = max(value, found.get(name, value))
+    return found
+
+
+def _host_ms(step: Callable[[], object], groups: Groups, device: torch.device, repeated: int) -> float:
+    """Measure the median milliseconds until a step returns to the host, with no earlier work in the queue."""
+    times = []
+    for _ in range(repeated):
+        _synchronize(groups, device)
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def _synchronize(groups: Groups, device: torch.device) -> None:
+    """Wait for this rank's device and for all ranks."""
     if device.type == "cuda":
-        figures |= {"one_mib": peaks[0], "peak_mib": max(row[1][1] for row in gathered)}
-    return figures
+        torch.cuda.synchronize()
+    dist.barrier(group=groups.control)
 
 
 def _time_in_turns(
@@ -153,10 +232,18 @@ def _time_in_turns(
     """Measure this rank's median milliseconds per step; all ranks run the same number of steps."""
     runs = []
     for step in steps:
+        last_ms = 0.0
         for _ in range(effort.warmup):
+            _synchronize(groups, device)
+            start = time.perf_counter()
             step()
+            _synchronize(groups, device)
+            last_ms = 1e3 * (time.perf_counter() - start)
         # Ranks compare their settings before each collective until an optimizer step, see `pytorch.distributed.faults`.
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.0).step()
+        if max(groups.gathered(last_ms)) > LONG_MS:
+            runs.append(1)
+            continue
         one_ms = statistics.median(_intervals(step, 3, groups, device))
         runs.append(effort.runs(max(groups.gathered(one_ms))))
     samples: list[list[float]] = [[] for _ in steps]
@@ -168,16 +255,15 @@ def _time_in_turns(
 
 def _intervals(step: Callable[[], object], count: int, groups: Groups, device: torch.device) -> list[float]:
     """Measure the milliseconds between the ends of consecutive steps; the ranks start together."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier(group=groups.control)
+    _synchronize(groups, device)
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(count):
             step()
             marks.append(time.perf_counter())
         return [1e3 * (last - first) for first, last in pairwise(marks)]
-    step()  # fills the stream's queue
+    if count > 1:
+        step()  # fills the stream's queue
     stream = torch.cuda.current_stream(device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record(stream)
@@ -188,11 +274,11 @@ def _intervals(step: Callable[[], object], count: int, groups: Groups, device: t
     return [first.elapsed_time(last) for first, last in pairwise(events)]
 
 
-def traced_exposure(step: Callable[[], object]) -> float | None:
+def traced_exposure(step: Callable[[], object], repeated: int = TRACED_STEPS) -> float | None:
     """Measure the fraction of a step in which the GPU only communicates; None if the trace has no kernels."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
-        for _ in range(TRACED_STEPS):
+        for _ in range(repeated):
             step()
         torch.cuda.synchronize()
     kernels = [

@@ -7,12 +7,13 @@ communication that the computation does not hide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 MIB = 1 << 20
 SCHEMES = ("p2p", "a2a", "all_gather")  # for context parallelism
+LEVELS = "a2a+p2p"  # from four ranks on
 LLAMA_8B = {"hidden": 4096, "inner": 14336, "heads": 32, "groups": 8, "sequence": 8192}
 SMALL = {"hidden": 128, "inner": 256, "heads": 4, "groups": 4, "sequence": 64}
 
@@ -35,6 +36,12 @@ class RanksCase:
     arguments: dict[str, Any]
     work: int = 1
     moved: float = 0.0
+
+    @property
+    def one_device(self) -> Hashable:
+        """Key of the step on one device, which cases with different schemes have in common."""
+        sizes = {name: value for name, value in self.arguments.items() if name != "scheme"}
+        return self.family, self.recipe, *sizes.items()
 
 
 Families = Callable[[tuple[str, ...], bool, int], Iterator[RanksCase]]
@@ -81,8 +88,8 @@ def _attention(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[Ra
     for recipe in recipes:
         if recipe not in ("bf16", "delayed", "current"):
             continue  # FP8 attention supports no block scales
-        for sequence in (128,) if quick else (65536, 131072):
-            for scheme in SCHEMES:
+        for sequence in (128,) if quick else (65536, 131072) if ranks < 4 else (131072, 262144):
+            for scheme in _schemes(ranks):
                 yield RanksCase(
                     f"attention_cp_fb/{recipe}/causal_s{sequence}_h{heads}_{groups}_d{width}_{scheme}_ranks{ranks}",
                     "attention_cp",
@@ -97,10 +104,14 @@ def _attention(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[Ra
                 )
 
 
+def _schemes(ranks: int) -> tuple[str, ...]:
+    return (*SCHEMES, LEVELS) if ranks >= 4 and ranks % 2 == 0 else SCHEMES
+
+
 def _layer(recipes: tuple[str, ...], quick: bool, ranks: int, family: str) -> Iterator[RanksCase]:
     """Yield a layer whose weights (tensor parallelism) or tokens (context parallelism) the ranks share."""
     sizes, label = (SMALL, "h128_s64") if quick else (LLAMA_8B, "llama8b_s8192")
-    schemes = SCHEMES if family == "layer_cp" else ("",)
+    schemes = _schemes(ranks) if family == "layer_cp" else ("",)
     for recipe in recipes:
         for scheme in schemes:
             suffix = f"_{scheme}" if scheme else ""

@@ -28,6 +28,8 @@ from .report import write
 HEADINGS = {
     "one_ms": ("one ms", "{:.3f}"), "eager_ms": ("ranks ms", "{:.3f}"), "speedup": ("speedup", "{:.2f}"),
     "compute_ms": ("compute ms", "{:.3f}"), "exposed": ("exposed", "{:.1%}"), "rate": ("GB/s", "{:.3g}"),
+    "host_ms": ("host ms", "{:.3f}"), "graphed_ms": ("graph ms", "{:.3f}"),
+    "graphed_speedup": ("graph speedup", "{:.2f}"), "graphed_exposed": ("graph exposed", "{:.1%}"),
     "one_mib": ("one MiB", "{:.0f}"), "peak_mib": ("rank MiB", "{:.0f}"),
 }  # fmt: skip
 

@@ -21,8 +21,17 @@ BF16 = torch.bfloat16
 Step = Callable[[], object]
 
 
-def build_step(case: RanksCase, group: Any, device: torch.device) -> Step:
-    """Build a case's step on this rank of a group, or on one device without communication if group is None."""
+def build_step(case: RanksCase, group: Any, device: torch.device, graphed: bool = False) -> Step:
+    """Build a case's step on this rank of a group, or on one device without communication if group is None.
+
+    Args:
+        case: The case.
+        group: Process group, or None.
+        device: Device of the step.
+        graphed: Capture the passes of a tensor-parallel layer in CUDA graphs.
+    """
+    if graphed:
+        return _tensor_parallel_layer(case, group, device, graphed)
     builders: dict[str, Callable[[RanksCase, Any, torch.device], Step]] = {
         "collective": _collective,
         "attention_cp": _attention,
@@ -78,8 +87,22 @@ def _ranks(group: Any) -> int:
 def _share_sequence(module: Any, case: RanksCase, group: Any, device: torch.device) -> None:
     """Share a module's sequence among the ranks of a group."""
     stream = torch.cuda.Stream() if device.type == "cuda" else None
-    members = list(range(dist.get_world_size(group)))
-    module.set_context_parallel_group(group, members, stream, case.arguments["scheme"])
+    scheme = case.arguments["scheme"]
+    used = _two_levels(group) if scheme == "a2a+p2p" else group
+    module.set_context_parallel_group(used, list(range(dist.get_world_size(group))), stream, scheme)
+
+
+@functools.cache
+def _two_levels(group: Any) -> list[Any]:
+    """Create this rank's groups for a2a+p2p: a pair of neighbors, and the ranks with the same place in their pairs."""
+    ranks, backend = dist.get_world_size(group), dist.get_backend(group)
+    pairs, _ = dist.new_subgroups_by_enumeration(
+        [[first, first + 1] for first in range(0, ranks, 2)], backend=backend
+    )
+    rings, _ = dist.new_subgroups_by_enumeration(
+        [list(range(place, ranks, 2)) for place in range(2)], backend=backend
+    )
+    return [pairs, rings]
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
@@ -107,16 +130,31 @@ def _attention(case: RanksCase, group: Any, device: torch.device) -> Step:
 
 
 def _layer_step(
-    module: torch.nn.Module, case: RanksCase, group: Any, tokens: int, device: torch.device
+    module: torch.nn.Module,
+    case: RanksCase,
+    group: Any,
+    tokens: int,
+    device: torch.device,
+    graphed: bool = False,
 ) -> Step:
     a = case.arguments
     angles = RotaryPositionEmbedding(a["hidden"] // a["heads"])(max_seq_len=a["sequence"]).to(device)
     x = _random(device, tokens, 1, a["hidden"])
     context = _precision(case, group)
+    if graphed:
+        te.make_graphed_callables(
+            module,
+            (x.clone().requires_grad_(),),
+            sample_kwargs={"rotary_pos_emb": angles},
+            enabled=case.recipe != "bf16",
+            recipe=recipe_named(case.recipe),
+            amax_reduction_group=group,
+            clone_param_grads_on_return=False,
+        )
     return Workload(module, (x,), {"rotary_pos_emb": angles}, context).step(backward=True)
 
 
-def _tensor_parallel_layer(case: RanksCase, group: Any, device: torch.device) -> Step:
+def _tensor_parallel_layer(case: RanksCase, group: Any, device: torch.device, graphed: bool = False) -> Step:
     """Build the step of a tensor-parallel layer: with sequence parallelism in layer_sp, with overlap in layer_ub."""
     sequence, overlap = case.family != "layer_tp", case.family == "layer_ub"
     options: dict[str, Any] = {}
@@ -133,7 +171,7 @@ def _tensor_parallel_layer(case: RanksCase, group: Any, device: torch.device) ->
             te.initialize_ub([case.arguments["sequence"], case.arguments["hidden"]], _ranks(group))
     module = transformer_layer(case.arguments, device, **options)
     tokens = case.arguments["sequence"] // (_ranks(group) if sequence else 1)
-    return _layer_step(module, case, group, tokens, device)
+    return _layer_step(module, case, group, tokens, device, graphed)
 
 
 def _context_parallel_layer(case: RanksCase, group: Any, device: torch.device) -> Step:

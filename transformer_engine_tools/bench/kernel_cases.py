@@ -117,11 +117,11 @@ def _launch(
             True,
             True,
             machine=Machine(limits.processors, limits.shared_memory, 2),
-            **SCALES,  # pyright: ignore
+            **SCALES,
         )
         return launch, (x,)
     if kernel == "square_blocks":
-        return block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), (x,)  # pyright: ignore
+        return block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), (x,)
     if kernel == "norm":
         matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
         return norm.forward(matrix), (x, ((width,), HALF), None, None, None)

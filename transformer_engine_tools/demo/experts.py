@@ -19,6 +19,7 @@ from transformer_engine.pytorch.router import (
     fused_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from transformer_engine.pytorch.runtime.autograd import TorchFunction
 from transformer_engine.pytorch.runtime.double_backward import once_differentiable
 
 from .config import RunConfig
@@ -57,7 +58,7 @@ class MixtureOfExperts(nn.Module):
         )
         rows = self.fc2(activation("swiglu", self.fc1(rows, splits)), splits)
         y = te.moe_unpermute(rows, row_id_map, probs, pad_offsets=pad_offsets)
-        return (y if loss is None else _AddAuxiliaryLoss.apply(y, loss)).view(x.shape)  # pyright: ignore
+        return (y if loss is None else _AddAuxiliaryLoss.apply(y, loss)).view(x.shape)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the experts' weights [tokens, experts], the map of chosen experts, and the load-balancing loss."""
@@ -104,7 +105,7 @@ class ExpertsLayer(nn.Module):
         return x + self.experts(x)
 
 
-class _AddAuxiliaryLoss(torch.autograd.Function):
+class _AddAuxiliaryLoss(TorchFunction):
     """y unchanged; `loss` gets a gradient as if it were added to the training loss."""
 
     @staticmethod
@@ -113,7 +114,7 @@ class _AddAuxiliaryLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("the loss that balances experts")
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         return dy, torch.ones((), dtype=torch.float32, device=dy.device)
 
 

@@ -25,6 +25,7 @@ from .. import optional
 from ..formats import E2M1, E4M3, E5M2, Element
 from ..hardware import NO_GPU, Hardware, hardware_named, nvidia
 from ..numbers import with_article
+from ..tracing import constant_while_tracing
 from . import conversion
 
 if TYPE_CHECKING:
@@ -86,14 +87,12 @@ def _gluon_reason(hardware: Hardware, triton_missing: str | None, release: tuple
     return optional.failure(_GLUON, "warpgroup_mma", "tma", "mbarrier")
 
 
+@constant_while_tracing
 def _is_interpreted() -> bool:
     """Whether Triton interprets kernels instead of compiling them."""
     from triton import knobs
 
     return knobs.runtime.interpret
-
-
-_is_interpreted._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class Machine(NamedTuple):

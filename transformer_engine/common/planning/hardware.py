@@ -104,7 +104,7 @@ class GpuRates:
         changed = replace(
             self, name=name, rates=rates, attention=attention, bandwidth=self.bandwidth * bandwidth
         )
-        return replace(changed, **sizes)  # pyright: ignore[reportArgumentType]
+        return replace(changed, **sizes)
 
 
 def _h200() -> GpuRates:

@@ -86,8 +86,9 @@ def attention_flops(work: MicroBatch, heads: int, head_dim: int) -> float:
 def attention(machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int, head_dim: int) -> Both:
     """Compute attention costs alone, on q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim].
 
-    A context-parallel ring sends one key and value block while it computes with the previous block. The other
-    schemes wait for their exchange.
+    A context-parallel ring sends one key and value block while it computes with the previous block. A gather of keys
+    overlaps with the attention to the rank's own keys, if the mask is causal; the sum of their gradients, in float32,
+    and the exchange of heads overlap with nothing.
     """
     costs = no_costs()
     flops = attention_flops(work, heads, head_dim)
@@ -107,7 +108,11 @@ def attention(machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int,
             cost.communicate("cp", (cp - 1) * sent, (cp - 1) * max(0.0, sent - hidden))
         elif work.scheme == "all_gather":
             gathered = links.collective_ms("all_gather", 2 * narrow * cp, cp, machine.tp)
-            cost.communicate("cp", times * gathered)
+            own = took / cp if work.causal and work.window is None else 0.0
+            cost.communicate("cp", gathered, max(0.0, gathered - own))
+            if backward:
+                moved = 2 * (2 * narrow * cp)  # float32 gradients
+                cost.communicate("cp", links.collective_ms("reduce_scatter", moved, cp, machine.tp))
         else:
             cost.communicate("cp", links.collective_ms("all_to_all", wide + 2 * narrow, cp, machine.tp))
             cost.communicate("cp", links.collective_ms("all_to_all", wide, cp, machine.tp))

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from .. import tracing
 from ..checks import nearest
 from ..dispatch import is_tracing
 from ..warning import warn_of_unused
@@ -95,7 +96,7 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     compiled function gets a copy, because its caller may assign the attributes.
     """
     initialize = cls.__init__
-    frozen: bool = cls.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+    frozen: bool = cls.__dataclass_params__.frozen
 
     @functools.wraps(initialize)  # `inspect` takes the signature of a class from __new__
     def __new__(new: type, *args: Any, **keywords: Any) -> Any:
@@ -132,6 +133,10 @@ def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
         return _attribute_name(cls(*args, **keywords))
 
 
+tracing.constant_while_tracing(_construct)  # a decorator's type would rename its parameter `cls`
+
+
+@tracing.constant_while_tracing
 def _assign_field(description: str, field: str, value: Any) -> str:
     """Assign a field in a copy of the recipe with this description, as `_construct` constructs a recipe."""
     with _constructing():
@@ -141,11 +146,6 @@ def _assign_field(description: str, field: str, value: Any) -> str:
         for name in vars(result).keys() - {"_description", *(f.name for f in fields(result))}:
             del result.__dict__[name]
         return _attribute_name(result)
-
-
-# A tracing compiler treats the results as constants, as with torch.compiler.assume_constant_result.
-_construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-_assign_field._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _attribute_name(instance: Any) -> str:
@@ -159,13 +159,10 @@ def _attribute_name(instance: Any) -> str:
     return name
 
 
+@tracing.constant_while_tracing
 def _attribute_names(name: str) -> tuple[str, ...]:
     """List the attribute names of an object in `_constructed`."""
     return tuple(vars(getattr(_constructed, name)))
-
-
-# torch.compile evaluates a function with this mark while it traces, instead of tracing `vars`.
-_attribute_names._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _traced_copy(target: Any, name: str) -> Any:
@@ -212,7 +209,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
         enroll(self)
 
     cls.__init__ = __init__
-    cls._is_recipe_class = True  # pyright: ignore[reportAttributeAccessIssue]
+    cls._is_recipe_class = True
     return constant_while_tracing(cls)
 
 

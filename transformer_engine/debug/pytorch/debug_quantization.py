@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...pytorch.functions.scale_update import is_backward_pass
-from ...pytorch.primitives.operand import COLS, ROWS, plain
+from ...pytorch.primitives.operand import COLUMNWISE, ROWWISE, plain
 from ...pytorch.tensor.custom_operand import contracted
 from ...pytorch.tensor.identity_tensor import IdentityQuantizer
 from ...pytorch.tensor.observing import Observing
@@ -234,11 +234,11 @@ class DebugQuantizer(Observing):
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         rows, columns = self._directions(matrix, rowwise, columnwise)
-        return Operands(self._operand(rows, COLS), self._operand(columns, ROWS))
+        return Operands(self._operand(rows, ROWWISE), self._operand(columns, COLUMNWISE))
 
     def quantize(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
-    ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> DebugQuantizedTensor:
         """Quantize both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
         with torch.no_grad():
             directions = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
@@ -332,15 +332,15 @@ class DebugQuantizer(Observing):
             tp_size=self.location.tp_size,
         )
 
-    def _operand(self, quantized: Any, axis: str) -> Any:
+    def _operand(self, quantized: Any, direction: str) -> Any:
         if quantized is None:
             return None
         if isinstance(quantized, QuantizedTensorStorage):
-            return get_storage(quantized).contract(axis)  # pyright: ignore[reportArgumentType]
+            return get_storage(quantized).contract(direction)  # pyright: ignore[reportArgumentType]
         if isinstance(quantized, Tensor):
             matrix = plain_matrix(quantized)
-            return plain(matrix) if axis == COLS else Matrix(matrix)
-        return contracted(quantized, axis, self.quantizer)
+            return plain(matrix) if direction == ROWWISE else Matrix(matrix)
+        return contracted(quantized, direction, self.quantizer)
 
     def _is_repeated(self) -> bool:
         """Whether a backward pass recomputes a forward-pass tensor."""

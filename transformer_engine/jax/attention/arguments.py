@@ -31,7 +31,8 @@ def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, 
             f"the packed array of {layout.name} has shape {qkv[-1].shape}; axis 2 must be {packed}"
         )
     if layout.is_qkvpacked():
-        return tuple(qkv[0][:, :, i] for i in range(3))  # pyright: ignore[reportReturnType]
+        packed_qkv = qkv[0]
+        return packed_qkv[:, :, 0], packed_qkv[:, :, 1], packed_qkv[:, :, 2]
     if layout.is_kvpacked():
         return qkv[0], qkv[1][:, :, 0], qkv[1][:, :, 1]
     return qkv[0], qkv[1], qkv[2]

@@ -272,11 +272,11 @@ def _visit_chunks(problem: _Problem, rank: Array, local: Pair) -> Iterator[tuple
     gathered = [lax.all_gather(x, plan.axis) for x in local]
     for step in range(1, plan.devices):
         device = (rank - step) % plan.devices
-        yield step, tuple(lax.dynamic_index_in_dim(x, device, 0, False) for x in gathered)  # pyright: ignore
+        yield step, tuple(lax.dynamic_index_in_dim(x, device, 0, False) for x in gathered)
 
 
 def _pass_on(plan: ContextParallel, arrays: Pair) -> Pair:
-    return tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in arrays)  # pyright: ignore[reportReturnType]
+    return tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in arrays)
 
 
 def _move_chunks(problem: _Problem, arrays: Pair, distance: int) -> Pair:
@@ -322,7 +322,7 @@ class _Collected:
         devices = self.plan.devices
         order = (self.rank - jnp.arange(devices)) % devices
         stacked = (jnp.take(jnp.stack(x), order, axis=0) for x in zip(*self.steps, strict=True))
-        return tuple(lax.psum_scatter(x, self.plan.axis) for x in stacked)  # pyright: ignore[reportReturnType]
+        return tuple(lax.psum_scatter(x, self.plan.axis) for x in stacked)
 
 
 def _merge_attentions(total: Array, level: Array, part: Array, part_level: Array) -> Pair:

@@ -180,7 +180,8 @@ def run(
     opaque, scratch = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
     # Some jaxlib versions do not pass scratch memory to a kernel, so it is a result.
     scratch_results = [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
-    written_shapes = [jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]  # pyright: ignore
+    present = [operand for index in written if (operand := operands[index]) is not None]
+    written_shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in present]
     results = [*fresh, *scratch_results, *written_shapes]
     first = len(fresh) + len(scratch_results)
     aliases = {given.index(index): first + i for i, index in enumerate(written)}
@@ -189,6 +190,13 @@ def run(
     call_results = call(*arrays, opaque=opaque)
     by_place = dict(zip(written, call_results[first:], strict=True))
     return _order_arrays(launch, len(inputs), filled, iter(call_results[: len(fresh)]), by_place)
+
+
+def run_first(launch: Launch, inputs: Sequence[Array | None]) -> Array:
+    """Run a launch as an XLA operation and return its first output."""
+    output = run(launch, inputs)[0]
+    assert output is not None
+    return output
 
 
 def perform(

@@ -75,7 +75,7 @@ def _has_symbols(value: Any) -> bool:
     if is_dataclass(value):
         return any(_has_symbols(getattr(value, field.name)) for field in fields(value))
     if isinstance(value, tuple):
-        return any(map(_has_symbols, value))  # pyright: ignore[reportUnknownArgumentType]
+        return any(map(_has_symbols, value))
     return is_symbolic(value)
 
 

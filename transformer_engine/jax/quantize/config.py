@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from flax.core.frozen_dict import FrozenDict
 
@@ -90,7 +90,7 @@ def autocast(
     enabled: bool = False,
     recipe: Recipe | None = None,
     mesh_resource: MeshResource | None = None,
-    **others: Any,
+    **others: NoReturn,
 ) -> Iterator[None]:
     """Quantize the matrix products in layers that are traced in this block.
 

@@ -195,7 +195,7 @@ def _one(
         return None
     if q_dtype is None:
         raise ValueError(f"scaling_mode={mode} requires q_dtype, which is None; pass the dtype of the codes")
-    return recipes.QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]
+    return recipes.QUANTIZERS[mode](
         q_dtype=check_dtype("q_dtype", q_dtype),
         scaling_mode=mode,
         q_layout=QuantizeLayout.ROWWISE_COLWISE if layout is None else layout,

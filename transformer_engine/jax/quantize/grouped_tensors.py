@@ -241,7 +241,7 @@ class GroupedNoScaleTensor(AbstractBaseTensor1x):
         last_dims: Array | None = None, original_shape: tuple[int, ...] | None = None, *,
         group_sizes: Array | None = None,
     ):  # fmt: skip
-        self.data, self.amax, self.last_dims = data, amax, last_dims  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.data, self.amax, self.last_dims = data, amax, last_dims
         self.first_dims = group_sizes if first_dims is None else first_dims
         self.original_shape = original_shape
 

@@ -275,7 +275,7 @@ def make_quantizer(
     family = check_family(recipe)
     mode = family.modes(recipe, source)
     dtypes = element_types(recipe)
-    return QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]
+    return QUANTIZERS[mode](
         q_dtype=jnp.dtype(dtypes[1] if source is DGRAD else dtypes[0]),
         scaling_mode=mode,
         q_layout=layout,

@@ -25,6 +25,10 @@ def check_values(name: str, array: Any) -> None:
     """Raise TypeError unless a value is a float32, bfloat16 or float16 array."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        if dtype is not None and not isinstance(array, Array) and not isinstance(dtype, np.dtype):
+            raise TypeError(
+                f"{name} is {described(array)}, which JAX does not read; convert it by jnp.asarray"
+            )
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
 
 

@@ -114,7 +114,7 @@ def plan_layer(key: Key) -> AttentionPlan | None:
     return None if of_core is None else make_plan(tuple(of_core))
 
 
-def check_variant(
+def check_weight_fusion(
     fuse_wgrad_accumulation: bool, fuse_qkv_params: bool, return_layernorm_output: bool, input_layernorm: bool
 ) -> None:
     """Check constructor options that depend on each other, and warn once about one without effect.

@@ -11,9 +11,9 @@ from ..primitives.attention.mask import canonical_name
 from ..runtime.warn_once import warn_once
 from .heads import Heads
 
-# Attributes that children use, that determined which children exist, and that are stored unchanged.
 _PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
-WORKED_BY = {
+# {setting: attributes of children that receive its value when it is assigned}.
+CHILD_ATTRIBUTES = {
     "attn_mask_type": ("core_attention.attn_mask_type",),
     "layer_number": ("core_attention.layer_number",),
     "qkv_format": ("core_attention.qkv_format",),
@@ -28,7 +28,8 @@ WORKED_BY = {
     "softcap": ("core_attention.softcap",),
     "window_size": ("core_attention.window_size",),
 }
-AS_GIVEN = (
+# Constructor arguments that are stored unchanged as settings of the same name.
+STORED_ARGUMENTS = (
     "attention_type",
     "attn_mask_type",
     "fuse_qkv_params",
@@ -45,14 +46,15 @@ AS_GIVEN = (
     "softcap",
     "tp_group",
 )
+# Settings that determined which children and parameters exist; they cannot be assigned.
 FIXED = frozenset(
     {
         *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
         *("num_gqa_groups", "qk_norm_type", "qkv_weight_interleaved"),
     }
 )
-# The layer arguments that its projections share.
-OF_PROJECTIONS = (
+# Constructor arguments that the layer passes on to its projections.
+PROJECTION_ARGUMENTS = (
     "bias",
     "device",
     "fuse_wgrad_accumulation",
@@ -61,9 +63,9 @@ OF_PROJECTIONS = (
     "tp_group",
     *OverlapFlags._fields,
 )
-# The layer arguments that its first norm and core attention share.
-OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
-OF_CORE = (
+# Constructor arguments that the layer passes on to its first norm, and to its core attention.
+NORM_ARGUMENTS = ("normalization", "return_layernorm_output", "zero_centered_gamma")
+CORE_ARGUMENTS = (
     "attention_dropout",
     "attention_type",
     "attn_mask_type",

@@ -125,7 +125,7 @@ class FusedMLAQUpProjFunction:
         spec = _product_spec(y, w_q, wgrad_store, bool(fuse_wgrad_accumulation))
         q = linear(y, w_q, None, spec).view(s, b, nh, q_head_dim)
         rotated = _rotate(q[..., qk_head_dim:], cos, sin)
-        return _QuantizeQuery.apply(torch.cat((q[..., :qk_head_dim], rotated), dim=-1))  # pyright: ignore
+        return _QuantizeQuery.apply(torch.cat((q[..., :qk_head_dim], rotated), dim=-1))
 
 
 def _check(
@@ -224,5 +224,5 @@ class _QuantizeQuery(Function):
         return quantizer.wrap(storage)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.dequantize() if isinstance(grad, QuantizedTensorStorage) else grad

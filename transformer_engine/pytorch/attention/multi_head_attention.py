@@ -31,25 +31,22 @@ from .dot_product_attention.plan import AttentionPlan
 from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pack_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
-from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, plan_layer
+from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_weight_fusion, plan_layer
 from .layer_settings import (
-    AS_GIVEN,
+    CHILD_ATTRIBUTES,
+    CORE_ARGUMENTS,
     FIXED,
-    OF_CORE,
-    OF_NORM,
-    OF_PROJECTIONS,
-    WORKED_BY,
+    NORM_ARGUMENTS,
+    PROJECTION_ARGUMENTS,
+    STORED_ARGUMENTS,
     MultiheadAttentionConfig,
     child_name,
 )
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
-_attention = DotProductAttention.forward
-_norm_linear = LayerNormLinear.forward
 
-
-@configure_class(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
+@configure_class(MultiheadAttentionConfig, fixed=FIXED, handed_down=CHILD_ATTRIBUTES, rules=RULES)
 class MultiheadAttention(CheckedLoading):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
@@ -119,9 +116,11 @@ class MultiheadAttention(CheckedLoading):
         qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, seq_length: int | None = None,
         micro_batch_size: int | None = None, softmax_type: SoftmaxType = "vanilla",
     ) -> None:  # fmt: skip
-        given = dict(locals())
+        arguments = dict(locals())
         super().__init__()
-        check_variant(fuse_wgrad_accumulation, fuse_qkv_params, return_layernorm_output, input_layernorm)
+        check_weight_fusion(
+            fuse_wgrad_accumulation, fuse_qkv_params, return_layernorm_output, input_layernorm
+        )
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -130,7 +129,7 @@ class MultiheadAttention(CheckedLoading):
         check_heads(num_attention_heads, groups, ranks)
         interleaved = qkv_weight_interleaved and fuse_qkv_params
         self._config = MultiheadAttentionConfig(
-            **{argument: given[argument] for argument in AS_GIVEN},
+            **{name: arguments[name] for name in STORED_ARGUMENTS},
             window_size=check_set_window_size(attn_mask_type, window_size),
             num_gqa_groups=groups,
             hidden_size_per_attention_head=size,
@@ -140,9 +139,9 @@ class MultiheadAttention(CheckedLoading):
             heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
         )
         self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(plan_layer, MAX_LAYER_PLANS)
-        projection = {argument: given[argument] for argument in OF_PROJECTIONS}
+        projection = {name: arguments[name] for name in PROJECTION_ARGUMENTS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
-        norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in OF_NORM}}
+        norm = {"eps": layernorm_epsilon, **{name: arguments[name] for name in NORM_ARGUMENTS}}
         columns = {
             **projection,
             "init_method": init_method,
@@ -161,7 +160,7 @@ class MultiheadAttention(CheckedLoading):
             tp_size=ranks,
             tp_group=tp_group if set_parallel_mode else None,
             name=child_name(name, "core_attention"),
-            **{argument: given[argument] for argument in OF_CORE},
+            **{name: arguments[name] for name in CORE_ARGUMENTS},
         )
         if softmax_type == "learnable":  # the core's one tensor; its constructor has no argument `device`
             self.core_attention.make_softmax_offset(device)
@@ -264,7 +263,7 @@ class MultiheadAttention(CheckedLoading):
             is_first_microbatch,
             checkpoint_core_attention,
             fast_zero_fill,
-        )
+        )[0]
 
     if TYPE_CHECKING:
 
@@ -272,6 +271,8 @@ class MultiheadAttention(CheckedLoading):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
         def fast_setattr(self, name: str, value: Any) -> None: ...
+
+    _layer_forward = forward
 
     def attend(
         self,
@@ -282,15 +283,20 @@ class MultiheadAttention(CheckedLoading):
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         fast_zero_fill: bool = True,
-        returns_residual: bool = False,
-    ) -> Tensor | tuple[Tensor | None, ...]:
+        uses_residual: bool = False,
+    ) -> tuple[Any, Tensor]:
         """Compute `forward`, with the core attention's arguments as one record, for `TransformerLayer`.
 
-        First the whole call is checked and planned, before it has effects. Then follow the first projection,
-        its split into q, k and v, the core attention and the output projection.
+        The whole call is checked and planned before it has effects (`check_layer_call`). The steps are:
 
-        With `returns_residual`, the last output is hidden_states, which the caller uses as the residual; see
-        `LayerNormLinear.forward_with_residual`.
+        1. `_project`: qkv = projection(norm(hidden_states)); in a cross attention k and v come from encoder_output.
+        2. `_split_heads`: q, k and v with the norms of their heads and the rotation.
+        3. The core attention: context = softmax(q k^T / sqrt(d)) v.
+        4. The output projection: proj(context).
+
+        Returns:
+            (outputs of `forward`, hidden_states). With `uses_residual`, the caller uses hidden_states as the
+            residual; see `LayerNormLinear.forward_with_residual`.
         """
         config = self._config
         if checkpoint_core_attention is not False:
@@ -301,7 +307,7 @@ class MultiheadAttention(CheckedLoading):
         state = current() if tracing else eager_thread_state().state
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        rotation, checked = check_layer_call(
+        rotation, checked_arguments = check_layer_call(
             self._plans,
             config,
             core,
@@ -312,42 +318,37 @@ class MultiheadAttention(CheckedLoading):
             state,
             tracing,
         )
-        cached = arguments.inference_params is not None
-        codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
-        if checked is not None and (
-            not is_unintercepted(core, DotProductAttention, _attention) or core.score_mod
+        if checked_arguments is not None and (
+            not is_unintercepted(core, DotProductAttention) or core.score_mod
         ):
-            checked = None  # hooks and other classes see a module call
-        mixed, norm_output, hidden_states = self._project(
-            config, hidden_states, is_first_microbatch, rotation, state if codes else None, returns_residual
+            checked_arguments = None  # hooks and other classes see a module call
+        uses_cache = arguments.inference_params is not None
+        # The core attention reads and returns FP8 codes.
+        uses_codes = state.enabled and not (uses_cache or export_mode.onnx) and outputs_codes(state)
+        qkv, norm_output, residual = self._project(
+            config, hidden_states, is_first_microbatch, rotation, state if uses_codes else None, uses_residual
         )
-        q, k, v, projection = self._split_heads(
-            config,
-            mixed,
-            encoder_output,
-            is_first_microbatch,
-            rotation,
-            # An attention over a cache reads keys that the projection has not produced.
-            checked is not None and not cached,
+        # An attention over a cache reads keys that the projection has not produced.
+        joins_gradients = checked_arguments is not None and not uses_cache
+        q, k, v, joint_projection = self._split_heads(
+            config, qkv, encoder_output, is_first_microbatch, rotation, joins_gradients
         )
-        if checked is not None:
-            context = core.attend_checked((q, k, v), checked, checkpoint_core_attention, codes, projection)
-        elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or codes):
+        if checked_arguments is not None:
+            context = core.attend_checked(
+                (q, k, v), checked_arguments, checkpoint_core_attention, uses_codes, joint_projection
+            )
+        elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or uses_codes):
             context = core(q, k, v)
         else:
-            options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
+            options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": uses_codes}
             context = core(q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords())
-        projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
-        if not (config.return_bias or config.returns_norm or returns_residual):
-            return projected
-        outputs: list[Any] = [projected]
+        output = modules["proj"](context, is_first_microbatch=is_first_microbatch)
+        if not (config.return_bias or config.returns_norm):
+            return output, residual
+        outputs: tuple[Any, ...] = (output,)
         if config.return_bias:  # a module that replaces proj may have added its bias itself
-            outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
-        if config.returns_norm:
-            outputs.append(norm_output)
-        if returns_residual:
-            outputs.append(hidden_states)
-        return tuple(outputs)
+            outputs = output if isinstance(output, tuple) else (output, None)
+        return ((*outputs, norm_output) if config.returns_norm else outputs), residual
 
     def check_call(
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
@@ -362,56 +363,52 @@ class MultiheadAttention(CheckedLoading):
         hidden_states: Tensor,
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
-        codes: AutocastState | None,
-        returns_residual: bool,
+        fp8_state: AutocastState | None,
+        uses_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the first projection: of q, k and v in a self attention, of q in a cross attention.
 
         Args:
             config, hidden_states, is_first_microbatch, rotation: As in `attend`.
-            codes: The autocast state if the core is an FP8 attention that reads codes, otherwise None. The
+            fp8_state: The autocast state for a core attention that reads FP8 codes, otherwise None. The
                 projection of a self attention then returns codes, unless a norm of the heads or a rotation
                 follows, which read values.
-            returns_residual: The caller uses hidden_states as the residual.
+            uses_residual: The caller uses hidden_states as the residual.
 
         Returns:
             (projection, normalized input or None, hidden_states as the residual).
         """
-        first: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
+        switches: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
         get: Any = self._modules.get
         projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
-        if codes is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
-            first["fp8_output"] = projects_codes(projection, codes, hidden_states)
-        if (
-            returns_residual
-            and not config.returns_norm
-            and is_unintercepted(projection, LayerNormLinear, _norm_linear)
-        ):
-            mixed, hidden_states = projection.forward_with_residual(hidden_states, **first)
-            return mixed, None, hidden_states
-        mixed = projection(hidden_states, **first)
-        mixed, norm_output = mixed if config.returns_norm else (mixed, None)
-        return mixed, norm_output, hidden_states
+        if fp8_state is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
+            switches["fp8_output"] = projects_codes(projection, fp8_state, hidden_states)
+        if uses_residual and is_unintercepted(projection, LayerNormLinear):
+            qkv, hidden_states = projection.forward_with_residual(hidden_states, **switches)
+        else:
+            qkv = projection(hidden_states, **switches)
+        qkv, norm_output = qkv if config.returns_norm else (qkv, None)
+        return qkv, norm_output, hidden_states
 
     def _split_heads(
         self,
         config: MultiheadAttentionConfig,
-        mixed: Tensor,
+        qkv: Tensor,
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
-        joint: bool,
+        joins_gradients: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Projection | None]:
         """Split the first projection into heads, and normalize and rotate them.
 
         Args:
             config, encoder_output, is_first_microbatch, rotation: As in `attend`.
-            mixed: The first projection.
-            joint: The core's autograd node can also compute the gradient of the split.
+            qkv: The first projection.
+            joins_gradients: The core's autograd node can also compute the gradient of the split.
 
         Returns:
-            (q, k, v, projection). If the projection is not None, q, k and v are views of it without autograd
+            (q, k, v, joint projection or None). If it is not None, q, k and v are views of it without autograd
             history, and the core's node writes their gradients to one buffer (`_ProjectedAttention`).
         """
         get: Any = self._modules.get
@@ -420,22 +417,22 @@ class MultiheadAttention(CheckedLoading):
         norms_first = q_norm is not None and config.qk_norm_before_rope
         if key_value is not None:
             keys_values = key_value(encoder_output, is_first_microbatch=is_first_microbatch)
-            q = mixed.unflatten(-1, (heads.queries, heads.size))
+            q = qkv.unflatten(-1, (heads.queries, heads.size))
             k, v = heads.split_kv(keys_values)
         elif rotation is not None and not norms_first:
-            q, k, v = rotation.rotate_projection(mixed, heads)
+            q, k, v = rotation.rotate_projection(qkv, heads)
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
             return q, k, v, None
-        elif joint and rotation is None and q_norm is None and type(mixed) is Tensor:
-            whole = None
-            if mixed.requires_grad and torch.is_grad_enabled():
-                whole = Projection(mixed, heads.interleaved)
-            x = mixed if whole is None else mixed.detach()
-            views = split_views(x, heads.queries, heads.groups, heads.size, heads.interleaved)
-            return *views, whole
+        elif joins_gradients and rotation is None and q_norm is None and type(qkv) is Tensor:
+            projection = None
+            if qkv.requires_grad and torch.is_grad_enabled():
+                projection = Projection(qkv, heads.interleaved)
+                qkv = qkv.detach()
+            views = split_views(qkv, heads.queries, heads.groups, heads.size, heads.interleaved)
+            return *views, projection
         else:
-            q, k, v = heads.split_qkv(mixed)
+            q, k, v = heads.split_qkv(qkv)
         if q_norm is not None and norms_first:
             q, k = q_norm(q), k_norm(k)
         if rotation is not None:

@@ -136,7 +136,7 @@ class ApplyRope(Function):
         return rope_forward(x, angles, Positions(start, cu_seqlens), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         angles, start, cu_seqlens = ctx.saved_tensors
         positions, spec = Positions(start, cu_seqlens), ctx.spec
         if is_recorded():
@@ -172,7 +172,7 @@ class ApplyPackedRope(Function):
         return rope_qkv_forward(qkv, q_angles, k_angles, Positions(start, cu_seqlens), *rest)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
         positions = Positions(start, cu_seqlens)
         rest = (q_angles, k_angles, positions, *ctx.rest)
@@ -211,7 +211,7 @@ class FusedRoPEFunc(Function):
         return ApplyRope.forward(ctx, t, _angles(freqs), start_positions, cu_seqlens, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         return ApplyRope.backward(ctx, grad_output)[0], *[None] * 7
 
 
@@ -242,7 +242,7 @@ class FusedQKVRoPEFunc(Function):
         return ApplyPackedRope.forward(ctx, qkv, *angles, start_positions, cu_seqlens, sizes, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         return ApplyPackedRope.backward(ctx, grad_q, grad_k, grad_v)[0], *[None] * 9
 
 

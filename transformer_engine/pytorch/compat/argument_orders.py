@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, get_origin
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_origin
 
 import torch
 from torch import Tensor
@@ -149,13 +149,13 @@ def accepts_older_orders(
             return call(self, *args, **kwargs)
 
         if is_method:
-            return reordered  # pyright: ignore[reportReturnType]
+            return cast(Function, reordered)
 
         @functools.wraps(function)
         def function_order(*args: Any, **kwargs: Any) -> Any:
             return reordered(None, *args, **kwargs)
 
-        return function_order  # pyright: ignore[reportReturnType]
+        return cast(Function, function_order)
 
     return decorate
 

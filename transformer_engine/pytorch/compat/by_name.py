@@ -18,7 +18,7 @@ from torch import Tensor
 from ..functions.layer import leading_shape
 from ..functions.linear_spec import LinearSpec
 from ..functions.norm_linear import NormLinearSpec
-from ..functions.normalization import Norm, NormStatistics
+from ..functions.normalization import Norm
 from ..primitives.column_sums import column_sums
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
@@ -56,19 +56,18 @@ class NormByName:
 
     def forward(
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
-    ) -> tuple[Tensor, NormStatistics]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         norm = self.norm
         is_replaced = "apply_normalization" in self.file._replaced.names
-        y, mean, rstdev = (self.file if is_replaced else self.file._common).apply_normalization(
+        return (self.file if is_replaced else self.file._common).apply_normalization(
             x, None, gamma, beta, norm.eps, None, x.dtype, norm.kind, 0, norm.zero_centered
         )
-        return y, NormStatistics(mean, rstdev)
 
     def backward(
-        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None,
-        rounds_first: bool = False,
+        self, dy: Tensor, x: Tensor, mean: Tensor | None, rstdev: Tensor, gamma: Tensor,
+        add: Tensor | None = None, rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        return self.norm.backward(dy, x, statistics, gamma, add, rounds_first)
+        return self.norm.backward(dy, x, mean, rstdev, gamma, add, rounds_first)
 
 
 class _Products(NamedTuple):
@@ -123,7 +122,7 @@ class LinearByName(Function, metaclass=ReplaceableFunction):
 
     @staticmethod
     @once_differentiable("Linear")
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output):
         inp, weight = ctx.saved_tensors
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         grads = _gradients(dy, inp, weight, ctx.spec, ctx.file, ctx.dtypes)
@@ -140,20 +139,20 @@ class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
         spec: NormLinearSpec, file: ModuleType,
     ) -> Any:  # fmt: skip
         flat = inp.reshape(-1, inp.shape[-1])
-        normed, statistics = NormByName(spec.norm, file).forward(flat, ln_weight, ln_bias)
+        normed, mean, rstdev = NormByName(spec.norm, file).forward(flat, ln_weight, ln_bias)
         weight = weight.to(spec.linear.dtype)
         y = _product(normed, weight, bias, spec.linear, file)
         if spec.returns_norm_output:
             normed = reshape_result(normed, inp.shape)
         if ctx is not None:
-            ctx.save_for_backward(flat, ln_weight, *statistics, normed, weight)
+            ctx.save_for_backward(flat, ln_weight, mean, rstdev, normed, weight)
             ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
         y = reshape_result(y, (*leading_shape(tuple(inp.shape[:-1]), y.shape[0]), y.shape[-1]))
         return (y, normed) if spec.returns_norm_output else y
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
-    def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output, grad_norm_output=None):
         inp, gamma, mean, rstdev, normed, weight = ctx.saved_tensors
         spec: NormLinearSpec = ctx.spec
         dy = grad_output.reshape(-1, grad_output.shape[-1])
@@ -164,7 +163,7 @@ class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
             d_normed = also if d_normed is None else d_normed + also
         if d_normed is None:
             return None, None, None, grads.weight, grads.bias, None, None
-        dx, dgamma, dbeta = spec.norm.backward(d_normed, inp, NormStatistics(mean, rstdev), gamma)
+        dx, dgamma, dbeta = spec.norm.backward(d_normed, inp, mean, rstdev, gamma)
         dbeta = dbeta if ctx.needs_input_grad[2] else None
         return dx.view(ctx.shape), dgamma, dbeta, grads.weight, grads.bias, None, None
 
@@ -186,7 +185,7 @@ class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
 
     @staticmethod
     @once_differentiable("GroupedLinear")
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output):
         inp, *weights = ctx.saved_tensors
         spec = ctx.spec
         parts = zip(grad_output.split(spec.rows), inp.split(spec.rows), weights, spec.groups, strict=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.gemm import Epilogue, as_matrix, gemm
-from ..primitives.operand import COLS, ROWS, Operand, plain
+from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, plain
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_values
@@ -61,7 +61,7 @@ def functional_forward(
     bias = None if bias is None else bias.to(computed)
     shape = (*input.shape[:-1], weight.shape[0])
     y = _product(
-        _operand(input, COLS), _operand(weight, COLS), computed, bias, out, alpha, accumulate_into_out
+        _operand(input, ROWWISE), _operand(weight, ROWWISE), computed, bias, out, alpha, accumulate_into_out
     )
     y = y.view(shape)
     return (y if output_quantizer is None else output_quantizer(y)), input, weight
@@ -110,7 +110,7 @@ def functional_backward(
     dx = dw = None
     if input_requires_grad:
         w = _quantized("weight", weight, weight_quantizer) if with_quantized_compute else weight
-        operands = _operand(dy, COLS), _operand(w, ROWS)
+        operands = _operand(dy, ROWWISE), _operand(w, COLUMNWISE)
         result = _product(
             *operands, computed, None, grad_input, grad_input_alpha, accumulate_into_grad_input, True
         )
@@ -118,7 +118,7 @@ def functional_backward(
         dx = dx if grad_input_quantizer is None else grad_input_quantizer(dx)
     if weight_requires_grad:
         x = _quantized("input", input, input_quantizer) if with_quantized_compute else input
-        operands = _operand(dy, ROWS), _operand(x, ROWS)
+        operands = _operand(dy, COLUMNWISE), _operand(x, COLUMNWISE)
         dw = _product(
             *operands, computed, None, grad_weight, grad_weight_alpha, accumulate_into_grad_weight, True
         )
@@ -149,12 +149,12 @@ def _plain(matrix: Any, dtype: torch.dtype) -> Tensor:
     return plain_values(matrix).to(dtype)
 
 
-def _operand(matrix: Any, axis: Any) -> Operand:
-    """Return a matrix as a product reads it that contracts its columns (COLS) or its rows (ROWS)."""
+def _operand(matrix: Any, direction: Any) -> Operand:
+    """Return a matrix as a product reads it that contracts its columns (ROWWISE) or its rows (COLUMNWISE)."""
     if isinstance(matrix, QuantizedTensorStorage):
-        return matrix.contract(axis)
+        return matrix.contract(direction)
     rows = as_matrix(matrix)
-    return plain(rows if axis is COLS else rows.t())
+    return plain(rows if direction is ROWWISE else rows.t())
 
 
 def _product(

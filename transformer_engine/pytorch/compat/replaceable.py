@@ -7,7 +7,7 @@ its modules. A layer reads `replaced.names` in every call; if the set is not emp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -72,31 +72,45 @@ class ReplaceableFunction(type(torch.autograd.Function)):
             (replaced.names.add if steps.names else replaced.names.discard)(f"{cls.__name__}.{name}")
 
 
-_called: Any = nn.Module.__call__
+# Runs the hooks and `forward`. Tracers such as torch.fx replace it in torch.nn.Module.
+MODULE_CALL: Any = nn.Module.__call__
 
 
-def is_unintercepted(module: nn.Module, kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
-    """Return whether module(x) is forward(module, x) and nothing else.
+def is_unintercepted(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether module(x) is the `forward` that its class `kind` defines, and nothing else; also not in torch.jit.
 
-    A layer may then pass its child more than the child's public forward arguments, such as the
-    projection whose gradients the child's node joins, or leave the call out. False if a hook would
-    see the call, forward is replaced, the module is compiled, or torch.jit traces.
+    A layer may then call another method of its child, such as `forward_with_residual`, or leave the call out.
     """
     return (
         type(module) is kind
-        and kind.forward is forward
-        and kind.__call__ is _called
-        and "forward" not in module.__dict__
-        and module._compiled_call_impl is None
-        and not (
+        and kind.__call__ is MODULE_CALL
+        and not any_intercepted((module,), "_layer_forward")
+        and not torch._C._get_tracing_state()
+    )
+
+
+def any_intercepted(modules: Sequence[Any], own_forward: str = "_own_forward") -> bool:
+    """Whether a call of any of the modules runs a hook, a `compile()` graph or a replaced method.
+
+    The function runs in each layer call and each chain call: a loop, because a generator would enter a function for
+    each module.
+
+    Args:
+        modules: Layers, or operations with the basic operations of fused ones.
+        own_forward: Class attribute with the `forward` that the class defines: `_layer_forward` of layers,
+            `_own_forward` of operations. A layer in the place of a basic operation intercepts its calls.
+    """
+    if everywhere._has_any_global_hook() or nn.Module.__call__ is not MODULE_CALL:
+        return True
+    for module in modules:
+        if (
             module._forward_hooks
             or module._forward_pre_hooks
             or module._backward_hooks
             or module._backward_pre_hooks
-            or everywhere._global_forward_hooks
-            or everywhere._global_forward_pre_hooks
-            or everywhere._global_backward_hooks
-            or everywhere._global_backward_pre_hooks
-            or torch._C._get_tracing_state()
-        )
-    )
+            or module._compiled_call_impl is not None
+            or "forward" in module.__dict__
+            or type(module).forward is not getattr(type(module), own_forward, None)
+        ):
+            return True
+    return False

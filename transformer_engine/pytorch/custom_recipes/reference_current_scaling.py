@@ -72,7 +72,7 @@ class CurrentScalingTensorRef(QuantizedTensorStorage):
         return self.scale
 
     @property
-    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def shape(self) -> torch.Size:
         return self.original_shape
 
     def get_usages(self) -> dict[str, bool]:

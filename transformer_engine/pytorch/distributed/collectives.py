@@ -150,9 +150,9 @@ def gather_rows(
     if quantized:
         full: Any = inp
         if world_size(process_group) > 1:
-            parts, payload = payload_with_common_scale(*gather_payload(inp), process_group)  # pyright: ignore[reportArgumentType]
+            parts, payload = payload_with_common_scale(*gather_payload(inp), process_group)
             codes = [_gather(part, process_group, False)[0] for part in parts]
-            full = join_payload(codes, payload, inp.dtype)  # pyright: ignore[reportArgumentType]
+            full = join_payload(codes, payload, inp.dtype)
             if isinstance(inp, QuantizedTensor):
                 full = type(inp).from_storage(full)
         if output_tensor is None:
@@ -178,9 +178,9 @@ def _check_output(
             f"{'quantized, give a tensor of its quantizer' if quantized else 'plain, give a plain tensor'}"
         )
     shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
-    if tuple(output.shape) != shape or (not quantized and output.dtype != inp.dtype):  # pyright: ignore
+    if tuple(output.shape) != shape or (not quantized and output.dtype != inp.dtype):
         raise ValueError(
-            f"output_tensor is {output.dtype} {list(output.shape)}; the gathered rows are {inp.dtype} {list(shape)}"  # pyright: ignore
+            f"output_tensor is {output.dtype} {list(output.shape)}; the gathered rows are {inp.dtype} {list(shape)}"
         )
     if not quantized and not output.is_contiguous():
         raise ValueError("output_tensor is not contiguous; give a contiguous one")
@@ -200,7 +200,7 @@ def _gather_later(
         return (full, None) if output is None else (_fill_output(output, full), None)
     if isinstance(inp, QuantizedTensorStorage):
         if output is None:
-            maker: Any = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()  # pyright: ignore
+            maker: Any = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()
             shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
             output = maker.make_empty(shape, dtype=inp.dtype, device=inp.device)
         parts, payload = gather_payload(inp)

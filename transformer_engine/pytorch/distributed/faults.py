@@ -6,6 +6,8 @@ tensor- or context-parallel layer, and before each delayed-scaling maxima reduct
 differ, they exchange the descriptions, and every rank raises an error with ranks and values. The
 exchange ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS
 collectives. TE_CHECK=1 continues it in every step.
+
+Collectives of NCCL fail without an error on the host; see `progress`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from ..quantization.delayed_scaling import before_reductions
 from ..runtime.capture import is_graph_capturing
 from ..runtime.warn_once import warn_once
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+from .progress import watch
 
 MAXIMUM_CHECKS = 256
 CHECKED_REDUCTIONS = 16  # for delayed-scaling maxima
@@ -223,6 +226,7 @@ def form(x: Any) -> str:
 def _record(group: Any) -> _GroupChecks:
     record = _checks.get(group)
     if record is None:
+        watch(group)
         with _lock:
             _count_updates()
         record = _checks[group] = _GroupChecks(_updates.count)
@@ -301,7 +305,10 @@ def named_failures(group: dist_group_type | None = None) -> Iterator[None]:
 
     Raises:
         RuntimeError: A collective has failed. The message has the ranks that do not take part, and the library's error.
+            A collective of NCCL raises no error on the host; a thread logs the ranks that the others wait for.
     """
+    if dist.is_initialized():
+        watch(dist.group.WORLD if group is None else group)
     try:
         yield
     except RuntimeError as error:

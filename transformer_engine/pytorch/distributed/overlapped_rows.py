@@ -14,8 +14,9 @@ process group occupy multiprocessors. `wait` runs the barrier of a reduce-scatte
 ahead does other work first. If the next collective starts before, it calls `wait`.
 
 Before a buffer is overwritten, all ranks have finished reading it: each waits for its copies, and has added its
-rows, before the barrier of the next collective. A collective in a CUDA graph also has a barrier before its first
-and after its last buffer use, because replays and other collectives may use one buffer twice in a row.
+rows, before the barrier of the next collective. Replays of graphs and other collectives may use one buffer twice in
+a row. The first collective in a CUDA graph therefore begins with a barrier, as does every collective outside of a
+graph once the group has been captured.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import torch
 from torch import Tensor
 
 from ...common.formats import round_up
+from ..runtime.capture import capture_number
+from ..runtime.launching import run, unsupported_elementwise
 from .symmetric_memory import Peers
 
 _ALIGNMENT = 256  # of the parts of a message, in bytes
@@ -106,6 +109,8 @@ class PeerBuffers:
         self._stream_after_copies: int | None = None  # the stream that has waited for all copies
         self._last_copy_event: Any = None  # recorded after the last copy
         self._last_stream: Any = None  # of the last collective
+        self._capture: int | None = None  # number of the last capture
+        self._was_captured = False
         self.unfinished: ScatteredRows | None = None
         values, peers = buffers[0]
         self.rank, self.ranks, self.capacity = peers.rank, peers.world_size, values.numel()
@@ -124,9 +129,17 @@ class PeerBuffers:
             unfinished.wait()
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
-        if captured:
+        if self._may_be_in_use(current, captured):
             self.barrier(buffer, current)
         return buffer
+
+    def _may_be_in_use(self, current: Any, captured: bool) -> bool:
+        """Return whether a rank may still use the buffers in a way that the alternation does not exclude."""
+        if not captured:
+            return self._was_captured
+        last, self._capture = self._capture, capture_number(current)
+        self._was_captured = True
+        return self._capture is None or self._capture != last
 
     def follow(self, current: Any) -> None:
         """Let the current stream wait for the stream of the last collective, if that is another one."""
@@ -150,11 +163,6 @@ class PeerBuffers:
             self._stream.wait_stream(current)
             current.wait_stream(self._stream)
             self._stream_after_copies = current.cuda_stream
-
-    def finish(self, buffer: SharedBuffer, current: Any) -> None:
-        """End the use of a buffer."""
-        if is_captured(current):
-            self.barrier(buffer, current)
 
     def copying(self, current: Any) -> Any:
         """Return a context for copies that begin after the work on the current stream."""
@@ -229,7 +237,6 @@ class GatheredRows:
         if not self._complete and not sys.is_finalizing():
             current = self._buffers.current_stream()
             self._buffers.wait_for_copies(current)
-            self._buffers.finish(self._buffer, current)
 
     def order(self) -> list[int]:
         """Return the ranks in the order in which their rows arrive, this one first."""
@@ -247,7 +254,6 @@ class GatheredRows:
         current = self._buffers.current_stream()
         self._buffers.wait_for(self._arrivals[self.rank], current)  # the last to be copied
         self._complete = True
-        self._buffers.finish(self._buffer, current)
         return self._rebuild([stacked.flatten(0, 1) for stacked in self._stacked])
 
 
@@ -288,13 +294,28 @@ class ScatteredRows:
             self._sum = self._add_parts()
             if self._buffers.unfinished is self:
                 self._buffers.unfinished = None
-            self._buffers.finish(self._buffer, current)
         return self._sum
 
     def _add_parts(self) -> Tensor:
         if len(self._received) == 1:
             return self._own.add_(self._received[0])
-        total = self._own.to(torch.float32, copy=True)
-        for other in self._received:
-            total += other
-        return total.to(self._own.dtype)
+        return add_parts(self._own, self._received)
+
+
+def add_parts(total: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Add parts to a tensor, in order, in float32, and round the sum once; the tensor may be overwritten.
+
+    Args:
+        total: First summand.
+        parts: The other summands, with total's shape and dtype, at equal distances in one buffer.
+    """
+    if total.is_cuda and unsupported_elementwise(total.device) is None:
+        from ...common.kernels.part_sums import part_sums  # it imports triton
+
+        stride = (parts[1].data_ptr() - parts[0].data_ptr()) // total.itemsize
+        run(part_sums(total.numel(), stride, len(parts)), (total, parts[0]))
+        return total
+    wide = total.to(torch.float32, copy=True)
+    for other in parts:
+        wide += other
+    return wide.to(total.dtype)

@@ -29,6 +29,7 @@ from ...common.numbers import to_bool
 from ..constants import dist_group_type
 from ..quantization.autocast import AutocastState, here
 from ..quantization.recompute_states import RepeatedContext, SecondRun, marked_by_hand, running
+from ..runtime.autograd import TorchFunction
 from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
 from ..runtime.double_backward import once_differentiable
@@ -208,7 +209,7 @@ def checkpoint(
             anchor = torch.empty(0, requires_grad=True, device="cpu")
     outputs = _Checkpoint.apply(region, anchor, *tensors)
     assert region.output_structure is not None
-    return pytree.tree_unflatten(list(outputs), region.output_structure)  # pyright: ignore[reportArgumentType]
+    return pytree.tree_unflatten(list(outputs), region.output_structure)
 
 
 def _with_random_states(
@@ -302,7 +303,7 @@ def _wrap_torch_argument(argument: Any) -> Any:
     return _OfTorchs.apply(argument)
 
 
-class _OfTorchs(torch.autograd.Function):
+class _OfTorchs(TorchFunction):
     """y = x, whose gradient has no derivative."""
 
     @staticmethod
@@ -311,7 +312,7 @@ class _OfTorchs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("a reentrant checkpoint")
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad):
         return grad
 
 
@@ -322,7 +323,7 @@ def _share(elements: Tensor, group: dist_group_type | None) -> Tensor:
     return torch.cat([part, part.new_zeros(size - part.numel())])
 
 
-class _Checkpoint(torch.autograd.Function):
+class _Checkpoint(TorchFunction):
     @staticmethod
     def forward(ctx, region, anchor, *tensors):
         with torch.no_grad(), running(region.second_run.states, False), region.contexts[0]:

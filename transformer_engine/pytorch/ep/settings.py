@@ -113,7 +113,7 @@ def ep_bootstrap(
         "drop_on_overflow": int(drop_on_overflow),
     }
     if collectives.world_size(ep_group) != 1:
-        on_gpu = "nccl" in dist.get_backend_config(ep_group)  # pyright: ignore[reportArgumentType]
+        on_gpu = "nccl" in dist.get_backend_config(ep_group)
         local_numbers = torch.tensor(
             [list(numbers.values())], device=canonical_device("cuda" if on_gpu else "cpu", "device")
         )

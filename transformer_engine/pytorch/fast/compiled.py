@@ -102,7 +102,7 @@ class CompiledPass:
         """
         states = [*referenced_tensors]
         for quantizer in self.quantizers:
-            state = quantizer.kept()
+            state = quantizer.compile_key()
             if state is None:
                 return self.run_uncompiled(inputs, extra_arguments)
             key.append(state[0])

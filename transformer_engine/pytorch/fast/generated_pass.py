@@ -22,7 +22,6 @@ from ..runtime.zeros import numbers
 from .scratch_plan import Lifetime, plan_scratch
 from .symbols import (
     Allocate,
-    AllocateBy,
     AllocateScalars,
     Apply,
     Instructions,
@@ -84,7 +83,7 @@ class _Writer:
                 result_layouts.setdefault(result[0], set()).add(result[1])
         layouts: dict[int, TensorLayout] = {}
         for step in self.instructions.steps:
-            if not isinstance(step, Allocate):
+            if not isinstance(step, Allocate) or step.make is not None:
                 continue
             layouts[step.buffer] = recorded = step.layout
             returned = result_layouts.get(step.buffer, set())
@@ -105,7 +104,7 @@ class _Writer:
         }
         small: list[Lifetime] = []
         for number, step in enumerate(self.instructions.steps):
-            if not isinstance(step, Allocate) or step.buffer not in self.last:
+            if not isinstance(step, Allocate) or step.make is not None or step.buffer not in self.last:
                 continue
             size = _span(step.layout) * step.layout.dtype.itemsize
             if step.buffer not in passed_as_tensors and size <= _MAX_SCRATCH // 4:
@@ -198,11 +197,11 @@ class _Writer:
         if isinstance(step, Allocate) and step.buffer in self.scratch:
             return [f"p{step.buffer} = of_scratch + {self.scratch[step.buffer]}"]
         if isinstance(step, Allocate):
-            shape, strides, dtype = self.layouts[step.buffer]
-            value = f"empty({shape}, {strides}, dtype={self._name(dtype)}, device=device)"
-            return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
-        if isinstance(step, AllocateBy):
-            value = f"{self._name(step.make)}()"
+            if step.make is not None:
+                value = f"{self._name(step.make)}()"
+            else:
+                shape, strides, dtype = self.layouts[step.buffer]
+                value = f"empty({shape}, {strides}, dtype={self._name(dtype)}, device=device)"
             return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
         if isinstance(step, AllocateScalars):
             return []

@@ -23,26 +23,20 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue
 from ..primitives.operand import Operand
 from ..tensor.quantizer import Matrix
-from .symbols import Instructions, NotRecordable, Opaque, Symbol, TensorLayout
+from .symbols import NotRecordable, Opaque, Symbol, TensorLayout
 
 
-class Buffers(NamedTuple):
-    """Symbols for a value, and `join`, which rebuilds the value from tensors."""
-
-    symbols: list[Any]
-    join: Callable[[Sequence[Any]], Any]
-
-    @staticmethod
-    def of(value: Any) -> Buffers:
-        if type(value) is Symbol:
-            return Buffers([value], lambda parts: parts[0])
-        if isinstance(value, Matrix):
-            return Buffers([value.values], lambda parts: Matrix(parts[0]))
-        if type(value) is Operand:  # a subclass with a custom format has other fields
-            _, _, tensor_format, _, dtype = value
-            symbols = [value.codes, value.scale, value.amax]
-            return Buffers(symbols, lambda parts: Operand(parts[0], parts[1], tensor_format, parts[2], dtype))
-        raise NotRecordable(f"a collective sends {type(value).__name__}")
+def split_symbols(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the symbols in a value, and the function that rebuilds the value from tensors."""
+    if type(value) is Symbol:
+        return [value], lambda parts: parts[0]
+    if isinstance(value, Matrix):
+        return [value.values], lambda parts: Matrix(parts[0])
+    if type(value) is Operand:  # a subclass with a custom format has other fields
+        _, _, tensor_format, _, dtype = value
+        symbols: list[Any] = [value.codes, value.scale, value.amax]
+        return symbols, lambda parts: Operand(parts[0], parts[1], tensor_format, parts[2], dtype)
+    raise NotRecordable(f"a collective sends {type(value).__name__}")
 
 
 class RecordedPending(NamedTuple):
@@ -88,13 +82,9 @@ def record_begin(
         ranks: Rank count.
         axis: Axis that an all_gather joins.
     """
-    sent = Buffers.of(x)
-    join_sent = sent.join
-    (started,) = _instructions(sent).apply(
-        lambda *tensors: (begin(join_sent(tensors)),), sent.symbols, [None]
-    )
-    received = [sent.symbols[0]]
-    join = sent.join
+    sent, join_sent = split_symbols(x)
+    (started,) = sent[0].instructions.apply(lambda *tensors: (begin(join_sent(tensors)),), sent, [None])
+    received, join = sent[:1], join_sent
     if isinstance(x, Operand):
         has_block_scales = x.has_block_scales
         if has_block_scales:
@@ -153,8 +143,7 @@ def record_gathered_product(
     Returns:
         y, and the gathered matrix.
     """
-    other = Buffers.of(b)
-    join_other = other.join
+    other, join_other = split_symbols(b)
     layout = TensorLayout.contiguous((math.prod(pending.layouts[0].shape[:-1]), columns), epilogue.dtype)
 
     def call(started: Any, bias: Any, *tensors: Any) -> tuple[Any, ...]:
@@ -162,7 +151,7 @@ def record_gathered_product(
         return (y, *_parts(gathered))
 
     y, *gathered = pending.started.instructions.apply(
-        call, [pending.started, epilogue.bias, *other.symbols], [layout, *pending.layouts]
+        call, [pending.started, epilogue.bias, *other], [layout, *pending.layouts]
     )
     return y, pending.join(gathered)
 
@@ -184,19 +173,13 @@ def record_scattered_product(
         dtype: Product dtype.
         ranks: Rank count.
     """
-    left = Buffers.of(a)
-    right = Buffers.of(b)
-    count = len(left.symbols)
-    join_left = left.join
-    join_right = right.join
-    (started,) = _instructions(left).apply(
+    left, join_left = split_symbols(a)
+    right, join_right = split_symbols(b)
+    count = len(left)
+    (started,) = left[0].instructions.apply(
         lambda *tensors: (multiply(join_left(tensors[:count]), join_right(tensors[count:])),),
-        [*left.symbols, *right.symbols],
+        [*left, *right],
         [None],
     )
     layout = _result_layout("reduce_scatter", TensorLayout.contiguous(shape, dtype), ranks, 0)
     return RecordedPending(started, (layout,), lambda parts: parts[0])
-
-
-def _instructions(sent: Buffers) -> Instructions:
-    return sent.symbols[0].instructions

@@ -46,17 +46,11 @@ class TensorLayout(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """Allocate a buffer with this layout."""
+    """Allocate a buffer with this layout, uninitialized or by a function without arguments."""
 
     buffer: int
     layout: TensorLayout
-
-
-class AllocateBy(NamedTuple):
-    """Allocate a buffer by a function without arguments."""
-
-    buffer: int
-    make: Callable[[], Tensor]
+    make: Callable[[], Tensor] | None = None
 
 
 class AllocateScalars(NamedTuple):
@@ -99,7 +93,7 @@ class Apply(NamedTuple):
     is_tensor: tuple[bool, ...]
 
 
-Instruction = Allocate | AllocateBy | AllocateScalars | Start | Multiply | Apply
+Instruction = Allocate | AllocateScalars | Start | Multiply | Apply
 
 
 class Instructions:
@@ -157,10 +151,10 @@ class Instructions:
         tensor = self.inputs[number]
         return tensor is not None and tensor.data_ptr() % ALIGNMENT == 0
 
-    def allocate(self, layout: TensorLayout) -> Symbol:
+    def allocate(self, layout: TensorLayout, make: Callable[[], Tensor] | None = None) -> Symbol:
         """Append an allocation; return its symbol."""
         symbol = self._new(layout)
-        self.steps.append(Allocate(symbol.buffer, layout))
+        self.steps.append(Allocate(symbol.buffer, layout, make))
         return symbol
 
     def append_allocation(self, maker: Callable[[], Tensor]) -> Symbol:
@@ -169,10 +163,7 @@ class Instructions:
             return self.allocate(
                 TensorLayout(tuple(maker.args[0]), tuple(maker.args[1]), maker.keywords["dtype"])
             )
-        tensor = maker()  # a constant or a number, whose layout alone is used here
-        symbol = self._new(TensorLayout.of(tensor))
-        self.steps.append(AllocateBy(symbol.buffer, maker))
-        return symbol
+        return self.allocate(TensorLayout.of(maker()), maker)  # a constant or a number
 
     def numbers(self, zeroed: tuple[bool, ...]) -> list[Symbol]:
         """Append an allocation for numbers float32 [1]; return their symbols."""

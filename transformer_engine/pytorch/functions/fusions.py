@@ -46,12 +46,12 @@ ENCODED, VALUES = "quantized", "values"
 
 # Reasons why the layer that reads a matrix must quantize it itself.
 RETURNED = "a matrix that is returned too"
-KEPT = "an input that is kept for the backward pass"
+SAVED_INPUT = "an input that is kept for the backward pass"
 OTHER_BACKWARD = "a backward pass in another precision"
 GATHERED = "a matrix that is gathered from other ranks"
 TRACED = "tracing by a compiler, which must see writes to the scaling state"
 UNUSED = "a gradient that is not passed on"
-_FEATURES = frozenset({RETURNED, KEPT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED})
+_FEATURES = frozenset({RETURNED, SAVED_INPUT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED})
 
 
 class Columns(NamedTuple):
@@ -61,21 +61,21 @@ class Columns(NamedTuple):
         activation: Mode for the activation output.
         gradient: Mode for fc1's output gradient.
         one_scale: The codes have one scale.
-        copied: The columns are a copy of the codes, not a view of the row-wise codes.
-        read: The gradients for fc2's weight and fc1's output are computed.
-        summed: The gradient's kernel also sums columns for fc1's bias gradient.
+        is_copy: The columns are a copy of the codes, not a view of the row-wise codes.
+        needs_gradients: The gradients for fc2's weight and fc1's output are computed.
+        sums_bias_gradient: The gradient's kernel also sums columns for fc1's bias gradient.
         communicates: fc2 exchanges values or codes with other ranks.
-        repeated: The backward pass repeats the forward pass.
+        repeats_forward: The backward pass repeats the forward pass.
     """
 
     activation: str
     gradient: str
     one_scale: bool
-    copied: bool
-    read: bool
-    summed: bool
+    is_copy: bool
+    needs_gradients: bool
+    sums_bias_gradient: bool
     communicates: bool
-    repeated: bool
+    repeats_forward: bool
 
 
 class CachedInput(NamedTuple):
@@ -154,7 +154,7 @@ def _unsupported_epilogue(fusion: Fusion) -> str | None:
     if fusion.inspected:
         return "an inspector reads the product"
     if fusion.codes is not None:
-        return f"{fusion.codes} codes are made where the activation is"
+        return f"the kernel of the activation quantizes its output to {fusion.codes} codes"
     # In a traced graph no kernel quantizes its result, so `codes` is None. Results must still equal eager
     # mode, where the activation's kernel reads the rounded product.
     return "the product is quantized" if fusion.quantized else None
@@ -162,19 +162,19 @@ def _unsupported_epilogue(fusion: Fusion) -> str | None:
 
 def _unsupported_columns(columns: Columns) -> str | None:
     """Reason why the activation gradient's kernel does not compute its output columns."""
-    if not columns.read:
+    if not columns.needs_gradients:
         return "the gradients of fc2's weight and of fc1's output are not both computed"
-    if columns.repeated:
+    if columns.repeats_forward:
         return "the backward pass repeats the forward pass, so that nothing is saved"
     if columns.activation != FUSED_CAST:
         return "the activation does not quantize its output"
     if not columns.one_scale:
         return "only codes with one scale are computed beside the gradient"
-    if not columns.copied:
+    if not columns.is_copy:
         return "products read the codes by rows in both directions"
     if columns.gradient == IN_PRODUCT:
         return "a product computes the activation's gradient"
-    if columns.summed:
+    if columns.sums_bias_gradient:
         return "the kernel of the gradient sums the columns for fc1's bias"
     if columns.communicates:
         return "fc2 exchanges values with other ranks between its products"
@@ -265,7 +265,7 @@ def choose_gradient_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> s
 
 
 def choose_columns_mode(
-    activation: str, gradient: str, fc1: LinearSpec, fc2: LinearSpec, repeated: bool
+    activation: str, gradient: str, fc1: LinearSpec, fc2: LinearSpec, repeats_forward: bool
 ) -> str:
     """Choose where the activation output's columns are computed, for the modes of both its passes."""
     cast = input_cast(fc2) if activation == FUSED_CAST else None
@@ -274,11 +274,11 @@ def choose_columns_mode(
             activation,
             gradient,
             one_scale=cast is not None and cast.spec.format.block is None,
-            copied=cast is not None and cast.spec.columnwise,
-            read=fc2.needs_grad_weight and fc2.needs_grad_input and fc1.needs_grad_input,
-            summed=gradient == FUSED_CAST and fc1.needs_grad_bias,
+            is_copy=cast is not None and cast.spec.columnwise,
+            needs_gradients=fc2.needs_grad_weight and fc2.needs_grad_input and fc1.needs_grad_input,
+            sums_bias_gradient=gradient == FUSED_CAST and fc1.needs_grad_bias,
             communicates=fc2.communicates,
-            repeated=repeated,
+            repeats_forward=repeats_forward,
         )
     )
 
@@ -288,7 +288,7 @@ def _input_fusion(spec: LinearSpec, returned: bool = False) -> Fusion:
     features = _features(
         {
             RETURNED: returned,
-            KEPT: spec.keep_input,
+            SAVED_INPUT: spec.keep_input,
             OTHER_BACKWARD: spec.backward != "quantized",
             GATHERED: gathers_values(spec),
             TRACED: spec.traced,

@@ -21,7 +21,7 @@ from ..runtime.autograd import check_transforms, disable_autocast
 from ..runtime.tracing import reshape_result
 from ..tensor.quantizer import Matrix, Quantizer
 from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
-from .saving import keep, pack, take_saved, unpack
+from .saving import pack, save_tensors, take_saved, unpack
 
 
 class LayerFunctions(NamedTuple):
@@ -73,12 +73,12 @@ def run_and_save(
     ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
-        keep(ctx, outputs[functions.num_results :])
+        save_tensors(ctx, outputs[functions.num_results :])
         spec.compiled.save_kind(ctx, kind)
         return outputs[: functions.num_results]
     results, saved = forward_results(functions, spec, tensors)
-    parts, ctx.forms = pack(*saved)
-    keep(ctx, parts)
+    saved_tensors, ctx.forms = pack(*saved)
+    save_tensors(ctx, saved_tensors)
     return results
 
 
@@ -88,15 +88,14 @@ def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | N
     With delayed scaling, `scale_update` queues a callback for the end of the backward pass through
     the whole graph, which updates the multipliers for dy.
     """
-    spec = ctx.spec
+    spec: LayerSpec = ctx.spec
     if spec.compiled is not None:
         gradients = spec.compiled.backward(ctx, [*grads, *take_saved(ctx, False)], len(grads), spec)
     else:
         operands = [*grads, *unpack(take_saved(ctx, False), ctx.forms)]
         gradients = backward_results(functions, spec, operands, ctx.input_shape)
-    update = spec.scale_update
-    if update is not None:
-        update.run()
+    if spec.scale_update is not None:
+        spec.scale_update.run()
     return gradients
 
 
@@ -134,9 +133,7 @@ def forward_results(
 _forward_without_autocast = disable_autocast(forward_results)
 
 
-def compiled_functions(
-    functions: LayerFunctions, spec: LayerSpec, device: torch.device
-) -> CompiledLayer | None:
+def compile_layer(functions: LayerFunctions, spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
     """Create the compiled passes of a layer; None on a CPU, in a graph and for quantized results.
 
     A compiled pass repeats launches of kernels, products and collectives. It is compiled in the second call
@@ -151,8 +148,8 @@ def compiled_functions(
 
     def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
         results, saved = _forward_without_autocast(functions, spec, tensors)
-        parts, forms = pack(*saved) if spec.needs_grad else ([], [])
-        return (*results, *parts), forms
+        saved_tensors, metadata = pack(*saved) if spec.needs_grad else ([], [])
+        return (*results, *saved_tensors), metadata
 
     def backward(tensors: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
         count = functions.num_gradients
@@ -176,15 +173,15 @@ def compiled_passes(
         device: Tensor device.
         forward, backward: Functions that run the steps of the passes, on tensors or on symbols.
     """
-    quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
+    forward_quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
+    backward_quantizers = [quantizer for linear in linears for quantizer in _backward_quantizers(linear)]
     # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
-    returned = all(
+    returns_gradients = all(
         not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
     )
-    of_backward = [quantizer for linear in linears for quantizer in _backward_quantizers(linear)]
     return CompiledLayer(
-        CompiledPass(forward, device, quantizers),
-        CompiledPass(backward, device if returned else None, of_backward),
+        CompiledPass(forward, device, forward_quantizers),
+        CompiledPass(backward, device if returns_gradients else None, backward_quantizers),
     )
 
 
@@ -203,12 +200,12 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
     Sequence parallelism multiplies or divides the row count. The first dimension then changes by the same
     factor.
     """
-    before = 1
+    input_rows = 1
     for size in leading:
-        before = before * size
-    if rows == before or not leading:
+        input_rows = input_rows * size
+    if rows == input_rows or not leading:
         return leading
-    return (leading[0] * rows // before, *leading[1:])
+    return (leading[0] * rows // input_rows, *leading[1:])
 
 
 def _restore_shape(

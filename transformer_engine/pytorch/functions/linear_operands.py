@@ -16,7 +16,7 @@ from ..fast.symbols import Symbol, TensorLayout
 from ..offload.marks import active as offloading
 from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
-from ..primitives.operand import COLS, ROWS, Operand, plain
+from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, plain
 from ..primitives.quantize import Cast, dequantize
 from ..runtime.tracing import reshape_result
 from ..tensor.block_scaling import BlockScalingQuantizer
@@ -274,4 +274,4 @@ def _convert_operands(operands: Operands, dtype: torch.dtype) -> Operands:
 
 
 def _directions(storage: QuantizedTensorStorage, columnwise: bool) -> Operands:
-    return Operands(storage.contract(COLS), storage.contract(ROWS) if columnwise else None)
+    return Operands(storage.contract(ROWWISE), storage.contract(COLUMNWISE) if columnwise else None)

@@ -161,7 +161,7 @@ class LinearSpec(LayerSpec):
         return (self,)
 
 
-def linear_spec(
+def build_linear_spec(
     dtype: torch.dtype,
     quantizers: ProductQuantizers,
     recipe: Recipe | None,

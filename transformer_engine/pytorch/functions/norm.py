@@ -9,7 +9,7 @@ from ..runtime.autograd import Function, check_transforms, disable_autocast
 from ..runtime.double_backward import is_recorded, replay
 from ..runtime.tracing import reshape_result
 from ..tensor.storage.quantized_tensor_storage import plain_values
-from .normalization import Norm, NormStatistics
+from .normalization import Norm
 
 
 def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tensor:
@@ -26,25 +26,25 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tens
 @disable_autocast
 def normalize_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
-) -> tuple[Tensor, NormStatistics]:
-    """Compute y, shaped like x, and the float32 statistics per row."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Compute y, shaped like x, and mean (None for an RMSNorm) and rstdev, float32 per row."""
     x = plain_values(x)
     if gamma.dim() != 1:
         beta = None if beta is None else beta.reshape(-1)
         gamma = gamma.reshape(-1)
-    y, statistics = norm.forward(x.reshape(-1, gamma.shape[0]), gamma, beta)
-    return reshape_result(y, x.shape), statistics
+    y, mean, rstdev = norm.forward(x.reshape(-1, gamma.shape[0]), gamma, beta)
+    return reshape_result(y, x.shape), mean, rstdev
 
 
 def normalize_backward(
-    dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, norm: Norm
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstdev: Tensor, gamma: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute dx, shaped like x, and dgamma and dbeta, shaped like gamma; dbeta is None for an RMSNorm."""
     dy, x = plain_values(dy), plain_values(x)
     shape, rows = gamma.shape, (-1, gamma.numel())
     if len(shape) != 1:
         gamma = gamma.reshape(-1)
-    dx, dgamma, dbeta = norm.backward(dy.reshape(rows), x.reshape(rows), statistics, gamma)
+    dx, dgamma, dbeta = norm.backward(dy.reshape(rows), x.reshape(rows), mean, rstdev, gamma)
     if len(shape) != 1:
         dgamma, dbeta = dgamma.view(shape), None if dbeta is None else dbeta.view(shape)
     return dx.view(x.shape), dgamma, dbeta
@@ -55,8 +55,8 @@ class _Normalize(Function):
 
     @staticmethod
     def forward(ctx, x, gamma, beta, norm):
-        y, statistics = normalize_forward(x, gamma, beta, norm)
-        ctx.save_for_backward(x, gamma, statistics.mean, statistics.rstdev)
+        y, mean, rstdev = normalize_forward(x, gamma, beta, norm)
+        ctx.save_for_backward(x, gamma, mean, rstdev)
         ctx.norm = norm
         return y
 
@@ -77,5 +77,5 @@ class _Normalize(Function):
                 else None
             )
             return dx, dgamma, dbeta, None
-        dx, dgamma, dbeta = normalize_backward(dy, x, NormStatistics(mean, rstdev), gamma, ctx.norm)
+        dx, dgamma, dbeta = normalize_backward(dy, x, mean, rstdev, gamma, ctx.norm)
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, None

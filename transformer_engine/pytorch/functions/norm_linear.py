@@ -32,11 +32,10 @@ the multiplier or amax is saved, and the backward pass computes h from x again a
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 
-**Residual.** In a transformer layer x is also the residual. `norm_linear_with_residual` returns x as a second
-output, so that the residual's gradient arrives in the same node, and the norm's backward kernel adds it to
-dx. If a caller cannot use this function, autograd sums the two gradients. The callers test, in this order:
-`TransformerLayer._residual_is_norm_input`, `MultiheadAttention._project`, `LayerNormLinear.forward_with_residual` and
-its `_compute_output`.
+**Residual.** In a transformer layer x is also the residual. With `returns_residual` the node returns x as a
+second output, so that the residual's gradient arrives in the same node, and the norm's backward kernel adds it to
+dx. If `residual_unsupported_reason` is not None, the layer returns its input itself, and autograd sums the two
+gradients. The layers' methods `forward_with_residual` return this residual beside their outputs.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from .layer import LayerFunctions, run_and_save, run_backward, run_without_savin
 from .linear import linear_backward, linear_forward
 from .linear_operands import dense_values, input_cast
 from .linear_spec import PRODUCED, SAVED, LayerSpec, LinearSpec, replace_fields
-from .normalization import Norm, NormStatistics
+from .normalization import Norm
 from .saving import DeferredColumns, wait_for_saved
 
 
@@ -104,7 +103,7 @@ class NormLinearSpec(LayerSpec):
 
 def norm_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, mode: str
-) -> tuple[Any, NormStatistics]:
+) -> tuple[Any, Tensor | None, Tensor]:
     """Compute h [M, K] = normalize(x [M, K]) * gamma [K] + beta [K].
 
     Args:
@@ -116,7 +115,7 @@ def norm_forward(
         mode: FUSED_CAST or SEPARATE.
 
     Returns:
-        (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev per row). If the
+        (h, or its quantized `Operands` in the mode FUSED_CAST; mean per row or None; rstdev per row). If the
         backward pass produces the columns of h (PRODUCED), the field `columnwise` of the `Operands` is
         instead the multiplier or amax with which the backward pass casts these columns.
     """
@@ -127,11 +126,11 @@ def norm_forward(
     # The cast describes row-wise codes, which y reads, and column-wise codes if dw is needed and reads them.
     cast = linear.input.cast(True, False) if produces else input_cast(linear)
     assert cast is not None, "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
-    codes, statistics = norm.forward(x, gamma, beta, cast)
+    codes, mean, rstdev = norm.forward(x, gamma, beta, cast)
     operands = linear.input.adopt(codes, x.dtype)
     if produces:
         operands = Operands(operands.rowwise, save_multiplier_or_amax(cast, codes, x))  # pyright: ignore[reportArgumentType]
-    return operands, statistics
+    return operands, mean, rstdev
 
 
 def norm_columns(
@@ -152,7 +151,7 @@ def norm_columns(
     def produce(dh: Any) -> tuple[Any, Any]:
         if offloading.used:
             wait_for_saved(x, gamma)
-        h, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
+        h, _, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
         return dh, cast_columns(DeferredColumns(h, multiplier_or_amax), linear.input)
 
     return produce
@@ -188,10 +187,10 @@ def norm_backward(
         wait_for_saved(x, gamma, mean, rstdev)
     if grad_norm_output is not None:
         dh = dh + grad_norm_output.reshape(dh.shape)
-    statistics = NormStatistics(mean, rstdev)
+    x = as_matrix(dense_values(x))
     if grad_residual is None:
-        return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma)
-    return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma, as_matrix(grad_residual), True)
+        return norm.backward(dh, x, mean, rstdev, gamma)
+    return norm.backward(dh, x, mean, rstdev, gamma, add=as_matrix(grad_residual), rounds_first=True)
 
 
 def norm_linear_forward(
@@ -211,13 +210,13 @@ def norm_linear_forward(
         (y, h or None), then the saved values (x, gamma, mean, rstdev, h for dw, weight for dh),
         which `norm_linear_backward` reads in this order; None for one that no gradient needs. With sequence
         parallelism h has the rows on this rank; the module gathers them if requested
-        (`ProductsModule.gather_norm_output`).
+        (`ProductsModule.pack_outputs`).
     """
     # h [M, K] = norm(x [M, K])
-    h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
+    h, mean, rstdev = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
     y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear)
-    saved_by_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
+    saved_by_norm = [x, gamma, mean, rstdev] if spec.linear.needs_grad_input else [None] * 4
     return y, h if spec.returns_norm_output else None, *saved_by_norm, *saved_by_linear
 
 
@@ -250,29 +249,53 @@ NORM_LINEAR_FUNCTIONS = LayerFunctions(
 )
 
 
+def residual_unsupported_reason(
+    linear: LinearSpec, x: Tensor, inp: Tensor, returns_norm_output: bool, replaced: bool
+) -> str | None:
+    """Reason why the norm's backward kernel cannot add the gradient of the residual; None if it can.
+
+    Args:
+        linear: The linear layer that reads norm(x).
+        x: Input of the norm.
+        inp: Input of the layer, which is the residual.
+        returns_norm_output: The layer returns norm(x), which the caller may use as the residual instead.
+        replaced: A program has monkey-patched functions of the layer (`compat/by_name.py`).
+    """
+    if returns_norm_output:
+        return "the layer returns norm(x), whose gradient the node receives instead"
+    if x is not inp:
+        return "the layer converts its input to another dtype"
+    if type(inp) is not Tensor:
+        return f"the input is a {type(inp).__name__}, and autograd wraps subclasses that are returned"
+    if not (linear.needs_grad_input and inp.requires_grad):
+        return "the input needs no gradient"
+    if linear.traced:
+        return "a compiler traces the call, and fuses the sum itself"
+    return "a program has replaced functions of the layer" if replaced else None
+
+
 def norm_linear(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: NormLinearSpec,
+    returns_residual: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute (y [.., N], h = norm(x) [.., K] or None), differentiable in every tensor."""
+    """Compute y [.., N], differentiable in every tensor.
+
+    Returns:
+        (y; h = norm(x) [.., K] with `spec.returns_norm_output`, x with `returns_residual`, otherwise None).
+        `norm_backward` adds the gradient of the returned x to dx. The sum is bit-equal to autograd's sum of the
+        two gradients.
+    """
     if not spec.needs_grad:
         y, norm_output = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
-    outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
-    return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
-
-
-def norm_linear_with_residual(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
-) -> tuple[Tensor, Tensor]:
-    """Compute y [.., N], and return it with x, which the caller uses as the residual.
-
-    `norm_backward` adds the gradient of the returned x to dx. The sum is bit-equal to autograd's sum of the
-    two gradients.
-    """
-    assert not spec.returns_norm_output
-    if not (spec.needs_grad and x.requires_grad):
-        return norm_linear(x, gamma, beta, weight, bias, spec)[0], x
-    return _NormLinearWithResidual.apply(x, gamma, beta, weight, bias, spec)  # pyright: ignore[reportReturnType]
+    node = _NormLinearWithResidual if returns_residual else _NormLinear
+    outputs = node.apply(x, gamma, beta, weight, bias, spec)
+    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
 class _NormLinear(Function):
@@ -286,25 +309,17 @@ class _NormLinear(Function):
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, dw, db = run_backward(
-            NORM_LINEAR_FUNCTIONS, ctx, (grad_output, grad_norm_output, None)
-        )
+    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # The second output is norm(x), or the residual in a subclass.
+        others = (grad_second, None) if ctx.spec.returns_norm_output else (None, grad_second)
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, *others))
         # beta is None in an RMSNorm; the spec has no gradient.
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None
 
 
-class _NormLinearWithResidual(Function):
-    """`_NormLinear` with x as its second output, whose gradient `norm_backward` adds to dx."""
+class _NormLinearWithResidual(_NormLinear):
+    """`_NormLinear` that returns x as its second output, the residual."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         return run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x
-
-    @staticmethod
-    @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, dw, db = run_backward(
-            NORM_LINEAR_FUNCTIONS, ctx, (grad_output, None, grad_residual)
-        )
-        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

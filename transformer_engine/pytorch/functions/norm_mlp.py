@@ -1,16 +1,35 @@
-"""LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2.
+"""LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2, a norm and two linear layers in one node.
 
-The linear products come from `linear.py`, the norm from `norm_linear.py`. Between them a kernel can
-do more than one step: a norm, an activation or its gradient can quantize its result (`FUSED_CAST`),
-and a product can compute GELU or its gradient in its epilogue (`IN_PRODUCT`). `fusions.py` decides
-this when a spec is built; the functions here read the decision from the spec.
+**Steps.** M is the number of rows of x [M, H], F the number of columns of the activation's output. A gated activation
+has the input u [M, 2F]: a = act(u[:, :F]) * u[:, F:].
+
+| step | forward pass | backward pass |
+| --- | --- | --- |
+| norm | h [M, H] = norm(x) | dx [M, H], dgamma [H] and dbeta [H] from dh |
+| fc1 | u [M, F or 2F] = h @ fc1.T + b1 | dh = du @ fc1, dfc1 = du.T @ h, db1 = sum of du over M |
+| activation | a [M, F] = act(u) | du = da * act'(u) |
+| fc2 | y [M, H] = a @ fc2.T + b2 | da = dy @ fc2, dfc2 = dy.T @ a, db2 = sum of dy over M |
+
+The passes of fc1 and fc2 come from `linear.py`, which explains quantization and the terms row-wise and column-wise;
+the norm's come from `norm_linear.py`, which also explains the residual.
+
+**Fusion.** A kernel can do more than one step. The kernels of the norm, of the activation and of its gradient can
+quantize their results for the next product (FUSED_CAST). The product of fc1 can compute a = gelu(u) in its epilogue,
+and the product for da can compute du (IN_PRODUCT). `fusions.py` chooses these modes once per call kind, with reasons.
+
+**Columns of a.** dfc2 reads the column-wise codes of a. In the mode SAVED the forward pass saves them. In the mode
+RECOMPUTED it saves u only, which the gradient of the activation needs anyway, and the kernel that computes du also
+writes the columns of a (`_gradient_and_columns`).
+
+**Recomputation.** With `checkpoint` the node saves x and the parameters. Its backward pass runs the forward function
+again, with the quantizer states of the first run, and then the backward function (`_checkpointed_backward`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -54,28 +73,7 @@ from .linear_operands import gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
-from .saving import keep, take_saved, wait_for_saved
-
-
-class FusionModes(NamedTuple):
-    """Fusion modes (see `fusions`) for the matrices of an MLP; u is fc1's output, du its gradient.
-
-    Attributes:
-        norm: Mode for norm(x), the input of fc1.
-        activation: Mode for act(u), the input of fc2.
-        gradient: Mode for du.
-        columns: Mode for the columns of act(u).
-        input: Mode for the saved u.
-    """
-
-    norm: str
-    activation: str
-    gradient: str
-    columns: str
-    input: str
-
-
-UNFUSED = FusionModes(SEPARATE, SEPARATE, SEPARATE, SAVED, VALUES)
+from .saving import save_tensors, take_saved, wait_for_saved
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,11 @@ class NormMLPSpec(LayerSpec):
         width: Activation output columns.
         checkpoint: The backward pass recomputes the norm, fc1 and activation results that it reads.
         caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
-        fusion_modes: Which kernels compute and quantize the matrices between the steps.
+        norm_mode: Mode (see `fusions`) for norm(x), the input of fc1.
+        activation_mode: Mode for act(u), the input of fc2; u is the output of fc1.
+        gradient_mode: Mode for du, the gradient of u.
+        columns_mode: Mode for the columns of act(u).
+        input_mode: Mode for the saved u.
     """
 
     norm: Norm
@@ -104,44 +106,34 @@ class NormMLPSpec(LayerSpec):
     returns_norm_output: bool = False
     checkpoint: bool = False
     caches_quantized_input: bool = False
-    fusion_modes: FusionModes = UNFUSED
+    norm_mode: Literal["fused_cast", "separate"] = SEPARATE
+    activation_mode: Literal["fused_cast", "in_product", "separate"] = SEPARATE
+    gradient_mode: Literal["fused_cast", "in_product", "separate"] = SEPARATE
+    columns_mode: Literal["recomputed", "saved"] = SAVED
+    input_mode: Literal["quantized", "values"] = VALUES
 
     def with_modes(self) -> NormMLPSpec:
         """Return the spec with the modes that the tables in `fusions` choose."""
         norm_mode = fusions.choose_norm_mode(self.fc1, self.returns_norm_output)
         activation_mode = fusions.choose_activation_mode(self.activation, self.fc1, self.fc2)
-        gradient_mode = SEPARATE
-        if self.needs_grad:
-            gradient_mode = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
-        modes = FusionModes(norm_mode, activation_mode, gradient_mode, SAVED, VALUES)
-        if self.needs_grad:
-            columns = fusions.choose_columns_mode(
-                activation_mode, gradient_mode, self.fc1, self.fc2, self.checkpoint
-            )
-            saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
-            modes = modes._replace(columns=columns, input=fusions.MLP_INPUT.choose(saved))
         recomputes = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.checkpoint
-        return replace(self, fc1=with_norm_columns(self.fc1, recomputes), fusion_modes=modes)
+        fc1 = with_norm_columns(self.fc1, recomputes)
+        spec = replace_fields(self, fc1=fc1, norm_mode=norm_mode, activation_mode=activation_mode)
+        if not self.needs_grad:
+            return spec
+        gradient = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
+        columns = fusions.choose_columns_mode(activation_mode, gradient, self.fc1, self.fc2, self.checkpoint)
+        saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
+        input_mode = fusions.MLP_INPUT.choose(saved)
+        return replace_fields(spec, gradient_mode=gradient, columns_mode=columns, input_mode=input_mode)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
-        fc1, modes = replace_fields(self.fc1, input_columns=SAVED), self.fusion_modes._replace(norm=SEPARATE)
-        return replace(self, norm=norm, fc1=fc1, compiled=None, fusion_modes=modes)
+        fc1 = replace_fields(self.fc1, input_columns=SAVED)
+        return replace(self, norm=norm, fc1=fc1, compiled=None, norm_mode=SEPARATE)
 
     def linears(self) -> tuple[LinearSpec, ...]:
         return self.fc1, self.fc2
-
-
-class NormMLPTensors(NamedTuple):
-    """x [.., H], gamma [H], beta [H], fc1 [F or 2F, H] and fc2 [H, F] with their biases, which have x's dtype."""
-
-    x: Tensor
-    gamma: Tensor
-    beta: Tensor | None
-    fc1_weight: Tensor
-    fc1_bias: Tensor | None
-    fc2_weight: Tensor
-    fc2_bias: Tensor | None
 
 
 def norm_mlp_forward(
@@ -151,7 +143,10 @@ def norm_mlp_forward(
     """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
 
     Args:
-        x: Tensor [.., H]. The other tensors are described by `NormMLPTensors`.
+        x: Tensor [.., H].
+        gamma, beta: Norm scale [H], and offset [H] or None.
+        fc1_weight, fc1_bias: Weight [F or 2F, H], and bias [F or 2F] or None.
+        fc2_weight, fc2_bias: Weight [H, F], and bias [H] or None. The biases have the dtype of the products.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
         repeats: Compute the saved values only, in the backward pass of a layer with `spec.checkpoint`.
 
@@ -161,11 +156,11 @@ def norm_mlp_forward(
         columns, their multiplier or amax replaces a. Nothing is saved without gradients, or in the first run
         of a layer with `spec.checkpoint`.
     """
-    fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
+    fc1, fc2 = spec.fc1, spec.fc2
     saves = spec.needs_grad and (repeats or not spec.checkpoint)
-    h, statistics = norm_forward(x, gamma, beta, spec.norm, fc1, modes.norm)
+    h, mean, rstdev = norm_forward(x, gamma, beta, spec.norm, fc1, spec.norm_mode)
     returned = h if spec.returns_norm_output else None
-    if modes.activation == IN_PRODUCT:
+    if spec.activation_mode == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
         a, u, *saved_by_fc1 = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
         multiplier_or_amax = None
@@ -178,10 +173,10 @@ def norm_mlp_forward(
         a, multiplier_or_amax = _activate(u, spec, saves)
     saved = []
     if saves:
-        u = _encode_output(u) if modes.input == ENCODED else u
+        u = _encode_output(u) if spec.input_mode == ENCODED else u
         if offloading.synchronizer is not None:
             mark_ready(u)
-        saved = [x, gamma, *statistics, u, *saved_by_fc1]
+        saved = [x, gamma, mean, rstdev, u, *saved_by_fc1]
     del u, saved_by_fc1
     if repeats:
         y, saved_by_fc2 = None, [quantize_input(a, fc2)[1], quantize_weight(fc2_weight, fc2)[1]]
@@ -201,10 +196,10 @@ def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | Non
         saves the columns). The number is a copy of the delayed-scaling multiplier, which changes before the
         backward pass, or max|a|.
     """
-    if spec.fusion_modes.activation != FUSED_CAST:
+    if spec.activation_mode != FUSED_CAST:
         return activation_forward(spec.activation, u, spec.activation_params), None
     quantizer = spec.fc2.input
-    recomputes = spec.fusion_modes.columns == RECOMPUTED
+    recomputes = spec.columns_mode == RECOMPUTED
     cast = quantizer.cast(True, False) if recomputes else input_cast(spec.fc2)
     assert cast is not None
     codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
@@ -246,29 +241,30 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
             None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
     """
-    grad_norm_output, grad_residual, *saved_by_norm = operands[1:7]
-    u, h, fc1_weight, a, fc2_weight = operands[7:]
-    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
-    # dy.T @ a [M, F]. Where the columns of a are recomputed, du is computed before dfc2.
-    fc2_operands = [operands[0], a, fc2_weight]
+    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, u, h, fc1_weight, a, fc2_weight = operands
     operands.clear()
-    del fc2_weight
+    saved_by_norm = (x, gamma, mean, rstdev)
+    fc2_operands = [dy, a, fc2_weight]
+    del dy, fc2_weight
     if offloading.used:
         wait_for_saved(u)
-    produce_input = None
-    is_du = spec.fusion_modes.gradient == IN_PRODUCT  # fc2's product computes du instead of da
-    if is_du:
+    produce_input, computes_du = None, True  # whether the backward pass of fc2 computes du instead of da
+    if spec.gradient_mode == IN_PRODUCT:  # du = da * gelu'(u) in the epilogue of the product
         fc2_operands.append(u)
         u = None
-    elif spec.fusion_modes.columns == RECOMPUTED:
+    elif spec.columns_mode == RECOMPUTED:  # one kernel computes du and the columns of a, before dfc2
         produce_input = _gradient_and_columns(u, a, spec)
-        is_du, u = True, None
+        u = None
+    else:
+        computes_du = False
     del a
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du; dfc2 [H, F] = dy.T @ a [M, F], db2 [H] = sum of dy over M.
     da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, produce_input=produce_input)
     del produce_input
     if isinstance(da, MeasuredGradient):
         da = _quantized_gradient(da, spec.fc1)
-    fc1_operands = [da if is_du else _activation_gradient(da, u, spec), h, fc1_weight]
+    # du [M, F or 2F] = da * act'(u)
+    fc1_operands = [da if computes_du else _activation_gradient(da, u, spec), h, fc1_weight]
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
     produce_input = None
@@ -283,7 +279,7 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
 def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
     """Compute du = da * act'(u), or its codes and db1 [F or 2F] where the same kernel quantizes it."""
     fc1 = spec.fc1
-    if spec.fusion_modes.gradient != FUSED_CAST:
+    if spec.gradient_mode != FUSED_CAST:
         return activation_backward(spec.activation, da, u, spec.activation_params)
     # One kernel reads da and u, and writes row-wise codes of du for dh, column-wise codes for dfc1, and db1.
     cast = gradient_cast(fc1)
@@ -304,7 +300,7 @@ def _gradient_and_columns(
         spec: Settings.
     """
     fc1, quantizer = spec.fc1, spec.fc2.input
-    cast = gradient_cast(fc1) if spec.fusion_modes.gradient == FUSED_CAST else None
+    cast = gradient_cast(fc1) if spec.gradient_mode == FUSED_CAST else None
     if cast is not None and cast.multiplier is None:
         cast = None  # du is cast by its maximum, which the kernel computes too
     columns = quantizer.cast(False, True)
@@ -337,26 +333,30 @@ def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
     return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
 
 
+_NUM_TENSORS = 7  # tensors that `norm_mlp_forward` reads
 NORM_MLP_FUNCTIONS = LayerFunctions(
     "LayerNormMLP", norm_mlp_forward, norm_mlp_backward, num_results=2, num_gradients=3
 )
 
 
-def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
-    """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
+def norm_mlp(
+    tensors: tuple[Tensor | None, ...], spec: NormMLPSpec, returns_residual: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Compute y [.., H], differentiable in every tensor.
+
+    Args:
+        tensors: The tensors that `norm_mlp_forward` reads, in its order.
+        spec: Settings for this call kind.
+        returns_residual: See `norm_linear`.
+
+    Returns:
+        (y; norm(x) with `spec.returns_norm_output`, x with `returns_residual`, otherwise None).
+    """
     if not spec.needs_grad:
-        y, norm_output, *_ = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
+        y, norm_output = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
-    outputs = _NormMLP.apply(spec, *tensors)
-    return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
-
-
-def norm_mlp_with_residual(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor]:
-    """Compute y [.., H], and return it with x, the residual; see `norm_linear_with_residual`."""
-    assert not spec.returns_norm_output
-    if not (spec.needs_grad and tensors.x.requires_grad):
-        return norm_mlp(tensors, spec)[0], tensors.x
-    return _NormMLPWithResidual.apply(spec, *tensors)  # pyright: ignore[reportReturnType]
+    outputs = (_NormMLPWithResidual if returns_residual else _NormMLP).apply(spec, *tensors)
+    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
 def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
@@ -366,8 +366,7 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
 def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Compute the saved values again from the input, and run the backward pass on them."""
     saved = take_saved(ctx)
-    count = len(NormMLPTensors._fields)
-    inputs, states = saved[:count], saved[count:]
+    inputs, states = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
     del saved
     # These quantizers use the scales of the first run and record no maxima.
     repeated: list[Any] = []
@@ -398,20 +397,9 @@ def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequen
         return run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
     states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
     results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
-    keep(ctx, (*tensors, *states))
+    save_tensors(ctx, (*tensors, *states))
     ctx.spec, ctx.input_shape = spec, tensors[0].shape
     return results
-
-
-def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Run the backward pass of a node; return the gradients of its arguments."""
-    gradients = (
-        _checkpointed_backward(ctx, grads)
-        if ctx.spec.checkpoint
-        else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
-    )
-    dx, dgamma, dbeta, *rest = gradients
-    return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
 
 
 class _NormMLP(Function):
@@ -423,18 +411,20 @@ class _NormMLP(Function):
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gradients(ctx, (grad_output, grad_norm_output, None))
+    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # The second output is norm(x), or the residual in a subclass.
+        others = (grad_second, None) if ctx.spec.returns_norm_output else (None, grad_second)
+        grads = (grad_output, *others)
+        if ctx.spec.checkpoint:
+            dx, dgamma, dbeta, *rest = _checkpointed_backward(ctx, grads)
+        else:
+            dx, dgamma, dbeta, *rest = run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
+        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
 
 
-class _NormMLPWithResidual(Function):
-    """`_NormMLP` with x as its second output, whose gradient `norm_backward` adds to dx."""
+class _NormMLPWithResidual(_NormMLP):
+    """`_NormMLP` that returns x as its second output, the residual."""
 
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
         return _run_and_save(ctx, spec, tensors)[0], tensors[0]
-
-    @staticmethod
-    @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gradients(ctx, (grad_output, None, grad_residual))

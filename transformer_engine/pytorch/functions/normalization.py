@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import overload
 
 from torch import Tensor
 
@@ -19,13 +19,6 @@ from ..primitives.quantize import Cast, Quantized
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-class NormStatistics(NamedTuple):
-    """Float32 [M]; an RMSNorm has no mean."""
-
-    mean: Tensor | None
-    rstdev: Tensor
-
-
 @dataclass(frozen=True)
 class Norm:
     """y = (x - mean) * rstdev * gamma + beta (LayerNorm) or x * rstdev * gamma (RMSNorm), row by row."""
@@ -37,22 +30,24 @@ class Norm:
     @overload
     def forward(
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
-    ) -> tuple[Tensor, NormStatistics]: ...
+    ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
     @overload
     def forward(
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: Cast
-    ) -> tuple[Quantized, NormStatistics]: ...
+    ) -> tuple[Quantized, Tensor | None, Tensor]: ...
 
     def forward(
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: Cast | None = None
-    ) -> tuple[Tensor | Quantized, NormStatistics]:
-        """Compute (y, statistics); with a cast, (codes of y, statistics), bit-equal to quantizing y."""
+    ) -> tuple[Tensor | Quantized, Tensor | None, Tensor]:
+        """Compute (y, or with a cast its codes, bit-equal to quantizing y; mean and rstdev, float32 [M]).
+
+        The mean of an RMSNorm is None.
+        """
         if self.kind == "LayerNorm":
-            y, mean, rstdev = layernorm_forward(x, gamma, beta, self.eps, self.zero_centered, cast)
-            return y, NormStatistics(mean, rstdev)
+            return layernorm_forward(x, gamma, beta, self.eps, self.zero_centered, cast)
         y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered, cast)
-        return y, NormStatistics(None, rstdev)
+        return y, None, rstdev
 
     def by_torch(self, x: Tensor, gamma: Tensor) -> Tensor:
         """Return y without beta, in torch operations that autograd differentiates any number of times."""
@@ -61,25 +56,25 @@ class Norm:
         return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
-        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None,
-        rounds_first: bool = False,
+        self, dy: Tensor, x: Tensor, mean: Tensor | None, rstdev: Tensor, gamma: Tensor,
+        add: Tensor | None = None, rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Compute (dx + add, dgamma, dbeta), in one kernel on a GPU.
 
         Args:
             dy: Output gradient [M, K].
             x: Input [M, K].
-            statistics: Statistics from `forward`.
+            mean, rstdev: Statistics from `forward`.
             gamma: Scale [K].
             add: Gradient [M, K] that is added to dx, such as a residual's; None for none.
             rounds_first: RMSNorm: round dx to x's dtype before `add` is added, as autograd's sum would;
                 otherwise only the sum is rounded. A LayerNorm always rounds dx first.
         """
-        if statistics.mean is not None:
-            rest = statistics.mean, statistics.rstdev, gamma, self.zero_centered
+        if mean is not None:
+            rest = mean, rstdev, gamma, self.zero_centered
             if add is None or add.dtype == x.dtype:
                 return layernorm_backward(dy, x, *rest, add)
             dx, dgamma, dbeta = layernorm_backward(dy, x, *rest)
             return dx + add, dgamma, dbeta
-        dx, dgamma = rmsnorm_backward(dy, x, statistics.rstdev, gamma, self.zero_centered, add, rounds_first)
+        dx, dgamma = rmsnorm_backward(dy, x, rstdev, gamma, self.zero_centered, add, rounds_first)
         return dx, dgamma, None

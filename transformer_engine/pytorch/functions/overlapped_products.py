@@ -88,18 +88,21 @@ def scatter_over_peers(
     if buffers is None:
         return None
 
+    parts = _rows_of_ranks(left, parallel.size)
+
     def multiply(rank: int, out: Tensor) -> None:
-        gemm(_rows(left, rank, parallel.size), right, epilogue._replace(out=out))
+        gemm(parts[rank], right, epilogue._replace(out=out))
 
     return ScatteredRows(buffers, layout, multiply)
 
 
-def _rows(operand: Operand, rank: int, ranks: int) -> Operand:
-    """Return the operand rows that belong to a rank."""
+def _rows_of_ranks(operand: Operand, ranks: int) -> list[Operand]:
+    """Return the operand rows of each rank."""
     operand = row_major(operand)
-    codes, scale, amax = operand.codes.chunk(ranks)[rank], operand.scale, operand.amax
-    if scale is not None and operand.has_block_scales:
-        scale = scale.chunk(ranks)[rank]
-    if amax is not None and amax.numel() > 1:  # one per row
-        amax = amax.chunk(ranks)[rank]
-    return operand._replace(codes=codes, scale=scale, amax=amax)
+    codes, scale, form, amax, dtype = operand
+    scales = [scale] * ranks if scale is None or not operand.has_block_scales else scale.chunk(ranks)
+    maxima = [amax] * ranks if amax is None or amax.numel() == 1 else amax.chunk(ranks)  # one per row
+    return [
+        Operand(rows, of_rank, form, maximum, dtype)
+        for rows, of_rank, maximum in zip(codes.chunk(ranks), scales, maxima, strict=True)
+    ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 from ..primitives.grouped_gemm.groups import cached_on_device
-from ..primitives.operand import COLS
+from ..primitives.operand import ROWWISE
 from ..primitives.permutation import INDEX, MASK, Routes, collect, rows_of_segments, send, send_weighted
 from ..primitives.quantize import Quantized
 from ..primitives.scale_order import row_major
@@ -65,7 +65,7 @@ def _sent(
     """`send` for plain or quantized tokens."""
     if not isinstance(x, QuantizedTensor):
         return send(x, routes, rows, probs, every_row=every_row)
-    operand = row_major(x.contract(COLS))
+    operand = row_major(x.contract(ROWWISE))
     codes, row_probs = send(_bytes(operand.codes), routes, rows, probs, every_row=every_row)
     scale = operand.scale
     if scale is not None and operand.format is not None and operand.format.block is not None:

@@ -31,21 +31,13 @@ from ...common.recipe import Recipe
 from ..quantization.family import find_family
 from .linear_spec import ProductQuantizers, unsupported_product_reason
 
-
-class _Rate(NamedTuple):
-    """Microseconds per million elements quantized in both directions, saved per 10^9 operations, and for launches."""
-
-    quantize: float
-    saved: float
-    launch: float
-
-
-# Fitted on an H200 to the steps in benchmarks/results/cublaslt_h200.json, 128-8192 tokens with width 1024-8192. The
-# difference from bfloat16 is predicted within 20 us or a fifth. A wrong sign costs less than 8 us.
+# {recipe scaling: microseconds per million elements quantized in both directions, saved per 10^9 operations, and for
+# launches}. Fitted on an H200 to the steps in benchmarks/results/cublaslt_h200.json, 128-8192 tokens with width
+# 1024-8192. The difference from bfloat16 is predicted within 20 us or a fifth. A wrong sign costs less than 8 us.
 _RATES = {
-    "delayed": _Rate(1.04, 0.557, 7.4),
-    "current": _Rate(1.51, 0.585, 12.2),
-    "block": _Rate(1.13, 0.370, 22.0),
+    "delayed": (1.04, 0.557, 7.4),
+    "current": (1.51, 0.585, 12.2),
+    "block": (1.13, 0.370, 22.0),
 }
 
 
@@ -65,10 +57,10 @@ def reason_against_fp8(m: int, n: int, k: int, kind: str) -> str | None:
     """
     if kind not in _RATES:
         raise ValueError(f"kind={kind!r} has not been measured; choose one of {', '.join(_RATES)}")
-    rate = _RATES[kind]
+    quantizing, saving, launching = _RATES[kind]
     elements = (m * k + n * k + m * n) / 1e6
     operations = 6 * m * n * k / 1e9
-    cost, saved = rate.quantize * elements + rate.launch, rate.saved * operations
+    cost, saved = quantizing * elements + launching, saving * operations
     if cost <= saved:
         return None
     return (

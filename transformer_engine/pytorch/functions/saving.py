@@ -54,13 +54,20 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+def save_tensors(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Call save_for_backward, for a backward pass that may unpack the tensors early."""
-    if offloading.synchronizer is not None and not torch.compiler.is_compiling():
-        tensors = [save_deferred(tensor) for tensor in tensors]
-    elif offloading.caches and not torch.compiler.is_compiling() and _hooks_on_saved(False) is not None:
-        tensors = [countable(tensor) for tensor in tensors]
+    if offloading.synchronizer is not None or offloading.caches:
+        tensors = _with_offloading(tensors)
     ctx.save_for_backward(*tensors)
+
+
+def _with_offloading(tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+    """Return the tensors as an offloading context saves and counts them."""
+    if torch.compiler.is_compiling():
+        return tensors
+    if offloading.synchronizer is not None:
+        return [save_deferred(tensor) for tensor in tensors]
+    return tensors if _hooks_on_saved(False) is None else [countable(tensor) for tensor in tensors]
 
 
 def wait_for_saved(*saved: Saved) -> None:

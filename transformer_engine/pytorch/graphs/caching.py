@@ -23,7 +23,7 @@ _FIRST = "is_first_microbatch"
 
 @functools.cache
 def _parameters(kind: type) -> inspect.Signature:
-    return inspect.signature(kind.forward)  # pyright: ignore[reportFunctionMemberAccess]
+    return inspect.signature(kind.forward)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class EagerBlock:
         block = self.block
         args, kwargs = block.arguments(tensors)
         if first is not None and block.module in block.layers:
-            args, kwargs = with_first_microbatch(first, block.module, args, kwargs)  # pyright: ignore[reportArgumentType]
+            args, kwargs = with_first_microbatch(first, block.module, args, kwargs)
         state = block.quantization
         with (
             microbatch(block.module, block.layers, first),

@@ -82,7 +82,7 @@ class RecordedBlock:
                 layer.begin_microbatch(True)
         outputs = _GraphReplay.apply(self, stream, event, *tensors, *self.block.parameters)
         assert self.block.outputs is not None
-        return self.block.outputs.of_tensors(outputs)  # pyright: ignore[reportArgumentType]
+        return self.block.outputs.of_tensors(outputs)
 
     def ticket(self) -> _Ticket:
         """Return the ticket of the last forward pass, which its autograd node holds."""

@@ -60,7 +60,7 @@ class EntryGradients:
         """
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
             if gradient is not None:
-                parameter.grad = self._watched[id(parameter)] = gradient.as_subclass(_WatchedGradient)  # pyright: ignore
+                parameter.grad = self._watched[id(parameter)] = gradient.as_subclass(_WatchedGradient)
         handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._unwatch(optimizer))
         try:
             yield

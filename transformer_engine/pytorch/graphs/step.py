@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -381,7 +381,7 @@ def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Functio
     ):
         raise ValueError("the module is graphed already; call graphed() once")
     if not isinstance(module, torch.nn.Module):
-        return GraphedFunction(module, after, signatures)  # pyright: ignore[reportReturnType]
+        return cast(Function, GraphedFunction(module, after, signatures))
     forward = automatic.AutomaticGraph(module.forward, module, after, signatures)
     vars(module).update(forward=forward, reset=forward.reset)
-    return module  # pyright: ignore[reportReturnType]
+    return cast(Function, module)

@@ -126,7 +126,7 @@ def _relu(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
 
 
 def _column_sums(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
-    return x if cast is None else column_sums(x, torch.float32, cast)[0]  # pyright: ignore[reportReturnType]
+    return x if cast is None else column_sums(x, torch.float32, cast)[0]
 
 
 # Producers whose results are, for some inputs, every number in a 16-bit dtype (for ReLU: every number without sign).

@@ -191,7 +191,7 @@ class PlannedAttention(nn.Module):
         self.softmax_offset = attention.softmax_offset
 
     def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **_: Any) -> Tensor:
-        return _PlannedAttentionFunction.apply(query_layer, key_layer, value_layer)  # pyright: ignore[reportReturnType]
+        return _PlannedAttentionFunction.apply(query_layer, key_layer, value_layer)
 
 
 class _PlannedAttentionFunction(Function):
@@ -205,5 +205,5 @@ class _PlannedAttentionFunction(Function):
 
     @staticmethod
     @once_differentiable("planned attention")
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors[:3])

@@ -243,7 +243,7 @@ def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
         "layernorm": ("norm", lambda cast: layernorm_forward(x, weight, bias, 1e-5, False, cast)[0]),
         "swiglu": (
             "activation",
-            lambda cast: activation_forward("swiglu", x, DEFAULT_PARAMS, cast),  # pyright: ignore
+            lambda cast: activation_forward("swiglu", x, DEFAULT_PARAMS, cast),
         ),
         "swiglu gradient": (
             "activation",

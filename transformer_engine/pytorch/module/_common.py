@@ -43,11 +43,11 @@ def apply_normalization(
         (normalized input [M, K], mean [M] or None, reciprocal deviation [M]).
     """
     check_option("normalization", normalization, NORMALIZATIONS)
-    y, statistics = Norm(normalization, eps, zero_centered_gamma).forward(inputmat, ln_weight, ln_bias)
+    y, mean, rstdev = Norm(normalization, eps, zero_centered_gamma).forward(inputmat, ln_weight, ln_bias)
     y = y.to(output_dtype)
     if ln_out is not None:
         y = ln_out.copy_(y)
-    return y if output_quantizer is None else output_quantizer(y), statistics.mean, statistics.rstdev
+    return y if output_quantizer is None else output_quantizer(y), mean, rstdev
 
 
 _replaced = watched(__name__, {"apply_normalization": apply_normalization})

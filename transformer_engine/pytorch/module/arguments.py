@@ -35,6 +35,18 @@ def switch(name: str, value: Any) -> bool | None:
     return None if value is None else to_bool(name, value)
 
 
+FLAG_TYPES = (bool, type(None))  # of an is_first_microbatch that needs no conversion
+
+
+def call_switches(first_microbatch: Any, fp8_output: Any, fp8_grad: Any) -> tuple[bool | None, bool, bool]:
+    """Convert the switches of a linear layer's call, (is_first_microbatch, fp8_output, fp8_grad)."""
+    return (
+        switch("is_first_microbatch", first_microbatch),
+        to_bool("fp8_output", fp8_output),
+        to_bool("fp8_grad", fp8_grad),
+    )
+
+
 def size(name: str, value: Any) -> int:
     """Return a positive integer."""
     return to_int(name, value, 1)
@@ -149,7 +161,7 @@ def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
     if applies or not any(flags):
         return OverlapFlags(*flags)
     names = ", ".join([name for name, flag in zip(OverlapFlags._fields, flags, strict=False) if flag])
-    warn_of_unused_overlap(f"{names}=True", stacklevel=5)
+    warn_of_unused_overlap(f"{names}=True", stacklevel=7)
     return NO_FLAGS
 
 

@@ -43,6 +43,8 @@ class DropPath(nn.Module):
         keep = (uniform >= self.drop_prob).to(hidden_state.dtype)
         return hidden_state * keep / (1.0 - self.drop_prob)
 
+    _layer_forward = forward
+
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob}"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_bool, to_ints
+from ...common.numbers import to_ints
 from ..compat.argument_orders import declare_call
 from ..compat.by_name import GroupedLinearByName as _GroupedLinear
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
@@ -31,12 +31,11 @@ from ..functions.grouped_request import (
     are_regular,
     runs_together,
 )
-from ..functions.weight_gradient import WeightGradStore
 from ..primitives.grouped_gemm import Matrices, make_groups
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..tensor.grouped_tensor import plain_stack
-from .arguments import accepts, switch
+from .arguments import FLAG_TYPES, accepts, switch
 from .config import configure_class
 from .grouped_parameters import (
     check_device_splits,
@@ -52,7 +51,7 @@ from .grouped_parameters import (
 )
 from .grouped_spec import build, fitting_groups, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
-from .parameters import InitMethod, ParameterInit, default_init_method
+from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values
 from .row_groups import check_dense
 
 # Beside the layer, original names that other libraries import from here.
@@ -128,18 +127,13 @@ class GroupedLinear(ProductsModule):
         single = single_parameters(
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
         )
-        self._configure(
-            num_gemms=num_gemms,
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            parallel_mode is not None,
             use_grouped_tensor=uses_grouped_tensor(use_grouped_tensor),
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            parallel_mode=parallel_mode,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            save_original_input=save_original_input,
-            use_bias=bias,
-            return_bias=return_bias,
             weight_names=parameter_names("weight", num_gemms, single["single_grouped_weight"]),
             bias_names=parameter_names("bias", num_gemms, single["single_grouped_bias"]),
             **single,
@@ -150,10 +144,6 @@ class GroupedLinear(ProductsModule):
             _weights=tuple(weights * num_gemms if config.single_grouped_weight else weights),
         )
         self.ub_name = ub_name
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         options = {"dtype": params_dtype or torch.get_default_dtype(), "device": canonical_device(device)}
         fill = ParameterInit(init_method or default_init_method, get_rng_state_tracker, rng_tracker_name)
         create_parameters(self, fill, options)
@@ -214,8 +204,8 @@ class GroupedLinear(ProductsModule):
             ValueError: The splits do not fit the groups and rows, or a buffer does not fit or shares memory.
         """
         m_splits = self._accept_splits(inp, m_splits)
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
+        if type(is_first_microbatch) not in FLAG_TYPES:
+            is_first_microbatch = switch("is_first_microbatch", is_first_microbatch)
         tensors: tuple[Any, ...] = self._tensors()
         if not getattr(tensors[0], "is_distributed_weight", False):
             return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
@@ -339,16 +329,13 @@ class GroupedLinear(ProductsModule):
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """Return all weights, then all biases."""
-        config, params = self._config, self._parameters
+        config = self._config
         names = config._tensors if config.use_bias else config.weight_names
         single = config.single_grouped_weight or config.single_grouped_bias
-        try:
-            found = map(params.__getitem__, names)
-            found = map(plain_stack, found) if single else found
-            return (*found,) if config.use_bias else (*found, *[None] * len(config.bias_names))
-        except KeyError:  # a parametrization or another attribute replaces a parameter
-            found = [getattr(self, name) for name in names]
-            return (*found, *[None] * (len(config._tensors) - len(names)))
+        tensors: Any = get_parameter_values(self, names)
+        if single:
+            tensors = map(plain_stack, tensors)
+        return (*tensors,) if config.use_bias else (*tensors, *[None] * len(config.bias_names))
 
     def _accept_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
         """Return the rows per group as checked ints, or a tensor that the host does not read unchanged."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_bool
 from ..compat.argument_orders import declare_call
 from ..compat.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..compat.by_name import (
@@ -32,27 +31,29 @@ from ..functions.norm_linear import (
     NORM_LINEAR_FUNCTIONS,
     NormLinearSpec,
     norm_linear,
-    norm_linear_with_residual,
+    residual_unsupported_reason,
 )
 from ..functions.normalization import Norm
-from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import accepts, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
 from .config import configure_class, early
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
+from .linear_base import SIZES, LinearConfig, Options, ProductsModule, Tensors, check_ranks
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, create_parameters, get_parameter_value, mark_parameters, weight_and_bias
+from .parameters import InitMethod, create_parameters, get_parameter_values, mark_parameters, weight_and_bias
 from .specs import Call, check_call, product_spec, quantizers_of_call, scale_update, with_compiled_passes
 
 # Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
+
+
+_NORM_PARAMETERS = ("layer_norm_weight", "layer_norm_bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,39 +148,15 @@ class LayerNormLinear(ProductsModule):
             )
         tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         warn_unless_reduced(symmetric_ar_type, False)
-        self._configure(
-            in_features=in_features,
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            parallel_mode is not None,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            eps=eps,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            parallel_mode=parallel_mode,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            symmetric_ar_type=symmetric_ar_type,
-            _overlap=overlap_flags(
-                parallel_mode is not None and sequence_parallel and tp_size > 1,
-                ub_overlap_ag,
-                ub_overlap_rs,
-                ub_overlap_rs_dgrad,
-                ub_bulk_dgrad,
-                ub_bulk_wgrad,
-            ),
-            use_bias=bias,
-            return_bias=return_bias,
-            return_layernorm_output=return_layernorm_output,
-            return_layernorm_output_gathered=return_layernorm_output_gathered,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
         )
         self.ub_name = ub_name
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         dtype = params_dtype or torch.get_default_dtype()
         register_norm_parameters(
             self, in_features, normalization, zero_centered_gamma, dtype, canonical_device(device)
@@ -204,85 +181,63 @@ class LayerNormLinear(ProductsModule):
 
         The arguments are as in `Linear.forward`.
         """
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        if fp8_output is not False or fp8_grad is not False:
-            fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
-        if fp8_grad:
-            warn_once(
-                "fp8_grad of a norm",
-                f"fp8_grad={fp8_grad!r} has no effect on LayerNormLinear: the norm's gradient is returned in high "
-                "precision. Leave it False",
-            )
-        if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output)
-        weight, bias = weight_and_bias(self)
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
-        options = (is_first_microbatch, fp8_output, fp8_grad)
-        plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
-        if not plain and (is_distributed(weight) or is_distributed(inp)):
-            norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
-            return output_of_shards(self, options, inp, weight, bias, norm=norm)
-        if getattr(weight, "is_distributed_weight", False):
-            fused = self._config.fuse_wgrad_accumulation
-            with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
-                return self._compute_output(options, inp, full_weight, bias, gamma, beta)
-        return self._compute_output(options, inp, weight, bias, gamma, beta)
+        return self.forward_with_residual(inp, is_first_microbatch, fp8_output, fp8_grad, False)[0]
 
     if TYPE_CHECKING:
 
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    _layer_forward = forward
+
     def forward_with_residual(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
-    ) -> tuple[Any, ...]:
-        """Return the outputs of `forward`, then inp, which the caller uses as the residual.
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool | None = False,
+        fp8_grad: bool | None = False, uses_residual: bool = True,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Return the outputs of `forward`, and inp, which the caller uses as the residual.
 
-        The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that
-        autograd launches no kernel for the sum. A call that does not support this returns inp unchanged. The
-        caller has checked that the module has no hooks (`compat.replaceable.is_unintercepted`).
+        The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd
+        launches no kernel for the sum, unless `residual_unsupported_reason` (`functions/norm_linear.py`) has a
+        reason. A caller that calls this method instead of the module checks `is_unintercepted`
+        (`compat/replaceable.py`).
         """
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
+        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
+        if not (fp8_output is fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+            options = call_switches(*options)
+            _warn_of_fp8_grad(options[2])
+        if export_mode.onnx:
+            return self.onnx_forward(inp, options[1]), inp
         weight, bias = weight_and_bias(self)
-        if (
-            self._config.return_layernorm_output
-            or type(weight) not in PLAIN_TENSORS
-            or type(inp) is not Tensor
-            or getattr(weight, "is_distributed_weight", False)
-        ):
-            outputs = self.forward(inp, is_first_microbatch, fp8_output)
-            return (*outputs, inp) if isinstance(outputs, tuple) else (outputs, inp)
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
-        options = (is_first_microbatch, fp8_output, False)
-        return self._compute_output(options, inp, weight, bias, gamma, beta, returns_residual=True)
+        gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
+        plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
+        if not plain and (is_distributed(weight) or is_distributed(inp)):
+            norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
+            return output_of_shards(self, options, inp, weight, bias, norm=norm), inp
+        if not getattr(weight, "is_distributed_weight", False):
+            return self._compute_outputs(options, inp, (weight, bias, gamma, beta), uses_residual)
+        fused = self._config.fuse_wgrad_accumulation
+        with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
+            return self._compute_outputs(options, inp, (full_weight, bias, gamma, beta), uses_residual)
 
-    def _compute_output(
-        self,
-        options: tuple[bool | None, ...],
-        inp: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gamma: Tensor,
-        beta: Tensor | None,
-        returns_residual: bool = False,
-    ) -> Any:
-        """Compute `forward`, or with `returns_residual` `forward_with_residual`, for tensors of this rank.
+    def _compute_output(self, options: Options, inp: Tensor, *tensors: Tensor | None) -> Any:
+        """Outputs of `forward` for local tensors, as `output_of_shards` calls it."""
+        return self._compute_outputs(options, inp, tensors, False)[0]
+
+    def _compute_outputs(
+        self, options: Options, inp: Tensor, tensors: Tensors, uses_residual: bool
+    ) -> tuple[Any, Any]:
+        """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad).
-            inp, weight, bias, gamma, beta: Input and parameters.
-            returns_residual: Append inp to the outputs.
+            inp: Input [.., in_features].
+            tensors: (weight, bias, gamma, beta).
+            uses_residual: The caller uses the returned input as the residual.
         """
         config, is_first_microbatch = self._config, options[0]
-        spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
+        weight, bias, gamma, beta = tensors
+        assert weight is not None and gamma is not None
+        spec: NormLinearSpec = self.spec(inp, tensors, options)
         if is_first_microbatch is not None:
             self.begin_microbatch(is_first_microbatch)
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
@@ -291,46 +246,44 @@ class LayerNormLinear(ProductsModule):
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
         product_bias = None if config.return_bias else bias
-        replaced = _replaced.names or _common._replaced.names
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        if returns_residual and x is inp and not replaced:
-            y, inp = norm_linear_with_residual(x, gamma, beta, weight, product_bias, spec)
-            return (y, bias, inp) if config.return_bias else (y, inp)
-        y, norm_output = (_run_by_name if replaced else norm_linear)(
-            x, gamma, beta, weight, product_bias, spec
+        replaced = bool(_replaced.names or _common._replaced.names)
+        returns_residual = uses_residual and not residual_unsupported_reason(
+            spec.linear, x, inp, spec.returns_norm_output, replaced
         )
-        if returns_residual:
-            return (y, bias, inp) if config.return_bias else (y, inp)
-        if not (config.return_bias or config.return_layernorm_output):
-            return y
-        outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)
-        if config.return_layernorm_output:
-            outputs += (self.gather_norm_output(norm_output),)
-        return outputs
+        if replaced:
+            y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
+        else:
+            y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
+        if config.return_bias or config.return_layernorm_output:
+            y = self.pack_outputs(y, bias, second)
+        return y, second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
         weight, bias = weight_and_bias(self)
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
+        gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, False)
         dtype, (quantizers,) = export_products(self, inp, (weight, bias, gamma, beta), options, shapes)
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         y = exported.linear(normalized, weight, None if config.return_bias else bias, quantizers)
-        outputs: tuple[Tensor | None, ...] = (y,)
-        if config.return_bias:
-            outputs += (None if bias is None else bias.to(dtype),)
-        if config.return_layernorm_output:
-            outputs += (normalized,)
-        return outputs if len(outputs) > 1 else y
+        return self.pack_outputs(y, None if bias is None else bias.to(dtype), normalized)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def _warn_of_fp8_grad(fp8_grad: Any) -> None:
+    """Warn once that the input gradient is not quantized."""
+    if fp8_grad:
+        warn_once(
+            "fp8_grad of a norm",
+            f"fp8_grad={fp8_grad!r} has no effect on LayerNormLinear: the norm's gradient is returned in high "
+            "precision. Leave it False",
+        )
 
 
 def _run_by_name(

@@ -27,26 +27,24 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
+from ..functions.norm_linear import residual_unsupported_reason
 from ..functions.norm_mlp import (
     NORM_MLP_FUNCTIONS,
     NormMLPSpec,
-    NormMLPTensors,
     norm_mlp,
-    norm_mlp_with_residual,
 )
 from ..functions.normalization import Norm
-from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
-from .arguments import accepts, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
 from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_value
+from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values
 from .specs import (
     Call,
     Facts,
@@ -135,6 +133,9 @@ def build(call: Call) -> NormMLPSpec:
     return result if checkpoint else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
 
 
+_TENSORS_WITHOUT_BIAS = ("fc1_weight", "fc2_weight", "layer_norm_weight", "layer_norm_bias")
+
+
 def _check_rows(config: NormMLPConfig, rows: int) -> None:
     """Raise ValueError if the activation was changed from a gated one to another, or back."""
     needed = config.ffn_shard * (2 if ACTIVATIONS[config.activation].gated else 1)
@@ -215,42 +216,17 @@ class LayerNormMLP(ProductsModule):
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
             raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")
-        self._configure(
-            hidden_size=hidden_size,
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            set_parallel_mode,
             ffn_shard=ffn_hidden_size // shards,
-            eps=eps,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            activation=activation,
             activation_params=ActivationParams.from_mapping(activation_params),
-            use_bias=bias,
-            return_bias=return_bias,
-            return_layernorm_output=return_layernorm_output,
-            return_layernorm_output_gathered=return_layernorm_output_gathered,
-            checkpoint=checkpoint,
-            cache_quantized_activation_input=cache_quantized_activation_input,
-            set_parallel_mode=set_parallel_mode,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            symmetric_ar_type=symmetric_ar_type,
-            _overlap=overlap_flags(
-                set_parallel_mode and sequence_parallel and tp_size > 1,
-                ub_overlap_ag,
-                ub_overlap_rs,
-                ub_overlap_rs_dgrad,
-                ub_bulk_dgrad,
-                ub_bulk_wgrad,
-            ),
             _tensors=(
                 "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "layer_norm_weight", "layer_norm_bias",
             ),
             _weights=(("fc1_weight",), ("fc2_weight",)),
         )  # fmt: skip
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         dtype, on = params_dtype or torch.get_default_dtype(), canonical_device(device)
         register_norm_parameters(self, hidden_size, normalization, zero_centered_gamma, dtype, on)
         self._create_weights(
@@ -296,67 +272,47 @@ class LayerNormMLP(ProductsModule):
             inp: Input [.., hidden_size].
             is_first_microbatch: See `Linear.forward`.
         """
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        if export_mode.onnx:
-            return self.onnx_forward(inp)
-        fc1_weight, fc2_weight = (
-            get_parameter_value(self, "fc1_weight"),
-            get_parameter_value(self, "fc2_weight"),
-        )
-        of_fc1 = getattr(fc1_weight, "is_distributed_weight", False)
-        if of_fc1 or getattr(fc2_weight, "is_distributed_weight", False):
-            fused, groups = self._config.fuse_wgrad_accumulation, ((fc1_weight,), (fc2_weight,))
-            with whole_weights(groups, fused, self.wgrad_store) as wholes:
-                return self._compute_output(inp, is_first_microbatch, *wholes)
-        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight)
+        return self.forward_with_residual(inp, is_first_microbatch, False)[0]
 
     if TYPE_CHECKING:
 
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def forward_with_residual(
-        self, inp: Tensor, is_first_microbatch: bool | None = None
-    ) -> tuple[Tensor | None, ...]:
-        """Return the outputs of `forward` and the residual inp; see `LayerNormLinear.forward_with_residual`."""
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        fc1_weight, fc2_weight = (
-            get_parameter_value(self, "fc1_weight"),
-            get_parameter_value(self, "fc2_weight"),
-        )
-        if (
-            self._config.return_layernorm_output
-            or type(inp) is not Tensor
-            or getattr(fc1_weight, "is_distributed_weight", False)
-            or getattr(fc2_weight, "is_distributed_weight", False)
-        ):
-            outputs = self.forward(inp, is_first_microbatch)
-            return (*outputs, inp) if isinstance(outputs, tuple) else (outputs, inp)
-        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight, returns_residual=True)  # pyright: ignore[reportReturnType]
+    _layer_forward = forward
 
-    def _compute_output(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None,
-        fc1_weight: Tensor,
-        fc2_weight: Tensor,
-        *,
-        returns_residual: bool = False,
-    ) -> Tensor | tuple[Tensor | None, ...]:
-        """Compute `forward`, or with `returns_residual` `forward_with_residual`, with full weights."""
+    def forward_with_residual(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, uses_residual: bool = True
+    ) -> tuple[Any, Any]:
+        """Return the outputs of `forward`, and the residual inp; see `LayerNormLinear.forward_with_residual`."""
+        if type(is_first_microbatch) not in FLAG_TYPES:
+            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
+        if export_mode.onnx:
+            return self.onnx_forward(inp), inp
+        tensors = self._read_tensors()
+        fc1_weight, fc1_bias, fc2_weight, *others = tensors
+        is_distributed_weight = getattr(fc1_weight, "is_distributed_weight", False)
+        if not (is_distributed_weight or getattr(fc2_weight, "is_distributed_weight", False)):
+            return self._compute_outputs(inp, is_first_microbatch, tensors, uses_residual)
+        fused, groups = self._config.fuse_wgrad_accumulation, ((fc1_weight,), (fc2_weight,))
+        with whole_weights(groups, fused, self.wgrad_store) as (full_fc1, full_fc2):
+            full_tensors = (full_fc1, fc1_bias, full_fc2, *others)
+            return self._compute_outputs(inp, is_first_microbatch, full_tensors, uses_residual)
+
+    def _read_tensors(self) -> tuple[Any, ...]:
+        """Return the tensors that `config._tensors` names; None for absent biases."""
+        if self._config.use_bias:
+            return (*get_parameter_values(self, self._config._tensors),)
+        fc1_weight, fc2_weight, *norm = get_parameter_values(self, _TENSORS_WITHOUT_BIAS)
+        return (fc1_weight, None, fc2_weight, None, *norm)
+
+    def _compute_outputs(
+        self, inp: Tensor, is_first_microbatch: bool | None, tensors: tuple[Any, ...], uses_residual: bool
+    ) -> tuple[Any, Any]:
+        """Compute `forward_with_residual` with full weights."""
         config = self._config
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
-        fc1_bias = fc2_bias = None
-        if config.use_bias:
-            fc1_bias, fc2_bias = get_parameter_value(self, "fc1_bias"), get_parameter_value(self, "fc2_bias")
-        spec: NormMLPSpec = self.spec(
-            inp, (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta), (is_first_microbatch,)
-        )
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
+        spec: NormMLPSpec = self.spec(inp, tensors, (is_first_microbatch,))
         if is_first_microbatch is not None:
             self.begin_microbatch(is_first_microbatch)
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
@@ -364,7 +320,8 @@ class LayerNormMLP(ProductsModule):
             spec = replace_fields(
                 spec, fc1=fc1, fc2=fc2, cached_tensors=fc1.cached_tensors + fc2.cached_tensors
             )
-        if _replaced.names or _common._replaced.names:
+        replaced = bool(_replaced.names or _common._replaced.names)
+        if replaced:
             # The norm is this module's apply_normalization, which another library has replaced.
             spec = spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))
         dtype = spec.fc1.dtype
@@ -372,38 +329,22 @@ class LayerNormMLP(ProductsModule):
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
         product_bias = None if config.adds_bias_late else fc2_bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        tensors = NormMLPTensors(x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
-        norm_output = None
-        if returns_residual and x is inp and not (_replaced.names or _common._replaced.names):
-            y, inp = norm_mlp_with_residual(tensors, spec)
-        else:
-            y, norm_output = norm_mlp(tensors, spec)
+        returns_residual = uses_residual and not residual_unsupported_reason(
+            spec.fc1, x, inp, spec.returns_norm_output, replaced
+        )
+        inputs = (x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
+        y, second = norm_mlp(inputs, spec, returns_residual)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
-        if returns_residual:
-            return (y, fc2_bias, inp) if config.return_bias else (y, inp)
-        if not (config.return_bias or config.return_layernorm_output):
-            return y
-        outputs: tuple[Any, ...] = (y, fc2_bias) if config.return_bias else (y,)
-        if config.return_layernorm_output:
-            outputs += (self.gather_norm_output(norm_output),)
-        return outputs
+        if config.return_bias or config.return_layernorm_output:
+            y = self.pack_outputs(y, fc2_bias, second)
+        return y, second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
-        fc1_weight, fc2_weight = (
-            get_parameter_value(self, "fc1_weight"),
-            get_parameter_value(self, "fc2_weight"),
-        )
-        fc1_bias = fc2_bias = None
-        if config.use_bias:
-            fc1_bias, fc2_bias = get_parameter_value(self, "fc1_bias"), get_parameter_value(self, "fc2_bias")
-        tensors = (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta)
+        tensors = self._read_tensors()
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
         _check_rows(config, fc1_weight.shape[0])
         shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
         dtype, (fc1, fc2) = export_products(self, inp, tensors, (None,), shapes)
@@ -412,12 +353,7 @@ class LayerNormMLP(ProductsModule):
         hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)
         hidden = exported.activate(config.activation, hidden, ActivationParams.of(config.activation_params))
         y = exported.linear(hidden, fc2_weight, None if config.return_bias else fc2_bias, fc2)
-        outputs: tuple[Tensor | None, ...] = (y,)
-        if config.return_bias:
-            outputs += (None if fc2_bias is None else fc2_bias.to(dtype),)
-        if config.return_layernorm_output:
-            outputs += (normalized,)
-        return outputs if len(outputs) > 1 else y
+        return self.pack_outputs(y, None if fc2_bias is None else fc2_bias.to(dtype), normalized)
 
 
 _replaced = watched(__name__, {"apply_normalization": apply_normalization})

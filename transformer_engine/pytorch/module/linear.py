@@ -21,7 +21,7 @@ their casts.
 
 **Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
 properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
-another spec. `_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.
+another spec. `_configure_from` creates the record, and `@accepts` checks and converts the constructor's arguments.
 
 **Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names`
 contains the assigned names; it is empty in other programs. If it is not, `_linear_by_name` replaces `linear`.
@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_bool
 from ..compat.argument_orders import declare_call
 from ..compat.by_name import LinearByName as _Linear
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
@@ -46,15 +45,14 @@ from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear import LINEAR_FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
-from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.tracing import export_mode
-from .arguments import accepts, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
+from .linear_base import SIZES, LinearConfig, Options, ProductsModule, check_ranks
 from .local_shards import output_of_shards
 from .parameters import InitMethod, create_parameters, mark_parameters, weight_and_bias
 from .specs import (
@@ -185,37 +183,18 @@ class Linear(ProductsModule):
         warn_unless_reduced(
             symmetric_ar_type, parallel_mode == "row" and tp_size > 1 and not sequence_parallel
         )
-        self._configure(
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            parallel_mode is not None,
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            parallel_mode=parallel_mode,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            symmetric_ar_type=symmetric_ar_type,
-            _overlap=overlap_flags(
-                parallel_mode is not None and sequence_parallel and tp_size > 1,
-                ub_overlap_ag,
-                ub_overlap_rs,
-                ub_overlap_rs_dgrad,
-                ub_bulk_dgrad,
-                ub_bulk_wgrad,
-            ),
-            use_bias=bias,
-            return_bias=return_bias,
-            save_original_input=save_original_input,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
             # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`,
             # and the tensors that it reads in addition to the input.
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias"),
         )
         self.ub_name = ub_name
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         create_parameters(self, parameters_split, params_dtype, device, init_method)
         self.reset_parameters(defer_init=is_meta(device))
 
@@ -253,15 +232,13 @@ class Linear(ProductsModule):
             RuntimeError: A parameter is on the meta device.
             NotImplementedError: The DTensor placements are unsupported.
         """
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        if fp8_output is not False or fp8_grad is not False:
-            fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
+        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
+        if not (fp8_output is fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+            options = call_switches(*options)
         if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output, fp8_grad)
+            return self.onnx_forward(inp, *options[1:])
         # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
-        options = (is_first_microbatch, fp8_output, fp8_grad)
         is_subclass = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
         if is_subclass or getattr(weight, "is_distributed_weight", False):
             return self._output_of_subclasses(options, inp, weight, bias)
@@ -273,7 +250,7 @@ class Linear(ProductsModule):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of_subclasses(
-        self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
+        self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Call `_compute_output` for an input or weight that is a DTensor, a quantized tensor, or a shard to gather."""
         if is_distributed(weight) or is_distributed(inp):
@@ -284,9 +261,7 @@ class Linear(ProductsModule):
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
             return self._compute_output(options, inp, full_weight, bias)
 
-    def _compute_output(
-        self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Any:
+    def _compute_output(self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         """Compute `forward` for tensors that are complete on this rank, unquantized or quantized.
 
         Args:

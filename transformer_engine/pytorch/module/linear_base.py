@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..distributed.tensor_parallel import (
 from ..functions.communication import gather_sequence
 from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
 from ..functions.scale_update import is_backward_pass, update_at_end_of_pass
-from ..functions.weight_gradient import begin_first_microbatch
+from ..functions.weight_gradient import WeightGradStore, begin_first_microbatch
 from ..quantization import QuantizerRole
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
@@ -34,10 +34,11 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
+from .arguments import overlap_flags
 from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configure_class
 from .numerics import trace_call, traced_update
-from .parameters import get_parameter_value
+from .parameters import get_parameter_values
 from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
 from .specs import (
@@ -50,7 +51,9 @@ from .specs import (
     tensor_facts,
 )
 
-_KEPT = 64  # cached specs per module
+Tensors = tuple["Tensor | None", ...]  # parameters, named by `config._tensors`
+Options = tuple[Any, ...]  # switches of `forward`, named by `config._options`
+_MAX_SPECS = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -200,7 +203,32 @@ class ProductsModule(TransformerEngineBaseModule):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         if self.build is not None:
-            self._specs: Memory[tuple[Any, ...], Any] = Memory(built, _KEPT, type(self).build)
+            self._specs: Memory[tuple[Any, ...], Any] = Memory(built, _MAX_SPECS, type(self).build)
+
+    def _configure_from(
+        self, arguments: Mapping[str, Any], tp_size: int, sharded: bool, **settings: Any
+    ) -> None:
+        """Store a layer's settings, and apply the other arguments that all layers have, for the constructor.
+
+        Args:
+            arguments: The constructor's arguments by name; those that are fields of the config are stored.
+            tp_size: Rank count.
+            sharded: The parameters are sharded over the ranks.
+            settings: Fields whose value is not that of the argument with the same name.
+        """
+        sequence_parallel = arguments["sequence_parallel"] and tp_size > 1
+        flags = [arguments.get(flag, False) for flag in OverlapFlags._fields]
+        stored = {
+            field.name: arguments[field.name] for field in fields(self._config) if field.name in arguments
+        }
+        stored |= {"tp_size": tp_size, "sequence_parallel": sequence_parallel, "use_bias": arguments["bias"]}
+        self._configure(
+            **{**stored, **settings}, _overlap=overlap_flags(sharded and sequence_parallel, *flags)
+        )
+        if arguments["tp_group"] is not None:
+            self.set_tensor_parallel_group(arguments["tp_group"])
+        if arguments["delay_wgrad_compute"]:
+            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """Return the slot roles; roles at the module's boundaries are settable, see `output_quantizer_role`."""
@@ -256,10 +284,7 @@ class ProductsModule(TransformerEngineBaseModule):
     output_quantizer_role = _role("_output_role")
     grad_input_quantizer_role = _role("_grad_input_role")
 
-    def spec(
-        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...],
-        any_rows: bool = False,
-    ) -> Any:  # fmt: skip
+    def spec(self, inp: Tensor, tensors: Tensors, options: Options, any_rows: bool = False) -> Any:
         """Return the cached build(call); the first call under a recipe also creates quantizers and scaling states.
 
         Args:
@@ -282,21 +307,16 @@ class ProductsModule(TransformerEngineBaseModule):
             return self._spec_of_pass(inp, tensors, options, active)
         numerics.state = state
         store = self.wgrad_store
+        targets = self._targets() if store is not None or config.fuse_wgrad_accumulation else None
         try:
-            device = inp.device
+            x, counts = tensor_facts(inp), None
             if any_rows:
-                facts, counts = count_repeated_facts(tensors)
+                x, (facts, counts) = (x[0], x[1][-1:], *x[2:]), count_repeated_facts(tensors)
             else:
-                facts, counts = tuple([None if t is None else tensor_facts(t) for t in tensors]), None
-            x = type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad
-            targets = self._targets() if store is not None or config.fuse_wgrad_accumulation else None
-            autocast = autocast_dtype(device.type) if autocast_is_active() else None
+                facts = tuple([None if t is None else tensor_facts(t) for t in tensors])
+            autocast = autocast_dtype(inp.device.type) if autocast_is_active() else None
             environment = env.generation()
-            # fmt: off
-            fields = (
-                config, active, options, grad, autocast, environment, store, targets, x, facts, counts
-            )
-            # fmt: on
+            fields = (config, active, options, grad, autocast, environment, store, targets, x, facts, counts)
             # Computed again if an observer records the choices.
             return built(type(self).build, fields) if interventions else self._specs[fields]
         except (AttributeError, TypeError) as error:
@@ -305,7 +325,7 @@ class ProductsModule(TransformerEngineBaseModule):
         raise stumbled
 
     def _build_uncached_call(
-        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
+        self, inp: Tensor, tensors: Tensors, options: Options, active: ModuleRecipe
     ) -> Call:
         """Return a call whose spec is not cached; raise TypeError if the input is not a tensor."""
         floating("the input", inp)
@@ -326,9 +346,7 @@ class ProductsModule(TransformerEngineBaseModule):
             traced=compiling,
         )
 
-    def _spec_of_pass(
-        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
-    ) -> Any:
+    def _spec_of_pass(self, inp: Tensor, tensors: Tensors, options: Options, active: ModuleRecipe) -> Any:
         """Return the spec for a call in a recomputed function, with its first run's scales, or in a backward pass."""
         self._check_call(inp, tensors, options)
         self.numerics.state = current()
@@ -339,7 +357,7 @@ class ProductsModule(TransformerEngineBaseModule):
             )
         )
 
-    def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
+    def _traced_spec(self, inp: Tensor, tensors: Tensors, options: Options) -> Any:
         """Return the spec for a call that a compiler traces; raise NotImplementedError in an export to ONNX."""
         if export_mode.onnx:
             raise NotImplementedError(
@@ -357,14 +375,12 @@ class ProductsModule(TransformerEngineBaseModule):
             self._build_uncached_call(inp, tensors, options, active)._replace(make_update=make_update)
         )
 
-    def check_call_under(
-        self, recipe: Recipe, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]
-    ) -> None:
+    def check_call_under(self, recipe: Recipe, inp: Any, tensors: Tensors, options: Options) -> None:
         """Raise the errors of `check_call`, and an error if a recipe does not support the parameters."""
         self._check_call(inp, tensors, options)
         self._check_parameter_recipe(recipe)
 
-    def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
+    def _check_call(self, inp: Any, tensors: Tensors, options: Options) -> None:
         """Raise TypeError, ValueError or RuntimeError for a call that the layer does not support."""
         call = self._build_uncached_call(inp, tensors, options, unquantized(self.num_products))
         check_call(call, self._input_features(tensors))
@@ -375,9 +391,7 @@ class ProductsModule(TransformerEngineBaseModule):
 
     def _targets(self) -> tuple[tuple[torch.nn.Parameter, ...], ...]:
         """Parameters in each product's weight, into whose main_grad or grad gradients are accumulated."""
-        return tuple(
-            [tuple([get_parameter_value(self, name) for name in names]) for names in self._config._weights]
-        )
+        return tuple([tuple(get_parameter_values(self, names)) for names in self._config._weights])
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
@@ -387,12 +401,20 @@ class ProductsModule(TransformerEngineBaseModule):
             self._build_uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
         )
 
-    def gather_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
-        """Return norm(x) from a fused layer: for the whole sequence if requested, otherwise for this rank's part."""
+    def pack_outputs(self, y: Tensor, bias: Tensor | None, norm_output: Tensor | None) -> Any:
+        """Outputs of a layer with a norm: y, or `(y[, bias][, norm(x)])` by the settings `return_*`.
+
+        norm(x) has the rows of this rank, or of the whole sequence with return_layernorm_output_gathered.
+        """
         config = self._config
-        if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
-            return norm_output
-        return gather_sequence(norm_output, config.tp_group)
+        if not (config.return_bias or config.return_layernorm_output):
+            return y
+        outputs = (y, bias) if config.return_bias else (y,)
+        if not config.return_layernorm_output:
+            return outputs
+        if config.return_layernorm_output_gathered and config.sequence_parallel and norm_output is not None:
+            norm_output = gather_sequence(norm_output, config.tp_group)
+        return *outputs, norm_output
 
     def begin_microbatch(self, first: bool) -> None:
         """Let the first gradient of a step overwrite main_grad; the second run of a checkpoint begins no step."""

@@ -10,7 +10,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,14 +49,6 @@ class Owner(Protocol):
     def _warn_once(self, key: str, message: str) -> None: ...
 
 
-class _AssembledRecipe(NamedTuple):
-    """A recipe that was assembled from quantizers, and the observer that it was assembled for."""
-
-    observer: Callable[[ModuleRecipe], ModuleRecipe] | None
-    quantizers: tuple[Quantizer, ...]
-    made: ModuleRecipe
-
-
 class Numerics:
     """The recipe, scaling states, quantizers and cached weights in one module.
 
@@ -92,7 +84,8 @@ class Numerics:
         self.initialized = False
         self.observer: Callable[[ModuleRecipe], ModuleRecipe] | None = None
         self.observes_unquantized = False
-        self._assembled_recipes: list[_AssembledRecipe] = []
+        # {observer: (slot quantizers, recipe that was assembled from them)}
+        self._slot_recipes: dict[Any, tuple[tuple[Quantizer, ...], ModuleRecipe | None]] = {}
         self._unquantized: tuple[Any, ModuleRecipe] | None = (
             None  # the observer, and its recipe outside autocast
         )
@@ -104,7 +97,7 @@ class Numerics:
             "state": called,
             "state_without_gradients": None,
             "observer": None,
-            "_assembled_recipes": [],
+            "_slot_recipes": {},
         }
         return self.__dict__ | overrides | {"observes_unquantized": False, "_unquantized": None}
 
@@ -156,8 +149,7 @@ class Numerics:
             arguments: Arguments to `ProductsModule.check_call_under`, so that a rejected call creates no quantizers.
         """
         if not (state.enabled or state.calibrating):
-            observed = self.observes_unquantized
-            return self.unquantized(owner.num_products) if observed else unquantized(owner.num_products)
+            return (self.unquantized if self.observes_unquantized else unquantized)(owner.num_products)
         recipe, active = state.recipe, self.cached.recipe
         assert recipe is not None
         unchanged = active is not None and active.recipe is recipe and active.group is state.group
@@ -175,7 +167,7 @@ class Numerics:
         """Return quantizers for a recipe: the active ones if the recipes are equal, otherwise new ones."""
         active = self.cached.recipe
         if active is not None and active.matches_recipe(recipe, group):
-            active.recipe, active.revision, active.pools = recipe, recipe_revision(recipe), None
+            active.replace_recipe(recipe)
             return active
         before = self.cached.before
         if before is None or not before.matches_recipe(recipe, group):
@@ -191,24 +183,16 @@ class Numerics:
         """
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         quantizers = (*forward, *backward)
-        for candidate in self._assembled_recipes:
-            same = len(quantizers) == len(candidate.quantizers) and all(
-                map(operator.is_, quantizers, candidate.quantizers)
-            )
-            if candidate.observer is self.observer and same and candidate.made.matches_recipe(recipe, group):
-                candidate.made.recipe, candidate.made.revision, candidate.made.pools = (
-                    recipe,
-                    recipe_revision(recipe),
-                    None,
-                )
-                return candidate.made
-        result = ModuleRecipe.of(recipe, group, forward, backward)
-        if self.observer is not None:
-            result = self.observer(result)
-        remaining = [
-            candidate for candidate in self._assembled_recipes if candidate.observer is not self.observer
-        ]
-        self._assembled_recipes = [*remaining[-1:], _AssembledRecipe(self.observer, quantizers, result)]
+        before, result = self._slot_recipes.pop(self.observer, ((), None))
+        same = len(quantizers) == len(before) and all(map(operator.is_, quantizers, before))
+        if result is not None and same and result.matches_recipe(recipe, group):
+            result.replace_recipe(recipe)
+        else:
+            result = ModuleRecipe.of(recipe, group, forward, backward)
+            if self.observer is not None:
+                result = self.observer(result)
+        others = [*self._slot_recipes.items()][-1:]  # only the last other observer may return
+        self._slot_recipes = {**dict(others), self.observer: (quantizers, result)}
         return result
 
     def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:

@@ -129,6 +129,14 @@ def get_parameter_value(module: torch.nn.Module, name: str) -> Any:
     return params[name] if name in params else getattr(module, name)
 
 
+def get_parameter_values(module: torch.nn.Module, names: Sequence[str]) -> list[Any]:
+    """Return several parameters by name, as `get_parameter_value` does."""
+    try:
+        return [*map(module._parameters.__getitem__, names)]
+    except KeyError:  # a parametrization or another attribute replaces a parameter
+        return [getattr(module, name) for name in names]
+
+
 def empty_like(param: Tensor) -> Tensor:
     """Return a tensor for init methods: the parameter's own storage, or new high-precision memory."""
     if isinstance(param, QuantizedTensor):

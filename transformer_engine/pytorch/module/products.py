@@ -87,6 +87,10 @@ class ModuleRecipe:
             result.unquantized_products = unquantized_products
         return result
 
+    def replace_recipe(self, recipe: Recipe) -> None:
+        """Follow an equal recipe from now on; the states are registered for scale updates again."""
+        self.recipe, self.revision, self.pools = recipe, recipe_revision(recipe), None
+
     def matches_recipe(self, recipe: Recipe, group: Any) -> bool:
         """Return whether this was created from the recipe or from an equal one."""
         made_by = self.recipe

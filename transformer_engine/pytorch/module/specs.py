@@ -21,12 +21,12 @@ from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
 from ..fast import run_backward_on_calling_thread
 from ..functions.deferred_columns import with_deferred_columns
-from ..functions.layer import LayerFunctions, compiled_functions
+from ..functions.layer import LayerFunctions, compile_layer
 from ..functions.linear_spec import (
     UNQUANTIZED,
     LinearSpec,
     ProductQuantizers,
-    linear_spec,
+    build_linear_spec,
     replace_fields,
     with_gathering,
 )
@@ -355,7 +355,7 @@ def product_spec(
     if not call.traced and call.device.type == "cuda":
         run_backward_on_calling_thread()
     active, inp = call.active, call.input
-    spec = linear_spec(
+    spec = build_linear_spec(
         computing_dtype(call),
         quantizers,
         active.recipe if active.quantizes else None,
@@ -389,4 +389,4 @@ def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> An
     """The layer spec with its compiled passes, if the call may be repeated."""
     if call.make_update is not None:
         return spec
-    return replace_fields(spec, compiled=compiled_functions(functions, spec, call.device))
+    return replace_fields(spec, compiled=compile_layer(functions, spec, call.device))

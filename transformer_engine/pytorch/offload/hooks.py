@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described
+from ..runtime.autograd import TorchFunction
 from ..runtime.double_backward import once_differentiable
 from .marks import active
 from .synchronizer import DefaultOffloadSynchronizer, OffloadSynchronizer
@@ -119,7 +120,7 @@ class CpuOffloadHookWithOffloadHandler(OffloadContext):
         self.offload_handler = offload_handler
 
 
-class GroupCommitFunction(torch.autograd.Function):
+class GroupCommitFunction(TorchFunction):
     """Identity whose backward pass begins the backward pass of a layer; call `apply(output, context)`.
 
     Args:
@@ -136,7 +137,7 @@ class GroupCommitFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("a group of offloaded tensors")
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.begin((grad,))
         return grad, None
 
@@ -144,4 +145,4 @@ class GroupCommitFunction(torch.autograd.Function):
 def context_of_groups(num_layers: int, model_layers: int) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Return (context, commit) for the first version."""
     context = CpuOffloadHookWithOffloadHandler(AsyncDoubleBufferGroupOffloadHandler(num_layers, model_layers))
-    return context, lambda tensor: GroupCommitFunction.apply(tensor, context)  # pyright: ignore[reportReturnType]
+    return context, lambda tensor: GroupCommitFunction.apply(tensor, context)

@@ -54,10 +54,8 @@ class CallKeys:
         inputs: list[Any] = [x]
         offset = 0
         for op, has_call_facts in self._ops:
-            key += (
-                op._revision,
-                op.training,
-            )  # the revision changes with every attribute and with the recipe
+            # The revision changes with every attribute, the version with the quantizers that the passes contain.
+            key += (op._revision, op._quantizers_version, op.training)
             for tensor in [getattr(op, name) for name in op.parameter_names]:
                 if tensor is None:
                     key.append(None)

@@ -9,9 +9,12 @@ An `OperationPasses` holds the forward and the backward function of one operatio
 2. A chain with operations of users runs in segments between them (`fuser.py`, `chain_run.py`).
 3. Two neighbors in `FORWARD_PAIRS` or `BACKWARD_PAIRS` (`passes/patterns.py`) are computed together, unless the
    function of the pair returns None for this call.
-4. Otherwise the reader may request a cast (`input_request`, `gradient_request`). Linear products do under a recipe,
-   unless `input_cast` or `gradient_cast` (`functions/linear_operands.py`) returns None. The producer quantizes its
-   result if its kernel can (`casts_output`, `casts_gradient`).
+4. Otherwise the reader, which is the next operation in the direction of the pass, may request a cast
+   (`input_request`, `gradient_request`). Linear products do under a recipe, unless `input_cast` or `gradient_cast`
+   (`functions/linear_operands.py`) returns None. The producer quantizes its result if its kernel can: `casts_output`
+   of norms (`passes/normalization.py`) and activations (`passes/activation.py`), `casts_gradient` of activations and
+   bias gradients (`passes/bias.py`). Products (`passes/linear.py`) and all others return high precision. The reader
+   then quantizes its operand itself (`functions/linear.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ..functions.saving import keep, take_saved
+from ..functions.saving import save_tensors, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
 from ..runtime.autograd import Function, check_transforms
@@ -354,7 +354,7 @@ class SegmentedChain(Function):
     def forward(ctx, x, call, *tensors):
         count = sum(map(len, call.parameter_shapes))
         results, saved = call.forward(x, tensors[count:])
-        keep(ctx, saved)
+        save_tensors(ctx, saved)
         ctx.call = call
         ctx.scale_update = scale_update(call.basic_ops, call.state)
         outputs = distinct(results, (x, *tensors))

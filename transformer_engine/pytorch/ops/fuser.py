@@ -3,11 +3,13 @@
 A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself.
 These steps, in order, decide what a call computes:
 
-1. `Sequential._find_parts` (`sequential.py`) finds the runs of consecutive operations that may fuse. Each run is the
-   chain of one `OperationFuser`.
+1. `Sequential._find_parts` (`sequential.py`) finds sequences of operations that may fuse. Each sequence is the chain of
+   one `OperationFuser`.
 2. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
 3. The recipe of the autocast state is applied to the basic operations (`applied_recipe.py`).
-4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s (`fusions.py`).
+4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s (`fusions.py`), in both
+   passes or in one of them. If a user wrote the methods of one for the forward pass alone, the backward pass may need
+   state that these methods did not save (`ChainRun._save_missing_state`).
 5. The chain runs in one of two ways:
 
    - Prepared (`_find_prepared`): one forward and one backward pass. The passes are built once per key, which
@@ -17,22 +19,13 @@ These steps, in order, decide what a call computes:
      this package form a segment. An operation whose methods a user wrote is a segment that runs these methods
      (`chain_run.py`).
 
-6. Within a pass or segment, `chain.py` computes two neighboring operations together if the pair is in a table
-   (`passes/patterns.py`). Otherwise a kernel may quantize its result for the next operation.
+   A chain is prepared unless one of three functions returns a reason: `_chain_segments_reason` for all calls of the
+   chain, `_segments_reason` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
+   `te.explain` prints the reasons of the first two.
 
-All calls of a chain run in segments if one of these conditions holds:
-
-- A user wrote the methods of an operation in the chain, or of a `FusedOperation` that a fusion function inserted.
-- A channel connects two operations of the chain (`Links.has_channels`).
-- The passes of an operation read other parameters than its `own_tensors` returns.
-
-Other chains run in segments in these calls:
-
-- The call has keyword arguments.
-- `torch.compile` traces the call.
-- An operation has delayed-scaling state, and the call is part of a checkpointed function (in either of its two runs)
-  or of a backward pass.
-- A backend is forced (`te.use_backend`), or an observer reads the choices (`te.explain`).
+6. Within a prepared chain or a segment, `chain.py` computes two neighboring operations together if the pair is in a
+   table (`passes/patterns.py`). Otherwise the kernel of a norm, an activation or a bias gradient may quantize its
+   result for the next operation. The result of a matrix product is quantized by its reader.
 
 While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
 checkpoints, raise an error for such side effects.
@@ -52,6 +45,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ...common.dispatch import interventions
+from ...common.explanation import is_explaining, note
 from ...common.recipe import Recipe
 from ..functions.scale_update import is_backward_pass
 from ..quantization.autocast import AutocastState, current, eager_thread_state
@@ -62,13 +56,14 @@ from .fusions import (
     FusionFunction,
     FusionLists,
     FusionResults,
+    IndexedOperations,
     fuse_operations,
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
 )
 from .lent_parameters import are_parametrized
-from .links import Links, check_tensor, extra_inputs_error
+from .links import Links, check_options_count, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_passes, initialize_operations
@@ -82,6 +77,8 @@ __all__ = [
     "register_forward_fusion",
 ]
 
+# The reason `_segments_reason` returns in each call within `te.explain`, which therefore does not print it.
+_INTERVENTION = "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 # Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
 _MAX_PREPARED = 64
 
@@ -97,7 +94,8 @@ class OperationFuser:
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller passes.
-        forward_fusion_functions: Functions from `register_forward_fusion`.
+        forward_fusion_functions: Functions from `register_forward_fusion`. All fusers share this list and the next
+            two, which change by registration only.
         backward_fusion_functions: Functions from `register_backward_fusion`.
         forward_backward_fusion_functions: Functions from `register_forward_backward_fusion`.
     """
@@ -124,11 +122,10 @@ class OperationFuser:
         # Results of the fusion functions in the last call: a cache of one entry, and the value of
         # `_forward_ops`.
         self._fusions = FusionResults([], [], 0, None, None)
-        # Whether calls may be prepared: no channel within the chain, and no methods of a user.
-        self._can_prepare = not self._links.has_channels and all(map(has_passes, self._basic_ops))
+        self._chain_segments_reason = _chain_segments_reason(self._basic_ops, self._links)
         self._keys = CallKeys(self._basic_ops)
-        # Prepared chains by key; None for a key whose calls must run in segments.
-        self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
+        # By key, the prepared chain, or the reason why calls with this key run in segments.
+        self._prepared: dict[tuple[Any, ...], PreparedChain | str] = {}
         # Copies of the fusion functions for which `_prepared` is valid.
         self._functions_of_prepared = _copy_lists(self._fusion_lists)
 
@@ -164,15 +161,21 @@ class OperationFuser:
             initialize_operations(self._uninitialized)
             if not torch.compiler.is_compiling():
                 self._uninitialized = ()
-        if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
-            chain, inputs = self._find_prepared(input, extra_inputs)
-            if chain is not None:
+        # Before the key, which contains the version of the quantizers.
+        state = self._apply_recipe()
+        reason = self._segments_reason(basic_op_kwargs)
+        if reason is None:
+            chain, inputs = self._find_prepared(state, input, extra_inputs)
+            if isinstance(chain, PreparedChain):
                 self._fusions = chain.fusions
                 return chain(inputs)
-        return self._run_segments(input, extra_inputs, basic_op_kwargs)
+        elif is_explaining() and reason is not _INTERVENTION:
+            names = ", ".join([type(op).__name__ for op in self._basic_ops])
+            note(f"the chain {names} runs in segments: {reason}")
+        return self._run_segments(state, input, extra_inputs, basic_op_kwargs)
 
     def _check_inputs(
-        self, x: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]] | None
+        self, x: Any, extra_inputs: Sequence[Any], options: list[dict[str, Any]] | None
     ) -> None:
         """Check the argument counts, and that the main input is a tensor.
 
@@ -184,35 +187,51 @@ class OperationFuser:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         if type(x) is not Tensor:
             check_tensor(f"the main input of {type(self._basic_ops[0]).__name__} (operation 0)", x)
-        if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
-            raise ValueError(
-                f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
-                "one dict for each"
-            )
+        if options is not None:
+            check_options_count(options, self._num_basic_ops)
+
+    def _apply_recipe(self) -> AutocastState:
+        """Make the operations use the recipe of the current autocast state, which is returned."""
+        if torch.compiler.is_compiling():
+            state = current()
+            apply_recipe(self._basic_ops, state)  # not `self._recipe`: tracing may not assign its attributes
+            return state
+        state = eager_thread_state().state
+        self._recipe.update(state)
+        return state
+
+    def _segments_reason(self, options: list[dict[str, Any]] | None) -> str | None:
+        """Reason why a call runs in segments, whatever its key; None if it may run prepared."""
+        if self._chain_segments_reason is not None:
+            return self._chain_segments_reason
+        if options is not None and any(options):
+            return "the call has keyword arguments"
+        if torch.compiler.is_compiling():
+            return "torch.compile traces the call"
+        # The second execution must use the scales of the first one, which a prepared chain does not repeat.
+        if self._recipe.stateful and (eager_thread_state().recomputes or is_backward_pass()):
+            return "operations have delayed scaling, and the call is in a checkpointed function or a backward pass"
+        # A prepared chain would keep a forced backend, and would skip the choices that an observer reads.
+        if interventions:
+            return _INTERVENTION
+        return None
 
     def _find_prepared(
-        self, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> tuple[PreparedChain | None, list[Any]]:
+        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    ) -> tuple[PreparedChain | str, list[Any]]:
         """Look up the prepared chain for a call; the first call with a key builds the chain.
 
         Returns:
-            The chain, or None if the call must run in segments; and the chain's inputs, in the order of
-            `CallKeys.key_and_inputs`.
+            The chain, or the reason why calls with this key run in segments; and the chain's inputs, in the
+            order of `CallKeys.key_and_inputs`.
         """
-        thread = eager_thread_state()
-        self._recipe.update(thread.state)
-        repeats_scales = self._recipe.stateful and (thread.recomputes or is_backward_pass())
-        # `interventions` is not empty while a backend is forced or the choices are observed. A prepared chain
-        # would keep a forced backend, and would skip the choices that an observer reads.
-        if repeats_scales or interventions:
-            return None, []
         if self._fusion_lists != self._functions_of_prepared:
             self._prepared.clear()
             self._functions_of_prepared = _copy_lists(self._fusion_lists)
-        key, inputs = self._keys.key_and_inputs(thread.state, x, extra_inputs)
+        key, inputs = self._keys.key_and_inputs(state, x, extra_inputs)
         chain = self._prepared.get(key)
-        if chain is None and key not in self._prepared:
-            chain = self._build_prepared(thread.state, x, extra_inputs)
+        if chain is None:
+            chain = self._build_prepared(state, x, extra_inputs)
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = chain
@@ -220,12 +239,12 @@ class OperationFuser:
 
     def _build_prepared(
         self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> PreparedChain | None:
-        """Build the passes for calls like this one; None if such calls must run in segments."""
-        parameters, fusions = self._analyze_call(state, x, extra_inputs)
+    ) -> PreparedChain | str:
+        """Build the passes for calls like this one, or return the reason why such calls run in segments."""
+        parameters = self._read_parameters()
         return build_chain(
             self._basic_ops,
-            fusions,
+            self._update_fusions(state, x, parameters, extra_inputs),
             x,
             self._links.by_operation(extra_inputs),
             parameters,
@@ -233,34 +252,48 @@ class OperationFuser:
         )
 
     def _run_segments(
-        self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
+        self,
+        state: AutocastState,
+        x: Tensor,
+        extra_inputs: tuple[Tensor, ...],
+        options: list[dict[str, Any]] | None,
     ) -> Any:
-        """Run a call in segments; the module docstring lists the reasons."""
-        state = current()
-        apply_recipe(self._basic_ops, state)
-        parameters, fusions = self._analyze_call(state, x, extra_inputs)
-        options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
+        """Run a call in segments."""
+        parameters = self._read_parameters()
+        fusions = self._update_fusions(state, x, parameters, extra_inputs)
+        options = [{} for _ in self._basic_ops] if options is None else options
         call = ChainRun(self._basic_ops, self._links, fusions, parameters, options, state)
         outputs: Any = run_segments(call, x, parameters, extra_inputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _analyze_call(
-        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> tuple[list[list[Any]], FusionResults]:
-        """Parameters by basic operation, and the operations after the registered fusion functions.
+    def _read_parameters(self) -> list[list[Any]]:
+        """Parameters by basic operation, checked.
 
         Raises:
-            RuntimeError: A required parameter is None, or a fusion function drops or reorders operations.
+            RuntimeError: A required parameter is None.
         """
         check_parameters(self._basic_ops)
-        parameters = self._basic_op_params
+        return [op.own_tensors() for op in self._basic_ops]
+
+    def _update_fusions(
+        self,
+        state: AutocastState,
+        x: Tensor,
+        parameters: list[list[Any]],
+        extra_inputs: tuple[Tensor, ...],
+    ) -> FusionResults:
+        """Apply the registered fusion functions for a call, and store the results in `_fusions` unless traced.
+
+        Raises:
+            RuntimeError: A fusion function drops or reorders operations.
+        """
         first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
         recipe = state.recipe if state.enabled else None
         functions = _copy_lists(self._fusion_lists)
         fusions = fuse_operations(self._basic_ops, functions, first_with_backward, recipe, self._fusions)
         if not torch.compiler.is_compiling():  # no side effects while tracing
             self._fusions = fusions
-        return parameters, fusions
+        return fusions
 
     def _find_first_with_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
@@ -286,12 +319,17 @@ class OperationFuser:
             self.backward_fusion_functions,
         )
 
-    # The following names are part of NVIDIA's interface. Tests and other libraries read them.
+    # The following names are part of NVIDIA's interface. Tests and other libraries read them; this package does not.
 
-    # Operations in the forward and in the backward pass of the last call, after the registered fusion
-    # functions. Each is paired with the indices of its basic operations.
-    _forward_ops = property(lambda self: self._fusions.forward)
-    _backward_ops = property(lambda self: self._fusions.backward)
+    @property
+    def _forward_ops(self) -> IndexedOperations:
+        """Operations in the forward pass of the last call, each with the indices of its basic operations."""
+        return self._fusions.forward
+
+    @property
+    def _backward_ops(self) -> IndexedOperations:
+        """Operations in the backward pass of the last call, each with the indices of its basic operations."""
+        return self._fusions.backward
 
     @property
     def first_op_requiring_backward(self) -> int:
@@ -314,11 +352,21 @@ class OperationFuser:
         return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
 
+def _chain_segments_reason(basic_ops: Sequence[BasicOperation], links: Links) -> str | None:
+    """Reason why all calls of a chain run in segments; None if they may run prepared."""
+    for op in basic_ops:
+        if not has_passes(op):
+            return f"a user wrote the methods of {type(op).__name__}"
+    if links.has_channels:
+        return "a channel connects two of its operations, or an extra output is not returned to the caller"
+    return None
+
+
 def _copy_lists(functions: FusionLists) -> FusionLists:
     both, forward, backward = functions
     return list(both), list(forward), list(backward)
 
 
-# `FusibleOperation.forward` runs a single operation as a chain. operation.py cannot import this file, which
-# imports it.
+# `FusibleOperation.forward` runs a single operation as a chain. Set here because importing fuser.py in operation.py
+# would be circular.
 FusibleOperation._fuser = OperationFuser

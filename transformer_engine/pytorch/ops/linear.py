@@ -2,14 +2,15 @@
 
 | tensor_parallel_mode | operations |
 | --- | --- |
-| None, "column" | `BasicLinear`, `Bias` |
-| "row" | `BasicLinear`, `Bias`, `AllReduce`; with sequence parallelism `ReduceScatter` in place of `AllReduce` |
+| None, "column", or any mode with one rank | `BasicLinear`, `Bias` |
+| "row" with several ranks | `BasicLinear`, `Bias`, `AllReduce` (with sequence parallelism `ReduceScatter`) |
 
 This file contains parameters and state dicts only; the operations compute y and the gradients. The `passes`
 method of an operation returns an `OperationPasses`, which holds a forward and a backward function. For the
 product, `BasicLinear.passes` (`basic/basic_linear.py`) creates a `LinearPasses` (`passes/linear.py`), which
 calls `functions/linear.py`. The pair (linear, bias) in `passes/patterns.py` adds the bias in the epilogue of
-the product.
+the product. Under a recipe, `BasicLinear` owns the quantizers (`recipe_slots.py`), and the product quantizes its
+operands by them (`functions/linear_operands.py`).
 
 `Linear` owns the parameters that these operations read (`lent_parameters.py`), so that torch's tools find
 `weight` and `bias` as in torch.nn.Linear. State dicts use the keys of NVIDIA's Transformer Engine, which
@@ -27,12 +28,12 @@ import torch
 from ...common.numbers import to_bool
 from ..runtime.checks import is_distributed
 from .basic import AllReduce, BasicLinear, Bias, ReduceScatter
-from .basic.basic_linear import tensor_parallel_boundary
+from .basic.basic_linear import create_tensor_parallel
 from .operation import BasicOperation
-from .pass_operation import PassFusedOperation
+from .pass_operation import PassFusedOperation, PassOperation
 
-# {parameter name: (index of the operation that reads it, key in state dicts)}
-_SAVED_KEYS = {"weight": (0, "basic_ops.0.weight"), "bias": (1, "basic_ops.1.bias")}
+# {parameter name: index of the operation that reads it}
+_READERS = {"weight": 0, "bias": 1}
 # FullyShardedDataParallel (FSDP1) inserts this text into the state-dict prefixes of the modules that it
 # wraps.
 _FSDP_PREFIX = "_fsdp_wrapped_module."
@@ -43,10 +44,12 @@ class Linear(PassFusedOperation):
 
     State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" can be loaded
     too. Within torch.distributed.fsdp.FullyShardedDataParallel, which looks parameters up by their names, the
-    keys are "weight" and "bias".
+    keys are "weight" and "bias". Each basic operation also has a key "basic_ops.<index>._extra_state", for the
+    scales of delayed scaling.
 
     In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so
-    y contains the sum over all ranks' biases. `te.Linear` adds one bias, after the reduction.
+    y contains the sum over all ranks' biases: the bias then fuses with the product, and the operations and
+    checkpoints are those of NVIDIA's Transformer Engine. `te.Linear` adds one bias, after the reduction.
 
     Args:
         in_features: Size of the last input dimension, over all ranks.
@@ -80,7 +83,7 @@ class Linear(PassFusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        boundary = tensor_parallel_boundary(
+        parallel = create_tensor_parallel(
             tensor_parallel_mode,
             tensor_parallel_group,
             to_bool("sequence_parallel", sequence_parallel),
@@ -88,36 +91,43 @@ class Linear(PassFusedOperation):
             out_features,
         )
         has_bias = to_bool("bias", bias)
-        is_row_parallel = boundary.mode == "row"
-        # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an
-        # unsharded layer over this rank's input features, and a separate operation reduces after the bias.
-        linear = BasicLinear(
-            in_features // boundary.size if is_row_parallel else in_features,
-            out_features,
-            device=device,
-            dtype=dtype,
-            tensor_parallel_mode=None if is_row_parallel else tensor_parallel_mode,
-            tensor_parallel_group=tensor_parallel_group,
-            sequence_parallel=sequence_parallel,
-            rng_state_tracker_function=rng_state_tracker_function,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-        )
+        # Not the argument `tensor_parallel_mode`: with one rank `parallel` has no mode.
+        is_row_parallel = parallel.mode == "row"
+        options: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "rng_state_tracker_function": rng_state_tracker_function,
+            "accumulate_into_main_grad": accumulate_into_main_grad,
+        }
+        if is_row_parallel:
+            # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an
+            # unsharded layer over this rank's input features, and a separate operation reduces after the bias.
+            linear = BasicLinear(in_features // parallel.size, out_features, **options)
+        else:
+            linear = BasicLinear(
+                in_features,
+                out_features,
+                tensor_parallel_mode=tensor_parallel_mode,
+                tensor_parallel_group=tensor_parallel_group,
+                sequence_parallel=sequence_parallel,
+                **options,
+            )
         ops: list[BasicOperation] = [linear]
         if has_bias:
-            # Bias divides its size by the number of ranks, but each rank of a row-parallel layer has all out_features.
             bias_op = Bias(
-                out_features * (boundary.size if is_row_parallel else 1),
+                out_features,
                 device=device,
                 dtype=linear.weight.dtype,
-                tensor_parallel=boundary.mode is not None,
+                tensor_parallel=parallel.mode == "column",
                 tensor_parallel_group=tensor_parallel_group,
             )
             ops.append(bias_op)
         if is_row_parallel:
-            reduction = ReduceScatter if boundary.sequence else AllReduce
-            ops.append(reduction(boundary.group))
+            reduction = ReduceScatter if parallel.sequence else AllReduce
+            ops.append(reduction(parallel.group))
         super().__init__(ops)
-        # Do not rename: existing pickled modules contain this attribute.
+        # Not plain attributes `in_features` and `out_features`, because pickled modules of earlier releases contain
+        # `_sizes`.
         self._sizes = in_features, out_features
         self._has_bias = has_bias
         for op in ops:  # `self` owns `weight` and `bias` from here on, and the operations read them
@@ -135,6 +145,15 @@ class Linear(PassFusedOperation):
         """Size of the last output dimension, over all ranks."""
         return self._sizes[1]
 
+    def reset_parameters(self) -> None:
+        """Fill the weight with uniform random values and the bias with zeros.
+
+        Parameters on the meta device are allocated first.
+        """
+        for operation in self.basic_operations():
+            if isinstance(operation, PassOperation):  # a user may have replaced it
+                operation.reset_parameters()
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute.
 
@@ -142,31 +161,35 @@ class Linear(PassFusedOperation):
             ValueError: The layer was constructed without a bias, and the value is a bias. No operation would
                 add it.
         """
+        # `_has_bias` is unset during construction.
         if name == "bias" and not self.__dict__.get("_has_bias", True):
             if value is None:
                 return
             raise ValueError("this Linear has no bias; construct it with bias=True")
         super().__setattr__(name, value)
 
-    def _saved_keys(self, prefix: str) -> dict[str, str]:
-        """Keys {prefix + "weight": prefix + "basic_ops.0.weight", ..} of parameters that `Linear` owns."""
-        operations = list(self.basic_ops)
-        return {
-            prefix + name: prefix + key
-            for name, (index, key) in _SAVED_KEYS.items()
+    def _saved_keys(self, prefix: str) -> list[tuple[str, str, str]]:
+        """Per parameter that `Linear` owns: its name, its key by this name, and its key in saved state dicts."""
+        operations = self.basic_operations()
+        absent = [name for name, parameter in self._parameters.items() if parameter is None]
+        return [
+            (name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}")
+            for name, index in _READERS.items()
+            if name not in absent
+            and index < len(operations)
             # A user may have replaced the operation by another one, which owns its parameters and saves them
             # itself.
-            if index < len(operations) and name not in operations[index]._parameters
-        }
+            and name not in operations[index]._parameters
+        ]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the parameters under keys that name the basic operations."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if _FSDP_PREFIX in prefix:
             return
-        for name, key in self._saved_keys(prefix).items():
-            if name in destination:
-                destination[key] = destination.pop(name)
+        for _, own_key, saved_key in self._saved_keys(prefix):
+            if own_key in destination:
+                destination[saved_key] = destination.pop(own_key)
 
     def _load_from_state_dict(
         self,
@@ -184,22 +207,24 @@ class Linear(PassFusedOperation):
             RuntimeError: The state dict has a parameter under both keys.
         """
         saved_keys = self._saved_keys(prefix)
-        for name, key in saved_keys.items():
-            if key not in state_dict:
+        for name, own_key, saved_key in saved_keys:
+            if saved_key not in state_dict:
                 continue
-            parameter = self._parameters.get(name.removeprefix(prefix))
-            # Two entries are an error, unless the one under `name` is the parameter itself:
+            parameter = self._parameters.get(name)  # None if parametrized
+            # Two entries are an error, unless the one under `own_key` is the parameter itself:
             # torch.distributed.checkpoint.state_dict adds this entry.
-            if name in state_dict and state_dict[name] is not parameter:
+            if own_key in state_dict and state_dict[own_key] is not parameter:
                 raise RuntimeError(
-                    f"the state dict has {name} and {key}, which are the same parameter of Linear; remove one of them"
+                    f"the state dict has {own_key} and {saved_key}, which are the same parameter of Linear; remove one "
+                    "of them"
                 )
-            state_dict[name] = _sharded_as(parameter, state_dict.pop(key))
+            state_dict[own_key] = _sharded_as(parameter, state_dict.pop(saved_key))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         # Report missing parameters under the keys that `state_dict` returns.
-        missing_keys[:] = [saved_keys.get(key, key) for key in missing_keys]
+        reported = {own_key: saved_key for _, own_key, saved_key in saved_keys}
+        missing_keys[:] = [reported.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"

@@ -53,6 +53,14 @@ def extra_inputs_error(count: int, ops: Sequence[Channels]) -> ValueError:
     )
 
 
+def check_options_count(options: Sequence[dict[str, Any]], count: int) -> None:
+    """Raise ValueError unless there is one dict of keyword arguments for each basic operation."""
+    if len(options) != count:
+        raise ValueError(
+            f"basic_op_kwargs has {len(options)} entries for {count} basic operations; give one dict for each"
+        )
+
+
 class Slot(NamedTuple):
     """An extra input or output: the operation's index in the chain, and the tensor's index in the operation."""
 

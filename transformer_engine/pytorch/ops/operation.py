@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,13 +20,15 @@ from torch import Tensor
 
 from ...common.checks import suggests_keywords
 from ...common.numbers import with_article
+from ..compat.replaceable import any_intercepted
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
-from .intercepted_calls import are_unintercepted, with_basic_operations
+from .intercepted_calls import list_interceptable
 from .lent_parameters import LentParameters
-from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
-from .recipe_slots import RecipeSlots
+from .links import check_options_count
+from .parts import NO_CHANNELS, ContainerPart, call_parts, connecting_channels
+from .recipe_slots import RECIPE_ATTRIBUTES, RecipeSlots
 
 _revisions = itertools.count(1)
 
@@ -159,44 +161,74 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         Args:
             input: The main input.
             *extra_inputs: The extra inputs.
-            **kwargs: Operation keyword arguments.
+            **kwargs: Keyword arguments, if the operation is, or consists of, one basic operation. A fused operation
+                accepts `basic_op_kwargs`: one dict, possibly empty, for each of its basic operations.
 
         Returns:
             The output, or a tuple with the output and the extra outputs.
+
+        Raises:
+            ValueError: There are too few or too many extra inputs or entries in `basic_op_kwargs`, or the operation
+                does not accept a keyword argument.
         """
         members = self.basic_operations()
-        if kwargs and len(members) != 1:
+        options: list[dict[str, Any]] | None = (
+            kwargs.pop("basic_op_kwargs", None) if self.is_fused_op else None
+        )
+        if kwargs and (options is not None or len(members) != 1):
             raise ValueError(
-                f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
-                f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
+                f"{type(self).__name__} stands for {len(members)} basic operations and does not accept the keyword "
+                f"argument {sorted(kwargs)[0]!r}; pass basic_op_kwargs, one dict for each of them"
             )
-        if self.is_fused_op and not are_unintercepted(with_basic_operations(members)):
-            # A module that replaces a basic operation has no extra tensors.
-            groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
-            parts = [
-                ChainPart(member, group, names)
-                for member, group, names in zip(
-                    members, groups, connecting_channels(groups, self._channels), strict=True
-                )
-            ]
-            return call_parts(parts, input, extra_inputs, {}, self._channels)
+        if kwargs:
+            options = [kwargs]
+        if self.is_fused_op and any_intercepted(list_interceptable(members)):
+            return self._call_members(members, input, extra_inputs, options)
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members or fuser.channels != self._channels:
             fuser = type(self)._fuser([self], self._channels)
             if not torch.compiler.is_compiling():  # checkpoints in a graph forbid side effects
                 object.__setattr__(self, "_own_fuser", fuser)
-        return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        return fuser(input, *extra_inputs, basic_op_kwargs=options)
+
+    def _call_members(
+        self,
+        members: Sequence[Any],
+        input: Tensor,
+        extra_inputs: Sequence[Tensor],
+        options: list[dict[str, Any]] | None,
+    ) -> Any:
+        """Call the basic operations of a fused operation one after another as modules, so that their hooks run.
+
+        Args:
+            members: The basic operations, or modules that replace them, which have no extra tensors and options.
+            input: The main input.
+            extra_inputs: The extra inputs.
+            options: Keyword arguments by basic operation.
+        """
+        groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
+        basic_ops = [operation for group in groups for operation in group]
+        if options is not None:
+            check_options_count(options, len(basic_ops))
+        channels = connecting_channels(groups, self._channels)
+        parts = [
+            ContainerPart(member, group, names)
+            for member, group, names in zip(members, groups, channels, strict=True)
+        ]
+        options_by_id = {id(op): kwargs for op, kwargs in zip(basic_ops, options or (), strict=False)}
+        return call_parts(parts, input, extra_inputs, options_by_id, self._channels)
 
     def connect(self, channels: frozenset[str]) -> None:
         """Make separate calls to the operation read and return channel tensors.
+
+        Only `parts.py` calls this method: `ContainerPart.call` and `disconnect`.
 
         Args:
             channels: Channel names that connect the operation with others in its container.
         """
         if channels != self._channels:
-            object.__setattr__(
-                self, "_channels", channels
-            )  # no change to the operation's settings (`_revision`)
+            # Not a change to the operation's settings, which `_revision` counts.
+            object.__setattr__(self, "_channels", channels)
 
     # The `forward` of this class that computes the same as a fused chain; a user's class may have another one.
     _own_forward: ClassVar[Callable[..., Any] | None] = forward
@@ -228,7 +260,8 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
     # Attributes that the representation shows, by argument name.
     _shown: ClassVar[dict[str, str]] = {}
 
-    # Another number after each write to an attribute; parameters and `training` are compared by themselves.
+    # Another number after each write to an attribute. Keys (`call_key.py`) contain parameters, `training` and the
+    # version of the quantizers apart from this number.
     _revision: int = 0
     # Whether a tracing compiler has executed `pre_first_fuser_forward`.
     _initialized_while_tracing: bool = False
@@ -246,7 +279,7 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
             self._set_lent_parameter(name, value)
             return
         super().__setattr__(name, value)
-        if name != "training" and not isinstance(value, Tensor):
+        if name != "training" and name not in RECIPE_ATTRIBUTES and not isinstance(value, Tensor):
             object.__setattr__(self, "_revision", next(_revisions))
 
     def __delattr__(self, name: str) -> None:

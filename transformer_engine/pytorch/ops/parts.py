@@ -19,7 +19,7 @@ from .links import Links, extra_inputs_error
 NO_CHANNELS: frozenset[str] = frozenset()
 
 
-class ChainPart:
+class ContainerPart:
     """A part of a container: a fused chain or a single module.
 
     Args:
@@ -45,21 +45,37 @@ class ChainPart:
             op, i = basic_ops[slot.op], slot.index
             self.outputs.append((op._extra_output_channels[i], op._extra_output_to_caller[i]))
 
-    def call(self, x: Any, extra_inputs: Sequence[Tensor], op_kwargs: list[dict[str, Any]]) -> Any:
+    def call(self, x: Any, extra_inputs: Sequence[Tensor], options: list[dict[str, Any]]) -> Any:
         """Call the module.
 
         Args:
             x: The main input.
             extra_inputs: Its extra inputs.
-            op_kwargs: Keyword arguments for each basic operation.
+            options: Keyword arguments for each basic operation.
         """
         if not self.basic_ops:
             return self.module(x)
         if self.is_fused_chain:
-            return self.module(x, *extra_inputs, basic_op_kwargs=op_kwargs if any(op_kwargs) else None)
+            return self.module(x, *extra_inputs, basic_op_kwargs=options if any(options) else None)
+        # The connection outlives the call, because a checkpoint repeats `forward` in the backward pass. `disconnect`
+        # ends it.
         self.module.connect(self.channels)
-        own_kwargs = op_kwargs[0] if len(op_kwargs) == 1 else {}  # a fused operation takes none
-        return self.module(x, *extra_inputs, **own_kwargs)
+        if not any(options):
+            return self.module(x, *extra_inputs)
+        keywords = {"basic_op_kwargs": options} if self.module.is_fused_op else options[0]
+        return self.module(x, *extra_inputs, **keywords)
+
+
+def disconnect(operations: Sequence[Any]) -> None:
+    """End the connections from `ContainerPart.call`, for operations that join a fused chain.
+
+    The chain connects its operations itself. A separate call to one of them then reads and returns no channel tensors.
+
+    Args:
+        operations: The operations; basic operations of fused ones, which may have been called by themselves, included.
+    """
+    for operation in operations:
+        operation.connect(NO_CHANNELS)
 
 
 def connecting_channels(
@@ -85,10 +101,10 @@ def connecting_channels(
 
 
 def call_parts(
-    parts: Sequence[ChainPart],
+    parts: Sequence[ContainerPart],
     input: Tensor,
     extra_inputs: Sequence[Tensor],
-    op_kwargs: Mapping[int, dict[str, Any]],
+    options: Mapping[int, dict[str, Any]],
     outer_channels: frozenset[str] = NO_CHANNELS,
 ) -> Any:
     """Call parts one after another.
@@ -97,7 +113,7 @@ def call_parts(
         parts: The parts.
         input: The main input of the first part.
         extra_inputs: Extra inputs from the caller, in order.
-        op_kwargs: {id(basic operation): keyword arguments}.
+        options: {id(basic operation): keyword arguments}.
         outer_channels: Channel names that connect the parts with further operations. The caller gives what
             the parts read from them, and receives what the parts write to them.
 
@@ -123,7 +139,7 @@ def call_parts(
             tensor = tensors_of_channels[channel]
             # Other parts may have saved the tensor for their backward passes.
             part_inputs.append(tensor.clone() if is_written else tensor)
-        result = part.call(x, part_inputs, [op_kwargs.get(id(op), {}) for op in part.basic_ops])
+        result = part.call(x, part_inputs, [options.get(id(op), {}) for op in part.basic_ops])
         if not part.outputs:
             x = result
             continue

@@ -174,7 +174,10 @@ def _initialize_while_tracing(name: str) -> bool:
 
 
 class PassFusedOperation(FusedOperation):
-    """A fused operation of operations of this package; `chain.py` finds out what kernels compute together."""
+    """A fused operation that runs by the passes of its members, which are operations of this package.
+
+    It has no kernels of its own: `chain.py` decides which members a kernel computes together.
+    """
 
     def fuser_forward(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
-from ..functions.saving import keep, take_saved
+from ..functions.saving import save_tensors, take_saved
 from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
@@ -153,7 +153,7 @@ def build_chain(
     extra_inputs: Sequence[Sequence[Any]],
     parameters: Sequence[Sequence[Any]],
     updates_scales: bool,
-) -> PreparedChain | None:
+) -> PreparedChain | str:
     """Prepare a chain whose basic operations all have passes.
 
     Args:
@@ -165,21 +165,22 @@ def build_chain(
         updates_scales: The backward pass ends with an update to delayed-scaling states.
 
     Returns:
-        The chain; None if a user's fused operation must run by its own methods.
+        The chain, or the reason why such calls run in segments.
     """
     first_with_backward = fusions.first_with_backward
-    if not all(has_pass(op, "forward") for op, _ in fusions.forward):
-        return None
-    if not all(has_pass(op, "backward") for op, _ in fusions.backward):
-        return None
+    for direction, indexed in (("forward", fusions.forward), ("backward", fusions.backward)):
+        for op, _ in indexed:
+            if not has_pass(op, direction):
+                return f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
     for op, indices in fusions.forward:
         op.pre_fuser_forward(requires_grad=indices[-1] >= first_with_backward)
     contexts = create_contexts(len(basic_ops), first_with_backward, x)
     options: list[dict[str, Any]] = [{} for _ in basic_ops]
     records = torch.is_grad_enabled()
     passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
-    if not all(map(_same_tensors, read_parameters, parameters)):
-        return None  # gradients are returned in parameter order
+    for op, read, own in zip(basic_ops, read_parameters, parameters, strict=True):
+        if not _same_tensors(read, own):  # gradients are returned in the order of own_tensors
+            return f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
     # Checks that every call repeats, because they depend on more than the key (main_grad).
     checks = [
         partial(op.pre_fuser_forward, requires_grad=i >= first_with_backward)
@@ -264,7 +265,7 @@ class _PreparedChain(Function):
         else:
             results, kind = chain.compiled.forward([*tensors], chain)
             chain.compiled.save_kind(ctx, kind)
-        keep(ctx, results[chain.outputs :])
+        save_tensors(ctx, results[chain.outputs :])
         outputs = distinct(results[: chain.outputs], tensors)
         constant = [
             y for i, y in enumerate(outputs) if 0 < i <= chain.constant_outputs or not y.is_floating_point()

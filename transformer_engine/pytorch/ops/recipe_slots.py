@@ -8,7 +8,7 @@ import itertools
 import pickle
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,23 +35,47 @@ from ..tensor.quantizer import Quantizer
 MODES = ("forward", "backward")
 KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _SUFFIX = {"forward": "fwd", "backward": "bwd"}
+# Attributes of `RecipeSlots` that are no settings of the operation: `_revision` does not count writes to them.
+RECIPE_ATTRIBUTES = frozenset({"_quantizers", "_applied", "_quantizers_version", "_suspended"})
 _serial = itertools.count()
+_versions = itertools.count(1)
 operations_by_name: weakref.WeakValueDictionary[str, RecipeSlots] = weakref.WeakValueDictionary()
+
+
+class _Suspended(NamedTuple):
+    """Quantizers of the last recipe, while no recipe is active.
+
+    Attributes:
+        applied, quantizers, version: Former values of `_applied`, `_quantizers` and `_quantizers_version`.
+        revision: `_revision` of the operation; another one may need other quantizers.
+    """
+
+    applied: tuple[Recipe, Any, Any]
+    quantizers: dict[str, list[Quantizer]]
+    version: int
+    revision: int
 
 
 class RecipeSlots:
     """The quantizers of one operation; a mixin of `torch.nn.Module`.
 
+    Calls without a recipe, such as an evaluation between training steps, suspend the quantizers. The next call under
+    the same recipe resumes them, so that the passes that were prepared with them stay valid.
+
     Attributes:
         _fp8_metas: Recipe, group and recipe state per mode, "forward" and "backward"; None before the first recipe.
         _quantizers: Quantizers per mode; empty while no recipe is active.
+        _applied: The recipe of the quantizers, its revision, and the group; None while no recipe is active.
+        _quantizers_version: Number of these quantizers, as a part of keys (`call_key.py`); 0 while no recipe is active.
+        _suspended: Quantizers of the last recipe, while no recipe is active.
     """
 
+    _revision: int
     _fp8_metas: dict[str, dict[str, Any] | None]
     _quantizers: dict[str, list[Quantizer]]
-    _applied: tuple[Recipe, Any, Any] | None = (
-        None  # the recipe of the quantizers, its revision, and the group
-    )
+    _applied: tuple[Recipe, Any, Any] | None = None
+    _quantizers_version: int = 0
+    _suspended: _Suspended | None = None
     _traced_name: str
 
     def _create_recipe_slots(self) -> None:
@@ -79,6 +103,9 @@ class RecipeSlots:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._register_name()
+        if self._applied is not None:  # the number in the pickle belongs to another process
+            self._quantizers_version = next(_versions)
+        self._suspended = None
 
     def num_quantizers(self, mode: str) -> int:
         """Return how many tensors the operation quantizes in a mode, "forward" or "backward"."""
@@ -117,23 +144,54 @@ class RecipeSlots:
     def apply_recipe(self, state: AutocastState) -> None:
         """Use the recipe of an autocast state from now on."""
         recipe = state.recipe if state.enabled or state.calibrating else None
-        applied = self._applied
-        if applied is None or recipe is None:
-            if applied is not None or recipe is not None:
-                self._set_recipe(recipe, state.group)
-        elif not (is_unchanged(applied[0], applied[1], recipe) and applied[2] is state.group):
+        if recipe is None:
+            if self._applied is not None:
+                self._suspend(self._applied)
+            return
+        if not _is_same(self._applied, recipe, state.group) and not self._resume(recipe, state.group):
             self._set_recipe(recipe, state.group)
-        if recipe is not None and find_family(recipe).stateful:
+        if find_family(recipe).stateful:
             self.register_for_updates()
 
+    def _suspend(self, applied: tuple[Recipe, Any, Any]) -> None:
+        """Set the quantizers aside for calls without a recipe."""
+        suspended = _Suspended(applied, self._quantizers, self._quantizers_version, self._revision)
+        self._set_recipe(None, None)
+        self._suspended = suspended
+
+    def _resume(self, recipe: Recipe, group: Any) -> bool:
+        """Take suspended quantizers back if they fit a recipe. Returns whether they do."""
+        suspended = self._suspended
+        if (
+            suspended is None
+            or suspended.revision != self._revision
+            or not _is_same(suspended.applied, recipe, group)
+            or any(
+                meta[KEYS[mode]].device != self._state_device()
+                for mode, meta in self._fp8_metas.items()
+                if meta is not None
+            )
+        ):
+            return False
+        self._applied, self._quantizers = suspended.applied, suspended.quantizers
+        self._quantizers_version, self._suspended = suspended.version, None
+        self._connect_parameters()
+        return True
+
     def _set_recipe(self, recipe: Recipe | None, group: Any) -> None:
+        """Create the quantizers for a recipe, or remove them."""
+        self._suspended = None
         if recipe is None:
             self._quantizers = {mode: [] for mode in MODES}
-            self._applied = None
+            self._applied, self._quantizers_version = None, 0
             return
         for mode in MODES:
             self._create_quantizers(mode, recipe, group)
-        self._applied = (recipe, recipe_revision(recipe), group)
+        self._applied, self._quantizers_version = (recipe, recipe_revision(recipe), group), next(_versions)
+        self._connect_parameters()
+
+    def _connect_parameters(self) -> None:
+        """Connect quantized parameters to the current quantizers; see `connect_parameter`."""
 
     def _create_quantizers(self, mode: str, recipe: Recipe, group: Any) -> None:
         count = self.num_quantizers(mode)
@@ -264,5 +322,9 @@ class RecipeSlots:
             meta = self._fp8_metas[mode]
             if meta is not None:
                 load_extra_state(part, meta)
-            self._quantizers[mode] = []
-        self._applied = None
+        self._set_recipe(None, None)  # the next call creates quantizers for the restored states
+
+
+def _is_same(applied: tuple[Recipe, Any, Any] | None, recipe: Recipe, group: Any) -> bool:
+    """Whether quantizers with this value of `_applied` belong to a recipe and a group."""
+    return applied is not None and is_unchanged(applied[0], applied[1], recipe) and applied[2] is group

@@ -10,10 +10,11 @@ A container divides its modules into parts (`parts.py`) and calls the parts in o
 Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
 extra input, or an earlier operation provides it through a channel, a name that both operations set.
 
-Within `autocast`, operations and modules of this package use its recipe; other modules do not quantize.
+Within `autocast`, operations and modules of this package use its recipe.
 
 torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
-attributes: higher-order operators such as checkpoints raise an error for a side effect inside a graph.
+attributes: higher-order operators such as checkpoints raise an error for a side effect inside a graph. The exception is
+an operation with channels that becomes a single module, or ceases to be one (`ContainerPart.call`, `disconnect`).
 """
 
 from __future__ import annotations
@@ -26,32 +27,41 @@ from torch import Tensor
 
 from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
+from ..compat.replaceable import any_intercepted
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
-from .intercepted_calls import are_unintercepted, unfused_reason, with_basic_operations
-from .operation import BasicOperation, FusibleOperation
-from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
+from .intercepted_calls import list_interceptable, unfused_reason
+from .operation import BasicOperation, FusedOperation, FusibleOperation
+from .parts import ContainerPart, call_parts, connecting_channels, disconnect
 
 
-class _Parts(NamedTuple):
-    """Cached division of a Sequential into parts, and the modules for which it is valid.
-
-    `_find_parts` divides again if any attribute other than `parts` has changed.
+class _CacheKey(NamedTuple):
+    """Everything that the division of a Sequential into parts depends on.
 
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
-        operations: The modules that are operations.
-        with_basic_operations: The operations, followed by the basic operations of fused operations. A user
-            may replace a basic operation by another module.
-        fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
-        parts: Fused chains and single modules, in order.
+        interceptable: The operations and the basic operations of the fused ones. The latter are included so that
+            replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
+        fusible: The operations whose calls nothing intercepts (`any_intercepted`), which may therefore fuse.
     """
 
     modules: list[torch.nn.Module | None]
-    operations: list[FusibleOperation]
-    with_basic_operations: list[FusibleOperation]
+    interceptable: list[FusibleOperation]
     fusible: list[FusibleOperation]
-    parts: list[ChainPart]
+
+
+class _CachedParts(NamedTuple):
+    """Division of a Sequential into parts, valid while the key is equal.
+
+    Attributes:
+        key: The key.
+        operations: The modules that are operations.
+        parts: Fused chains and single modules, in order.
+    """
+
+    key: _CacheKey
+    operations: list[FusibleOperation]
+    parts: list[ContainerPart]
 
 
 class Sequential(CheckedLoading, torch.nn.Sequential):
@@ -66,7 +76,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     """
 
     # Written and checked by `_find_parts`.
-    _cached_parts: _Parts | None = None
+    _cached_parts: _CachedParts | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
@@ -97,22 +107,23 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         Args:
             input: The main input.
             *extra_inputs: Extra inputs that no channel provides, in the order of the operations.
-            op_kwargs: {basic operation, or its index in the container: dict of keyword arguments}.
+            op_kwargs: {basic operation: dict of keyword arguments}. The operation is a child of the container or
+                one of the `basic_ops` of a child. The index of a child that is a basic operation may replace it.
 
         Returns:
             The output, or a tuple (output, *extra outputs).
 
         Raises:
             TypeError: An input of an operation is not a tensor; `op_kwargs` or a value in it is not a dict.
-            ValueError: There are too few or too many extra inputs, or a key of `op_kwargs` is not a basic
-                operation in this container.
+            ValueError: There are too few or too many extra inputs, or a key of `op_kwargs` names no basic
+                operation in this container, or the operation does not accept a keyword argument.
         """
         parts = self._find_parts()
-        if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
+        if len(parts) == 1 and parts[0].is_fused_chain and op_kwargs is None:
             return parts[0].module(input, *extra_inputs)
-        return call_parts(parts, input, extra_inputs, self._kwargs_by_operation(op_kwargs))
+        return call_parts(parts, input, extra_inputs, self._options_by_operation(op_kwargs))
 
-    def _find_parts(self) -> list[ChainPart]:
+    def _find_parts(self) -> list[ContainerPart]:
         """Parts for this call, from the cache unless the modules or the fusible operations have changed.
 
         An operation fuses unless something intercepts its calls (`intercepted_calls.py`): a hook,
@@ -121,24 +132,25 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         cached = self._cached_parts
-        if cached is not None and cached.modules == modules:
+        if cached is not None and cached.key.modules == modules:
             operations = cached.operations  # isinstance with an abstract class takes time in each call
         else:
             operations = [module for module in modules if isinstance(module, FusibleOperation)]
-        called = with_basic_operations(operations)
+        interceptable = list_interceptable(operations)
         fusible = operations
-        if not are_unintercepted(called):
-            fusible = [op for op in operations if are_unintercepted(with_basic_operations([op]))]
+        if any_intercepted(interceptable):
+            fusible = [op for op in operations if not any_intercepted(list_interceptable([op]))]
         if is_explaining():
             self._note_unfused()
-        if cached is not None and cached[:-1] == (modules, operations, called, fusible):
+        key = _CacheKey(modules, interceptable, fusible)
+        if cached is not None and cached.key == key:
             return cached.parts
         parts = self._build_parts(fusible)
         if not torch.compiler.is_compiling():  # no side effects while tracing
-            self._cached_parts = _Parts(modules, operations, called, fusible, parts)
+            self._cached_parts = _CachedParts(key, operations, parts)
         return parts
 
-    def _build_parts(self, fusible: list[FusibleOperation]) -> list[ChainPart]:
+    def _build_parts(self, fusible: list[FusibleOperation]) -> list[ContainerPart]:
         """Divide the modules into chains of consecutive fusible operations, and single modules.
 
         Raises:
@@ -153,16 +165,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         basic_ops = [
             [operation for module in group for operation in _basic_operations(module)] for group in groups
         ]
-        parts: list[ChainPart] = []
+        parts: list[ContainerPart] = []
         for group, group_ops, channels in zip(groups, basic_ops, connecting_channels(basic_ops), strict=True):
-            module: Any = group[0]
-            if module in fusible:
-                for operation in group:
-                    # `ChainPart.call` connected the operation to channels if it was a single module before.
-                    # The fuser connects it from now on.
-                    operation.connect(NO_CHANNELS)
-                module = OperationFuser(group, channels)
-            parts.append(ChainPart(module, group_ops, channels))
+            runs: OperationFuser | torch.nn.Module = group[0]
+            if group[0] in fusible:
+                disconnect([*group, *group_ops])
+                runs = OperationFuser(group, channels)
+            parts.append(ContainerPart(runs, group_ops, channels))
         return parts
 
     @property
@@ -172,7 +181,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         NVIDIA's Transformer Engine uses this name. The value is None until the first forward pass in eager
         mode, and after a change of modules until the next forward pass.
         """
-        if self._cached_parts is None or self._cached_parts.modules != list(self._modules.values()):
+        if self._cached_parts is None or self._cached_parts.key.modules != list(self._modules.values()):
             return None
         return [part.module for part in self._cached_parts.parts]
 
@@ -183,32 +192,44 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             if reason is not None:
                 note(f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}")
 
-    def _kwargs_by_operation(
+    def _options_by_operation(
         self, op_kwargs: Mapping[Any, dict[str, Any]] | None
     ) -> dict[int, dict[str, Any]]:
         """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
 
         Raises:
             TypeError: `op_kwargs`, or the value of a key, is not a dict.
-            ValueError: A key is not a basic operation in this container.
+            ValueError: A key names no basic operation that is a child or a basic operation of a child.
         """
-        for value in (op_kwargs or {}, *(op_kwargs.values() if isinstance(op_kwargs, Mapping) else ())):
-            if not isinstance(value, Mapping):
-                raise TypeError(
-                    f"op_kwargs contains {value!r}; give a dict {{operation or its index: dict of keyword arguments}}"
-                )
+        if op_kwargs is None:
+            return {}
+        if not isinstance(op_kwargs, Mapping):
+            raise TypeError(
+                f"op_kwargs={op_kwargs!r} is {with_article(type(op_kwargs))}; give a dict {{basic operation, or the "
+                "index of one: dict of keyword arguments}"
+            )
+        basic_ids = {id(operation) for module in self for operation in _basic_operations(module)}
         result: dict[int, dict[str, Any]] = {}
-        module_ids = {id(module) for module in self}
-        for target, kwargs in (op_kwargs or {}).items():
+        for target, kwargs in op_kwargs.items():
+            if not isinstance(kwargs, Mapping):
+                raise TypeError(
+                    f"op_kwargs contains {kwargs!r}, which is {with_article(type(kwargs))}; give a dict of keyword "
+                    "arguments"
+                )
             if isinstance(target, int) and not -len(self) <= target < len(self):
                 raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
             op = self[target] if isinstance(target, int) else target
             if not isinstance(op, BasicOperation):
+                remedy = "; use one of its basic_ops as the key" if isinstance(op, FusedOperation) else ""
                 raise ValueError(
-                    f"op_kwargs names {with_article(type(op))}; only basic operations take keyword arguments"
+                    f"op_kwargs names {with_article(type(op))}, but only basic operations take keyword arguments"
+                    f"{remedy}"
                 )
-            if id(op) not in module_ids:
-                raise ValueError(f"op_kwargs names {with_article(type(op))} that is not in this Sequential")
+            if id(op) not in basic_ids:
+                raise ValueError(
+                    f"op_kwargs names {with_article(type(op))} that is neither in this Sequential nor in one of its "
+                    "fused operations"
+                )
             result[id(op)] = dict(kwargs)
         return result
 
@@ -216,10 +237,14 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """State for copies and pickles, without the cached parts; a copy computes its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
-    # List methods. They differ from torch.nn.Sequential's in three ways: `extend` and `+` accept any
-    # iterable, a removal does not rename the remaining modules, and `append` uses the number after the
-    # highest one as the name. `insert` renames all modules, as in torch.nn.Sequential, so that the numbers
-    # follow the order. `*` repeats the same modules, which share their parameters.
+    # List methods. They differ from torch.nn.Sequential's in three ways:
+    #
+    # - `extend` and `+` accept any iterable.
+    # - A removal does not rename the remaining modules.
+    # - `append` uses the number after the highest one as the name.
+    #
+    # `*` repeats the same modules, which share their parameters. A child is None after `chain.name = None` or
+    # `add_module(name, None)`: iteration and calls skip it, indices and `len` count it as in torch.nn.Sequential.
 
     def _module_name(self, index: int) -> str:
         keys = list(self._modules)
@@ -256,8 +281,12 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return self
 
     def insert(self, idx: int, module: torch.nn.Module) -> Sequential:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Insert a module before an index, name all modules by their indices, and return the container."""
-        modules = list(self)
+        """Insert a module before an index, and return the container.
+
+        All modules are named by their indices afterwards, so that the numbers follow the order. Names from a dict
+        are lost, and the keys of state dicts change with the names.
+        """
+        modules = list(self._modules.values())
         modules.insert(idx, _check_module(module))
         self._modules = {str(i): child for i, child in enumerate(modules)}
         return self

@@ -79,4 +79,4 @@ def iteration_coefficients(coefficients: Sequence[Any], steps: int) -> list[Coef
         if isinstance(coefficients[0], (int, float))
         else [tuple(one) for one in coefficients]
     )
-    return list(get_coefficient_iterator(steps, sets, "repeat_last"))  # pyright: ignore[reportArgumentType]
+    return list(get_coefficient_iterator(steps, sets, "repeat_last"))

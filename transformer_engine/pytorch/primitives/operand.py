@@ -10,8 +10,8 @@ from torch import Tensor
 from ...common.formats import TensorFormat
 
 # The two ways a product reads a quantized matrix [rows, K].
-COLS = "cols"  # contracts K: the row-wise codes [rows, K]
-ROWS = "rows"  # contracts rows: the column-wise codes, transposed, [K, rows]
+ROWWISE = "rowwise"  # codes [rows, K] for products that contract K
+COLUMNWISE = "columnwise"  # transposed codes [K, rows] for products that contract the rows
 
 
 class Operand(NamedTuple):

@@ -14,11 +14,11 @@ from torch import Tensor
 from ...common.dispatch import Backend, Table
 from ...common.kernels.launch import LARGEST_EXTENT
 from ..fast.symbols import Symbol
-from ..runtime.launching import operator, run, unsupported_elementwise
+from ..runtime.launching import operator, run, run_into, unsupported_elementwise
 from .operand import Operand
 from .quantize import pack_fp4, unpack_fp4
 
-__all__ = ["TABLE", "TransposeRequest", "transposed_codes", "transposed_operand"]
+__all__ = ["TABLE", "TransposeRequest", "transposed_codes", "transposed_operand", "write_transposed"]
 
 
 class TransposeRequest(NamedTuple):
@@ -35,6 +35,18 @@ def transposed_codes(codes: Tensor) -> Tensor:
     """Return codes [M, K] transposed to [K, M], contiguous."""
     native = torch.compiler.is_compiling() or type(codes) in (Tensor, Symbol)
     return TABLE.bound((codes.shape, codes.dtype, codes.device, codes.is_contiguous(), native))(codes)
+
+
+def write_transposed(codes: Tensor, out: Tensor) -> None:
+    """Write codes [M, K] transposed to out [K, M], contiguous, of the same dtype."""
+    request = (codes.shape, codes.dtype, codes.device, codes.is_contiguous(), type(codes) is Tensor)
+    if TABLE.name_of(request) == TRITON.name:
+        from ...common.kernels import transpose  # it imports triton
+
+        given, written = codes.view(torch.uint8), out.view(torch.uint8)
+        run_into(transpose.transpose((codes.shape[0], codes.shape[1])), (given,), [written])
+    else:
+        out.copy_(codes.t())
 
 
 def transposed_operand(operand: Operand) -> Operand:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from contextlib import ContextDecorator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -170,7 +170,7 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: dist_group_type | None = None,
         _graph: bool = False,
-        **others: Any,
+        **others: NoReturn,
     ):
         self.state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)
         flags = type(enabled) is bool and type(calibrating) is bool
@@ -252,7 +252,7 @@ def _update_scales(holder: _ThreadState, state: AutocastState, traced: bool) -> 
 
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None,
-    fp8_group: dist_group_type | None = None, _graph: bool = False, **others: Any,
+    fp8_group: dist_group_type | None = None, _graph: bool = False, **others: NoReturn,
 ) -> autocast:  # fmt: skip
     """Deprecated alias for `autocast`.
 

@@ -86,7 +86,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
     # Functions are replaced by the field's default: autocast's recipe decides what runs after loading.
     stored = copy.copy(recipe)
     vars(stored).pop("_description", None)  # a cache of this process
-    for f in fields(recipe):  # pyright: ignore[reportArgumentType] - every recipe is a dataclass
+    for f in fields(recipe):  # every recipe is a dataclass
         if callable(getattr(recipe, f.name)):
             setattr(stored, f.name, f.default)
     state: dict[str, Any] = {"recipe": stored}
@@ -341,7 +341,7 @@ class _Builder:
         if module == _RECIPE_MODULE and name in _DATA_CLASSES:
             # A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass).
             arguments = self.built(record.__dict__["arguments"], depth)
-            return _DATA_CLASSES[name](*arguments, **attributes)  # pyright: ignore
+            return _DATA_CLASSES[name](*arguments, **attributes)
         kind = getattr(recipes, name) if module == _RECIPE_MODULE else _base_recipe(module, name)
         return _recipe(kind, attributes)
 

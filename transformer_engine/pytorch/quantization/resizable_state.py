@@ -58,10 +58,10 @@ class ResizableState(Tensor):
         """Return the bytes as a plain tensor."""
         return self.as_subclass(Tensor)
 
-    def size(self, dim: int | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def size(self, dim: int | None = None) -> Any:
         return AnyLength(self.shape) if dim is None else _LONGEST
 
-    def narrow(self, dim: int, start: Any, length: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def narrow(self, dim: int, start: Any, length: Any) -> Tensor:
         if start or dim:
             raise ValueError(f"bytes {start} to {start + length} of an extra state; it is read as a whole")
         self.data = torch.empty(length, dtype=torch.uint8, device="cpu")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def disable_autocast(function: F) -> F:
         with torch._C._DisableAutocast():
             return function(*args, **kwargs)
 
-    return run  # pyright: ignore[reportReturnType]
+    return cast(F, run)
 
 
 def matrix_product(a: Tensor, b: Tensor) -> Tensor:
@@ -78,7 +78,28 @@ def check_transforms(operation: str, *values: Any) -> None:
             )
 
 
-class Function(torch.autograd.Function):
+if TYPE_CHECKING:
+
+    class TorchFunction(torch.autograd.Function):
+        """torch.autograd.Function, typed so that subclasses name their arguments and gradients."""
+
+        @staticmethod
+        def forward(*args: Any, **kwargs: Any) -> Any: ...
+
+        @staticmethod
+        def backward(*args: Any, **kwargs: Any) -> Any: ...
+
+        @staticmethod
+        def jvp(*args: Any, **kwargs: Any) -> Any: ...
+
+        @classmethod
+        def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    TorchFunction = torch.autograd.Function
+
+
+class Function(TorchFunction):
     """Base class for this package's autograd functions, whose passes run with torch.autocast off.
 
     Attributes:
@@ -102,13 +123,18 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Compute the function, as a node in autograd's graph; see `check_transforms`."""
-        transformed = _transforms_are_active()
-        if transformed or forward_ad._current_level >= 0:
-            check_transforms(cls.OPERATION, args)
-        if transformed:  # no argument is transformed, but torch's apply would raise an error
-            with enable_single_level_autograd_function():
-                return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+        if _transforms_are_active() or forward_ad._current_level >= 0:
+            return cls._apply_inside_transform(args)
         return super().apply(*args)
+
+    @classmethod
+    def _apply_inside_transform(cls, args: tuple[Any, ...]) -> Any:
+        """Compute `apply` while a transform is active that transforms none of the arguments."""
+        check_transforms(cls.OPERATION, args)
+        if not _transforms_are_active():
+            return super().apply(*args)
+        with enable_single_level_autograd_function():  # torch's apply would raise an error
+            return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_forward_mode() -> bool:
@@ -132,7 +158,7 @@ class _Product(Function):
         return a @ b
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:

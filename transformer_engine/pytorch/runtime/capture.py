@@ -6,6 +6,7 @@ without Python, and its results overwrite the body's. Tests use a recorder that 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,32 @@ class _State:
 
 
 _state = _State()
+
+
+@functools.cache
+def _capture_info() -> Any:
+    """Return the CUDA driver's function that describes the capture on a stream; None without this driver."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):  # another platform, or a driver without the function
+        return None
+    number = ctypes.POINTER(ctypes.c_uint64)
+    function.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), number, *[ctypes.c_void_p] * 3]
+    function.restype = ctypes.c_int
+    return function
+
+
+_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+def capture_number(stream: Any) -> int | None:
+    """Return the number of the capture on a stream, unique in the process; None if it is unknown."""
+    function = _capture_info()
+    if function is None:
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = function(stream.cuda_stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value if error == 0 and status.value == _ACTIVE else None
 
 
 def set_capture_start() -> None:
@@ -204,7 +231,7 @@ def _disable_collection() -> Iterator[None]:
 
 def alias_unowned(values: Tensor) -> Tensor:
     """Return a tensor on the same memory that does not keep it alive, for memory from a pool with another owner."""
-    storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
+    storage = torch._C._construct_storage_from_data_pointer(
         values.untyped_storage().data_ptr(), values.device, values.untyped_storage().nbytes()
     )
     result = torch.empty(0, dtype=values.dtype, device=values.device)

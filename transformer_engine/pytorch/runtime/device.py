@@ -135,7 +135,7 @@ def _check_available(device: torch.device, name: str) -> None:
 def _to_device(device: torch.device | str | int, name: str) -> torch.device:
     """Convert a device in any form that torch accepts to torch.device; raise TypeError or ValueError otherwise."""
     if not isinstance(device, (str, bool, torch.device, torch.Tensor)) and hasattr(type(device), "__index__"):
-        device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
+        device = operator.index(device)  # a NumPy integer, for one
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(
             f"{name}={device!r} is {with_article(type(device))}; give 'cuda', 'cpu', 'meta', a GPU's number or a "

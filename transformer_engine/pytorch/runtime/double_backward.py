@@ -35,17 +35,24 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(ctx: Any, *grads: Any) -> Any:
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return backward(ctx, *grads)
-            with torch.no_grad():
-                gradients = backward(ctx, *grads)
-            return _reject_derivative(operation, gradients, ctx, grads)
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                return _run_recorded(operation, backward, ctx, grads)
+            return backward(ctx, *grads)
 
         guarded.__doc__ = backward.__doc__
         guarded.once_differentiable = operation  # pyright: ignore[reportFunctionMemberAccess]
         return guarded
 
     return decorate
+
+
+def _run_recorded(
+    operation: str, backward: Callable[..., Any], ctx: Any, grads: Sequence[Any]
+) -> tuple[Any, ...] | Any:
+    """Run a backward pass that autograd records, whose gradients cannot be differentiated."""
+    with torch.no_grad():
+        gradients = backward(ctx, *grads)
+    return _reject_derivative(operation, gradients, ctx, grads)
 
 
 def _reject_derivative(operation: str, gradients: Any, ctx: Any, grads: Sequence[Any]) -> Any:
@@ -63,7 +70,7 @@ def _reject_derivative(operation: str, gradients: Any, ctx: Any, grads: Sequence
     places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
     if links and places:
         guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
-        for i, result in zip(places, guarded_results, strict=True):  # pyright: ignore[reportArgumentType]
+        for i, result in zip(places, guarded_results, strict=True):
             results[i] = result
     return tuple(results) if isinstance(gradients, tuple) else results[0]
 
@@ -116,7 +123,7 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         results = list(gradients)
         guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
-        for i, result in zip(places, guarded_results, strict=True):  # pyright: ignore[reportArgumentType]
+        for i, result in zip(places, guarded_results, strict=True):
             results[i] = result
         return tuple(results)
 

@@ -89,7 +89,7 @@ class _UnroundedProduct(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(a: Tensor, b: Tensor) -> Tensor:
         with _unrounded(a.device.type):
             return a @ b
 
@@ -99,14 +99,14 @@ class _UnroundedProduct(Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad
         grad_a = float32_product(grad_output, b.mT) if needs_a else None
         return grad_a, float32_product(a.mT, grad_output) if needs_b else None
 
     @staticmethod
-    def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor) -> Tensor:
         a, b = ctx.saved_tensors
         return float32_product(tangent_a, b) + float32_product(a, tangent_b)
 
@@ -117,7 +117,7 @@ class _UnroundedSolution(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, upper: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(a: Tensor, b: Tensor, upper: bool) -> Tensor:
         with _unrounded(a.device.type):
             return torch.linalg.solve_triangular(a, b, upper=upper, unitriangular=True)
 
@@ -128,7 +128,7 @@ class _UnroundedSolution(Function):
         ctx.save_for_forward(a, output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor, None]:
         a, x = ctx.saved_tensors
         grad_b = solve_unit_triangular(a.mT, grad_output, not ctx.upper)
         if not ctx.needs_input_grad[0]:
@@ -136,7 +136,7 @@ class _UnroundedSolution(Function):
         return _triangle(-float32_product(grad_b, x.mT), ctx.upper), grad_b, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor, _: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor, _: None) -> Tensor:
         a, x = ctx.saved_tensors
         change = float32_product(_triangle(tangent_a, ctx.upper), x)
         return solve_unit_triangular(a, tangent_b - change, ctx.upper)

@@ -44,12 +44,20 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     if makers is None:
         makers = launch.makers[device] = output_makers(launch, device)
     outputs = [None if make is None else make() for make in makers]
+    run_into(launch, inputs, outputs)
+    return outputs  # pyright: ignore[reportReturnType]
+
+
+def run_into(launch: Launch, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+    """Run a launch on the device of the first input, whose outputs are the caller's tensors."""
+    first = inputs[0]
+    assert first is not None
+    device = first.device
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
             start(launch, inputs, device.index, outputs)
     else:
         start(launch, inputs, device.index, outputs)
-    return outputs  # pyright: ignore[reportReturnType]
 
 
 def _listed(launch: Launch, first: Symbol, inputs: Sequence[Any]) -> list[Any]:

@@ -7,12 +7,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from ...common.tracing import constant_while_tracing
 
 F = TypeVar("F", bound=Callable)
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -25,12 +27,6 @@ class _ExportMode(threading.local):
 
 
 export_mode = _ExportMode()
-
-
-def constant_while_tracing(function: F) -> F:
-    """torch.compiler.assume_constant_result without importing the compiler, which takes a second."""
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
 
 
 def run_eagerly(reason: str) -> Callable[[F], F]:
@@ -48,7 +44,7 @@ def run_eagerly(reason: str) -> Callable[[F], F]:
                 return torch.compiler.disable(function)(*args, **kwargs)
             return function(*args, **kwargs)
 
-        return run  # pyright: ignore[reportReturnType]
+        return cast(F, run)
 
     return decorate
 

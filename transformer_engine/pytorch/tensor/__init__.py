@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..constants import DType
-from ..primitives.operand import COLS, ROWS
+from ..primitives.operand import COLUMNWISE, ROWWISE
 from . import formats, grouped_tensor
 from .formats import *  # noqa: F403 - by the list in its __all__
 from .grouped_tensor import GroupedTensor, GroupedTensorStorage
@@ -29,8 +29,8 @@ from .utils import (
 )
 
 __all__ = [
-    "COLS",
-    "ROWS",
+    "COLUMNWISE",
+    "ROWWISE",
     "Calibrating",
     "GroupedTensor",
     "GroupedTensorStorage",

@@ -37,7 +37,7 @@ def tensor_fields(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, .
 def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
     """Return an object with `tensor_fields(another, names)`; fields that an older pickle lacks get their defaults."""
     fields = dict(zip(names, values, strict=False))
-    return kind(fields.pop("shape"), fields.pop("dtype"), **fields)  # pyright: ignore[reportReturnType]
+    return kind(fields.pop("shape"), fields.pop("dtype"), **fields)
 
 
 class BlockScalingQuantizer(Quantizer):

@@ -37,7 +37,7 @@ class ShardTarget(Tensor):
     @staticmethod
     def of(full: Any, offsets: Offsets, shape: Sequence[int]) -> ShardTarget:
         """Return the part of a quantized tensor that begins at these offsets."""
-        target = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        target = torch.Tensor._make_wrapper_subclass(
             ShardTarget, torch.Size(shape), dtype=full.dtype, device=full.device
         )
         target._whole, target._offsets = full, offsets

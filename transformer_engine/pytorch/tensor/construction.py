@@ -152,7 +152,7 @@ class StraightThroughQuantize(Function):
         return quantizer._quantize(tensor, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         return grad_output, None, None
 
 
@@ -167,5 +167,5 @@ class StraightThroughDequantize(Function):
         return tensor.decode(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return grad_output.to(ctx.dtype), None

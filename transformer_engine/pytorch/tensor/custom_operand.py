@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.formats import TensorFormat
-from ..primitives.operand import COLS, ROWS, Operand, OwnedOperand, plain
+from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, OwnedOperand, plain
 
 _FORMAT = TensorFormat("custom", None, "none")
 
@@ -51,26 +51,26 @@ class CustomOperand(OwnedOperand):
     columnwise: bool
 
     @classmethod
-    def of(cls, quantized: Any, axis: str) -> CustomOperand:
-        halves = _halves(quantized, axis)
+    def of(cls, quantized: Any, direction: str) -> CustomOperand:
+        halves = _halves(quantized, direction)
         codes = halves.data.reshape(-1, halves.data.shape[-1])
         self = cls(codes, halves.scale, _FORMAT)
-        self.made, self.columnwise = quantized, axis != COLS
+        self.made, self.columnwise = quantized, direction != ROWWISE
         return self
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors that products read."""
-        halves = _halves(self.made, ROWS if self.columnwise else COLS)
+        halves = _halves(self.made, COLUMNWISE if self.columnwise else ROWWISE)
         return halves.data, halves.scale
 
     def split_tensors(self) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
         """Return (tensors for save_for_backward, function that rebuilds the operand and returns how many it used)."""
-        axis = ROWS if self.columnwise else COLS
+        direction = COLUMNWISE if self.columnwise else ROWWISE
         tensors, emptied = self.made.prepare_for_saving()
 
         def together(saved: list[Tensor | None]) -> tuple[CustomOperand, int]:
             rest = emptied.restore_from_saved(saved)
-            return CustomOperand.of(emptied, axis), len(saved) - len(rest)
+            return CustomOperand.of(emptied, direction), len(saved) - len(rest)
 
         return list(tensors), together
 
@@ -86,7 +86,7 @@ class CustomOperand(OwnedOperand):
             (False, True): GEMMType.DGRAD,
             (True, True): GEMMType.WGRAD,
         }[self.columnwise, other.columnwise]
-        x, w = (_halves(o.made, ROWS if o.columnwise else COLS) for o in (self, other))
+        x, w = (_halves(o.made, COLUMNWISE if o.columnwise else ROWWISE) for o in (self, other))
         params = MMParams(epilogue.dtype if epilogue.out is None else epilogue.out.dtype, epilogue.exact)
         product = self.made._quantizer.qgemm(
             x.data,
@@ -103,23 +103,25 @@ class CustomOperand(OwnedOperand):
         return epilogue.finish(product)
 
 
-def _halves(quantized: Any, axis: str) -> Halves:
-    data, scale = (quantized.data, quantized.scale) if axis == COLS else (quantized.data_t, quantized.scale_t)
+def _halves(quantized: Any, direction: str) -> Halves:
+    data, scale = (
+        (quantized.data, quantized.scale) if direction == ROWWISE else (quantized.data_t, quantized.scale_t)
+    )
     if data is None:
-        direction = "row-wise" if axis == COLS else "column-wise"
+        missing = "row-wise" if direction == ROWWISE else "column-wise"
         raise RuntimeError(
-            f"{type(quantized).__name__} has no {direction} data; its quantizer makes the directions of its usages"
+            f"{type(quantized).__name__} has no {missing} data; its quantizer makes the directions of its usages"
         )
     return Halves(data, scale)
 
 
-def contracted(quantized: Any, axis: str, quantizer: Any) -> Operand:
-    """Return a custom quantizer's tensor as an operand along an axis."""
+def contracted(quantized: Any, direction: str, quantizer: Any) -> Operand:
+    """Return a custom quantizer's tensor as an operand in one direction."""
     if hasattr(quantizer, "qgemm"):
-        return CustomOperand.of(quantized, axis)
+        return CustomOperand.of(quantized, direction)
     values = quantized.dequantize()
     matrix = values.reshape(-1, values.shape[-1])
-    return plain(matrix if axis == COLS else matrix.t())
+    return plain(matrix if direction == ROWWISE else matrix.t())
 
 
 def list_attributes(quantized: Any) -> tuple[str, ...]:

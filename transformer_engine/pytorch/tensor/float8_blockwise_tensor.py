@@ -119,7 +119,7 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
             "power_of_two": self.force_pow_2_scales,
         }
 
-    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+    def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         return (self._configuration(), ()) if type(self) is Float8BlockQuantizer else None
 
     def _configuration(self) -> Hashable:

@@ -249,7 +249,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         slot = self._slot = _StateViews(state.scale_in_place, state.amax_history, self.scale, self.amax)
         return slot[2:]
 
-    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+    def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         if type(self) is not Float8Quantizer:
             return None
         return (self.dtype, self.amax_reduction_group), self._views()
@@ -358,7 +358,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         quantized = self._quantized(matrix, *code_directions(rowwise, columnwise))
         return _operands(quantized, matrix.dtype, rowwise, columnwise)
 
-    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+    def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         if type(self) is not Float8CurrentScalingQuantizer:
             return None
         group = self.amax_reduction_group if self.with_amax_reduction else None

@@ -173,7 +173,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
             value = GroupedTensor.from_stack(value)
         super()._set_data(value)
 
-    data = property(QuantizedTensor._get_data, _set_data)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+    data = property(QuantizedTensor._get_data, _set_data)
 
     @property
     def holds_values(self) -> bool:

@@ -153,7 +153,7 @@ def _make_hybrid_tensor_in_reduce_ex(
     """Return a HybridQuantizedTensor from its pickle."""
     constants = {"rowwise_rebuild": rebuilds[0], "columnwise_rebuild": rebuilds[1], "quantizer": quantizer}
     tensors = dict(zip(HybridQuantizedTensorStorage.TENSORS.values(), slots, strict=True))
-    storage = HybridQuantizedTensorStorage(**tensors, **constants, dtype=dtype)  # pyright: ignore[reportArgumentType]
+    storage = HybridQuantizedTensorStorage(**tensors, **constants, dtype=dtype)
     return HybridQuantizedTensor.from_storage(storage, shape=shape)
 
 

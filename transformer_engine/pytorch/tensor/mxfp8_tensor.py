@@ -120,7 +120,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         )
         return self.wrap(storage, requires_grad=requires_grad)
 
-    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+    def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         if type(self) is not MXFP8Quantizer:
             return None
         return (self._configuration(), self.optimize_for_gemm), ()

@@ -313,7 +313,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         assert codes is not None and scale is not None
         return codes, scale
 
-    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+    def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         if type(self) is not NVFP4Quantizer:
             return None
         return (self._configuration(), self.optimize_for_gemm, self.spec(True, True)), ()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives.operand import COLS, ROWS, Operand, OwnedOperand
+from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, OwnedOperand
 from .quantizer import Matrix, Operands, Quantizer
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
 
@@ -42,8 +42,8 @@ class Observing(Quantizer):
             self._show(
                 plain_matrix(tensor),
                 Operands(
-                    encoded.contract(COLS) if directions["rowwise"] else None,
-                    encoded.contract(ROWS) if directions["columnwise"] else None,
+                    encoded.contract(ROWWISE) if directions["rowwise"] else None,
+                    encoded.contract(COLUMNWISE) if directions["columnwise"] else None,
                 ),
             )
         return encoded

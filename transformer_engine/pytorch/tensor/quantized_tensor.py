@@ -35,6 +35,7 @@ from .storage.fsdp import (
     ShardedBuffers,
     join_payload,
     list_derived,
+    rewrite_codes,
     sent_shard,
     write_gathered,
 )
@@ -138,7 +139,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         """Wrap a storage's payload without copying it; see the constructor for the arguments."""
         shape = storage.shape if shape is None else torch.Size(shape)
         strides = nominal_strides(stride, shape)
-        self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
             strides=strides,
@@ -182,7 +183,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         else:
             values_dtype("dtype", dtype)
         if torch.is_grad_enabled() and self.requires_grad:
-            return StraightThroughDequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
+            return StraightThroughDequantize.apply(self, dtype)
         return self.decode(dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
@@ -251,7 +252,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             writer.internal = False
             aten.replace_contents(self, writer.quantize(value.detach()))
 
-    data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
+    data = property(_get_data, _set_data)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write values at an index; if it splits blocks, write the dequantized tensor, and quantize it again."""
@@ -361,8 +362,11 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             return full, derived
         assert isinstance(out, QuantizedTensor)
         columnwise = metadata.columnwise or (self.transposable and out.get_usages()["columnwise"])
-        storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise)
-        write_gathered(out, storage, list_derived(storage, all_gather_outputs))
+        rewrites = columnwise and "codes" in metadata.fields and out.rewrites_columns()
+        if rewrites and rewrite_codes(out, all_gather_outputs, metadata):
+            return None
+        storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise and not rewrites)
+        write_gathered(out, storage, list_derived(storage, all_gather_outputs), rewrites)
         return None
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:

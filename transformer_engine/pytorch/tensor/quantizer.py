@@ -13,7 +13,7 @@ from ...common import recipe as recipes
 from ...common.checks import described, number
 from ...common.numbers import to_bool, to_float, with_article
 from ..constants import dist_group_type
-from ..primitives.operand import COLS, ROWS, Operand, plain
+from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, plain
 from ..primitives.quantize import Cast, Quantized
 from ..runtime.autograd import check_transforms
 from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
@@ -111,11 +111,12 @@ class Quantizer(EncodesGroups, DescribesTensors):
         storage = self.encode(matrix, rowwise, columnwise)
         if not isinstance(storage, QuantizedTensorStorage):
             return Operands(
-                contracted(storage, COLS, self) if rowwise else None,
-                contracted(storage, ROWS, self) if columnwise else None,
+                contracted(storage, ROWWISE, self) if rowwise else None,
+                contracted(storage, COLUMNWISE, self) if columnwise else None,
             )
         return Operands(
-            storage.contract(COLS) if rowwise else None, storage.contract(ROWS) if columnwise else None
+            storage.contract(ROWWISE) if rowwise else None,
+            storage.contract(COLUMNWISE) if columnwise else None,
         )
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
@@ -166,7 +167,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         if dtype is not None:
             values_dtype("dtype", dtype)
         if tensor.requires_grad and not self.internal and is_grad_enabled():
-            return StraightThroughQuantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
+            return StraightThroughQuantize.apply(tensor, self, dtype)
         check_transforms(StraightThroughQuantize.OPERATION, tensor)
         return self._quantize(tensor, dtype)
 
@@ -285,11 +286,10 @@ class Quantizer(EncodesGroups, DescribesTensors):
         """Return the reason why the format does not support a shape in these directions, or None."""
         return None
 
-    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        """Settings on which `operands` and `cast` depend, and their state tensors, for compiled passes.
+    def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        """Cache key of compiled passes: the settings on which `operands` and `cast` depend, and their state tensors.
 
-        The settings are a cache key. None if they are unknown, as for a custom quantizer: such passes are not
-        compiled.
+        None if the settings are unknown, as for a custom quantizer: such passes are not compiled.
         """
         return None
 

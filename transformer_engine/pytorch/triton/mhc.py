@@ -108,8 +108,9 @@ def mhc_fused_scale(
         part * alpha[index].float() + offset
         for index, (part, offset) in enumerate(zip(parts, offsets, strict=True))
     )
-    results = torch.sigmoid(before), 2.0 * torch.sigmoid(after), residual
-    return tuple(result.to(H.dtype) for result in results)  # pyright: ignore[reportReturnType]
+    pre = torch.sigmoid(before)
+    post = 2.0 * torch.sigmoid(after)
+    return pre.to(H.dtype), post.to(H.dtype), residual.to(H.dtype)
 
 
 def mhc_fused_sinkhorn(H_res: Tensor, n: int = 4, recompute_hist: bool = True, iters: int = 20) -> Tensor:

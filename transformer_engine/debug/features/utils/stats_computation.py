@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.primitives.operand import COLS, ROWS
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.tensor.quantized_tensor import get_storage
 from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import plain_matrix
@@ -151,7 +151,7 @@ def errors(tensor: Tensor, quantized: Any, columnwise: bool, largest: float | No
         columnwise: Read the column-wise codes.
         largest: The largest magnitude of the code format, to count clipped elements; None to leave them out.
     """
-    operand = get_storage(quantized).contract(ROWS if columnwise else COLS)
+    operand = get_storage(quantized).contract(COLUMNWISE if columnwise else ROWWISE)
     values, scale = plain_matrix(tensor).float(), operand.scale
     values = values.t() if columnwise else values
     decoded = dequantize(operand._replace(dtype=torch.float32))

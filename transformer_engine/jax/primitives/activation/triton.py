@@ -14,7 +14,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel
-from ..launching import platform_failure, run
+from ..launching import platform_failure, run, run_first
 from ..partitioning import ShardingRule
 from ..several_axes import call_on_axes, with_rows
 from .reference import ActivationParams, ActivationRequest
@@ -59,15 +59,17 @@ class ActivationForward(ActivationKernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("r n w -> r w", ("n",))
 
-    def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        (x,) = operands
         return (jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype),)
 
-    def run(self, x: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation  # it imports triton
 
+        (x,) = arrays
         rows, parts, width = x.shape
         launch = activation.forward(*self.curve, rows, width, parts * width, x.dtype.name, self.constants)
-        return (run(launch, [x.reshape(rows, parts * width)])[0],)  # pyright: ignore[reportReturnType]
+        return (run_first(launch, [x.reshape(rows, parts * width)]),)
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ class ActivationBackward(ActivationKernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("r w, r n w -> r n w", ("n",))
 
-    def results(self, dy: Any, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        _, x = operands
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
 
-    def run(self, dy: Array, x: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation  # it imports triton
 
+        dy, x = arrays
         rows, parts, width = x.shape
         launch = activation.backward(
             *self.curve, rows, width, (width, parts * width), x.dtype.name, self.constants

@@ -112,7 +112,8 @@ class ActivationCodes(_ActivationCodes):
     def rule(self) -> ShardingRule:
         return self.sharing("", "")
 
-    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        x = operands[0]
         return code_shapes(self.spec, x.shape[0], x.shape[2])
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:

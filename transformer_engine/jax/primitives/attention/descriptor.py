@@ -41,7 +41,8 @@ def _pair(name: str, value: Any) -> Pair:
             raise TypeError(f"{name} holds {described(array)}; give arrays of integers")
         if array.ndim not in (1, 2):
             raise ValueError(f"{name} has shape {array.shape}; give [batch] or [batch, ..]")
-    return tuple(jnp.asarray(array, jnp.int32) for array in value)  # pyright: ignore[reportReturnType]
+    queries, keys = value
+    return jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -127,7 +128,7 @@ class SequenceDescriptor:
         if all(is_known(ids) for ids in self.segment_ids):
             return self
         numbers = tuple(jnp.where((ids < 0) | (ids > most), 0, ids) for ids in self.segment_ids)
-        return replace(self, segment_ids=numbers)  # pyright: ignore[reportArgumentType]
+        return replace(self, segment_ids=numbers)
 
     def check_lengths(self, queries: int, keys: int) -> None:
         """Raise ValueError if a sequence is known to exceed its row; see `checks.is_known`."""

@@ -45,13 +45,16 @@ class NormForward(_NormKernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("r w, w, w -> r w, r, r" if self.centered else "r w, w -> r w, r", ("w",))
 
-    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        x = operands[0]
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(statistic,) * (2 if self.centered else 1))
 
-    def run(self, x: Array, gamma: Array, beta: Array | None = None) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import norm  # it imports triton
 
+        x, gamma, *offsets = arrays
+        beta = offsets[0] if offsets else None
         rows, width = x.shape
         norms = (self.epsilon, self.zero_centered, self.centered)
         gpu = processors()
@@ -80,13 +83,15 @@ class NormBackward(_NormKernel):
     def in_parts(self) -> NormBackward:
         return dataclasses.replace(self, dtype="float32")
 
-    def results(self, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        x = operands[1]
         gradient = jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(self.dtype))
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(gradient,) * (2 if self.centered else 1))
 
-    def run(self, dy: Array, x: Array, *others: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import norm  # it imports triton
 
+        dy, x, *others = arrays
         add = others[0] if self.adds else None
         gamma, *statistics = others[self.adds :]
         rows, width = x.shape

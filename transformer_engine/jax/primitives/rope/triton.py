@@ -11,7 +11,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import platform_failure, run
+from ..launching import platform_failure, run, run_first
 from ..partitioning import ShardingRule
 from .reference import RopeRequest
 
@@ -48,7 +48,7 @@ class RotationKernel(Kernel):
             (angles.shape[0], angles.shape[1]), 0, x.dtype.name, layout="sbhd" if self.sequence_first else "bshd",
             interleaved=self.interleaved, transposed=self.back, context=(1, 0), equal_angles=True,
         )  # fmt: skip
-        return (run(launch, [x, angles, None, None])[0],)  # pyright: ignore[reportReturnType]
+        return (run_first(launch, [x, angles, None, None]),)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ class PackedRotationKernel(RotationKernel):
             (packed,) = run(launch, [angles, angles, None, None, None, *values])
             assert packed is not None
             return (packed.reshape(*tokens, 3, row),)
-        return tuple(run(launch, [angles, angles, None, None, x]))[:3]  # pyright: ignore[reportReturnType]
+        q, k, v, *_ = run(launch, [angles, angles, None, None, x])
+        assert q is not None and k is not None and v is not None
+        return q, k, v
 
 
 def _angle_of_each_feature(angles: Array, interleaved: bool) -> Array:

@@ -11,7 +11,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import platform_failure, run
+from ..launching import platform_failure, run_first
 from ..partitioning import ShardingRule, broadcast_factors, strides_over_scores
 from .reference import SoftmaxRequest
 
@@ -45,14 +45,17 @@ class SoftmaxForward(Kernel):
         mask = "" if self.mask is None else f", {self.mask}"
         return ShardingRule(f"b h q k{mask} -> b h q k", ("q", "k"))
 
-    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        x = operands[0]
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
 
-    def run(self, x: Array, hidden: Array | None = None) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import softmax  # it imports triton
 
+        x, *masks = arrays
+        hidden = masks[0] if masks else None
         launch = softmax.forward(x.shape, strides_over_scores(hidden), x.dtype.name, 1.0, None)  # pyright: ignore
-        return (run(launch, [x, hidden])[0],)  # pyright: ignore[reportReturnType]
+        return (run_first(launch, [x, hidden]),)
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,16 @@ class SoftmaxBackward(Kernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("b h q k, b h q k -> b h q k", ("q", "k"))
 
-    def results(self, dp: Any, p: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        _, p = operands
         return (jax.ShapeDtypeStruct(p.shape, p.dtype),)
 
-    def run(self, dp: Array, p: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import softmax  # it imports triton
 
+        dp, p = arrays
         launch = softmax.backward(p.shape, p.dtype.name, 1.0, None)  # pyright: ignore
-        return (run(launch, [dp, p])[0],)  # pyright: ignore[reportReturnType]
+        return (run_first(launch, [dp, p]),)
 
 
 @jax.custom_vjp

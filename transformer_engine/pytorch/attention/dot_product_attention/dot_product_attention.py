@@ -323,6 +323,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    _layer_forward = forward
+
     def attend_checked(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],

@@ -304,7 +304,7 @@ def _attend(
 ) -> Tensor:
     bounds_fields = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     arguments = a._replace(
-        **dict(zip(bounds_fields, bounds, strict=True)),  # pyright: ignore[reportArgumentType]
+        **dict(zip(bounds_fields, bounds, strict=True)),
         attn_mask_type=policy.mask_type,
         window_size=policy.window_size,
         bottom_right_diagonal=policy.bottom_right_diagonal,

@@ -53,10 +53,10 @@ class BoundScoreMod:
         places = (b, h, i, j)
         if self.bprop is None:
             return self.forward(score, places)
-        return _WithGradient.apply(score, places, self)  # pyright: ignore[reportReturnType]
+        return _WithGradient.apply(score, places, self)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._key == other._key  # pyright: ignore[reportAttributeAccessIssue]
+        return type(other) is type(self) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -1,6 +1,6 @@
 """Differentiable attention for one `AttentionCall`: plain passes, their autograd nodes, and `attend` around both.
 
-`attention_forward` and `attention_backward` compute one call on plain tensors; a schedule over
+`Passes.forward` and `attention_backward` compute one call on plain tensors; a schedule over
 several key blocks calls them per block. The nodes are shells around them. Under an attention layer,
 `_ProjectedAttention` joins the q, k and v gradients into the gradient of their projection, so that
 neither the projection views nor their gradients are graph nodes.
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...primitives.attention import reference
 from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
-from ...primitives.attention.choose import choose_passes
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.packed import zero_padding
 from ...primitives.attention.passes import Bound, Differentiable, Passes
@@ -34,50 +33,21 @@ from .fp8_attention import FP8Attention
 _QKV = 3
 
 
-class SavedAttention(NamedTuple):
-    """Everything that `attention_backward` reads: the passes, their inputs, the output and its statistics."""
-
-    passes: Passes
-    inputs: AttentionInputs
-    attended: Attended
-
-
-def attention_forward(
-    call: AttentionCall, inputs: AttentionInputs, passes: Passes | None = None
-) -> tuple[Attended, SavedAttention]:
-    """Compute one attention on plain tensors.
-
-    Args:
-        call: Attention description; with `needs_gradient`, the log-sum-exp is computed.
-        inputs: Call tensors.
-        passes: Passes from a backend that is bound to the call; by default, from the first backend
-            that has separate passes.
-
-    Returns:
-        The output [.., h, d_v] with `lse`, the float32 log-sum-exp [b, h, s_q] ([h, t] for packed
-        sequences), and the argument `saved` for `attention_backward`.
-    """
-    passes = choose_passes(call) if passes is None else passes
-    attended = passes.forward(call, inputs)
-    return attended, SavedAttention(passes, inputs, attended)
-
-
 def attention_backward(
-    call: AttentionCall,
-    saved: SavedAttention,
-    grad_output: Tensor,
+    passes: Passes, call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Compute the gradients of q, k, v, bias and sink.
 
     Args:
+        passes: The passes of the backend that computed the forward pass.
         call: The forward-pass call.
-        saved: Result from `attention_forward`. A merged output and log-sum-exp may replace the results of one
-            block: the gradients then belong to the block's share of the merged attention.
+        inputs: Its tensors.
+        attended: Its results. A merged output and log-sum-exp may replace the results of one block: the gradients
+            then belong to the block's share of the merged attention.
         grad_output: Output gradient, [.., h, d_v] or [.., h * d_v].
         into: Buffers to which the gradients of q, k and v are written; only for passes with `backward_into`.
     """
-    passes, inputs, attended = saved
     shape = (*inputs.q.shape[:-1], call.head_dim_v)
     attended = Attended(attended.output.view(shape), attended.lse, attended.rng_state)
     # Contiguous like the output: some kernels assume so, and return wrong gradients otherwise.
@@ -181,7 +151,7 @@ class _CoreAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, passes: Passes, call: AttentionCall, *tensors: Any) -> Any:
-        attended, _ = attention_forward(call, AttentionInputs(*tensors), passes)
+        attended = passes.forward(call, AttentionInputs(*tensors))
         # reshape of a fresh tensor: for an output that is a view, torch.compile in torch 2.11 gives zero gradients
         shape = attended.output.shape
         output = attended.output.reshape(*shape[:-2], shape[-2] * shape[-1])
@@ -210,8 +180,8 @@ class _CoreAttention(Function):
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     *tensors, output, lse, rng_state = ctx.saved_tensors
     passes = as_traced(ctx.passes) if torch.compiler.is_compiling() else ctx.passes
-    saved = SavedAttention(passes, AttentionInputs(*tensors), Attended(output, lse, rng_state))
-    gradients = attention_backward(ctx.call, saved, grad_output)
+    inputs, attended = AttentionInputs(*tensors), Attended(output, lse, rng_state)
+    gradients = attention_backward(passes, ctx.call, inputs, attended, grad_output)
     of_tensors: list[Tensor | None] = [None] * len(tensors)
     of_tensors[:_QKV] = gradients[:_QKV]
     of_tensors[BIAS], of_tensors[SINK] = gradients.bias, gradients.sink
@@ -236,7 +206,7 @@ class _ProjectedAttention(Function):
         x: Tensor,
         *others: Any,
     ) -> Any:
-        attended, _ = attention_forward(call, inputs, passes)
+        attended = passes.forward(call, inputs)
         output = attended.output.flatten(-2)
         if attended.max_logit is not None:
             ctx.mark_non_differentiable(attended.max_logit)
@@ -264,12 +234,12 @@ def _project_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     x, output, lse, rng_state, *rest = take_saved(ctx)
     of_others: list[Tensor | None] = [None] * len(rest)
     heads = split_views(x, call.heads, call.groups, call.head_dim_qk, ctx.interleaved)
-    saved = SavedAttention(ctx.passes, AttentionInputs(*heads, *rest), Attended(output, lse, rng_state))
-    joint, into = _joint_gradient(ctx, x, saved.inputs)
+    inputs, attended = AttentionInputs(*heads, *rest), Attended(output, lse, rng_state)
+    joint, into = _joint_gradient(ctx, x, inputs)
     # The joined gradient is as large as x: free x and the output first.
     del x, output, heads, rest
-    gradients = attention_backward(call, saved, grad_output, into)
-    del saved, into
+    gradients = attention_backward(ctx.passes, call, inputs, attended, grad_output, into)
+    del inputs, attended, into
     if of_others:
         of_others[BIAS - _QKV], of_others[SINK - _QKV] = gradients.bias, gradients.sink
     if joint is None:

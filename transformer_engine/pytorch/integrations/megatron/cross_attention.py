@@ -51,6 +51,6 @@ class CrossAttention(Attention):
         size, heads = self.hidden_size_per_attention_head, self.num_attention_heads_per_partition
         mixed, _ = self.linear_kv(key_value_states)
         mixed = mixed.view(*mixed.shape[:-1], heads, 2 * size)
-        key, value = SplitAlongDim.apply(mixed, 3, size)  # pyright: ignore[reportGeneralTypeIssues]
+        key, value = SplitAlongDim.apply(mixed, 3, size)
         query, _ = self.linear_q(hidden_states)
         return query.view(*query.shape[:-1], heads, size), key, value

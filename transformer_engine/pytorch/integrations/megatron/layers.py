@@ -63,7 +63,7 @@ class _WithBias(torch.nn.Module):
     """forward(x) returns (y, bias); bias is None without a bias, or if y includes it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        output = super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+        output = super().forward(x)
         return output if isinstance(output, tuple) else (output, None)
 
 

@@ -71,7 +71,7 @@ class SelfAttention(Attention):
                     "split_qkv=False with an output gate: the gate is not a query; leave it True"
                 )
             return mixed, sizes
-        query, *gate, key, value = SplitAlongDim.apply(mixed, 3, sizes)  # pyright: ignore[reportGeneralTypeIssues]
+        query, *gate, key, value = SplitAlongDim.apply(mixed, 3, sizes)
         query = query.reshape(*query.shape[:2], -1, size)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)

@@ -21,7 +21,7 @@ from ...quantization.family import find_family
 from ...quantization.model_init import quantized_model_init
 
 
-class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`torch.nn.Linear` under a recipe, or under the caller's autocast without one.
 
     A format multiplies rows in multiples of its alignment. Other row counts, such as the tokens of
@@ -32,8 +32,8 @@ class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleV
     """
 
     # State dict keys equal nn.Linear's.
-    get_extra_state = nn.Module.get_extra_state  # pyright: ignore[reportAssignmentType]
-    set_extra_state = nn.Module.set_extra_state  # pyright: ignore[reportAssignmentType]
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
 
     recipe: Recipe | None
     row_alignment: int
@@ -77,7 +77,7 @@ class _ConvertedNorm:
             return super().forward(input.to(dtype))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class ConvertedLayerNorm(_ConvertedNorm, LayerNorm, nn.LayerNorm):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+class ConvertedLayerNorm(_ConvertedNorm, LayerNorm, nn.LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`torch.nn.LayerNorm` with the kernels of `te.LayerNorm`."""
 
 
@@ -122,8 +122,8 @@ class Converter:
             if type(module) is nn.Linear:
                 self._convert_linear(module)
                 return
-            ours, converted = norms[type(module)]  # pyright: ignore[reportArgumentType]
-            engine = ours(module.normalized_shape, eps=module.eps, device="meta")  # pyright: ignore[reportArgumentType]
+            ours, converted = norms[type(module)]
+            engine = ours(module.normalized_shape, eps=module.eps, device="meta")
         _become(module, converted, engine, {})
 
     def _convert_linear(self, module: nn.Linear) -> None:

@@ -87,7 +87,7 @@ class BasicLinear(PassOperation):
         self.in_features = to_int("in_features", in_features, 1)
         self.out_features = to_int("out_features", out_features, 1)
         dtype = parameter_dtype(dtype)
-        parallel = tensor_parallel_boundary(
+        parallel = create_tensor_parallel(
             tensor_parallel_mode,
             tensor_parallel_group,
             to_bool("sequence_parallel", sequence_parallel),
@@ -142,8 +142,7 @@ class BasicLinear(PassOperation):
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [QuantizerRole("linear", tensor, "") for tensor in tensors]
 
-    def _set_recipe(self, recipe: Any, group: Any) -> None:
-        super()._set_recipe(recipe, group)
+    def _connect_parameters(self) -> None:
         self.connect_parameter(self.weight, 1)
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
@@ -212,10 +211,10 @@ def replace_parameter(op: Any, name: str, values: Tensor, initial: Tensor | None
     op.register_parameter(name, parameter)
 
 
-def tensor_parallel_boundary(
+def create_tensor_parallel(
     mode: str | None, group: Any, sequence: bool, in_features: int, out_features: int
 ) -> TensorParallel:
-    """Check and create the boundary between a layer and its tensor-parallel group; unsharded for one rank.
+    """Check the arguments and create a `TensorParallel`; for one rank an unsharded one, without a mode and a group.
 
     Raises:
         ValueError: The mode is unknown, or the group does not divide the sharded size.

@@ -198,8 +198,7 @@ class GroupedLinear(PassOperation):
             raise RuntimeError(_SCALES_OF_STATE)
         return self.quantize_parameter(values, 2 * group + 1)
 
-    def _set_recipe(self, recipe: Any, group: Any) -> None:
-        super()._set_recipe(recipe, group)
+    def _connect_parameters(self) -> None:
         for i in range(self.num_groups):
             self.connect_parameter(getattr(self, f"weight{i}", None), 2 * i + 1)
 

@@ -18,9 +18,9 @@ from ...functions.linear_spec import (
     UNQUANTIZED,
     LinearSpec,
     ProductQuantizers,
+    build_linear_spec,
     sums_over_ranks,
 )
-from ...functions.linear_spec import linear_spec as build_linear_spec
 from ...functions.precision import runs_quantized
 from ...functions.weight_gradient import WeightGradient
 from ...runtime.warn_once import warn_once

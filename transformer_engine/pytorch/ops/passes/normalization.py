@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...functions.normalization import Norm, NormStatistics
+from ...functions.normalization import Norm
 from ...functions.row_operations import l2_norm, l2_norm_backward
 from ...offload.marks import active as offloading
 from ...offload.marks import keep_weight
@@ -60,14 +60,14 @@ class NormPasses(OperationPasses):
         if self.rows_only:
             x = x.matrix()
             if request is None:
-                y, (mean, rstdev) = self.norm.forward(plain_matrix(x.data), weight, bias)
+                y, mean, rstdev = self.norm.forward(plain_matrix(x.data), weight, bias)
             else:
-                codes, (mean, rstdev) = self.norm.forward(plain_matrix(x.data), weight, bias, request.cast)
+                codes, mean, rstdev = self.norm.forward(plain_matrix(x.data), weight, bias, request.cast)
                 y = request.quantizer.adopt(codes, x.data.dtype)
             return ForwardResult(Value(y, x.leading), (x.data, mean, rstdev, weight))
         values = x.shaped()
         rows, weight = values.reshape(-1, math.prod(self.shape)), weight.reshape(-1)
-        y, (mean, rstdev) = self.norm.forward(rows, weight, None if bias is None else bias.reshape(-1))
+        y, mean, rstdev = self.norm.forward(rows, weight, None if bias is None else bias.reshape(-1))
         saved = (rows, mean, rstdev, weight, tuple(values.shape))
         return ForwardResult(Value(y.reshape(values.shape)), saved)
 
@@ -82,19 +82,18 @@ class NormPasses(OperationPasses):
         """Compute the gradients; with an addend [M, N] dx is the sum with it (see `passes/patterns.py`)."""
         dy, x, mean, rstdev, weight = operands[:5]
         dy = Value(dy, leading)
-        statistics = NormStatistics(mean, rstdev)
         if self.rows_only:
             operands.clear()
             dy = dy.matrix()
             dx, *of_parameters = self.norm.backward(
-                plain_matrix(dy.data), plain_matrix(x), statistics, weight, addend
+                plain_matrix(dy.data), plain_matrix(x), mean, rstdev, weight, addend
             )
             result = Value(dx, dy.leading)
         else:
             shape = operands[5]
             operands.clear()
             rows = dy.shaped().reshape(-1, math.prod(self.shape))
-            dx, *of_parameters = self.norm.backward(rows, x, statistics, weight)
+            dx, *of_parameters = self.norm.backward(rows, x, mean, rstdev, weight)
             of_parameters = [None if grad is None else grad.reshape(self.shape) for grad in of_parameters]
             result = Value(dx.reshape(shape))
         count = 2 if self.norm.kind == "LayerNorm" else 1

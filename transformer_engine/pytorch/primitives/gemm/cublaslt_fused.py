@@ -47,7 +47,7 @@ def _unsupported_activation(request: FusedRequest) -> str | None:
     if product.dtype not in _SIXTEEN_BITS:
         return f"the result is {product.dtype}; the activation's input is kept in bfloat16 or float16"
     if product.a_format not in (None, FLOAT8) and not cublaslt.reads_bytes(product):
-        return f"{product.a_format.name} operands; cuBLASLt adds no activation to products of block scales"  # pyright: ignore
+        return f"{product.a_format.name} operands; cuBLASLt adds no activation to products of block scales"
     if product.n % _AUX_ROWS:
         return (
             f"N={product.n} is not a multiple of {_AUX_ROWS}, which rows of an activation's input have to be"
@@ -144,7 +144,7 @@ def _codes(
     amax = None if record is None else torch.zeros(1, dtype=torch.float32, device=out.device)
     aligned.run_attached(a, b, out, Attached(bias, None, multiplier, amax))
     if record is not None:
-        torch.maximum(record, amax, out=record)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        torch.maximum(record, amax, out=record)  # pyright: ignore[reportArgumentType]
     return Quantized(out, multiplier.to(torch.float32).reciprocal(), amax=record)
 
 

@@ -13,17 +13,16 @@ from ....common.formats import FLOAT8
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, processors
+from ...runtime.tracing import constant_while_tracing
 from . import triton
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedProduct
 
 
+@constant_while_tracing
 def missing() -> str | None:
     """Return the reason why kernels in Gluon for Hopper do not run on the current GPU, or None."""
     return launch.gluon_missing(current_hardware())
-
-
-missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  # as in `common/optional.py`
 
 
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:

@@ -102,7 +102,7 @@ def _tensor_scales(
 ) -> None:
     assert a.scale is not None and b.scale is not None
     target = torch.empty_like(out) if accumulate else out
-    torch._scaled_mm(  # pyright: ignore[reportCallIssue]
+    torch._scaled_mm(
         a.codes,
         b.codes.t(),
         scale_a=a.scale.view(()),

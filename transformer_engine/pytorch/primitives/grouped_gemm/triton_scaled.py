@@ -77,7 +77,7 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 
 def _is_aligned(product: GroupedProduct) -> bool:
     """Return whether TMA can load the codes: they are not empty, and addresses and rows are divisible by 16 bytes."""
-    for codes in (product.a.codes, product.b.codes):  # pyright: ignore[reportAttributeAccessIssue]
+    for codes in (product.a.codes, product.b.codes):
         if codes is None or not codes.numel():
             return False
         if (codes.data_ptr() | codes.shape[-1] * codes.element_size()) % launch.ALIGNMENT:

@@ -26,7 +26,7 @@ class _Once(Function):
 
     @staticmethod
     @once_differentiable(OPERATION)
-    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, *grads):
         (cu_seqlens,) = ctx.saved_tensors
         if cu_seqlens is not None:
             grads = tuple(
@@ -50,9 +50,7 @@ def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
         return inputs
     tensors: list[Tensor | None] = list(inputs)
     have_tokens = tuple(i < _TOKENS for i in places)
-    recorded: tuple[Tensor, ...] = _Once.apply(  # pyright: ignore[reportAssignmentType]
-        inputs.cu_seqlens, have_tokens, *(tensors[i] for i in places)
-    )
+    recorded: tuple[Tensor, ...] = _Once.apply(inputs.cu_seqlens, have_tokens, *(tensors[i] for i in places))
     for i, tensor in zip(places, recorded, strict=True):
         tensors[i] = tensor
     return DeltaInputs(*tensors)  # pyright: ignore[reportArgumentType]

@@ -47,7 +47,7 @@ class TracedLinearAttention:
     def __call__(self, spec: DeltaSpec, *tensors: Tensor | None) -> DeltaResult:
         """Compute a call, differentiable once."""
         distinct = distinct_tensors(tensors)
-        output, state = _TracedPasses.apply(self, *spec[:2], ",".join(spec.options), *distinct)  # pyright: ignore
+        output, state = _TracedPasses.apply(self, *spec[:2], ",".join(spec.options), *distinct)
         return output, state if Option.FINAL_STATE in spec.options else None
 
     def _forward(self, *args) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class _TracedPasses(Function):
 
     @staticmethod
     @once_differentiable("linear attention in a compiled graph")
-    def backward(ctx, grad_output, grad_state):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output, grad_state):
         operators, rule, scale, options = ctx.settings
         tensors = ctx.saved_tensors
         if grad_output is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....common.formats import TILED_FORMATS, TensorFormat, ceil_div, round_up
 from ...constants import DType
-from ...primitives.operand import COLS, ROWS, Operand
+from ...primitives.operand import COLUMNWISE, ROWWISE, Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
 from ...primitives.scale_order import check_tiles, swizzled
 from ..elements import element_number, find_element
@@ -133,14 +133,14 @@ class BlockScaledStorage(QuantizedTensorStorage):
         block = self.format.block
         return block is not None and block[0] == block[1]
 
-    def contract(self, axis: str) -> Operand:
-        codes = self._rowwise_data if axis == COLS else self._columnwise_data
-        scale = self._rowwise_scale_inv if axis == COLS else self._columnwise_scale_inv
+    def contract(self, direction: str) -> Operand:
+        codes = self._rowwise_data if direction == ROWWISE else self._columnwise_data
+        scale = self._rowwise_scale_inv if direction == ROWWISE else self._columnwise_scale_inv
         if codes is None or scale is None:
-            raise self._missing(axis)
-        form, in_tiles = self._axis_format(axis), self._with_gemm_swizzled_scales
+            raise self._missing(direction)
+        form, in_tiles = self._direction_format(direction), self._with_gemm_swizzled_scales
         rows, depth = matrix_shape(self.shape)
-        if axis == COLS:
+        if direction == ROWWISE:
             codes = codes.reshape(rows, depth // self.PACKING)
         elif self.COLUMNS_TRANSPOSED:
             rows, depth = depth, rows
@@ -158,10 +158,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
         element = torch_dtype(find_element(getattr(self, self.ELEMENT)))
         if codes.dtype is not element:
             codes = codes.view(element)
-        amax = self._amax_rowwise if axis == COLS else self._amax_columnwise
+        amax = self._amax_rowwise if direction == ROWWISE else self._amax_columnwise
         return Operand(codes, scale, form, amax, self._dtype)
 
-    def _axis_format(self, axis: str) -> TensorFormat:
+    def _direction_format(self, direction: str) -> TensorFormat:
         """Return one direction's operand format."""
         return self.format
 
@@ -263,8 +263,8 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self._rowwise_data is not None:
-            return dequantize(self.contract(COLS)._replace(dtype=dtype)).view(self.shape)
-        values_t = dequantize(self.contract(ROWS)._replace(dtype=dtype))
+            return dequantize(self.contract(ROWWISE)._replace(dtype=dtype)).view(self.shape)
+        values_t = dequantize(self.contract(COLUMNWISE)._replace(dtype=dtype))
         return self._undo_transform(values_t).t().contiguous().view(self.shape)
 
     def _undo_transform(self, values_t: Tensor) -> Tensor:

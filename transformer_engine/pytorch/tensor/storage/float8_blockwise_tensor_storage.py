@@ -74,7 +74,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     def transposable(self) -> bool:
         return self._is_2D_scaled
 
-    def _axis_format(self, axis: str) -> TensorFormat:
+    def _direction_format(self, direction: str) -> TensorFormat:
         return BLOCK_FORMATS[bool(self._is_2D_scaled), self._power_of_two]
 
     def byte_layout(self) -> tuple[Any, ...]:

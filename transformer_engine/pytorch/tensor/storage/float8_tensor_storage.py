@@ -11,8 +11,9 @@ from torch import Tensor
 from ....common.formats import FLOAT8
 from ...constants import DType
 from ...primitives.gemm.cublaslt import reads_all_layouts
-from ...primitives.operand import COLS, ROWS, Operand
+from ...primitives.operand import COLUMNWISE, ROWWISE, Operand
 from ...primitives.quantize import Quantized, dequantize
+from ...primitives.transpose import write_transposed
 from ..elements import float8_dtype, float8_number, nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
@@ -79,14 +80,14 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if invalid:
             self._transpose = None
 
-    def contract(self, axis: str) -> Operand:
-        codes = self._data if axis == COLS else self._transpose
+    def contract(self, direction: str) -> Operand:
+        codes = self._data if direction == ROWWISE else self._transpose
         rows, depth = matrix_shape(self.shape)
         if codes is None:
-            if axis == COLS or self._data is None or not reads_all_layouts():
-                raise self._missing(axis)
+            if direction == ROWWISE or self._data is None or not reads_all_layouts():
+                raise self._missing(direction)
             codes = self._data.reshape(rows, depth).t()
-        matrix = codes.reshape((rows, depth) if axis == COLS else (depth, rows))
+        matrix = codes.reshape((rows, depth) if direction == ROWWISE else (depth, rows))
         return Operand(matrix.view(float8_dtype(self._fp8_dtype)), self._scale_inv, FLOAT8, dtype=self._dtype)
 
     @classmethod
@@ -108,14 +109,22 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def transposable(self) -> bool:
         return True
 
+    def rewrites_columns(self) -> bool:
+        return self._data is not None and self._transpose is not None
+
+    def write_columns(self, codes: Tensor) -> None:
+        assert self._transpose is not None
+        rows, depth = codes.shape
+        write_transposed(codes, self._transpose.view(depth, rows))
+
     def _create_transpose(self) -> None:
         """Create the column-wise codes; sharded data parallelism calls this name."""
         self._mirror("column-wise", "columnwise")
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self._data is not None:
-            return dequantize(self.contract(COLS)._replace(dtype=dtype)).view(self.shape)
-        return dequantize(self.contract(ROWS)._replace(dtype=dtype)).t().contiguous().view(self.shape)
+            return dequantize(self.contract(ROWWISE)._replace(dtype=dtype)).view(self.shape)
+        return dequantize(self.contract(COLUMNWISE)._replace(dtype=dtype)).t().contiguous().view(self.shape)
 
     def with_shape(self, shape: Sequence[int]) -> Float8TensorStorage | None:
         keeps_columns = len(shape) > 0 and len(self.shape) > 0 and shape[-1] == self.shape[-1]

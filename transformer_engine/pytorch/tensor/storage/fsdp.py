@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import ceil_div
+from ...primitives.operand import ROWWISE
 from ...primitives.quantize import Quantized
 from .quantized_tensor_storage import QuantizedTensorStorage
 
@@ -212,14 +213,44 @@ def list_derived(storage: QuantizedTensorStorage, gathered: Sequence[Tensor]) ->
     return derived
 
 
-def write_gathered(out: Any, storage: QuantizedTensorStorage, derived: DerivedTensors) -> None:
+def rewrite_codes(out: Any, gathered: Sequence[Tensor], payload: GatheredPayload) -> bool:
+    """Write the scale and the column-wise codes of a parameter whose row-wise codes are the gathered bytes.
+
+    Returns:
+        Whether the parameter has one scale and the gathered bytes are its codes; if not, nothing is written.
+    """
+    scale = payload.whole.get("scale")
+    if payload.fields != ("codes",) or scale is None or out._scale_inv.data_ptr() == scale.data_ptr():
+        return False
+    codes = gathered[0].view(torch.uint8)
+    if codes.data_ptr() != out._data.data_ptr() or codes.dim() != 2:
+        return False
+    written = (out._scale_inv, *[getattr(out, name) for name in out.COLUMNWISE])
+    counted = tuple(tensor for tensor in written if not tensor.is_inference())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
+        out._scale_inv.copy_(scale)
+        out.write_columns(codes[: payload.rows])
+    return True
+
+
+def write_gathered(
+    out: Any, storage: QuantizedTensorStorage, derived: DerivedTensors, rewrites_columns: bool
+) -> None:
     """Make out's tensors hold storage's bytes again, unseen by autograd, which has saved views of them.
 
     A direction that out lacks is taken from storage, whose tensors `derived` are not views of gathered bytes.
+
+    Args:
+        out: The gathered parameter.
+        storage: Codes and scales from the gathered bytes.
+        derived: Tensors of storage.
+        rewrites_columns: storage lacks column-wise codes, which are transposed into those of out.
     """
     known: DerivedTensors = vars(out)[DerivedTensors.NAME]
     pairs: list[tuple[Tensor, Tensor]] = []
     for name, theirs in storage._tensors_by_name().items():
+        if rewrites_columns and name in storage.COLUMNWISE:
+            continue
         mine = getattr(out, name)
         if mine is None and theirs is not None:
             setattr(out, name, theirs)
@@ -230,10 +261,15 @@ def write_gathered(out: Any, storage: QuantizedTensorStorage, derived: DerivedTe
             setattr(out, name, None)
         elif mine is not None and theirs is not None and mine.data_ptr() != theirs.data_ptr():
             pairs.append((mine, theirs))
-    counted = tuple(mine for mine, _ in pairs if not mine.is_inference())
+    written = [mine for mine, _ in pairs]
+    if rewrites_columns:
+        written += [getattr(out, name) for name in storage.COLUMNWISE]
+    counted = tuple(mine for mine in written if not mine.is_inference())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
         for mine, theirs in pairs:
             mine.copy_(theirs)
+        if rewrites_columns:
+            out.write_columns(storage.contract(ROWWISE).codes.view(torch.uint8))
 
 
 class ShardedBuffers:

@@ -289,7 +289,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild(tensors)  # pyright: ignore[reportReturnType]
 
-    def contract(self, axis: str) -> Operand:
+    def contract(self, direction: str) -> Operand:
         raise TypeError(f"a group of {self.num_tensors} matrices is not an operand; multiply its members()")
 
     @classmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....common.formats import TensorFormat
 from ....common.numbers import with_article
-from ...primitives.operand import COLS, Operand
+from ...primitives.operand import ROWWISE, Operand
 from ...primitives.quantize import Quantized
 from ..elements import nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
@@ -86,12 +86,12 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     @property
     def rowwise_storage(self) -> QuantizedTensorStorage | None:
-        """The part that products along COLS read."""
+        """The part that products along ROWWISE read."""
         return self._part(_ROWWISE, self._rowwise_rebuild)
 
     @property
     def columnwise_storage(self) -> QuantizedTensorStorage | None:
-        """The part that products along ROWS read."""
+        """The part that products along COLUMNWISE read."""
         return self._part(_COLUMNWISE, self._columnwise_rebuild)
 
     # The original's names.
@@ -129,11 +129,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         part = self.columnwise_storage
         return None if part is None else part.column_signs
 
-    def contract(self, axis: str) -> Operand:
-        part = self.rowwise_storage if axis == COLS else self.columnwise_storage
+    def contract(self, direction: str) -> Operand:
+        part = self.rowwise_storage if direction == ROWWISE else self.columnwise_storage
         if part is None:
-            raise self._missing(axis)
-        return part.contract(axis)._replace(dtype=self._dtype)
+            raise self._missing(direction)
+        return part.contract(direction)._replace(dtype=self._dtype)
 
     @classmethod
     def pack(

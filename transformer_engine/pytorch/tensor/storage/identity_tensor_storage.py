@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...primitives.operand import COLS, Operand, plain
+from ...primitives.operand import ROWWISE, Operand, plain
 from ...primitives.quantize import Quantized
 from ...runtime.checks import floating
 from ..elements import nominal_dtype
@@ -63,9 +63,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def shape(self) -> torch.Size:
         return self._first_tensor().shape
 
-    def contract(self, axis: str) -> Operand:
+    def contract(self, direction: str) -> Operand:
         matrix = plain_matrix(self._first_tensor())
-        return plain(matrix if axis == COLS else matrix.t())
+        return plain(matrix if direction == ROWWISE else matrix.t())
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> IdentityTensorStorage:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....common.formats import MXFP8
 from ...constants import DType
-from ...primitives.operand import ROWS, Operand
+from ...primitives.operand import COLUMNWISE, Operand
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage
 from .quantized_tensor_storage import Writer
@@ -60,14 +60,14 @@ class MXFP8TensorStorage(BlockScaledStorage):
     def transposable(self) -> bool:
         return self._square_tiles
 
-    def contract(self, axis: str) -> Operand:
+    def contract(self, direction: str) -> Operand:
         scale = self._columnwise_scale_inv
-        if axis == ROWS and scale is not None and scale.dim() > 2:
+        if direction == COLUMNWISE and scale is not None and scale.dim() > 2:
             raise RuntimeError(
                 f"column-wise scales {list(scale.shape)} of an MXFP8 tensor {list(self.shape)} have blocks along its "
                 "first axis, which no product contracts; dequantize() the tensor and quantize the values again"
             )
-        return super().contract(axis)
+        return super().contract(direction)
 
     def _drop_padding(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         # Scales for queries [s, b, h, d] are [s, b, h, d / 32].

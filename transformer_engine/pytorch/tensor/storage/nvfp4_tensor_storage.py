@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....common.formats import NVFP4, NVFP4_FORMATS, TensorFormat
 from ...constants import DType
-from ...primitives.operand import COLS
+from ...primitives.operand import ROWWISE
 from ...primitives.quantize import Quantized, hadamard_transform
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage, padded
@@ -89,8 +89,8 @@ class NVFP4TensorStorage(BlockScaledStorage):
         self._nvfp4_e4m3_max = nvfp4_e4m3_max
         self._set_swizzled(with_gemm_swizzled_scales)
 
-    def _axis_format(self, axis: str) -> TensorFormat:
-        return NVFP4_FORMATS[self._row_scaled_nvfp4 and axis == COLS, self._nvfp4_e4m3_max]
+    def _direction_format(self, direction: str) -> TensorFormat:
+        return NVFP4_FORMATS[self._row_scaled_nvfp4 and direction == ROWWISE, self._nvfp4_e4m3_max]
 
     @property
     def transposable(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....common.formats import TensorFormat
 from ....common.numbers import with_article
-from ...primitives.operand import COLS, ROWS, Operand
+from ...primitives.operand import COLUMNWISE, ROWWISE, Operand
 from ...primitives.quantize import Quantized
 from ...primitives.scale_order import row_major
 from ...primitives.transpose import transposed_operand
@@ -141,12 +141,12 @@ class QuantizedTensorStorage:
         """Hadamard transform of the column-wise codes: with (True) or without random signs; None: no transform."""
         return None
 
-    def contract(self, axis: str) -> Operand:
-        """Return row-wise data as an operand [rows, K] for COLS, or column-wise data as [K, rows] for ROWS.
+    def contract(self, direction: str) -> Operand:
+        """Return row-wise data as an operand [rows, K] for ROWWISE, or column-wise data as [K, rows] for COLUMNWISE.
 
         A class without this method is multiplied by its quantizer's `qgemm`, or by its values.
         """
-        return contracted(self, axis, getattr(self, "_quantizer", None))
+        return contracted(self, direction, getattr(self, "_quantizer", None))
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
@@ -179,7 +179,7 @@ class QuantizedTensorStorage:
             RuntimeError: Scales or directions do not allow the shape.
         """
         extents = tuple(shape) if isinstance(shape, Sequence) else (shape, *extents)
-        dims = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
+        dims = torch.empty(self.shape, device="meta").view(extents).shape
         result = self.with_shape(dims)
         if result is None:
             raise RuntimeError(
@@ -191,8 +191,8 @@ class QuantizedTensorStorage:
     def unpack(self) -> Quantized:
         """Invert `pack`, as views, with scales in rows; maxima per row are a column [M, 1]."""
         usages = self.get_usages()
-        rowwise = row_major(self.contract(COLS)) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
-        columnwise = row_major(self.contract(ROWS)) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
+        rowwise = row_major(self.contract(ROWWISE)) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
+        columnwise = row_major(self.contract(COLUMNWISE)) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         per_row = rowwise.format is not None and rowwise.format.row_scaled
         maxima = rowwise.amax.view(-1, 1) if per_row and rowwise.amax is not None else rowwise.amax
         return Quantized(*rowwise[:2], *columnwise[:2], maxima, columnwise.amax)
@@ -218,11 +218,19 @@ class QuantizedTensorStorage:
         """Whether each direction is exactly the transpose of the other."""
         raise NotImplementedError
 
+    def rewrites_columns(self) -> bool:
+        """Whether `write_columns` can write this storage's column-wise codes from row-wise codes."""
+        return False
+
+    def write_columns(self, codes: Tensor) -> None:
+        """Write the existing column-wise codes from row-wise codes [M, K]; the scale is unchanged."""
+        raise NotImplementedError
+
     def _mirror(self, direction: str, usage: str) -> None:
         """Create the missing direction by transposing the other one."""
         if not self.transposable:
             raise self._cannot_create(direction, usage)
-        existing = row_major(self.contract(ROWS if usage == "rowwise" else COLS))
+        existing = row_major(self.contract(COLUMNWISE if usage == "rowwise" else ROWWISE))
         mirrored = transposed_operand(existing)
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
         quantized = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
@@ -242,11 +250,11 @@ class QuantizedTensorStorage:
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild([None if name in gone else t for name, t in zip(self.TENSORS, tensors, strict=True)])
 
-    def _missing(self, axis: str) -> RuntimeError:
-        direction, usage = ("row-wise", "rowwise") if axis == COLS else ("column-wise", "columnwise")
+    def _missing(self, direction: str) -> RuntimeError:
+        data = "row-wise" if direction == ROWWISE else "column-wise"
         return RuntimeError(
-            f"{type(self).__name__} of shape {tuple(self.shape)} has no {direction} data, which a product along "
-            f"{axis} reads; quantize with {usage}=True, or call update_usage({usage}_usage=True) first"
+            f"{type(self).__name__} of shape {tuple(self.shape)} has no {data} data, which a product reads; quantize "
+            f"with {direction}=True, or call update_usage({direction}_usage=True) first"
         )
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], Rebuild]:

@@ -16,7 +16,7 @@ from ....primitives.attention.passes import Passes
 from .groups import ContextGroups
 from .layout import count_tokens
 from .merge import Rows
-from .schedule import Block, Part, plan_gathered_blocks, ring_blocks
+from .schedule import Block, Part, plan_gathered_steps, ring_blocks
 
 
 class BoundBlock(NamedTuple):
@@ -35,13 +35,18 @@ class BlockPlan:
         call: The attention over the whole sequence.
         groups: Groups; ranks in the ring group hold parts of the keys.
         gathers: Keys are gathered at once; otherwise they circulate.
-        steps: Blocks per step; one step if keys are gathered.
+        steps: Blocks per step. If keys are gathered, the last step has all keys, and one before it the rank's own.
     """
 
     call: AttentionCall
     groups: ContextGroups
     gathers: bool
     steps: tuple[tuple[BoundBlock, ...], ...]
+
+    @property
+    def shares_queries(self) -> bool:
+        """Whether several blocks have the same queries, so that their outputs are merged."""
+        return not self.gathers or len(self.steps) > 1
 
     def key_rows(self, block: Block) -> Part:
         """Return the rows of a block's keys among the keys of a step; lengths limit gathered packed sequences."""
@@ -52,7 +57,7 @@ def plan_blocks(call: AttentionCall, groups: ContextGroups, gathers: bool) -> Bl
     """Plan the blocks of a rank and bind their backends."""
     size, rank = groups.ring_size, groups.ring_rank
     if gathers:
-        steps = (plan_gathered_blocks(call, size, rank),)
+        steps = plan_gathered_steps(call, size, rank)
     else:
         steps = tuple(ring_blocks(call, size, rank, (rank - step) % size) for step in range(size))
     bound = []

@@ -229,7 +229,8 @@ class TokenOrder:
             parts = parts.transpose(1, 2)
         chunks = parts.unflatten(1, (2, -1)).flatten(0, 1)
         owners = [2 * i if i < self.size else 2 * (2 * self.size - 1 - i) + 1 for i in range(2 * self.size)]
-        full = chunks[owners].flatten(0, 1)
+        # A list as an index would be copied to the device, for which the host waits.
+        full = torch.cat([chunks[owner] for owner in owners])
         return full.transpose(0, 1) if self.tensor_format == "bshd" else full
 
     def parts(self, full: Tensor) -> Tensor:
@@ -241,5 +242,6 @@ class TokenOrder:
         if self.tensor_format == "bshd":
             full = full.transpose(0, 1)
         order = [i for rank in range(self.size) for i in (rank, 2 * self.size - 1 - rank)]
-        parts = full.unflatten(0, (2 * self.size, -1))[order].unflatten(0, (self.size, 2)).flatten(1, 2)
+        chunks = full.chunk(2 * self.size)
+        parts = torch.cat([chunks[number] for number in order]).unflatten(0, (self.size, -1))
         return parts.transpose(1, 2).contiguous() if self.tensor_format == "bshd" else parts.contiguous()

@@ -19,7 +19,7 @@ from ....primitives.attention.call import Attended, AttentionCall, AttentionInpu
 from ....primitives.attention.operators import BIAS, SINK
 from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
-from ..autograd import SavedAttention, attention_backward, attention_forward
+from ..autograd import attention_backward
 from .blocks import BlockPlan, BoundBlock, block_inputs, choose_rows, tokens_of
 from .groups import Ring, all_gather, reduce_scatter
 from .layout import TokenOrder
@@ -32,14 +32,13 @@ class BlockPasses:
 
     def forward(self, bound: BoundBlock, inputs: AttentionInputs) -> Attended:
         """Compute a block; the log-sum-exp is part of the result."""
-        return attention_forward(bound.call, inputs, bound.passes)[0]
+        return bound.passes.forward(bound.call, inputs)
 
     def backward(
         self, bound: BoundBlock, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
         """Compute a block's share of the gradients; `attended` is the merged attention for its queries."""
-        saved = SavedAttention(bound.passes, inputs, attended)
-        return attention_backward(bound.call, saved, grad_output)
+        return attention_backward(bound.passes, bound.call, inputs, attended, grad_output)
 
 
 PLAIN = BlockPasses()
@@ -70,6 +69,8 @@ def _keys_of_steps(plan: BlockPlan, inputs: AttentionInputs) -> Iterator[tuple[T
     if plan.gathers:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)
         pending = [all_gather(x, groups.ring_group, groups.ring_size) for x in (k, v)]
+        if len(plan.steps) > 1:
+            yield k, v
         full = [order.whole(wait()) for wait in pending]
         yield full[0], full[1]
         return
@@ -93,8 +94,8 @@ def forward(
     call, q = plan.call, inputs.q
     tokens = tokens_of(plan, inputs)
     wide = torch.promote_types(call.dtype, torch.float32)
-    gathers = plan.gathers and inputs.sink is None
-    output = q.new_zeros((*q.shape[:-1], call.head_dim_v), dtype=call.dtype if gathers else wide)
+    is_merged = plan.shares_queries or inputs.sink is not None
+    output = q.new_zeros((*q.shape[:-1], call.head_dim_v), dtype=wide if is_merged else call.dtype)
     batch = () if call.packed else (call.batch,)
     lse = torch.full((*batch, call.heads, tokens.queries.size), -torch.inf, dtype=wide, device=q.device)
     merged, states = MergedAttention(tokens.queries, output, lse), []
@@ -131,10 +132,12 @@ def backward(
     grad_q = torch.zeros_like(inputs.q, dtype=wide, memory_format=torch.contiguous_format)
     grad_bias = None if inputs.bias is None else torch.zeros_like(inputs.bias, dtype=wide)
     remaining = iter(states)
-    ring, travelling, sums = Ring(groups), None, grad_q
+    ring, travelling, of_steps = Ring(groups), None, []
     for step, (k, v) in zip(plan.steps, _keys_of_steps(plan, inputs), strict=True):
         sums = grad_q.new_zeros(k.numel() + v.numel())
         grad_k, grad_v = _split_pair(sums, k, v)
+        if plan.gathers:
+            of_steps.append((grad_k, grad_v))
         for bound in step:
             queries, last = bound.block.queries, lse.dim() - 1
             attended = Attended(
@@ -158,10 +161,10 @@ def backward(
         grad_k, grad_v = _split_pair(travelling(), inputs.k, inputs.v)
     else:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)
-        grad_k, grad_v = (
-            reduce_scatter(order.parts(x), groups.ring_group)
-            for x in (grad_k, grad_v)  # pyright: ignore[reportPossiblyUnboundVariable]
-        )
+        *own, of_all = of_steps
+        grad_k, grad_v = (reduce_scatter(order.parts(x), groups.ring_group) for x in of_all)
+        for own_k, own_v in own:
+            grad_k, grad_v = grad_k.add_(own_k), grad_v.add_(own_v)
     grad_sink = None
     if inputs.sink is not None:
         # -sum p_sink sum(do o) over the tokens on all ranks, as the head exchange computes it.

@@ -84,7 +84,7 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
     rows, columns = chunk_pair(size, rank), chunk_pair(size, owner)
     spans_q = [Part(i * length_q, (i + 1) * length_q) for i in rows]
     spans_k = [Part(i * length_k, (i + 1) * length_k) for i in columns]
-    if owner == rank and call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv:
+    if owner == rank and _has_square_triangle(call):
         # The later chunk sees the full earlier one: in the rank's order the mask is causal as well.
         mask = Mask("padding_causal" if call.mask.padding else "causal", (-1, 0), False)
         whole_q, whole_k = Part(0, 2 * length_q), Part(0, 2 * length_k)
@@ -99,8 +99,33 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
     return _join_blocks(blocks, length_q, length_k)
 
 
-def plan_gathered_blocks(call: AttentionCall, size: int, rank: int) -> tuple[Block, ...]:
-    """Return the blocks for a rank's two query chunks and all keys in sequence order."""
+def _has_square_triangle(call: AttentionCall) -> bool:
+    """Return whether the queries and keys of a rank form a causal square."""
+    return call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv
+
+
+def plan_gathered_steps(call: AttentionCall, size: int, rank: int) -> tuple[tuple[Block, ...], ...]:
+    """Return the blocks for a rank's two query chunks: against its own keys, if that is a step, and all keys.
+
+    The keys of the last step are in sequence order. Under a causal mask the rank's own keys are a step of their own:
+    it needs no transfer, and the other blocks have no mask, as in a ring.
+    """
+    if call.packed or not _has_square_triangle(call):
+        return (_blocks_of_chunks(call, size, rank),)
+    length, (low, high) = call.seqlen_q // (2 * size), chunk_pair(size, rank)
+    mask = Mask("padding" if call.mask.padding else "no_mask", UNLIMITED, True)
+    spans = [Part(number * length, (number + 1) * length) for number in (low, high)]
+    before, between = Part(0, low * length), Part((low + 1) * length, high * length)
+    blocks: list[Block] = []
+    if before.stop > before.first:
+        blocks.append(Block(Part(0, 2 * length), before, mask, tuple(spans), (before,)))
+    if between.stop > between.first:
+        blocks.append(Block(Part(length, 2 * length), between, mask, (spans[1],), (between,)))
+    return ring_blocks(call, size, rank, rank), tuple(blocks)
+
+
+def _blocks_of_chunks(call: AttentionCall, size: int, rank: int) -> tuple[Block, ...]:
+    """Return a block for each of a rank's query chunks and all keys."""
     chunks = chunk_pair(size, rank)
     if call.packed:
         mask = Mask("padding", UNLIMITED, True)

@@ -135,7 +135,7 @@ class _Handles(threading.local):
 
     def current(self, device: int) -> int:
         """Return the handle of a device, set to torch's current stream."""
-        stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportAttributeAccessIssue]
+        stream = torch._C._cuda_getCurrentRawStream(device)
         cached = self.of_device.get(device)
         if cached is not None and cached[1] == stream:
             return cached[0]

@@ -1,9 +1,10 @@
-"""One GPU against two from JAX: a Llama 8B layer with sharded batch, width or parameters, and context parallelism.
+"""One GPU against several from JAX: a Llama 8B layer with sharded batch, width or parameters, experts, long sequences.
 
-    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_two_gpus.py two_gpus.json
+    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_ranks.py figures.json [--devices 4]
 
-Wall milliseconds for a forward and backward step in a loop. The speedup is throughput on two GPUs relative to
-one GPU. Rows are written one by one.
+Wall milliseconds for a forward and backward step in a loop. The speedup is throughput on all GPUs relative to
+one GPU. The experts are those of a layer of Qwen3-30B-A3B, whose tokens travel in ragged all-to-alls. Rows are
+written one by one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ LLAMA = {
     "layernorm_type": "rmsnorm", "mlp_activations": ("silu", "linear"), "enable_relative_embedding": False,
     "enable_rotary_pos_emb": True, "hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": jnp.bfloat16,
 }  # fmt: skip
+QWEN3 = {"hidden": 2048, "inner": 768, "experts": 128, "chosen": 8}
 QUICK = {"hidden_size": 256, "mlp_hidden_size": 512, "num_attention_heads": 4, "num_gqa_groups": 2}
 
 
@@ -52,9 +54,11 @@ class Layout:
         return te.MeshResource(**{} if self.axis == "one" else {f"{self.axis}_resource": self.axis})
 
 
-LAYOUTS = (
-    Layout("one"), Layout("tp 2", 2, "tpsp"), Layout("dp 2", 2, "dp", 2), Layout("fsdp 2", 2, "fsdp", 2),
-)  # fmt: skip
+def layouts(devices: int) -> tuple[Layout, ...]:
+    return (
+        Layout("one"), Layout(f"tp {devices}", devices, "tpsp"), Layout(f"dp {devices}", devices, "dp", devices),
+        Layout(f"fsdp {devices}", devices, "fsdp", devices),
+    )  # fmt: skip
 
 
 def create_mesh(axis: str, devices: int) -> Mesh:
@@ -91,12 +95,12 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
             boxed = jax.jit(lambda key, x: model.init(key, x, deterministic=True))(jax.random.key(2), x)
             specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
             state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
-            whole = NamedSharding(mesh, PartitionSpec())
+            full = NamedSharding(mesh, PartitionSpec())
             laid = jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
             )
             params = jax.tree.map(jax.device_put, params, laid)
-            state = jax.device_put(state, whole)
+            state = jax.device_put(state, full)
 
             def step(state: Any, params: Any, x: Any, dy: Any) -> Any:
                 def run(state: Any, params: Any, x: Any) -> Any:
@@ -106,7 +110,7 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
                 state, *gradients = pullback(dy)
                 return state, (y, *gradients)
 
-            shardings = (jax.tree.map(lambda _: whole, state), (x.sharding, laid, x.sharding))
+            shardings = (jax.tree.map(lambda _: full, state), (x.sharding, laid, x.sharding))
             compiled = jax.jit(step, donate_argnums=0, out_shardings=shardings)
             return milliseconds(compiled, state, params, x, dy)
 
@@ -143,6 +147,39 @@ def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) 
         return milliseconds(jax.jit(step), jnp.zeros(()), q, k, v, dy, runs=5)
 
 
+def experts(devices: int, settings: recipe.Recipe | None, sizes: dict[str, int], tokens: int) -> float:
+    """Milliseconds for a mixture of experts, whose experts and tokens are sharded over the devices."""
+    fields = {"num_experts": sizes["experts"], "num_experts_per_tok": sizes["chosen"], "dtype": jnp.bfloat16}
+    fields |= {"intermediate_size": sizes["inner"], "aux_loss_coeff": 0.01}
+    one = te_flax._MoEBlock(**fields)
+    model = te_flax._MoEBlock(**fields, ep_axis="ep") if devices > 1 else one
+    mesh = create_mesh("ep", devices)
+    x = jax.random.normal(jax.random.key(0), (devices, tokens, sizes["hidden"]), jnp.bfloat16)
+    precision = te.autocast(settings is not None, settings)
+    with precision:
+        boxed = jax.jit(one.init)(jax.random.key(1), x[:1, :128])
+        state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
+    with jax.set_mesh(mesh), te.autocast(settings is not None, settings):
+
+        def place(name: str) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(() if name == "gate_kernel" else ("ep",))))
+
+        laid = {name: jax.device_put(value, place(name)) for name, value in params.items()}
+        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("ep")))
+
+        def step(state: Any, params: Any, x: Any) -> Any:
+            def loss(params: Any, state: Any, x: Any) -> Any:
+                y, balance, _ = model.apply(
+                    {"params": params, **state}, x, rngs={"sr_rng": jax.random.key(4)}
+                )
+                return (y.astype(jnp.float32) ** 2).mean() + balance
+
+            gradients, following, dx = jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
+            return following, (gradients, dx)
+
+        return milliseconds(jax.jit(step), state, laid, x)
+
+
 def shorten_text(text: str, most: int = 400) -> str:
     """Shorten a text to its begin and end: XLA's error follows the traceback."""
     return text if len(text) <= most else f"{text[: most // 4]} .. {text[-3 * most // 4 :]}"
@@ -154,14 +191,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, to test the program itself")
     parser.add_argument("--recipe", action="append", choices=list(RECIPES))
     parser.add_argument("--layer", action="store_true", help="the layer's rows alone")
+    parser.add_argument("--devices", type=int, default=jax.device_count())
     options = parser.parse_args()
-    sizes, tokens, long, heads = LLAMA, TOKENS, LONG, (32, 8)
+    devices = options.devices
+    sizes, tokens, long, heads, mixture = LLAMA, TOKENS, LONG, (32, 8), QWEN3
     if options.quick:
         sizes, tokens, long, heads = {**LLAMA, **QUICK}, 128, 256, (4, 2)
+        mixture = {"hidden": 256, "inner": 128, "experts": 8, "chosen": 2}
     rows: list[dict[str, Any]] = []
     one: dict[str, float] = {}
 
-    def measured(name: str, what: str, devices: int, work: int, run: Callable[[], float]) -> None:
+    def measure(name: str, what: str, devices: int, work: int, run: Callable[[], float]) -> None:
         try:
             row: dict[str, Any] = {"case": name, "layout": what, "eager_ms": round(run(), 3)}
             if devices == 1:
@@ -178,19 +218,26 @@ def main() -> None:
         print(row, flush=True)
 
     for name in options.recipe or ("bf16", "delayed"):
-        for layout in LAYOUTS:
+        for layout in layouts(devices):
             case = f"layer_fb/{name}/llama8b_s{tokens}"
-            measured(
+            measure(
                 case, layout.name, layout.devices, layout.sequences,
                 lambda n=name, at=layout: layer(at, RECIPES[n], sizes, tokens),
             )  # fmt: skip
     if options.layer:
         return
+    for name in options.recipe or ("bf16", "delayed"):
+        case = f"experts_fb/{name}/qwen3_30b_a3b_t{tokens}"
+        for count in (1, devices):
+            measure(
+                case, f"ep {count}", count, count,
+                lambda n=name, d=count: experts(d, RECIPES[n], mixture, tokens),
+            )  # fmt: skip
     case = f"dpa_fb/bf16/causal_b1_s{long}_h{heads[0]}_{heads[1]}_d128"
-    for devices, strategy in ((1, "DEFAULT"), (2, "RING"), (2, "ALL_GATHER")):
-        measured(
-            case, f"cp {devices} {strategy}".lower(), devices, 1,
-            lambda d=devices, s=strategy: sequence(d, s, long, *heads),
+    for count, strategy in ((1, "DEFAULT"), (devices, "RING"), (devices, "ALL_GATHER")):
+        measure(
+            case, f"cp {count} {strategy}".lower(), count, 1,
+            lambda d=count, s=strategy: sequence(d, s, long, *heads),
         )  # fmt: skip
 
 
