@@ -86,7 +86,7 @@ class Backend(Generic[Request]):
                 return f"it does not support {feature}"
         if self.varies is not None and _demands_repeatable():
             return f"its results differ from run to run, {self.varies}"
-        if _batch_invariant and (reason := self.batch_dependent(request)) is not None:
+        if requirements.batch_invariant and (reason := self.batch_dependent(request)) is not None:
             return f"a row's result depends on the other rows, {reason}"
         return self.unsupported_reason(request)
 
@@ -149,21 +149,29 @@ def repeatable_when(demanded: Callable[[], bool]) -> None:
     _demands_repeatable = demanded
 
 
-# Whether a row's result must not depend on the other rows. Process-wide, because backward passes run in other threads.
-_batch_invariant = False
+class Requirements:
+    """Requirements of the process on results; an attribute, because every warm call reads it.
+
+    Attributes:
+        batch_invariant: A row's result must not depend on the other rows. Backward passes run in other threads.
+    """
+
+    batch_invariant = False
+
+
+requirements = Requirements()
 
 
 def is_batch_invariant() -> bool:
     """Whether a row's result must not depend on the number, the order or the values of other rows."""
-    return _batch_invariant
+    return requirements.batch_invariant
 
 
 def require_batch_invariance(required: bool) -> None:
     """Set `is_batch_invariant()`; each state has its own cached choices, in tables and under `env.generation()`."""
-    global _batch_invariant
-    if required is _batch_invariant:
+    if required is requirements.batch_invariant:
         return
-    _batch_invariant = required
+    requirements.batch_invariant = required
     for table in tables.values():
         table.exchange_caches()
     env.use_series(int(required))

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ...common.dispatch import is_batch_invariant
+from ...common.dispatch import requirements
 from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import TensorParallel
 from ..tensor.identity_tensor import IdentityQuantizer
@@ -210,7 +210,7 @@ def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, 
     The precision of a row must not depend on m under te.batch_invariant(): a cast of m rows then raises the error of a
     format that does not support m. Casts along the rows, for a pass without gradients, support every m.
     """
-    if is_batch_invariant():
+    if requirements.batch_invariant:
         m = _ANY_ROWS
     for quantizer, extents in (
         (product.input, (m, k)),

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ...common import env
-from ...common.dispatch import Backend, Table, always_depends, is_batch_invariant
+from ...common.dispatch import Backend, Table, always_depends, requirements
 from ...common.recipe import Recipe
 from ..quantization.family import find_family
 from .linear_spec import ProductQuantizers, unsupported_product_reason
@@ -94,7 +94,9 @@ TABLE: Table[PrecisionRequest] = Table(
         Backend(
             "quantized",
             unsupported_reason=lambda request: (
-                reason_against_fp8(*request[:4]) if request.requested and not is_batch_invariant() else None
+                reason_against_fp8(*request[:4])
+                if request.requested and not requirements.batch_invariant
+                else None
             ),
         ),
         Backend(

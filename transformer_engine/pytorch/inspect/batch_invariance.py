@@ -112,5 +112,5 @@ class batch_invariant(ContextDecorator):
 def _check_recipe() -> None:
     """Raise RuntimeError if this thread's autocast block has a recipe whose scales depend on the batch."""
     state = current()
-    if state.enabled and state.recipe is not None:
+    if is_batch_invariant() and state.enabled and state.recipe is not None:
         check_batch_invariance(state.recipe)

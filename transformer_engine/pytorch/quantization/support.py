@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, overload
 
 from ...common import env
 from ...common.checks import described, suggests_keywords
-from ...common.dispatch import is_batch_invariant
 from ...common.hardware import Hardware, capability_limits, is_older
 from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe, reject_recipe_as_enabled
@@ -156,8 +155,8 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
 
 
 def check_batch_invariance(recipe: Recipe) -> None:
-    """Raise RuntimeError if results must not depend on the batch, and the recipe's scales do."""
-    reason = find_family(recipe).batch_dependence(recipe) if is_batch_invariant() else None
+    """Raise RuntimeError if the recipe's scales depend on the batch."""
+    reason = find_family(recipe).batch_dependence(recipe)
     if reason is not None:
         raise RuntimeError(f"{type(recipe).__name__} is unsupported under te.batch_invariant(): {reason}")
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.row_functions import sigmoid
 from ...runtime.tracing import result_as
 from ..quantize import Cast, Quantized, dequantize, quantize, quantize_as
 from ..quantize.maximum import maximum
@@ -137,6 +136,11 @@ def _gelu_slope(x: Tensor) -> Tensor:
     tanh = torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
     inner_slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
     return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Compute 1 / (1 + exp(-x)). On a CPU, torch.sigmoid computes a tensor's last elements by another formula."""
+    return torch.reciprocal(1.0 + torch.exp(-x))
 
 
 def _qgelu_slope(x: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common import env
-from ....common.dispatch import is_batch_invariant
+from ....common import dispatch, env
 from ....common.hardware import NO_GPU, Hardware
 from ...runtime.determinism import RAISES
 from ...runtime.device import current_hardware
@@ -140,7 +139,7 @@ class AttentionCall:
             hardware=current_hardware() if device_type == "cuda" else NO_GPU,
             deterministic=bool(deterministic) or not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
             torch_deterministic=deterministic == RAISES,
-            batch_invariant=is_batch_invariant(),
+            batch_invariant=dispatch.requirements.batch_invariant,
             switches=Switches.from_environment(),
             **fields,
         )

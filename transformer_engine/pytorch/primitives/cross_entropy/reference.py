@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, depends_on_gpu, is_batch_invariant
+from ....common.dispatch import Backend, depends_on_gpu, requirements
 from ....common.formats import ceil_div
 from ....common.operation_settings import Labels
 from ...runtime.row_functions import sum_rows
@@ -41,7 +41,7 @@ def count_strips(rows: int, width: int) -> int:
 
     The strips' sums are added, so a row has one strip if its result must not depend on the number of rows.
     """
-    if is_batch_invariant():
+    if requirements.batch_invariant:
         return 1
     blocks = ceil_div(width, 8192)
     return ceil_div(blocks, ceil_div(blocks, min(ceil_div(1024, rows), blocks)))

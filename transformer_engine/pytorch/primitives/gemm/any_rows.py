@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import is_batch_invariant
 from ....common.formats import round_up
 from ...runtime.autograd import matrix_product
 
@@ -26,16 +25,12 @@ def pad_rows(a: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a [M, K] @ b [K, N]; while results must not depend on the batch, as documented above."""
-    if not is_batch_invariant() or a.is_cuda:
-        return matrix_product(a, b)
+    """Compute a [M, K] @ b [K, N]."""
     return first_rows(matrix_product(pad_rows(a), b), a.shape[0])
 
 
 def multiply_add(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute bias [N] + a [M, K] @ b [K, N] with one rounding; see `multiply`."""
-    if not is_batch_invariant() or a.is_cuda:
-        return torch.addmm(bias, a, b)
+    """Compute bias [N] + a [M, K] @ b [K, N] with one rounding."""
     return first_rows(torch.addmm(bias, pad_rows(a), b), a.shape[0])
 
 

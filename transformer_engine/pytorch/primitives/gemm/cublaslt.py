@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import Backend, PlanFailure, Unsupported, is_batch_invariant
+from ....common.dispatch import Backend, PlanFailure, Unsupported, requirements
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, TensorFormat, round_up
 from ....common.hardware import Capability
 from ....common.memory import Memory
@@ -49,7 +49,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     reason = request.unsupported_on_gpu or request.hardware.lacks("cublaslt") or library.missing()
     if reason is not None:
         return reason
-    if is_batch_invariant():
+    if requirements.batch_invariant:
         request = _with_padded_rows(request)
     if not request.native:
         return "an operand is of a subclass of Tensor, or an active TorchDispatchMode needs torch's operators"
@@ -175,7 +175,7 @@ def make_problem(request: GemmRequest) -> CublasProblem:
     if request.bias is not None:  # the dtype that the epilogue reads; a bias with another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
-    any_rows = is_batch_invariant()
+    any_rows = requirements.batch_invariant
     options = {"any_rows": True, "alignment": _ANY_ROWS_ALIGNMENT} if any_rows else {}
     return CublasProblem(
         device=request.index,
@@ -210,7 +210,7 @@ def find_plan(request: GemmRequest) -> CublasPlan:
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
-    if is_batch_invariant():
+    if requirements.batch_invariant:
         return _bind_any_rows(request)
     try:
         plan = find_plan(request)

@@ -13,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, is_batch_invariant
+from ....common.dispatch import Backend, requirements
 from ....common.formats import FLOAT8
+from ...runtime.autograd import matrix_product
 from ..operand import Operand
 from ..quantize import dequantize
-from .any_rows import multiply
+from . import any_rows
 from .cublaslt import multiply_any_rows
 from .request import EPILOGUES, Epilogue, GemmRequest
 
@@ -36,9 +37,9 @@ def _run_row_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 def _multiply_float32(a: Tensor, b: Tensor) -> Tensor:
     """Compute a [M, K] @ b [N, K].T of float32 values."""
-    if a.is_cuda and is_batch_invariant():
-        return multiply_any_rows(a, b, torch.float32)
-    return multiply(a, b.t())
+    if requirements.batch_invariant:
+        return multiply_any_rows(a, b, torch.float32) if a.is_cuda else any_rows.multiply(a, b.t())
+    return matrix_product(a, b.t())
 
 
 def _apply_tensor_scales(product: Tensor, a: Operand, b: Operand) -> Tensor:
@@ -124,7 +125,7 @@ def _unsupported_by_widen(request: GemmRequest) -> str | None:
 def _run_widened(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """Multiply bfloat16 values; per-tensor and per-row scales are applied to the float32 product."""
     a_values, b_values = _codes_in_bfloat16(a), _codes_in_bfloat16(b)
-    if is_batch_invariant():
+    if requirements.batch_invariant:
         product = multiply_any_rows(a_values, b_values, torch.float32)
     else:
         product = torch.mm(a_values, b_values.t(), out_dtype=torch.float32)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common import optional
-from ....common.dispatch import Backend, is_batch_invariant
+from ....common.dispatch import Backend, requirements
 from ....common.formats import BLOCK_FORMATS, SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
@@ -233,7 +233,7 @@ def _swaps(a: Operand, b: Operand) -> bool:
     """Return whether the product computes the transposed result, whose tile depends on the number of rows of a."""
     from ....common.kernels.product_parts import is_swapped  # it imports triton
 
-    return not is_batch_invariant() and is_swapped(a.rows, b.rows)
+    return not requirements.batch_invariant and is_swapped(a.rows, b.rows)
 
 
 def _after(epilogue: Epilogue, activation: Activation) -> ProductEpilogue:

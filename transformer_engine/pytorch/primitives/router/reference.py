@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, depends_on_gpu
-from ...runtime.row_functions import sigmoid
 from ...runtime.tracing import result_as
+from ..activation.reference import sigmoid
 
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = "softmax", "softmax_after", "sigmoid", "sqrtsoftplus"
 BYTES, BITS, INDICES = "bytes", "bits", "indices"
