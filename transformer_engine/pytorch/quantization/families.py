@@ -115,10 +115,8 @@ def _block_scaling(recipe: Float8BlockScaling, mode: str, tensor: str, device: t
 
 
 def _dependence_of_blocks(recipe: Float8BlockScaling) -> str | None:
-    for name in ("x_block_scaling_dim", "grad_block_scaling_dim"):
-        if getattr(recipe, name) == 2:
-            return f"with {name}=2, 128 rows share a scale; set it to 1"
-    return None
+    names = [name for name in ("x_block_scaling_dim", "grad_block_scaling_dim") if getattr(recipe, name) == 2]
+    return f"with {names[0]}=2, 128 rows share a scale; set it to 1" if names else None
 
 
 def _dependence_of_nvfp4(recipe: NVFP4BlockScaling) -> str | None:

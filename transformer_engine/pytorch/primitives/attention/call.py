@@ -119,10 +119,10 @@ class AttentionCall:
     score_mod: Callable[..., Tensor] | None = None
 
     device_type: str
+    batch_invariant: bool = False
     hardware: Hardware = NO_GPU
     deterministic: bool = False
     torch_deterministic: bool = False
-    batch_invariant: bool = False
     switches: Switches = field(default_factory=Switches)
 
     @classmethod
