@@ -10,7 +10,7 @@ import torch
 
 from tests.attention.triton_cases import PLAIN, Case, build, literal, pairs, philox_kept
 from transformer_engine.common.hardware import nvidia
-from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention import mask, reference
 from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -314,3 +314,49 @@ def test_rejections_name_the_value_and_the_limit():
     ):
         reason = triton.BACKEND.rejection_reason(hopper_request(**changes))
         assert reason is not None and words in reason
+
+
+@runs_kernels
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("chunks", [(130,), (1, 129), (100, 1, 1, 28), (64, 66)])
+def test_batch_invariant_chunks_have_the_bits_of_the_whole_sequence(chunks, size, device):
+    tokens = sum(chunks)
+    case = Case(
+        "whole", "causal", batch=1, size_q=tokens, size_kv=tokens, heads=2, groups=1, head=(size, size), gradient=False
+    )  # fmt: skip
+    request, inputs = build(case, device, 1)
+    request = dataclasses.replace(request, batch_invariant=True)
+    whole = triton.forward(request, inputs).output
+    begin = 0
+    for count in chunks:
+        end = begin + count
+        step = dataclasses.replace(
+            request,
+            seqlen_q=count,
+            seqlen_kv=end,
+            mask=mask.resolve("causal_bottom_right", None, None),
+            cached=True,
+        )
+        assert not triton_decode.takes(step)
+        q, k, v = inputs.q[:, begin:end], inputs.k[:, :end], inputs.v[:, :end]
+        part = triton.forward(step, inputs._replace(q=q, k=k, v=v)).output
+        assert torch.equal(part, whole[:, begin:end])
+        begin = end
+
+
+@runs_kernels
+def test_batch_invariant_gradients_do_not_depend_on_the_other_sequences(device):
+    case = Case("three", "causal", batch=3, size_q=70, size_kv=70, heads=4, groups=2)
+    request, inputs = build(case, device, 1)
+    request = dataclasses.replace(request, batch_invariant=True)
+    attended = triton.forward(request, inputs)
+    grad = torch.randn_like(attended.output)
+    grads = triton.backward(request, inputs, attended, grad)
+    for row in range(3):
+        one = inputs._replace(**{name: getattr(inputs, name)[row : row + 1] for name in "qkv"})
+        alone = dataclasses.replace(request, batch=1)
+        result = triton.forward(alone, one)
+        assert torch.equal(result.output, attended.output[row : row + 1])
+        found = triton.backward(alone, one, result, grad[row : row + 1])
+        for name in "qkv":
+            assert torch.equal(getattr(found, name), getattr(grads, name)[row : row + 1]), name

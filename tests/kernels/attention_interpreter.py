@@ -31,8 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """a @ b + d in float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
-    product = np.matmul(_numbers(a), _numbers(b), dtype=np.float32)
+    """a @ b + d in float32: the interpreter multiplies the bits of bfloat16 as if they were integers.
+
+    The product is computed in float64: in float32, NumPy's sums for a row depend on its place in the tile, unlike those
+    of tensor cores.
+    """
+    product = np.matmul(_numbers(a), _numbers(b), dtype=np.float64).astype(np.float32)
     return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REJECTED, install
-from transformer_engine.common import formats
+from transformer_engine.common import dispatch, formats
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.memory import Memory
@@ -490,3 +490,85 @@ def test_scales_may_be_adjacent_in_memory(backend):
         expected = gemm(a, b, epilogue)
         found = gemm(a._replace(scale=scales[1:2]), b._replace(scale=scales[2:3]), epilogue)
     assert torch.equal(found, expected)
+
+
+@pytest.fixture
+def any_rows():
+    dispatch.require_batch_invariance(True)
+    yield
+    dispatch.require_batch_invariance(False)
+
+
+def bound(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
+    request = h200_request(a, b, epilogue)
+    assert cublaslt.unsupported_reason(request) is None
+    return cublaslt.bind(request)(a, b, epilogue)
+
+
+def test_batch_invariant_products_share_one_algorithm_without_split_sums(library, any_rows):
+    asked = []
+
+    def heuristic(handle, descriptor, a, b, c, d, preference, count, results, found):
+        rows = library.alive[b]["columns"]
+        asked.append((rows, library.alive[preference]["REDUCTION_SCHEME_MASK"]))
+        library.algorithms = [bytes([1 + (rows < 100)]) * 64]  # another one for few rows
+        type(library).matmul_algo_get_heuristic(
+            library, handle, descriptor, a, b, c, d, preference, count, results, found
+        )
+
+    library.matmul_algo_get_heuristic = heuristic
+    b = torch.randn(48, 64).bfloat16()
+    for rows in (1, 7, 64, 300):
+        a = torch.randn(rows, 64).bfloat16()
+        y = bound(plain(a), plain(b), Epilogue(torch.float32))
+        torch.testing.assert_close(y, a.float() @ b.float().t())
+    assert asked == [(8192, 0)]
+    assert set(library.started) == {ALGORITHMS[0]} and len(library.started) == 4
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 16, 33])
+def test_batch_invariant_block_products_pad_the_rows(library, any_rows, rows, accumulate):
+    a, b = quantized(BLOCK_1D, rows, 256), quantized(BLOCK_2D, 128, 256)
+    out = torch.randn(rows, 128) if accumulate else None
+    values = [dequantize(operand._replace(dtype=torch.float32)) for operand in (a, b)]
+    expected = values[0] @ values[1].t() + (0.0 if out is None else out)
+    y = bound(a, b, Epilogue(torch.float32, out=out, accumulate=accumulate))
+    assert y.shape == (rows, 128) and (out is None or y is out)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_batch_invariant_product_pads_rows_whose_algorithm_is_rejected(library, any_rows):
+    def check(handle, descriptor, a, b, c, d, algorithm, result):
+        if library.alive[b]["columns"] % 16:
+            raise library.cuBLASLtError("the algorithm needs 16 rows")
+
+    library.matmul_algo_check = check
+    a, b = torch.randn(3, 64), torch.randn(48, 64)
+    bias = torch.randn(48)
+    y = bound(plain(a), plain(b), Epilogue(torch.float32, bias))
+    assert y.shape == (3, 48)
+    torch.testing.assert_close(y, a @ b.t() + bias)
+
+
+def test_a_batch_invariant_product_copies_unaligned_matrices(library, any_rows):
+    memory = torch.randn(3 * 64 + 1)
+    a, b = memory[1:].view(3, 64), torch.randn(48, 64)
+    out = torch.randn(3, 48)
+    expected = a @ b.t() + out
+    y = bound(plain(a), plain(b), Epilogue(torch.float32, out=out, accumulate=True))
+    assert y is out
+    torch.testing.assert_close(y, expected)
+    assert set(library.started) == {ALGORITHMS[0]}
+
+
+def test_backends_with_an_algorithm_per_row_count_are_unsupported_if_batch_invariant(any_rows):
+    a, b = plain(torch.randn(8, 64).bfloat16()), plain(torch.randn(48, 64).bfloat16())
+    request = h200_request(a, b, Epilogue(torch.bfloat16))
+    reasons = {row.name: row.rejection_reason(request) for row in TABLE.backends}
+    assert reasons["matmul"] == (
+        "a row's result depends on the other rows, by an algorithm that the library chooses for their number"
+    )
+    assert reasons["reference"] == reasons["matmul"]
+    on_a_cpu = dataclasses.replace(request, device="cpu")
+    assert TABLE.named("matmul").rejection_reason(on_a_cpu) is None

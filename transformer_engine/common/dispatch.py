@@ -44,6 +44,18 @@ def supports_all(request: Any) -> None:
     return None
 
 
+def always_depends(reason: str) -> Callable[[Any], str]:
+    """`Backend.batch_dependent` of a backend whose rows depend on the batch in every request."""
+    return lambda request: reason
+
+
+def depends_on_gpu(request: Any) -> str | None:
+    """`Backend.batch_dependent` of a reference in torch operations, whose sums follow a row's length on a CPU only."""
+    if request.device.type != "cuda":
+        return None
+    return "by reductions that the framework divides by their number"
+
+
 @dataclass(frozen=True)
 class Backend(Generic[Request]):
     """One implementation of an operation.
@@ -55,6 +67,8 @@ class Backend(Generic[Request]):
         bind: request -> tensor function that computes equal requests, or a `PlanFailure`. None with `Table.choose`.
         opaque: Whether a tracing compiler calls the table's operator instead of tracing the bound callable.
         varies: Reason why bits vary between runs (atomic sums), or None. Unsupported if results must be repeatable.
+        batch_dependent: request -> reason why a row's result depends on the other rows (tiles or split sums that are
+            chosen by their number), or None. Such a request is unsupported while `is_batch_invariant()`.
     """
 
     name: str
@@ -63,6 +77,7 @@ class Backend(Generic[Request]):
     bind: Callable[[Request], Callable[..., Any] | PlanFailure] | None = None
     opaque: bool = False
     varies: str | None = None
+    batch_dependent: Callable[[Request], str | None] = supports_all
 
     def rejection_reason(self, request: Request) -> str | None:
         """Reason why the request is unsupported, or None. Plans nothing."""
@@ -71,6 +86,8 @@ class Backend(Generic[Request]):
                 return f"it does not support {feature}"
         if self.varies is not None and _demands_repeatable():
             return f"its results differ from run to run, {self.varies}"
+        if requirements.batch_invariant and (reason := self.batch_dependent(request)) is not None:
+            return f"a row's result depends on the other rows, {reason}"
         return self.unsupported_reason(request)
 
 
@@ -132,6 +149,34 @@ def repeatable_when(demanded: Callable[[], bool]) -> None:
     _demands_repeatable = demanded
 
 
+class Requirements:
+    """Requirements of the process on results; an attribute, because every warm call reads it.
+
+    Attributes:
+        batch_invariant: A row's result must not depend on the other rows. Backward passes run in other threads.
+    """
+
+    batch_invariant = False
+
+
+requirements = Requirements()
+
+
+def is_batch_invariant() -> bool:
+    """Whether a row's result must not depend on the number, the order or the values of other rows."""
+    return requirements.batch_invariant
+
+
+def require_batch_invariance(required: bool) -> None:
+    """Set `is_batch_invariant()`; each state has its own cached choices, in tables and under `env.generation()`."""
+    if required is requirements.batch_invariant:
+        return
+    requirements.batch_invariant = required
+    for table in tables.values():
+        table.exchange_caches()
+    env.use_series(int(required))
+
+
 class Table(Generic[Request]):
     """One operation's backends, in order of preference.
 
@@ -157,15 +202,23 @@ class Table(Generic[Request]):
         self.describe = describe
         self.order = order
         self.operator = operator
-        self._bound: Memory[tuple[Any, ...], Callable[..., Any]] = Memory(_bind_key, _REMEMBERED, self)
-        self._plans: Memory[tuple[str, Request], Callable[..., Any] | PlanFailure] = Memory(
-            _plan, _REMEMBERED, self
-        )
-        self._names: Memory[tuple[Any, ...], str] = Memory(_name, _REMEMBERED, self)
+        self._bound: Memory[tuple[Any, ...], Callable[..., Any]]
+        self._plans: Memory[tuple[str, Request], Callable[..., Any] | PlanFailure]
+        self._names: Memory[tuple[Any, ...], str]
+        self._bound, self._plans, self._names = self._make_caches()
+        self._other_caches = self._make_caches()  # of the other state of `is_batch_invariant()`
         # Only tables with such a backend depend on whether repeatable results are required.
         self._may_vary = any(backend.varies is not None for backend in self.backends)
         self._remembers_repeatable = False
         tables[operation] = self
+
+    def _make_caches(self) -> tuple[Memory[Any, Any], Memory[Any, Any], Memory[Any, Any]]:
+        return tuple([Memory(build, _REMEMBERED, self) for build in (_bind_key, _plan, _name)])  # pyright: ignore
+
+    def exchange_caches(self) -> None:
+        """Replace the caches by those of the other state of `is_batch_invariant()`."""
+        caches = (self._bound, self._plans, self._names)
+        (self._bound, self._plans, self._names), self._other_caches = self._other_caches, caches
 
     def candidates(self, request: Request) -> tuple[Backend[Request], ...]:
         """Backends in a request's order of preference."""
@@ -261,7 +314,7 @@ class Table(Generic[Request]):
 
     def forget(self) -> None:
         """Clear the caches, and layer caches by `env.renew`, after changes that keys do not contain."""
-        for memory in (self._bound, self._plans, self._names):
+        for memory in (self._bound, self._plans, self._names, *self._other_caches):
             memory.clear()
         env.renew()
 

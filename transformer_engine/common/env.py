@@ -492,6 +492,12 @@ def renew() -> None:
     _generation += 1
 
 
+def use_series(series: int) -> None:
+    """Continue generation() in another series of numbers, so that the decisions of both series stay cached."""
+    global _generation
+    _generation = (_generation & (_SERIES - 1)) + series * _SERIES
+
+
 def flag(name: str) -> bool:
     """Value of a boolean variable; False if it is unset and has no default."""
     return bool(get(name))
@@ -519,3 +525,4 @@ FAST: bool = flag("TE_FAST")
 _names, _none_is_set, _stored_text = _readers(FAST)
 _texts: tuple[Any, ...] = ()
 _generation = 0
+_SERIES = 1 << 60  # more than any number of changes

@@ -37,6 +37,7 @@ from .distributed.userbuffers import UserBufferQuantizationMode, destroy_ub, ini
 from .export import onnx_export
 from .graph import graphed, make_graphed_callables
 from .inspect.algorithms import autotune, deterministic
+from .inspect.batch_invariance import batch_invariant, is_batch_invariant
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe
@@ -196,6 +197,7 @@ __all__ = [
     "attention",
     "autocast",
     "autotune",
+    "batch_invariant",
     "check",
     "checkpoint",
     "common",
@@ -230,6 +232,7 @@ __all__ = [
     "initialize_ub",
     "integrations",
     "interleave_glu_tensor",
+    "is_batch_invariant",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

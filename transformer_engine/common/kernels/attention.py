@@ -396,4 +396,5 @@ def forward(
         Output(tops, "float32", begins=-math.inf if sequences else None) if max_logit else None,
     )
     grid = (max(1, programs), problem.heads, 1 if sequences else problem.batch)
-    return Launch(attend, grid, outputs, scalars, (*constants, sequences), warps)
+    fuses = not problem.batch_invariant
+    return Launch(attend, grid, outputs, scalars, (*constants, sequences), warps, fuses=fuses)

@@ -371,7 +371,8 @@ def keys(
     constants = (*problem.band, problem.capping, *problem.sizes, problem.precision, *tile)
     grid = (programs, problem.groups * parts, 1 if sequences else problem.batch)
     gradient = Output(None, problem.dtype if parts == 1 else "float32", begins=0.0 if packed else None)
-    return Launch(grad_keys, grid, (gradient, gradient), scalars, constants, warps)
+    fuses = not problem.batch_invariant
+    return Launch(grad_keys, grid, (gradient, gradient), scalars, constants, warps, fuses=fuses)
 
 
 def queries(problem: AttentionProblem, dq: tuple[int, int, int], packed: bool = False) -> Launch:
@@ -386,4 +387,5 @@ def queries(problem: AttentionProblem, dq: tuple[int, int, int], packed: bool = 
     constants = (*problem.band, problem.capping, *problem.sizes, problem.precision, *tile)
     grid = (programs, problem.heads, 1 if sequences else problem.batch)
     outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
-    return Launch(grad_queries, grid, outputs, scalars, constants, warps)
+    fuses = not problem.batch_invariant
+    return Launch(grad_queries, grid, outputs, scalars, constants, warps, fuses=fuses)

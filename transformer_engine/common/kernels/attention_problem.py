@@ -22,6 +22,9 @@ class AttentionProblem:
         tokens: Maximum total query and key counts in packed sequences; None: unknown.
         softcap: Limit c in c * tanh(scale * q k^T / c); 0: no limit.
         caps_bias: The bias is added before the softcap.
+        batch_invariant: The bits of a row must not depend on the number of rows, keys and sequences beside its own
+            keys: tiles depend on the head sizes only, and no product is fused with a sum, because masked and unmasked
+            tiles would be fused differently.
     """
 
     dtype: str
@@ -50,6 +53,7 @@ class AttentionProblem:
     tokens: tuple[int, int] | None = None
     softcap: float = 0.0
     caps_bias: bool = False
+    batch_invariant: bool = False
 
     @property
     def scalars(self) -> tuple[int | float, ...]:
@@ -115,6 +119,8 @@ class AttentionProblem:
         Example: 16 sequences in 8192 tokens, one key head and 64 keys per tile make 144 tiles; 16 sequences with 8192
         tokens each would make 2048.
         """
+        if self.batch_invariant:
+            return 1
         tiles, sequences = self.key_tiles(rows)
         programs = tiles * self.groups * (1 if sequences else self.batch)
         return self.heads // self.groups if programs < 2 * processors else 1
@@ -147,8 +153,8 @@ def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
         candidates = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))
     elif max(qk, v) <= 64:
         candidates = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1))  # 324 at 64; 128 keys 212
-    elif problem.varied:
-        # 1.2 times as fast as 128 rows with a bias, 1.1 times with dropout
+    elif problem.varied or problem.batch_invariant:
+        # 1.2 times as fast as 128 rows with a bias, 1.1 times with dropout. One tile for all calls if batch-invariant.
         candidates = ((64, 64, 4, 2), (64, 32, 4, 1))
     else:
         candidates = ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1))  # 455 at 128; 64 rows 430

@@ -113,14 +113,15 @@ def block_kernel(
 @functools.lru_cache(maxsize=4096)
 def block_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, epilogue: ProductEpilogue = NO_EPILOGUE, decodes: bool = False,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE, decodes: bool = False, swaps: bool = True,
 ) -> Launch:  # fmt: skip
     """Launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`.
 
     Args:
         decodes: Multiply the codes' values in bfloat16, for GPUs without FP8 products.
+        swaps: A result with few rows is computed as its transpose, with another tile.
     """
-    swapped = is_swapped(a.rows, b.rows)
+    swapped = swaps and is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
     rows, columns, stages, warps = _tile_of_bytes(right.rows) if decodes else choose_tile(right.rows)

@@ -203,7 +203,7 @@ def tma_product_kernel(
 def product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
     *, length: int, packing: int = 1, factor: float = 1.0, epilogue: ProductEpilogue = NO_EPILOGUE,
-    tma: TmaOptions = NO_TMA,
+    tma: TmaOptions = NO_TMA, swaps: bool = True,
 ) -> Launch:  # fmt: skip
     """Launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
 
@@ -216,8 +216,9 @@ def product(
         factor: Factor for the maxima's product. Sides with a `unit` have float32 scales instead of swizzled ones.
         epilogue: The operations after the product. The result that it is added to is an input after x.
         tma: The tensors that TMA moves; sides with a `unit` have none.
+        swaps: A result with few rows is computed as its transpose, with another tile.
     """
-    swapped = is_swapped(a.rows, b.rows)
+    swapped = swaps and is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
     rows, columns, stages, warps = choose_tile(right.rows)
@@ -252,7 +253,7 @@ def product(
 
 def exponent_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, epilogue: ProductEpilogue = NO_EPILOGUE,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE, swaps: bool = True,
 ) -> Launch:  # fmt: skip
     """Same as `product` for FP8 codes whose float32 scales for 1x128 or 128x128 blocks are powers of two."""
-    return product(a, b, depth, out, dtype, length=32, epilogue=epilogue)
+    return product(a, b, depth, out, dtype, length=32, epilogue=epilogue, swaps=swaps)

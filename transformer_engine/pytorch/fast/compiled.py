@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.dispatch import requirements
 from ...common.memory import Memory
 from ..offload.marks import active as offloading
 from ..primitives.gemm import products_depend_on_operands_alone
@@ -218,7 +219,7 @@ class CompiledLayer:
         intervened = offloading.synchronizer is not None or not products_depend_on_operands_alone()
         if kind.generated is None or intervened or (ctx.hooked and offloading.used):
             return self._backward.run_uncompiled(inputs, (spec, ctx))[0]
-        key: list[Any] = [kind]
+        key: list[Any] = [kind, requirements.batch_invariant]
         compared = inputs if ctx.hooked else [*inputs[:grads], *[inputs[i] for i in kind.input_results]]
         for tensor in compared:
             if tensor is None:

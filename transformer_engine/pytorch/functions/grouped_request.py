@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import Backend, Table, interventions
+from ...common.dispatch import Backend, Table, always_depends, interventions
 
 TOGETHER, LOOP = "together", "loop"
 
@@ -127,7 +127,16 @@ def _unsupported_together(request: GroupedRequest) -> str | None:
 
 TABLE: Table[GroupedRequest] = Table(
     "grouped_linear",
-    (Backend(TOGETHER, unsupported_reason=_unsupported_together), Backend(LOOP, takes=_FEATURES)),
+    (
+        Backend(
+            TOGETHER,
+            unsupported_reason=_unsupported_together,
+            batch_dependent=always_depends(
+                "by a tile that is not verified to be the same for every row count"
+            ),
+        ),
+        Backend(LOOP, takes=_FEATURES),
+    ),
     describe=GroupedRequest,
 )
 

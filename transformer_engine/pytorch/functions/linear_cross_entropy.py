@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...common.dispatch import requirements
 from ...common.operation_settings import Labels
 from ..primitives.cross_entropy import cross_entropy_rescaled
 from ..primitives.gemm import Epilogue, gemm, plain
@@ -147,7 +148,8 @@ def _group_by_ids(
         lend: Store logits for as many rows as possible in the weight gradient's memory.
         rest: Also yield the rows after these, so that no row remains.
     """
-    if gradients.weight is None:
+    # The sum over id blocks for a row's gradient would depend on the number of rows, which determines the blocks.
+    if gradients.weight is None or requirements.batch_invariant:
         return
     rows, features = hidden.shape
     room = rows * weight.shape[0] // _SHARE

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from ...common.dispatch import requirements
 from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import TensorParallel
 from ..tensor.identity_tensor import IdentityQuantizer
@@ -200,8 +201,17 @@ def build_linear_spec(
     )
 
 
+_ANY_ROWS = 128  # a row count that every format supports
+
+
 def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
-    """Reason why a format does not support x [m, k], w [n, k] or dy [m, n]; None if all three are supported."""
+    """Reason why a format does not support x [m, k], w [n, k] or dy [m, n]; None if all three are supported.
+
+    The precision of a row must not depend on m under te.batch_invariant(): a cast of m rows then raises the error of a
+    format that does not support m. Casts along the rows, for a pass without gradients, support every m.
+    """
+    if requirements.batch_invariant:
+        m = _ANY_ROWS
     for quantizer, extents in (
         (product.input, (m, k)),
         (product.weight, (n, k)),

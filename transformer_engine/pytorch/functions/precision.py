@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ...common import env
-from ...common.dispatch import Backend, Table
+from ...common.dispatch import Backend, Table, always_depends, requirements
 from ...common.recipe import Recipe
 from ..quantization.family import find_family
 from .linear_spec import ProductQuantizers, unsupported_product_reason
@@ -94,10 +94,16 @@ TABLE: Table[PrecisionRequest] = Table(
         Backend(
             "quantized",
             unsupported_reason=lambda request: (
-                reason_against_fp8(*request[:4]) if request.requested else None
+                reason_against_fp8(*request[:4])
+                if request.requested and not requirements.batch_invariant
+                else None
             ),
         ),
-        Backend("high_precision", unsupported_reason=_unsupported_high_precision),
+        Backend(
+            "high_precision",
+            unsupported_reason=_unsupported_high_precision,
+            batch_dependent=always_depends("by a precision that is chosen by their number"),
+        ),
     ),
     describe=PrecisionRequest,
 )

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ...common.checks import reject_keywords
+from ...common.dispatch import requirements
 from ...common.numbers import to_bool
 from ...common.recipe import Recipe
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none
 from ..runtime.tracing import export_mode, hidden_from_selective_checkpoints, warn_deprecated
 from . import delayed_scaling
-from .support import check_block, check_recipe_support, default_recipe
+from .support import check_batch_invariance, check_block, check_recipe_support, default_recipe
 
 
 class AutocastState(NamedTuple):
@@ -197,6 +198,8 @@ class autocast(ContextDecorator):
             supported, reason = check_recipe_support(state.recipe)
             if not supported:
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
+            if requirements.batch_invariant:
+                check_batch_invariance(state.recipe)
         traced = _is_compiling()
         holder = _thread.holder if traced else eager_thread_state()
         self._outer, blocks = holder.state, holder.enabled_blocks

@@ -28,7 +28,7 @@ from ..tensor.mxfp8_tensor import MXFP8Quantizer
 from ..tensor.nvfp4_tensor import NVFP4Quantizer
 from ..tensor.quantizer import Quantizer
 from . import support
-from .family import Family, FormatSample, Requirement, all_families, register
+from .family import Family, FormatSample, Requirement, all_families, register, rows_are_independent
 from .recipe_state import (
     CustomRecipeState,
     DelayedScalingRecipeState,
@@ -114,6 +114,22 @@ def _block_scaling(recipe: Float8BlockScaling, mode: str, tensor: str, device: t
     )
 
 
+def _dependence_of_blocks(recipe: Float8BlockScaling) -> str | None:
+    names = [name for name in ("x_block_scaling_dim", "grad_block_scaling_dim") if getattr(recipe, name) == 2]
+    return f"with {names[0]}=2, 128 rows share a scale; set it to 1" if names else None
+
+
+def _dependence_of_nvfp4(recipe: NVFP4BlockScaling) -> str | None:
+    if not recipe.row_scaled_activation:
+        return "its second-level scale is computed from the maximum of the whole tensor; set row_scaled_activation=True"
+    if recipe.backward_override != "high_precision":
+        return (
+            "its gradients have one second-level scale for the whole tensor, and are rounded stochastically; set "
+            "backward_override='high_precision'"
+        )
+    return None
+
+
 def _mxfp8(recipe: MXFP8BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
     dtype = get_fp8_te_dtype(recipe, mode == "forward")
     if recipe.enable_2d_quantization and tensor == "weight":
@@ -168,6 +184,7 @@ register(
         measured_as="delayed",
         stateful=True,
         follows_history=True,
+        batch_dependence=rows_are_independent,
         fits=lambda: True,
     )
 )
@@ -188,6 +205,10 @@ register(
         ),
         attention="current",
         measured_as="current",
+        batch_dependence=lambda recipe: (
+            "its scale is computed from the maximum of the whole tensor; use DelayedScaling, whose scales come from "
+            "earlier steps, or Float8BlockScaling or MXFP8BlockScaling, whose scales are those of parts of a row"
+        ),
         fits=lambda: current_hardware().has("current scaling by default"),
     )
 )
@@ -212,6 +233,7 @@ register(
             ),
         ),
         measured_as="block",
+        batch_dependence=_dependence_of_blocks,
     )
 )
 register(
@@ -227,6 +249,7 @@ register(
             FormatSample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),
         ),
         attention="mxfp8",
+        batch_dependence=rows_are_independent,
         fits=lambda: support.format_support("mxfp8").native,
     )
 )
@@ -240,6 +263,7 @@ register(
         needs=Requirement("NVFP4", "nvfp4 recipe"),
         alignment=lambda recipe: 128,
         samples=(FormatSample("nvfp4", NVFP4, lambda device, **usage: NVFP4Quantizer(**usage)),),
+        batch_dependence=_dependence_of_nvfp4,
     )
 )
 register(

@@ -39,6 +39,17 @@ class FormatSample(NamedTuple):
     make: Callable[..., Quantizer]
 
 
+def _shares_scales(recipe: Recipe) -> str | None:
+    return (
+        "its quantizers may share scales among rows; use DelayedScaling, whose scales come from earlier steps"
+    )
+
+
+def rows_are_independent(recipe: Recipe) -> None:
+    """Accept a recipe: `Family.batch_dependence` if the codes of a row depend on this row and on earlier steps."""
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """Properties of one recipe kind. The defaults suit scales that are computed from the tensor itself.
@@ -58,6 +69,8 @@ class Family:
         stateful: Whether its states take part in scale updates.
         follows_history: Whether scales depend on earlier steps, and so change between the forward and backward passes.
         checkpointed: Whether a checkpoint may contain the recipe; False for recipes with code.
+        batch_dependence: `batch_dependence(recipe)` returns why the codes of a row depend on the other rows and what
+            avoids it, or None.
         fits: Returns whether it may be the default recipe on this machine. The last row that fits is the default.
     """
 
@@ -74,6 +87,7 @@ class Family:
     stateful: bool = False
     follows_history: bool = False
     checkpointed: bool = True
+    batch_dependence: Callable[[Any], str | None] = _shares_scales
     fits: Callable[[], bool] | None = None
 
 

@@ -154,6 +154,13 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     return (available, reason) if available or not _multiplies_natively(kind) else (True, "")
 
 
+def check_batch_invariance(recipe: Recipe) -> None:
+    """Raise RuntimeError if the recipe's scales depend on the batch."""
+    reason = find_family(recipe).batch_dependence(recipe)
+    if reason is not None:
+        raise RuntimeError(f"{type(recipe).__name__} is unsupported under te.batch_invariant(): {reason}")
+
+
 @constant_while_tracing
 def _multiplies_natively(kind: str) -> bool:
     """Return whether a backend multiplies every format in a kind natively on the current GPU; warn once if so."""

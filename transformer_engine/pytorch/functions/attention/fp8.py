@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Table, interventions
+from ....common.dispatch import Backend, Table, Unsupported, interventions
 from ....common.memory import Memory
 from ....common.warning import warn_once
 from ...primitives.attention.backends import cudnn, cudnn_blocks, cudnn_fp8
@@ -59,6 +59,19 @@ def _unsupported_cudnn_forward(call: AttentionCall) -> str | None:
 
 EVERYTHING = frozenset(Feature)
 
+
+def _unsupported_emulation(call: AttentionCall) -> str | None:
+    if call.batch_invariant and call.fp8 != "delayed":
+        return (
+            f"{call.fp8} scales of attention are computed from several tokens; use DelayedScaling, or 16 bits"
+        )
+    if call.batch_invariant and call.device_type == "cuda":
+        return (
+            "on a GPU a row's result depends on the other rows, by products that are planned for their number"
+        )
+    return None
+
+
 FORWARD: Table[AttentionCall] = Table(
     "fp8_attention",
     (
@@ -74,7 +87,12 @@ FORWARD: Table[AttentionCall] = Table(
             unsupported_reason=cudnn_blocks.unsupported_reason,
             bind=lambda request: blocks_cudnn.forward,
         ),
-        Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.forward),
+        Backend(
+            "emulated",
+            takes=EVERYTHING,
+            unsupported_reason=_unsupported_emulation,
+            bind=lambda request: fp8_emulation.forward,
+        ),
     ),
 )
 
@@ -148,7 +166,12 @@ BACKWARD: Table[BackwardRequest] = Table(
             unsupported_reason=_unsupported_high_precision,
             bind=lambda request: high_precision,
         ),
-        Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.backward),
+        Backend(
+            "emulated",
+            takes=EVERYTHING,
+            unsupported_reason=lambda request: _unsupported_emulation(request.call),
+            bind=lambda request: fp8_emulation.backward,
+        ),
     ),
 )
 
@@ -160,6 +183,10 @@ def choose_fp8(call: AttentionCall, scaling: str, requested: bool | None) -> FP8
     """Return both passes for a call, cached; requested: see `BackwardRequest`."""
     if torch.compiler.is_compiling():
         # Emulation, which a tracing compiler sees through; cuDNN's FP8 kernels write the state in place.
+        if (reason := _unsupported_emulation(replace(call, fp8=scaling))) is not None:
+            raise Unsupported(
+                f"FP8 attention under torch.compile is emulated; {reason}; compute it in 16 bits"
+            )
         plain = passes_when_traced(call)
         if requested:
             return FP8Passes(fp8_emulation.forward, fp8_emulation.backward, plain, False)

@@ -91,7 +91,7 @@ def value(name: str, x: Tensor, constants: Constants) -> Tensor:
     if name == "clamped_swiglu":
         limit, alpha, offset = constants
         gate, linear = _clamped(gate, linear, limit)
-        y = gate * torch.sigmoid(alpha * gate) * (linear + offset)
+        y = gate * sigmoid(alpha * gate) * (linear + offset)
     else:
         y = _CURVES[name].value(gate) * linear
     return result_as(y, x.dtype)
@@ -107,10 +107,10 @@ def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:
     if name == "clamped_swiglu":
         limit, alpha, offset = constants
         gate_clamped, linear_clamped = _clamped(gate, linear, limit)
-        sigmoid = torch.sigmoid(alpha * gate_clamped)
-        slope = sigmoid + alpha * gate_clamped * sigmoid * (1.0 - sigmoid)
+        probability = sigmoid(alpha * gate_clamped)
+        slope = probability + alpha * gate_clamped * probability * (1.0 - probability)
         dgate = dy_wide * slope * (linear_clamped + offset)
-        dlinear = dy_wide * gate_clamped * sigmoid
+        dlinear = dy_wide * gate_clamped * probability
         dgate = torch.where(gate > limit, 0.0, dgate)
         dlinear = torch.where(linear.abs() > limit, 0.0, dlinear)
     else:
@@ -138,19 +138,24 @@ def _gelu_slope(x: Tensor) -> Tensor:
     return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Compute 1 / (1 + exp(-x)). On a CPU, torch.sigmoid computes a tensor's last elements by another formula."""
+    return torch.reciprocal(1.0 + torch.exp(-x))
+
+
 def _qgelu_slope(x: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(1.702 * x)
-    return sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)
+    probability = sigmoid(1.702 * x)
+    return probability + 1.702 * x * probability * (1.0 - probability)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(x)
-    return sigmoid + x * sigmoid * (1.0 - sigmoid)
+    probability = sigmoid(x)
+    return probability + x * probability * (1.0 - probability)
 
 
 def _sigmoid_slope(x: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(x)
-    return sigmoid * (1.0 - sigmoid)
+    probability = sigmoid(x)
+    return probability * (1.0 - probability)
 
 
 class Curve(NamedTuple):
@@ -161,15 +166,15 @@ class Curve(NamedTuple):
 
 
 _GELU = Curve(_gelu, _gelu_slope)
-_QGELU = Curve(lambda x: x * torch.sigmoid(1.702 * x), _qgelu_slope)
+_QGELU = Curve(lambda x: x * sigmoid(1.702 * x), _qgelu_slope)
 _RELU = Curve(torch.relu, lambda x: torch.where(x <= 0.0, 0.0, 1.0))  # 0 at 0, as in torch
 _SRELU = Curve(lambda x: torch.relu(x).square(), lambda x: 2.0 * torch.relu(x))
-_SILU = Curve(lambda x: x * torch.sigmoid(x), _silu_slope)
+_SILU = Curve(lambda x: x * sigmoid(x), _silu_slope)
 
 _CURVES: dict[str, Curve] = {
     "gelu": _GELU,
     "geglu": _GELU,
-    "glu": Curve(torch.sigmoid, _sigmoid_slope),
+    "glu": Curve(sigmoid, _sigmoid_slope),
     "qgelu": _QGELU,
     "qgeglu": _QGELU,
     "relu": _RELU,

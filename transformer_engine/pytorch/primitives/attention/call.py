@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common import env
+from ....common import dispatch, env
 from ....common.hardware import NO_GPU, Hardware
 from ...runtime.determinism import RAISES
 from ...runtime.device import current_hardware
@@ -80,6 +80,8 @@ class AttentionCall:
         hardware: Row of the device in the hardware table; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.
         torch_deterministic: PyTorch's own operators have bitwise repeatable gradients.
+        batch_invariant: A query's result must have the same bits for any number of queries, keys and sequences beside
+            its own keys.
         needs_gradient: A gradient is needed, or may be needed if a checkpoint runs the call again.
     """
 
@@ -117,6 +119,7 @@ class AttentionCall:
     score_mod: Callable[..., Tensor] | None = None
 
     device_type: str
+    batch_invariant: bool = False
     hardware: Hardware = NO_GPU
     deterministic: bool = False
     torch_deterministic: bool = False
@@ -136,6 +139,7 @@ class AttentionCall:
             hardware=current_hardware() if device_type == "cuda" else NO_GPU,
             deterministic=bool(deterministic) or not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
             torch_deterministic=deterministic == RAISES,
+            batch_invariant=dispatch.requirements.batch_invariant,
             switches=Switches.from_environment(),
             **fields,
         )
@@ -233,6 +237,7 @@ class Feature(str, Enum):
     CACHED = "a cache of keys and values"
     PAGED = "a paged cache"
     DETERMINISTIC = "deterministic gradients"
+    BATCH_INVARIANT = "results that do not depend on the batch (te.batch_invariant)"
 
     def __str__(self) -> str:
         return self.value
@@ -265,6 +270,7 @@ _NEEDED: dict[Feature, Callable[[AttentionCall], bool]] = {
     Feature.CACHED: lambda call: call.cached or call.q_format != call.kv_format,
     Feature.PAGED: lambda call: call.page_size > 0,
     Feature.DETERMINISTIC: lambda call: call.demands_determinism,
+    Feature.BATCH_INVARIANT: lambda call: call.batch_invariant,
 }
 assert _NEEDED.keys() == set(Feature), "a feature without a condition"
 

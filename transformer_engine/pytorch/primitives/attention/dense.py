@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...runtime.autograd import multiply_without_autocast
 from ...runtime.device import autocast_kind
+from . import fixed_blocks
 from .dropout import kept
 
 Rounding = Callable[[Tensor], Tensor]
@@ -29,6 +30,7 @@ class Terms(NamedTuple):
         score_mod: score_mod(score, b, h, i, j) after softcap and bias, with index tensors that broadcast.
         softcap: Limit c of c * tanh(score / c); 0: no limit.
         caps_bias: The bias is added before the softcap, otherwise after it.
+        blocks: Multiply and add in blocks of constant size; see `fixed_blocks.py`.
         round_p, round_ds: Round the probabilities, and the gradient of the logits, before the products.
     """
 
@@ -42,6 +44,7 @@ class Terms(NamedTuple):
     round_ds: Rounding | None = None
     softcap: float = 0.0
     caps_bias: bool = False
+    blocks: bool = False
 
 
 class DenseOutput(NamedTuple):
@@ -66,12 +69,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
     """Compute attention from q to k and v, which autograd can differentiate too."""
     with torch.autocast(autocast_kind(q.device), enabled=False):
         logits = _logits(_scores(q, k, terms), terms)
-        lse = _log_sum(logits, terms.sink)
+        lse = _log_sum(logits, terms.sink, terms.blocks)
         probabilities = _drop_weights(_probabilities(logits, lse), terms.dropout, rng_state)
         if terms.round_p is not None:
             probabilities = terms.round_p(probabilities)
+        products = fixed_blocks if terms.blocks else _WholeMatrices
         out = _ungroup_heads(
-            multiply_without_autocast(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None])
+            products.sum_over_keys(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None])
         )
         max_logit = (
             logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
@@ -99,12 +103,13 @@ def backward(
         probabilities = _probabilities(_logits(scores, terms), lse)
         grad_out = _wide(grad_out)
         inner = (grad_out * _wide(out)).sum(dim=-1)
-        grad_p = _ungroup_heads(_grouped(grad_out, groups) @ _wide(v)[:, :, None].transpose(-1, -2))
+        products = fixed_blocks if terms.blocks else _WholeMatrices
+        grad_p = _ungroup_heads(products.scores(_grouped(grad_out, groups), _wide(v)[:, :, None]))
         grad_p = _drop_weights(grad_p, terms.dropout, rng_state)
         dropped = _drop_weights(probabilities, terms.dropout, rng_state)
         if terms.round_p is not None:
             dropped = terms.round_p(dropped)
-        grad_v = (_grouped(dropped, groups).transpose(-1, -2) @ _grouped(grad_out, groups)).sum(dim=2)
+        grad_v = products.sum_over_queries(_grouped(dropped, groups), _grouped(grad_out, groups)).sum(dim=2)
         grad_s = probabilities * (grad_p - inner[..., None])
         grad_after = grad_s
         if terms.softcap != 0.0:
@@ -114,8 +119,8 @@ def backward(
         if terms.softcap == 0.0 or terms.caps_bias:
             grad_after = grad_s
         grouped_s = _grouped(grad_s, groups)
-        grad_q = _ungroup_heads(grouped_s @ _wide(k)[:, :, None]) * terms.scale
-        grad_k = (grouped_s.transpose(-1, -2) @ _grouped(_wide(q), groups)).sum(dim=2) * terms.scale
+        grad_q = _ungroup_heads(products.sum_over_keys(grouped_s, _wide(k)[:, :, None])) * terms.scale
+        grad_k = products.sum_over_queries(grouped_s, _grouped(_wide(q), groups)).sum(dim=2) * terms.scale
         bias, sink = terms.bias, terms.sink
         grad_bias = None if bias is None else grad_after.sum_to_size(bias.shape).to(bias.dtype)
         grad_sink = None
@@ -128,6 +133,22 @@ def backward(
         return DenseGradients(
             grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_bias, grad_sink
         )
+
+
+class _WholeMatrices:
+    """The products of `fixed_blocks`, each in one call."""
+
+    @staticmethod
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        return multiply_without_autocast(q, k.transpose(-1, -2))
+
+    @staticmethod
+    def sum_over_keys(p: Tensor, v: Tensor) -> Tensor:
+        return multiply_without_autocast(p, v)
+
+    @staticmethod
+    def sum_over_queries(p: Tensor, x: Tensor) -> Tensor:
+        return multiply_without_autocast(p.transpose(-1, -2), x)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -146,8 +167,9 @@ def _ungroup_heads(x: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     """Compute the scores [b, h, i, j] before the softcap: scale * q k^T, and a bias that the softcap limits too."""
-    keys = _wide(k)[:, :, None].transpose(-1, -2)
-    scores = _ungroup_heads(multiply_without_autocast(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
+    products = fixed_blocks if terms.blocks else _WholeMatrices
+    keys = _wide(k)[:, :, None]
+    scores = _ungroup_heads(products.scores(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
     if terms.bias is not None and (terms.softcap == 0.0 or terms.caps_bias):
         scores = scores + terms.bias.to(scores.dtype)
     return scores
@@ -182,19 +204,32 @@ def _logits(scores: Tensor, terms: Terms) -> Tensor:
     return logits if terms.visible is None else logits.masked_fill(~terms.visible, -torch.inf)
 
 
-def _log_sum(logits: Tensor, sink: Tensor | None) -> Tensor:
+def _log_sum(logits: Tensor, sink: Tensor | None, blocks: bool = False) -> Tensor:
     """Compute log (sum_j exp(s) + exp(sink)), -inf for a row without a visible key and without a sink."""
     blind = None
     if logits.requires_grad:
         # Autograd's derivatives of these functions are NaN at -inf: such rows go past them.
         blind = (logits == -torch.inf).all(dim=-1)
         logits = logits.masked_fill(blind[..., None], 0.0)
-    lse = torch.logsumexp(logits, dim=-1)
+    lse = _block_log_sum(logits) if blocks else torch.logsumexp(logits, dim=-1)
     if sink is None:
         return lse if blind is None else lse.masked_fill(blind, -torch.inf)
     sink = sink.to(lse.dtype)[None, :, None]
-    total = torch.logaddexp(lse, sink)
+    total = _add_exponentials(lse, sink) if blocks else torch.logaddexp(lse, sink)
     return total if blind is None else torch.where(blind, sink, total)
+
+
+def _block_log_sum(logits: Tensor) -> Tensor:
+    """Compute logsumexp over the last axis by sums of constant length."""
+    top = logits.amax(dim=-1)
+    base = torch.where(top.abs() == torch.inf, 0.0, top)
+    return torch.log(fixed_blocks.row_sums(torch.exp(logits - base[..., None]))) + base
+
+
+def _add_exponentials(lse: Tensor, sink: Tensor) -> Tensor:
+    """Compute torch.logaddexp, which rounds the last elements of a tensor otherwise on a CPU."""
+    top = torch.maximum(lse, sink)
+    return torch.log(torch.exp(lse - top) + torch.exp(sink - top)) + top
 
 
 def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:

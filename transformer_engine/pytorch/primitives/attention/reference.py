@@ -79,6 +79,7 @@ def _terms(call: AttentionCall, inputs: AttentionInputs) -> dense.Terms:
         call.score_mod,
         softcap=call.softcap,
         caps_bias=call.bias == "pre_scale_bias",
+        blocks=call.batch_invariant,
     )
 
 
@@ -96,7 +97,15 @@ def additive_bias(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
-    return None if call.switches.unfused else "NVTE_UNFUSED_ATTN=0"
+    if not call.switches.unfused:
+        return "NVTE_UNFUSED_ATTN=0"
+    if call.batch_invariant and call.device_type == "cuda":
+        return (
+            "on a GPU a row's result depends on the other rows, by products that are planned for their number"
+        )
+    if call.batch_invariant and call.score_mod is not None and call.needs_gradient:
+        return "the gradient of score_mod, by torch's operations, depends on the other rows"
+    return None
 
 
 def bind(call: AttentionCall) -> Bound:

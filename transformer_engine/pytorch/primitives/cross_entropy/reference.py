@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, depends_on_gpu, requirements
 from ....common.formats import ceil_div
 from ....common.operation_settings import Labels
+from ...runtime.row_functions import sum_rows
 
 
 class CrossEntropyRequest(NamedTuple):
@@ -36,7 +37,12 @@ class CrossEntropyRequest(NamedTuple):
 
 
 def count_strips(rows: int, width: int) -> int:
-    """Return how many strips a row has: with few rows, one program per row would leave most of a GPU idle."""
+    """Return how many strips a row has: with few rows, one program per row would leave most of a GPU idle.
+
+    The strips' sums are added, so a row has one strip if its result must not depend on the number of rows.
+    """
+    if requirements.batch_invariant:
+        return 1
     blocks = ceil_div(width, 8192)
     return ceil_div(blocks, ceil_div(blocks, min(ceil_div(1024, rows), blocks)))
 
@@ -64,12 +70,12 @@ def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     values = x.to(torch.float32)
     greatest = values.amax(1)
     base = torch.where(greatest == -torch.inf, 0.0, greatest)
-    total = torch.exp(values - base[:, None]).sum(1)
+    total = sum_rows(torch.exp(values - base[:, None]))
     position = targets - labels.first
     mine = (position >= 0) & (position < x.shape[1])
     chosen = values.gather(1, torch.where(mine, position, 0)[:, None])[:, 0]
     chosen = torch.where(mine, chosen, -torch.inf)
-    mean = (values / labels.total).sum(1)  # the sum of large logits is infinite
+    mean = sum_rows(values / labels.total)  # the sum of large logits is infinite
     return torch.stack((greatest, total, chosen, mean), dim=1)[None]
 
 
@@ -102,4 +108,4 @@ def gradient(
     return x.copy_(result) if in_place else result.to(x.dtype)
 
 
-BACKEND: Backend[CrossEntropyRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[CrossEntropyRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)

@@ -12,22 +12,25 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import Backend, PlanFailure
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, TensorFormat
+from ....common.dispatch import Backend, PlanFailure, Unsupported, requirements
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, TensorFormat, round_up
 from ....common.hardware import Capability
+from ....common.memory import Memory
 from ...runtime.device import current_hardware
 from ...runtime.self_tested import untested_reason
-from ..operand import Operand
+from ..operand import Operand, plain
 from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, build_plan
-from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
-from .request import EPILOGUES, Epilogue, GemmRequest, MatrixLayout
+from .cublaslt_problem import NO_BIAS, NO_SCALE, REFERENCE_ROWS, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
+from .request import EPILOGUES, Epilogue, GemmRequest, Key, MatrixLayout, described, request_key
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
+_ANY_ROWS_ALIGNMENT = 16  # bytes; matrices at other addresses are copied
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # cublasLtMatmulMatrixScale_t by the block and the dtype of its scale: SCALAR_32F, VEC128_32F, BLK128x128_32F, ..
 _SCALE_MODES = {
@@ -46,6 +49,8 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     reason = request.unsupported_on_gpu or request.hardware.lacks("cublaslt") or library.missing()
     if reason is not None:
         return reason
+    if requirements.batch_invariant:
+        request = _with_padded_rows(request)
     if not request.native:
         return "an operand is of a subclass of Tensor, or an active TorchDispatchMode needs torch's operators"
     quantized = request.a_format is not None or request.b_format is not None
@@ -170,6 +175,8 @@ def make_problem(request: GemmRequest) -> CublasProblem:
     if request.bias is not None:  # the dtype that the epilogue reads; a bias with another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
+    any_rows = requirements.batch_invariant
+    options = {"any_rows": True, "alignment": _ANY_ROWS_ALIGNMENT} if any_rows else {}
     return CublasProblem(
         device=request.index,
         m=request.n,
@@ -189,6 +196,7 @@ def make_problem(request: GemmRequest) -> CublasProblem:
         accumulate=request.accumulate,
         fast=request.a_format == FLOAT8 and not request.exact,
         tf32=request.tf32,
+        **options,
     )
 
 
@@ -202,6 +210,8 @@ def find_plan(request: GemmRequest) -> CublasPlan:
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
+    if requirements.batch_invariant:
+        return _bind_any_rows(request)
     try:
         plan = find_plan(request)
     except NoAlgorithm as error:
@@ -209,6 +219,95 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
     if plan.problem.swizzled:
         return functools.partial(cublaslt_swizzled.run, plan)
     return tuning.tune_plan(plan) if request.tuned else plan.run
+
+
+def _bind_any_rows(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
+    """Bind the algorithm that all row counts share; the rows are copied and padded if it requires that.
+
+    Another backend might have other bits, so the choice between backends depends on the algorithm for
+    `REFERENCE_ROWS`, which the library always runs for multiples of as many rows.
+    """
+    padded = _with_padded_rows(request)
+    problem = make_problem(padded)
+    try:
+        build_plan(problem.with_reference_rows)
+    except NoAlgorithm as error:
+        return PlanFailure(str(error))
+    if padded.m == request.m:
+        try:
+            return _run(build_plan(problem))
+        except NoAlgorithm:
+            pass  # for these strides
+    layout, out = MatrixLayout(True, request.k), MatrixLayout(True, request.n)
+    for multiple in (_ROWS, _BLOCK, REFERENCE_ROWS):
+        rows = round_up(request.m, multiple)
+        copied = dataclasses.replace(request, m=rows, a_layout=layout, out_layout=out)
+        try:
+            return functools.partial(_run_padded, _run(build_plan(make_problem(copied))), rows)
+        except NoAlgorithm as error:
+            reason = error
+    raise Unsupported(
+        f"te.batch_invariant() requires one algorithm for all row counts, and with M={request.m}, N={request.n}, "
+        f"K={request.k}: {reason}; contact the developers"
+    )
+
+
+def _with_padded_rows(request: GemmRequest) -> GemmRequest:
+    """Return the request for the row count to which a row-major a with scales per row is padded."""
+    if request.a_format != BLOCK_1D or not request.a_layout.row_major:
+        return request
+    return dataclasses.replace(request, m=round_up(request.m, _ROWS))
+
+
+def _run(plan: CublasPlan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    return functools.partial(cublaslt_swizzled.run, plan) if plan.problem.swizzled else plan.run
+
+
+def _run_padded(
+    run: Callable[[Operand, Operand, Epilogue], Tensor],
+    rows: int,
+    a: Operand,
+    b: Operand,
+    epilogue: Epilogue,
+) -> Tensor:
+    """Compute a product with a contiguous copy of a that has more rows, all zero."""
+    m, out = a.rows, epilogue.out
+    codes = a.codes.new_zeros((rows, a.codes.shape[1]))
+    codes[:m] = a.codes
+    scale = a.scale
+    if scale is not None and scale.dim() == 2 and scale.shape[0] == m:
+        scale = F.pad(scale, (0, 0, 0, rows - m))
+    shape = (rows, b.rows)
+    result = torch.zeros(shape, dtype=epilogue.dtype if out is None else out.dtype, device=a.codes.device)
+    if out is not None and epilogue.accumulate:
+        result[:m] = out.view(m, b.rows)
+    run(a._replace(codes=codes, scale=scale), b, epilogue._replace(out=result))
+    return result[:m].clone() if out is None else out.copy_(result[:m].view(out.shape))
+
+
+def multiply_any_rows(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute a [M, K] @ b [N, K].T of unquantized GPU tensors by the algorithm that all row counts share.
+
+    Raises:
+        Unsupported: The library has no such product.
+    """
+    left, right, epilogue = plain(a), plain(b), Epilogue(dtype)
+    return _products[request_key(left, right, epilogue)](left, right, epilogue)
+
+
+def _bind_product(key: Key) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    request = described(*key)
+    reason = unsupported_reason(request)
+    bound = PlanFailure(reason) if reason is not None else bind(request)
+    if isinstance(bound, PlanFailure):
+        raise Unsupported(
+            f"te.batch_invariant() requires one algorithm for all row counts, which cuBLASLt does not have for "
+            f"N={request.n}, K={request.k} in {request.a_element}: {bound.reason}"
+        )
+    return bound
+
+
+_products: Memory[Key, Callable[[Operand, Operand, Epilogue], Tensor]] = Memory(_bind_product, 1024)
 
 
 def _drop_bias(request: GemmRequest) -> GemmRequest:

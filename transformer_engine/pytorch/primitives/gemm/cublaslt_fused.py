@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, PlanFailure
+from ....common.dispatch import Backend, PlanFailure, always_depends
 from ....common.formats import FLOAT8
 from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
@@ -184,5 +184,10 @@ def _align_plan(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) 
 
 
 BACKEND: Backend[FusedRequest] = Backend(
-    "cublaslt", takes=KINDS, unsupported_reason=unsupported_reason, bind=bind, opaque=True
+    "cublaslt",
+    takes=KINDS,
+    unsupported_reason=unsupported_reason,
+    bind=bind,
+    opaque=True,
+    batch_dependent=always_depends("by an algorithm that is chosen by their number"),
 )

@@ -27,6 +27,7 @@ from .request import Epilogue
 # cublasLtReductionScheme_t; only COMPUTE_TYPE adds split sums in float32 instead of the narrower result.
 _SIXTEEN_BIT_REDUCTIONS = 2
 _ALL_REDUCTIONS = 7
+_NO_REDUCTION = 0
 _BIAS_DTYPES = {NO_BIAS: None, **{number: dtype for dtype, number in library.DATA_TYPES.items()}}
 _FP8_ALIGNMENT = 16  # bytes; cuBLASLt has no FP8 product for smaller alignments
 _SCALE_MASK = SCALE_ALIGNMENT - 1
@@ -83,7 +84,12 @@ class LibraryCall(NamedTuple):
 
 
 class CublasPlan:
-    """A problem's descriptors and algorithm. The constructor raises NoAlgorithm if the library has none."""
+    """A problem's descriptors and algorithm. The constructor raises NoAlgorithm if the library has none.
+
+    The heuristic's algorithm depends on the row count: tiles and splits of the contracted axis determine the order of a
+    sum. With `any_rows`, the algorithm is the heuristic's first for `REFERENCE_ROWS` rows without split sums, so that
+    the bits of a row are the same in products with any number of rows.
+    """
 
     def __init__(self, problem: CublasProblem):
         self.problem = problem
@@ -109,11 +115,15 @@ class CublasPlan:
             )
             # The interpreter may have unloaded the library at exit; then nothing is destroyed.
             weakref.finalize(self, _destroy, lib, self._idle, self._layouts).atexit = False
-            algorithms = self.candidates(1)
+            reference = problem.with_reference_rows
+            shared = problem.any_rows and problem != reference
+            algorithms = [build_plan(reference).algorithm] if shared else self.candidates(1)
         except lib.cuBLASLtError as error:
             raise NoAlgorithm(f"cuBLASLt rejects the problem: {error}") from None
         if not algorithms:
             raise NoAlgorithm("cuBLASLt has no algorithm for the problem")
+        if shared and not self._accepts(algorithms[0]):
+            raise NoAlgorithm(f"cuBLASLt rejects the algorithm for {reference.n} rows with {problem.n} rows")
         self._use(ctypes.create_string_buffer(algorithms[0], library.ALGORITHM_BYTES))
 
     def _use(self, algorithm: ctypes.Array[ctypes.c_char]) -> None:
@@ -261,6 +271,8 @@ class CublasPlan:
         """Compute `run` for pointers with a smaller alignment than the plan's; epilogue.out is never None."""
         problem = self.problem
         assert epilogue.out is not None
+        if problem.any_rows:
+            return self._run_copies(a, b, epilogue)
         if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:
             return build_plan(problem._replace(alignment=alignment)).run(a, b, epilogue)
         bias = None if epilogue.bias is None else epilogue.bias.clone()
@@ -270,6 +282,20 @@ class CublasPlan:
         product = product.view(epilogue.out.shape)  # a repeated product's result may have more dimensions
         return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
 
+    def _run_copies(self, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+        """Compute `run` on aligned copies, so that the algorithm does not depend on the addresses."""
+        problem, out, bias = self.problem, epilogue.out, epilogue.bias
+        assert out is not None
+        result = torch.empty((problem.n, problem.m), dtype=problem.result, device=out.device)
+        if problem.accumulate:
+            result.copy_(out.view(result.shape))
+        a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
+        bias = None if bias is None else bias.clone()
+        build_plan(problem._replace(result_leading=problem.m)).run(
+            a, b, Epilogue(problem.result, bias, result)
+        )
+        return out.copy_(result.view(out.shape))
+
     def candidates(self, count: int) -> list[bytes]:
         """Return the heuristic's first algorithms, the best first."""
         lib, problem = self._lib, self.problem
@@ -278,12 +304,12 @@ class CublasPlan:
         descriptor = self._make_descriptor()
         preference = lib.matmul_preference_create()
         try:
-            wide = problem.result == torch.float32
+            reductions = _ALL_REDUCTIONS if problem.result == torch.float32 else _SIXTEEN_BIT_REDUCTIONS
+            if problem.any_rows:
+                reductions = _NO_REDUCTION
             preferences: dict[str, ctypes._SimpleCData] = {
                 "MAX_WORKSPACE_BYTES": ctypes.c_uint64(library.WORKSPACE_BYTES),
-                "REDUCTION_SCHEME_MASK": ctypes.c_uint32(
-                    _ALL_REDUCTIONS if wide else _SIXTEEN_BIT_REDUCTIONS
-                ),
+                "REDUCTION_SCHEME_MASK": ctypes.c_uint32(reductions),
             }
             for matrix in "ABCD":
                 preferences[f"MIN_ALIGNMENT_{matrix}_BYTES"] = ctypes.c_uint32(problem.alignment)
@@ -325,8 +351,13 @@ class CublasPlan:
 
     def adopt(self, algorithm: bytes) -> bool:
         """Use this algorithm from now on, if the library accepts it for the problem."""
-        if len(algorithm) != library.ALGORITHM_BYTES:
+        if len(algorithm) != library.ALGORITHM_BYTES or not self._accepts(algorithm):
             return False
+        self._use(ctypes.create_string_buffer(algorithm, library.ALGORITHM_BYTES))
+        return True
+
+    def _accepts(self, algorithm: bytes) -> bool:
+        """Return whether the library runs this algorithm for the problem."""
         buffer = ctypes.create_string_buffer(algorithm, library.ALGORITHM_BYTES)
         verdict = ctypes.create_string_buffer(library.HEURISTIC_BYTES)
         left, right, result, addend = self._layouts
@@ -347,10 +378,7 @@ class CublasPlan:
         finally:
             self._lib.matmul_desc_destroy(descriptor.handle)
         needed, status = struct.unpack_from("Ni", verdict, library.ALGORITHM_BYTES)
-        if status != 0 or needed > library.WORKSPACE_BYTES:
-            return False
-        self._use(buffer)
-        return True
+        return status == 0 and needed <= library.WORKSPACE_BYTES
 
     def _make_descriptor(self) -> Descriptor:
         return make_descriptor(self._lib, self.problem, self._attributes)

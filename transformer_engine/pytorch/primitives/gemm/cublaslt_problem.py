@@ -19,6 +19,8 @@ ALIGNMENT = 256  # bytes; the largest alignment that an algorithm requires
 SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
 VEC16_UE4M3, VEC32_UE8M0 = 1, 2  # swizzled one-byte scales, for 16 and for 32 elements
 NO_SCALE = -1
+# Row count whose algorithm every row count shares if results must not depend on it: a training step on one GPU.
+REFERENCE_ROWS = 8192
 NO_BIAS = -1
 
 # The address attributes of an operation, in the order of `Descriptor.pointers`.
@@ -46,6 +48,7 @@ class CublasProblem(NamedTuple):
         aux_leading: Elements between the activation input's columns; 0 if it is not in memory.
         addend: Dtype of C, which has no values, if the result is FP8.
         amax: Also write the absolute maximum of the unscaled result.
+        any_rows: Use the algorithm that all row counts of a share; see `CublasPlan`.
     """
 
     device: int
@@ -71,13 +74,23 @@ class CublasProblem(NamedTuple):
     aux_leading: int = 0
     addend: torch.dtype | None = None
     amax: bool = False
+    any_rows: bool = False
 
     @property
     def key(self) -> str:
         """The problem without the device, as text: the key for a stored algorithm."""
-        plain = self[-4:] == ("", 0, None, False)
-        fields: tuple[torch.dtype | int | str | None, ...] = self[1:-4] if plain else self[1:]
+        plain = self[-5:] == ("", 0, None, False, False)
+        fields: tuple[torch.dtype | int | str | None, ...] = self[1:-5] if plain else self[1:-1]
         return ",".join(f"{x:d}" if isinstance(x, int) else str(x).removeprefix("torch.") for x in fields)
+
+    @property
+    def with_reference_rows(self) -> CublasProblem:
+        """The problem with `REFERENCE_ROWS` rows and contiguous matrices, whose algorithm all row counts share."""
+        return self._replace(
+            n=REFERENCE_ROWS,
+            right_leading=REFERENCE_ROWS if self.right_transposed else self.k,
+            result_leading=self.m,
+        )
 
     @property
     def reads(self) -> tuple[bool, ...]:

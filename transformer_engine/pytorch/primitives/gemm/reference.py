@@ -13,24 +13,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, requirements
 from ....common.formats import FLOAT8
 from ...runtime.autograd import matrix_product
 from ..operand import Operand
 from ..quantize import dequantize
+from . import any_rows
+from .cublaslt import multiply_any_rows
 from .request import EPILOGUES, Epilogue, GemmRequest
 
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """sum_k a[m, k] b[n, k] in float32; one scale for a whole tensor is applied to the sum, block scales before it."""
-    product = matrix_product(_values(a), _values(b).t())
+    product = _multiply_float32(_values(a), _values(b))
     return epilogue.finish(_apply_tensor_scales(product, a, b))
 
 
 def _run_row_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """`run` where an operand has a second-level scale per row: both second levels are applied to the sum."""
-    product = matrix_product(_values(_drop_second_scale(a)), _values(_drop_second_scale(b)).t())
+    product = _multiply_float32(_values(_drop_second_scale(a)), _values(_drop_second_scale(b)))
     return epilogue.finish(_apply_tensor_scales(_with_second_level(product, a, b), a, b))
+
+
+def _multiply_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a [M, K] @ b [N, K].T of float32 values."""
+    if requirements.batch_invariant:
+        return multiply_any_rows(a, b, torch.float32) if a.is_cuda else any_rows.multiply(a, b.t())
+    return matrix_product(a, b.t())
 
 
 def _apply_tensor_scales(product: Tensor, a: Operand, b: Operand) -> Tensor:
@@ -115,7 +124,11 @@ def _unsupported_by_widen(request: GemmRequest) -> str | None:
 
 def _run_widened(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """Multiply bfloat16 values; per-tensor and per-row scales are applied to the float32 product."""
-    product = torch.mm(_codes_in_bfloat16(a), _codes_in_bfloat16(b).t(), out_dtype=torch.float32)
+    a_values, b_values = _codes_in_bfloat16(a), _codes_in_bfloat16(b)
+    if requirements.batch_invariant:
+        product = multiply_any_rows(a_values, b_values, torch.float32)
+    else:
+        product = torch.mm(a_values, b_values.t(), out_dtype=torch.float32)
     if _has_row_scales(a, b):
         for operand in (a, b):
             if operand.format is not None and operand.format.unit_amax is None:
@@ -143,7 +156,13 @@ def _tensor_scale(operand: Operand) -> Tensor | float:
     return 1.0
 
 
-REFERENCE = Backend("reference", takes=EPILOGUES, bind=_bind)
+def _dependence_of_reference(request: GemmRequest) -> str | None:
+    if request.device != "cuda" or request.empty or request.a_format is not None:
+        return None
+    return "by an algorithm that the library chooses for their number"
+
+
+REFERENCE = Backend("reference", takes=EPILOGUES, bind=_bind, batch_dependent=_dependence_of_reference)
 WIDEN = Backend(
     "widen", takes=EPILOGUES, unsupported_reason=_unsupported_by_widen, bind=lambda request: _run_widened
 )

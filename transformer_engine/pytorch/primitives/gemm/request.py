@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....common import env
-from ....common.dispatch import interventions
+from ....common.dispatch import interventions, requirements
 from ....common.formats import EXPONENT_PRODUCTS, TensorFormat
 from ....common.hardware import NO_GPU, Capability, Hardware
 from ...runtime.determinism import is_demanded
@@ -76,8 +76,14 @@ class Epilogue(NamedTuple):
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Return [.., K] as [M, K]."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    """Return [.., K] as [M, K]; with contiguous rows if the bits of a product must not depend on M.
+
+    A single row has no layout, and products may have other bits for transposed matrices.
+    """
+    matrix = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    if requirements.batch_invariant and matrix.stride(1) != 1:
+        return matrix.contiguous()
+    return matrix
 
 
 def products_depend_on_operands_alone() -> bool:

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends, requirements
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, round_up
 from ...runtime.autograd import matrix_product
 from ...runtime.launching import rows_dense
 from ..operand import Operand
+from . import any_rows
 from .block_scales import BLOCK, align_scale, block_scale, has_row_blocks
 from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import second_level, swizzle_operand_scale
@@ -38,7 +39,8 @@ def _unsupported_by_matmul(request: GemmRequest) -> str | None:
 
 def _product_and_bias(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     assert epilogue.bias is not None
-    return torch.addmm(epilogue.bias.to(a.codes.dtype), a.codes, b.codes.t())
+    add = any_rows.multiply_add if requirements.batch_invariant else torch.addmm
+    return add(epilogue.bias.to(a.codes.dtype), a.codes, b.codes.t())
 
 
 def _finish_product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -52,21 +54,34 @@ def _finish_product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         if epilogue.accumulate:
             return torch.addmm(out, a_mk, b_kn, out_dtype=torch.float32, out=out)
         return torch.mm(a_mk, b_kn, out_dtype=torch.float32, out=out)
+    multiply = any_rows.multiply if requirements.batch_invariant else matrix_product
     if a_mk.is_cuda or a_mk.dtype == torch.float64:
-        return epilogue.finish(matrix_product(a_mk, b_kn))
+        return epilogue.finish(multiply(a_mk, b_kn))
     # On a CPU matmul has no output dtype: multiply in float32, so that the result is rounded once.
-    return epilogue.finish(matrix_product(a_mk.float(), b_kn.float()))
+    return epilogue.finish(multiply(a_mk.float(), b_kn.float()))
 
 
 def _bind_matmul(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
     if request.into or request.dtype != request.a_element:
         return _finish_product
     if request.bias is None:
-        return lambda a, b, epilogue: matrix_product(a[0], b[0].t())
+        multiply = any_rows.multiply if requirements.batch_invariant else matrix_product
+        return lambda a, b, epilogue: multiply(a[0], b[0].t())
     return _product_and_bias
 
 
-MATMUL = Backend("matmul", takes=EPILOGUES, unsupported_reason=_unsupported_by_matmul, bind=_bind_matmul)
+def _dependence_of_matmul(request: GemmRequest) -> str | None:
+    return _CHOSEN if request.device == "cuda" else None
+
+
+_CHOSEN = "by an algorithm that the library chooses for their number"
+MATMUL = Backend(
+    "matmul",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_by_matmul,
+    bind=_bind_matmul,
+    batch_dependent=_dependence_of_matmul,
+)
 
 
 def _unsupported_by_both(request: GemmRequest) -> str | None:
@@ -230,6 +245,7 @@ def _backend(name: str, unsupported_reason: Any, run: Any, opaque: bool = False)
         unsupported_reason=unsupported_reason,
         bind=lambda request: run,
         opaque=opaque,
+        batch_dependent=always_depends(_CHOSEN),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common import optional
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, requirements
 from ....common.formats import BLOCK_FORMATS, SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
@@ -129,7 +129,7 @@ def run_scaled(
 ) -> Tensor:
     """Multiply MXFP8 or NVFP4 codes; tma: by TMA, where alignments permit it."""
     from ....common.kernels import scaled_product  # it imports triton
-    from ....common.kernels.product_parts import NO_TMA, Side, is_swapped
+    from ....common.kernels.product_parts import NO_TMA, Side
 
     assert a.format is not None and b.format is not None and a.format.block is not None
     codes = rows_dense(a.codes), rows_dense(b.codes)
@@ -139,6 +139,7 @@ def run_scaled(
         for x, amax in zip(codes, (a.amax, b.amax), strict=True)
     ]
     out, stride = _result(a, b, epilogue)
+    swaps = _swaps(a, b)
     scales = swizzle_operand_scale(a), swizzle_operand_scale(b)
     record = scaled_product.product(
         *sides,
@@ -149,9 +150,10 @@ def run_scaled(
         factor=1.0 if units[0] is None or units[1] is None else 1.0 / (units[0] * units[1]),
         epilogue=_after(epilogue, activation),
         tma=_tma_options(codes, scales, (out, activation.x, activation.kept)) if tma else NO_TMA,
+        swaps=swaps,
     )
     levels = (a.amax, b.amax) if units[0] is not None else (None, None)
-    order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
+    order = slice(None, None, -1 if swaps else 1)
     end = (epilogue.bias, activation.x, out, activation.kept)
     tensors = (*codes[order], *scales[order], *levels[order], *end)
     launch.start(record, tensors, a.codes.get_device())
@@ -207,7 +209,7 @@ def _run_blocks(
     activation: Activation,
     codes_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    from ....common.kernels.product_parts import Side, is_swapped  # it imports triton
+    from ....common.kernels.product_parts import Side  # it imports triton
 
     codes = rows_dense(a.codes), rows_dense(b.codes)
     sides, scales = [], (a.scale, b.scale)
@@ -217,13 +219,21 @@ def _run_blocks(
         down, along = operand.scale.stride()
         sides.append(Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
     out, stride = _result(a, b, epilogue)
-    record = launch_of(*sides, a.depth, stride, epilogue=_after(epilogue, activation))
-    order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
+    swaps = _swaps(a, b)
+    record = launch_of(*sides, a.depth, stride, epilogue=_after(epilogue, activation), swaps=swaps)
+    order = slice(None, None, -1 if swaps else 1)
     end = (epilogue.bias, activation.x, out, activation.kept)
     if codes_dtype is not None:
         codes = codes[0].view(codes_dtype), codes[1].view(codes_dtype)
     launch.start(record, (*codes[order], *scales[order], *levels, *end), a.codes.get_device())
     return out
+
+
+def _swaps(a: Operand, b: Operand) -> bool:
+    """Return whether the product computes the transposed result, whose tile depends on the number of rows of a."""
+    from ....common.kernels.product_parts import is_swapped  # it imports triton
+
+    return not requirements.batch_invariant and is_swapped(a.rows, b.rows)
 
 
 def _after(epilogue: Epilogue, activation: Activation) -> ProductEpilogue:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from ..operand import Operand
 from . import triton
 from .composed import GELU, GELU_GRADIENT, FusedRequest
@@ -52,4 +52,5 @@ BACKEND: Backend[FusedRequest] = Backend(
     unsupported_reason=unsupported_reason,
     bind=bind,
     opaque=True,
+    batch_dependent=always_depends("by a tile that is chosen by their number"),
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from ....common.formats import FLOAT8
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
@@ -76,4 +76,9 @@ def _start(record: launch.Launch, product: GroupedProduct, device: int) -> None:
     launch.start(record, (a.codes, b.codes, a.scale, b.scale, product.bias, layout, table, first), device)
 
 
-BACKEND: Backend[GroupedGemmRequest] = Backend("gluon", unsupported_reason=unsupported_reason, bind=bind)
+BACKEND: Backend[GroupedGemmRequest] = Backend(
+    "gluon",
+    unsupported_reason=unsupported_reason,
+    bind=bind,
+    batch_dependent=always_depends("by a tile that is not verified to be the same for every row count"),
+)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ...runtime.device import current_hardware
 from ..gemm.block_scales import block_scale, has_row_blocks
@@ -144,4 +144,9 @@ def _kind(operand: Operand) -> int:
     return (kinds.BlockWise1x128 if has_row_blocks(operand.format) else kinds.BlockWise128x128).value
 
 
-BACKEND: Backend[GroupedGemmRequest] = Backend("library", unsupported_reason=unsupported_reason, bind=_bind)
+BACKEND: Backend[GroupedGemmRequest] = Backend(
+    "library",
+    unsupported_reason=unsupported_reason,
+    bind=_bind,
+    batch_dependent=always_depends("by an algorithm that the library chooses for their number"),
+)

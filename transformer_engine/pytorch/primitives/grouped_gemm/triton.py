@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
 from ...runtime.device import current_hardware, is_current_device
@@ -106,4 +106,9 @@ def _columns(record: launch.Launch, product: GroupedProduct, device: int) -> Non
     launch.start(record, (a.codes, b.codes, a.scale, b.scale, groups.layout, table, first), device)
 
 
-BACKEND: Backend[GroupedGemmRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)
+BACKEND: Backend[GroupedGemmRequest] = Backend(
+    "triton",
+    unsupported_reason=unsupported_reason,
+    bind=bind,
+    batch_dependent=always_depends("by a tile that is not verified to be the same for every row count"),
+)

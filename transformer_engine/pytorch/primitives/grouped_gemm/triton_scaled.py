@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common import optional
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from ....common.formats import SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
@@ -102,5 +102,8 @@ def _columns(record: launch.Launch, product: GroupedProduct, device: int) -> Non
 
 
 BACKEND: Backend[GroupedGemmRequest] = Backend(
-    "triton_scaled", unsupported_reason=unsupported_reason, bind=bind
+    "triton_scaled",
+    unsupported_reason=unsupported_reason,
+    bind=bind,
+    batch_dependent=always_depends("by a tile that is not verified to be the same for every row count"),
 )

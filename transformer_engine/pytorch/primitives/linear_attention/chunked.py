@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from ...runtime.float32_products import float32_product, solve_unit_triangular
 from .gates import Gated
 from .request import ALL_FEATURES, DeltaRequest, binder
@@ -114,4 +114,5 @@ BACKEND: Backend[DeltaRequest] = Backend(
     unsupported_reason=unsupported_reason,
     bind=binder(partial(run_rows, recurrence)),
     opaque=True,
+    batch_dependent=always_depends("by chunks that begin with the first token of a call"),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ....common import optional
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from .library import differentiable_once, finish_results, unsupported_by_kernels
 from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
 
@@ -82,5 +82,10 @@ def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
 
 
 BACKEND: Backend[DeltaRequest] = Backend(
-    "cudnn", takes=ALL_FEATURES, unsupported_reason=unsupported_reason, bind=binder(run), opaque=True
+    "cudnn",
+    takes=ALL_FEATURES,
+    unsupported_reason=unsupported_reason,
+    bind=binder(run),
+    opaque=True,
+    batch_dependent=always_depends("by chunks that begin with the first token of a call"),
 )

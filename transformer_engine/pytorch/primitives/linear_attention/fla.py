@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....common import optional
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from ....common.kernels.launch import missing
 from .gates import erase_gate, log_decay
 from .library import differentiable_once, finish_results, unsupported_by_kernels
@@ -104,5 +104,10 @@ _RULES = {Rule.GDN: _gated_delta_net, Rule.GDN2: _gated_delta_net_2, Rule.GDP: _
 
 
 BACKEND: Backend[DeltaRequest] = Backend(
-    "fla", takes=ALL_FEATURES, unsupported_reason=unsupported_reason, bind=binder(run), opaque=True
+    "fla",
+    takes=ALL_FEATURES,
+    unsupported_reason=unsupported_reason,
+    bind=binder(run),
+    opaque=True,
+    batch_dependent=always_depends("by chunks that begin with the first token of a call"),
 )

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, always_depends
 from .gates import Gated
 from .request import ALL_FEATURES, DeltaRequest, binder
 from .sequences import run_rows
@@ -44,4 +44,10 @@ def _read(state: Tensor, key: Tensor) -> Tensor:
 
 
 BIND = binder(partial(run_rows, recurrence))
-BACKEND: Backend[DeltaRequest] = Backend("reference", takes=ALL_FEATURES, bind=BIND, opaque=True)
+BACKEND: Backend[DeltaRequest] = Backend(
+    "reference",
+    takes=ALL_FEATURES,
+    bind=BIND,
+    opaque=True,
+    batch_dependent=always_depends("by products that are not verified to be the same for every batch"),
+)

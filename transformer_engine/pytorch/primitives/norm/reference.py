@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, depends_on_gpu, requirements
 from ...runtime.tracing import result_as
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
@@ -117,10 +117,11 @@ def layernorm_forward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
+    average = _mean if requirements.batch_invariant else Tensor.mean
     x_wide = x.to(torch.float32)
-    mean = x_wide.mean(dim=-1)
+    mean = average(x_wide, -1)
     centered = x_wide - mean[:, None]
-    rstdev = torch.rsqrt(centered.square().mean(dim=-1) + eps)
+    rstdev = torch.rsqrt(average(centered.square(), -1) + eps)
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
@@ -135,11 +136,12 @@ def layernorm_backward(
 
     dx is rounded to x's dtype before `add` is added.
     """
+    average = _mean if requirements.batch_invariant else Tensor.mean
     dy_wide = dy.to(torch.float32)
     normalized = (x.to(torch.float32) - mean[:, None]) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = (g * normalized).mean(dim=-1, keepdim=True)
-    dx = rstdev[:, None] * (g - g.mean(dim=-1, keepdim=True) - normalized * projection)
+    projection = average(g * normalized, -1)[:, None]
+    dx = rstdev[:, None] * (g - average(g, -1)[:, None] - normalized * projection)
     dweight = (dy_wide * normalized).sum(dim=0)
     dbias = dy_wide.sum(dim=0)
     dx = dx.to(x.dtype)
@@ -150,8 +152,9 @@ def layernorm_backward(
 
 def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
+    average = _mean if requirements.batch_invariant else Tensor.mean
     x_wide = x.to(torch.float32)
-    rstdev = torch.rsqrt(x_wide.square().mean(dim=-1) + eps)
+    rstdev = torch.rsqrt(average(x_wide.square(), -1) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
     return result_as(y, x.dtype), rstdev
 
@@ -164,10 +167,11 @@ def rmsnorm_backward(
 
     With `rounds_first`, dx is rounded to x's dtype before `add` is added.
     """
+    average = _mean if requirements.batch_invariant else Tensor.mean
     dy_wide = dy.to(torch.float32)
     normalized = x.to(torch.float32) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = (g * normalized).mean(dim=-1, keepdim=True)
+    projection = average(g * normalized, -1)[:, None]
     dx = rstdev[:, None] * (g - normalized * projection)
     if add is not None:
         if rounds_first:
@@ -177,9 +181,14 @@ def rmsnorm_backward(
     return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
+def _mean(x: Tensor, axis: int) -> Tensor:
+    """Compute x.mean(axis). torch divides a single row among threads, unlike several rows; see `row_functions`."""
+    return torch.cat((x, x)).mean(axis)[:1] if x.shape[0] == 1 else x.mean(axis)
+
+
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     gamma = weight.to(torch.float32)
     return gamma + 1.0 if zero_centered else gamma
 
 
-BACKEND: Backend[NormRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[NormRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, depends_on_gpu
 from ...runtime.tracing import result_as
+from ..activation.reference import sigmoid
 
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = "softmax", "softmax_after", "sigmoid", "sqrtsoftplus"
 BYTES, BITS, INDICES = "bytes", "bits", "indices"
@@ -99,7 +100,7 @@ def choose(
     elif choice.score == SOFTMAX_AFTER:
         score = x
     else:
-        score = x.sigmoid() if choice.score == SIGMOID else softplus(x).sqrt()
+        score = sigmoid(x) if choice.score == SIGMOID else softplus(x).sqrt()
     key = score if bias is None else score + bias.to(torch.float32)
     experts = _first(_mask_groups(key, choice), choice.k)
     if indices is not None:
@@ -142,7 +143,7 @@ def gradient(
     if choice.score == SIGMOID:
         slope = active * (1 - active)
     else:
-        slope = torch.where(scores > 20.0, 1.0, scores.sigmoid()) / (2 * active + 1e-20)
+        slope = torch.where(scores > 20.0, 1.0, sigmoid(scores)) / (2 * active + 1e-20)
     return torch.where(counts, g * slope, 0.0).to(dtype)
 
 
@@ -152,7 +153,7 @@ def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: 
     bin = floor((c - score - lower) * bins / (upper - lower)), clamped to the first and last bin.
     """
     bins = histogram.shape[1]
-    score = logits.to(torch.float32).sigmoid()
+    score = sigmoid(logits.to(torch.float32))
     cutoff = (score + bias).topk(k + 1, dim=1).values[:, -1:]
     lower, upper = bounds.to(torch.float32).unbind(0)
     bin_index = ((cutoff - score - lower) * bins / (upper - lower)).floor()
@@ -209,4 +210,4 @@ def _choice_mask(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, map.long(), True)
 
 
-BACKEND: Backend[RouterRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[RouterRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)

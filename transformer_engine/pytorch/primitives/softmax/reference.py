@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, depends_on_gpu
+from ...runtime.row_functions import sum_rows
 from ...runtime.tracing import result_as
 
 # Which of k keys query i of q sees: top_left j <= i; bottom_right j <= i + k - q.
@@ -53,7 +54,7 @@ def forward(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) ->
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     greatest = score.amax(-1, keepdim=True)
     weight = torch.exp(score - torch.where(greatest == -torch.inf, 0.0, greatest))
-    total = weight.sum(-1, keepdim=True)
+    total = sum_rows(weight)[..., None]
     return result_as(torch.where(total == 0.0, 0.0, weight / total), x.dtype)
 
 
@@ -62,7 +63,7 @@ def backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
     weight, gradient = y.to(torch.float32), dy.to(torch.float32)
     if causal is not None:
         gradient = gradient.masked_fill(_hidden(y, causal), 0.0)
-    mean = (weight * gradient).sum(-1, keepdim=True)
+    mean = sum_rows(weight * gradient)[..., None]
     return (scale * (weight * (gradient - mean))).to(y.dtype)
 
 
@@ -75,4 +76,4 @@ def _hidden(x: Tensor, causal: str) -> Tensor:
     return key[None, :] > query[:, None] + shift
 
 
-BACKEND: Backend[SoftmaxRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[SoftmaxRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)

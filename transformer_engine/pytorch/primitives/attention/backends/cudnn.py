@@ -43,6 +43,7 @@ from .limits import unsupported_by_cudnn, unsupported_by_environment
 # The deterministic backward keeps a float32 gradient of q for every key block.
 DETERMINISTIC_WORKSPACE = 8 << 30
 TAKES = frozenset(Feature) - {
+    Feature.BATCH_INVARIANT,
     Feature.EMPTY,
     Feature.FP8,
     Feature.FULL_DROPOUT,

@@ -25,6 +25,7 @@ Change = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIZES = range(16, 257, 16)
 # Not deterministic gradients: its backward adds in no fixed order.
 TAKES = frozenset(Feature) - {
+    Feature.BATCH_INVARIANT,
     Feature.EMPTY,
     Feature.FP8,
     Feature.SCORE_MOD_BPROP,

@@ -19,6 +19,7 @@ from .limits import WITHOUT_DETERMINISM
 from .torch_passes import torch_passes
 
 TAKES = frozenset(Feature) - {
+    Feature.BATCH_INVARIANT,
     Feature.EMPTY,
     Feature.FP8,
     Feature.FULL_DROPOUT,

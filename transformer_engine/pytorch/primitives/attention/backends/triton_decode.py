@@ -18,7 +18,12 @@ LONGEST_QUERY = 16
 
 
 def takes(call: AttentionCall) -> bool:
-    """Return whether a call is a decoding step without gradients and without a bias or mask tensor."""
+    """Return whether a call is a decoding step without gradients and without a bias or mask tensor.
+
+    The ranges of keys depend on the batch, and the tile on the number of queries: such a call is not batch-invariant.
+    """
+    if call.batch_invariant:
+        return False
     if call.needs_gradient or call.max_logit or call.dropout > 0.0 or call.seqlen_q > LONGEST_QUERY:
         return False
     return call.bias in ("no_bias", "alibi") and not call.mask.arbitrary and not call.padding_tensors

@@ -108,6 +108,7 @@ def problem(
         shared_memory=shared_memory,
         softcap=call.softcap,
         caps_bias=call.bias == "pre_scale_bias",
+        batch_invariant=call.batch_invariant,
     )
 
 

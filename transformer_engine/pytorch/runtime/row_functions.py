@@ -1,0 +1,18 @@
+"""Sums over the last axis whose bits for a row depend on the row only, for references on a CPU.
+
+torch divides a single row of 32768 or more elements among threads, and sums several rows one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...common.dispatch import requirements
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Compute x.sum(-1)."""
+    if requirements.batch_invariant and x.numel() == x.shape[-1] and not x.is_cuda:
+        return torch.cat((x, x)).sum(-1)[: x.shape[0]]
+    return x.sum(-1)
