@@ -19,8 +19,8 @@ These steps, in order, decide what a call computes:
      this package form a segment. An operation whose methods a user wrote is a segment that runs these methods
      (`chain_run.py`).
 
-   A chain is prepared unless one of three functions returns a reason: `_chain_segments_reason` for all calls of the
-   chain, `_segments_reason` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
+   A chain is prepared unless one of three functions returns a reason: `_reason_for_all_calls` for all calls of the
+   chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
    `te.explain` prints the reasons of the first two.
 
 6. Within a prepared chain or a segment, `chain.py` computes two neighboring operations together if the pair is in a
@@ -77,7 +77,7 @@ __all__ = [
     "register_forward_fusion",
 ]
 
-# The reason `_segments_reason` returns in each call within `te.explain`, which therefore does not print it.
+# The reason `_reason_for_call` returns in each call within `te.explain`, which therefore does not print it.
 _INTERVENTION = "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 # Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
 _MAX_PREPARED = 64
@@ -118,16 +118,16 @@ class OperationFuser:
                 object.__setattr__(op, "_captured_by_fuser", True)
         # Operations whose `pre_first_fuser_forward` has not run yet.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
-        self._recipe = AppliedRecipe(self._basic_ops)
+        self._applied_recipe = AppliedRecipe(self._basic_ops)
         # Results of the fusion functions in the last call: a cache of one entry, and the value of
         # `_forward_ops`.
         self._fusions = FusionResults([], [], 0, None, None)
-        self._chain_segments_reason = _chain_segments_reason(self._basic_ops, self._links)
+        self._never_prepared = _reason_for_all_calls(self._basic_ops, self._links)
         self._keys = CallKeys(self._basic_ops)
         # By key, the prepared chain, or the reason why calls with this key run in segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | str] = {}
         # Copies of the fusion functions for which `_prepared` is valid.
-        self._functions_of_prepared = _copy_lists(self._fusion_lists)
+        self._functions_of_prepared = _copy_lists(self._fusion_functions)
 
     def __call__(
         self,
@@ -163,7 +163,7 @@ class OperationFuser:
                 self._uninitialized = ()
         # Before the key, which contains the version of the quantizers.
         state = self._apply_recipe()
-        reason = self._segments_reason(basic_op_kwargs)
+        reason = self._reason_for_call(basic_op_kwargs)
         if reason is None:
             chain, inputs = self._find_prepared(state, input, extra_inputs)
             if isinstance(chain, PreparedChain):
@@ -194,22 +194,23 @@ class OperationFuser:
         """Make the operations use the recipe of the current autocast state, which is returned."""
         if torch.compiler.is_compiling():
             state = current()
-            apply_recipe(self._basic_ops, state)  # not `self._recipe`: tracing may not assign its attributes
+            # Not `self._applied_recipe.update`: tracing may not assign the attributes of existing objects.
+            apply_recipe(self._basic_ops, state)
             return state
         state = eager_thread_state().state
-        self._recipe.update(state)
+        self._applied_recipe.update(state)
         return state
 
-    def _segments_reason(self, options: list[dict[str, Any]] | None) -> str | None:
+    def _reason_for_call(self, options: list[dict[str, Any]] | None) -> str | None:
         """Reason why a call runs in segments, whatever its key; None if it may run prepared."""
-        if self._chain_segments_reason is not None:
-            return self._chain_segments_reason
+        if self._never_prepared is not None:
+            return self._never_prepared
         if options is not None and any(options):
             return "the call has keyword arguments"
         if torch.compiler.is_compiling():
             return "torch.compile traces the call"
         # The second execution must use the scales of the first one, which a prepared chain does not repeat.
-        if self._recipe.stateful and (eager_thread_state().recomputes or is_backward_pass()):
+        if self._applied_recipe.stateful and (eager_thread_state().recomputes or is_backward_pass()):
             return "operations have delayed scaling, and the call is in a checkpointed function or a backward pass"
         # A prepared chain would keep a forced backend, and would skip the choices that an observer reads.
         if interventions:
@@ -225,9 +226,9 @@ class OperationFuser:
             The chain, or the reason why calls with this key run in segments; and the chain's inputs, in the
             order of `CallKeys.key_and_inputs`.
         """
-        if self._fusion_lists != self._functions_of_prepared:
+        if self._fusion_functions != self._functions_of_prepared:
             self._prepared.clear()
-            self._functions_of_prepared = _copy_lists(self._fusion_lists)
+            self._functions_of_prepared = _copy_lists(self._fusion_functions)
         key, inputs = self._keys.key_and_inputs(state, x, extra_inputs)
         chain = self._prepared.get(key)
         if chain is None:
@@ -248,7 +249,7 @@ class OperationFuser:
             x,
             self._links.by_operation(extra_inputs),
             parameters,
-            updates_scales=state.enabled and self._recipe.stateful,
+            updates_scales=state.enabled and self._applied_recipe.stateful,
         )
 
     def _run_segments(
@@ -289,7 +290,7 @@ class OperationFuser:
         """
         first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
         recipe = state.recipe if state.enabled else None
-        functions = _copy_lists(self._fusion_lists)
+        functions = _copy_lists(self._fusion_functions)
         fusions = fuse_operations(self._basic_ops, functions, first_with_backward, recipe, self._fusions)
         if not torch.compiler.is_compiling():  # no side effects while tracing
             self._fusions = fusions
@@ -311,7 +312,7 @@ class OperationFuser:
         return self._num_basic_ops
 
     @property
-    def _fusion_lists(self) -> FusionLists:
+    def _fusion_functions(self) -> FusionLists:
         """The registered fusion functions: for both passes, for forward and for backward passes."""
         return (
             self.forward_backward_fusion_functions,
@@ -352,7 +353,7 @@ class OperationFuser:
         return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
 
-def _chain_segments_reason(basic_ops: Sequence[BasicOperation], links: Links) -> str | None:
+def _reason_for_all_calls(basic_ops: Sequence[BasicOperation], links: Links) -> str | None:
     """Reason why all calls of a chain run in segments; None if they may run prepared."""
     for op in basic_ops:
         if not has_passes(op):

@@ -33,7 +33,7 @@ from .operation import BasicOperation
 from .pass_operation import PassFusedOperation, PassOperation
 
 # {parameter name: index of the operation that reads it}
-_READERS = {"weight": 0, "bias": 1}
+_OPERATION_INDEX = {"weight": 0, "bias": 1}
 # FullyShardedDataParallel (FSDP1) inserts this text into the state-dict prefixes of the modules that it
 # wraps.
 _FSDP_PREFIX = "_fsdp_wrapped_module."
@@ -174,7 +174,7 @@ class Linear(PassFusedOperation):
         absent = [name for name, parameter in self._parameters.items() if parameter is None]
         return [
             (name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}")
-            for name, index in _READERS.items()
+            for name, index in _OPERATION_INDEX.items()
             if name not in absent
             and index < len(operations)
             # A user may have replaced the operation by another one, which owns its parameters and saves them

@@ -42,12 +42,12 @@ class _CacheKey(NamedTuple):
         modules: All modules of the container, in order (the values of `_modules`).
         interceptable: The operations and the basic operations of the fused ones. The latter are included so that
             replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
-        fusible: The operations whose calls nothing intercepts (`any_intercepted`), which may therefore fuse.
+        unintercepted: The operations whose calls nothing intercepts (`any_intercepted`), which may therefore fuse.
     """
 
     modules: list[torch.nn.Module | None]
     interceptable: list[FusibleOperation]
-    fusible: list[FusibleOperation]
+    unintercepted: list[FusibleOperation]
 
 
 class _CachedParts(NamedTuple):
@@ -120,8 +120,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         parts = self._find_parts()
         if len(parts) == 1 and parts[0].is_fused_chain and op_kwargs is None:
-            return parts[0].module(input, *extra_inputs)
-        return call_parts(parts, input, extra_inputs, self._options_by_operation(op_kwargs))
+            return parts[0].runner(input, *extra_inputs)
+        return call_parts(parts, input, extra_inputs, self._options_by_id(op_kwargs))
 
     def _find_parts(self) -> list[ContainerPart]:
         """Parts for this call, from the cache unless the modules or the fusible operations have changed.
@@ -137,20 +137,20 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         else:
             operations = [module for module in modules if isinstance(module, FusibleOperation)]
         interceptable = list_interceptable(operations)
-        fusible = operations
+        unintercepted = operations
         if any_intercepted(interceptable):
-            fusible = [op for op in operations if not any_intercepted(list_interceptable([op]))]
+            unintercepted = [op for op in operations if not any_intercepted(list_interceptable([op]))]
         if is_explaining():
             self._note_unfused()
-        key = _CacheKey(modules, interceptable, fusible)
+        key = _CacheKey(modules, interceptable, unintercepted)
         if cached is not None and cached.key == key:
             return cached.parts
-        parts = self._build_parts(fusible)
+        parts = self._build_parts(unintercepted)
         if not torch.compiler.is_compiling():  # no side effects while tracing
             self._cached_parts = _CachedParts(key, operations, parts)
         return parts
 
-    def _build_parts(self, fusible: list[FusibleOperation]) -> list[ContainerPart]:
+    def _build_parts(self, unintercepted: list[FusibleOperation]) -> list[ContainerPart]:
         """Divide the modules into chains of consecutive fusible operations, and single modules.
 
         Raises:
@@ -158,7 +158,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         groups: list[list[Any]] = []
         for module in self:
-            if groups and module in fusible and groups[-1][-1] in fusible:
+            if groups and module in unintercepted and groups[-1][-1] in unintercepted:
                 groups[-1].append(module)
             else:
                 groups.append([module])
@@ -167,11 +167,11 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         ]
         parts: list[ContainerPart] = []
         for group, group_ops, channels in zip(groups, basic_ops, connecting_channels(basic_ops), strict=True):
-            runs: OperationFuser | torch.nn.Module = group[0]
-            if group[0] in fusible:
+            runner: OperationFuser | torch.nn.Module = group[0]
+            if group[0] in unintercepted:
                 disconnect([*group, *group_ops])
-                runs = OperationFuser(group, channels)
-            parts.append(ContainerPart(runs, group_ops, channels))
+                runner = OperationFuser(group, channels)
+            parts.append(ContainerPart(runner, group_ops, channels))
         return parts
 
     @property
@@ -183,7 +183,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         if self._cached_parts is None or self._cached_parts.key.modules != list(self._modules.values()):
             return None
-        return [part.module for part in self._cached_parts.parts]
+        return [part.runner for part in self._cached_parts.parts]
 
     def _note_unfused(self) -> None:
         """Report to `te.explain` why operations do not fuse."""
@@ -192,9 +192,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             if reason is not None:
                 note(f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}")
 
-    def _options_by_operation(
-        self, op_kwargs: Mapping[Any, dict[str, Any]] | None
-    ) -> dict[int, dict[str, Any]]:
+    def _options_by_id(self, op_kwargs: Mapping[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
         """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
 
         Raises:
@@ -210,10 +208,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             )
         basic_ids = {id(operation) for module in self for operation in _basic_operations(module)}
         result: dict[int, dict[str, Any]] = {}
-        for target, kwargs in op_kwargs.items():
-            if not isinstance(kwargs, Mapping):
+        for target, options in op_kwargs.items():
+            if not isinstance(options, Mapping):
                 raise TypeError(
-                    f"op_kwargs contains {kwargs!r}, which is {with_article(type(kwargs))}; give a dict of keyword "
+                    f"op_kwargs contains {options!r}, which is {with_article(type(options))}; give a dict of keyword "
                     "arguments"
                 )
             if isinstance(target, int) and not -len(self) <= target < len(self):
@@ -230,7 +228,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                     f"op_kwargs names {with_article(type(op))} that is neither in this Sequential nor in one of its "
                     "fused operations"
                 )
-            result[id(op)] = dict(kwargs)
+            result[id(op)] = dict(options)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
