@@ -146,6 +146,16 @@ class PreparedChain:
             return self(inputs, gathered=True)
 
 
+class Unprepared(NamedTuple):
+    """Result of `build_chain` for a key whose calls run in segments.
+
+    Attributes:
+        reason: Why they do.
+    """
+
+    reason: str
+
+
 def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: FusionResults,
@@ -153,7 +163,7 @@ def build_chain(
     extra_inputs: Sequence[Sequence[Any]],
     parameters: Sequence[Sequence[Any]],
     updates_scales: bool,
-) -> PreparedChain | str:
+) -> PreparedChain | Unprepared:
     """Prepare a chain whose basic operations all have passes.
 
     Args:
@@ -165,13 +175,15 @@ def build_chain(
         updates_scales: The backward pass ends with an update to delayed-scaling states.
 
     Returns:
-        The chain, or the reason why such calls run in segments.
+        The chain, or the reason why calls with this key run in segments.
     """
     first_with_backward = fusions.first_with_backward
     for direction, indexed in (("forward", fusions.forward), ("backward", fusions.backward)):
         for op, _ in indexed:
             if not has_pass(op, direction):
-                return f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
+                return Unprepared(
+                    f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
+                )
     for op, indices in fusions.forward:
         op.pre_fuser_forward(requires_grad=indices[-1] >= first_with_backward)
     contexts = create_contexts(len(basic_ops), first_with_backward, x)
@@ -180,7 +192,9 @@ def build_chain(
     passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
     for op, read, own in zip(basic_ops, read_parameters, parameters, strict=True):
         if not _same_tensors(read, own):  # gradients are returned in the order of own_tensors
-            return f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
+            return Unprepared(
+                f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
+            )
     # Checks that every call repeats, because they depend on more than the key (main_grad).
     checks = [
         partial(op.pre_fuser_forward, requires_grad=i >= first_with_backward)
