@@ -243,9 +243,9 @@ class Linear(PassFusedOperation):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # Report missing parameters under the keys that `state_dict` returns.
-        reported = {keys.own: keys.saved for keys in all_keys}
-        missing_keys[:] = [reported.get(key, key) for key in missing_keys]
+        if _FSDP_PREFIX not in prefix:  # report missing parameters by the keys of `_save_to_state_dict`
+            reported = {keys.own: keys.saved for keys in all_keys}
+            missing_keys[:] = [reported.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"
