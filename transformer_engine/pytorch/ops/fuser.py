@@ -120,7 +120,7 @@ class OperationFuser:
         self.channels = channels
         self._links = Links(self._basic_ops, channels)
         # Reason why all calls run in segments, or None.
-        self._never_prepared = _reason_for_all_calls(self._basic_ops, self._links)
+        self._reason_never_prepared = _reason_for_all_calls(self._basic_ops, self._links)
         self.num_extra_inputs: int = len(self._links.public_inputs)
         # A fuser that is created in a graph is discarded after the trace, so its operations stay changeable.
         if not torch.compiler.is_compiling():
@@ -221,8 +221,8 @@ class OperationFuser:
 
     def _reason_for_call(self, options: list[dict[str, Any]] | None) -> str | None:
         """Reason why a call runs in segments; None if it runs prepared, unless `build_chain` rejects its key."""
-        if self._never_prepared is not None:
-            return self._never_prepared
+        if self._reason_never_prepared is not None:
+            return self._reason_never_prepared
         if options is not None and any(options):
             return "the call has keyword arguments"
         if torch.compiler.is_compiling():
