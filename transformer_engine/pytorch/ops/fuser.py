@@ -170,9 +170,9 @@ class OperationFuser:
             # Compute each parametrized tensor once per call, so that the passes and autograd see the same object.
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-        self._check_inputs(input, extra_inputs, basic_op_kwargs)
+        self._check_arguments(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:  # check and convert the values; clone a tensor that must not be written in place
-            extra_inputs = self._links.check_inputs(input, extra_inputs)
+            extra_inputs = self._links.convert_extra_inputs(input, extra_inputs)
         if self._uninitialized:
             initialize_operations(self._uninitialized)
             if not torch.compiler.is_compiling():
@@ -192,7 +192,7 @@ class OperationFuser:
             note(f"the chain {names} runs in segments: {reason}")
         return self._run_segments(state, input, extra_inputs, basic_op_kwargs)
 
-    def _check_inputs(
+    def _check_arguments(
         self, x: Any, extra_inputs: Sequence[Any], options: list[dict[str, Any]] | None
     ) -> None:
         """Check the argument counts, and that the main input is a tensor.

@@ -111,7 +111,7 @@ class Linear(PassFusedOperation):
         has_bias = to_bool("bias", bias)
         # Not the argument `tensor_parallel_mode`: with one rank `parallel` has no mode.
         is_row_parallel = parallel.mode == "row"
-        options: dict[str, Any] = {
+        linear_options: dict[str, Any] = {
             "device": device,
             "dtype": dtype,
             "rng_state_tracker_function": rng_state_tracker_function,
@@ -121,7 +121,7 @@ class Linear(PassFusedOperation):
             # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an
             # unsharded layer over this rank's input features, and a separate operation reduces after the bias. So
             # `basic_ops[0].in_features` is the size on this rank, while `Linear.in_features` is the full size.
-            linear = BasicLinear(in_features // parallel.size, out_features, **options)
+            linear = BasicLinear(in_features // parallel.size, out_features, **linear_options)
         else:
             linear = BasicLinear(
                 in_features,
@@ -129,7 +129,7 @@ class Linear(PassFusedOperation):
                 tensor_parallel_mode=tensor_parallel_mode,
                 tensor_parallel_group=tensor_parallel_group,
                 sequence_parallel=sequence_parallel,
-                **options,
+                **linear_options,
             )
         ops: list[BasicOperation] = [linear]
         if has_bias:
