@@ -13,8 +13,8 @@ These steps, in order, decide what a call computes:
      describes the shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them
      (`prepared_chain.py`).
    - In segments (`_run_segments`): the chain is divided into segments anew in each call. Consecutive operations of
-     this package form a segment. An operation whose methods a user wrote is a segment that runs these methods
-     (`chain_run.py`).
+     this package form a segment, unless a channel connects them. An operation whose methods a user wrote is a segment
+     that runs these methods (`chain_run.py`).
 
    A call runs prepared unless one of three functions returns a reason: `_reason_for_all_calls` for all calls of the
    chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
@@ -184,7 +184,7 @@ class OperationFuser:
         if reason is None:
             found, inputs = self._find_prepared(state, input, extra_inputs)
             if isinstance(found, PreparedChain):
-                # Also here, so that `_forward_ops` shows this call, not the one that built the last chain.
+                # Also here, so that `_forward_ops` shows this call: `_update_fusions` runs only for a new key.
                 self._fusions = found.fusions
                 return found(inputs)
         elif is_explaining() and reason is not _INTERVENTION:
@@ -251,25 +251,19 @@ class OperationFuser:
         key, inputs = self._keys.key_and_inputs(state, x, extra_inputs)
         found = self._prepared.get(key)
         if found is None:
-            found = self._build_prepared(state, x, extra_inputs)
+            parameters = self._read_parameters()
+            found = build_chain(
+                self._basic_ops,
+                self._update_fusions(state, x, parameters, extra_inputs),
+                x,
+                self._links.by_operation(extra_inputs),
+                parameters,
+                updates_scales=state.enabled and self._applied_recipe.stateful,
+            )
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = found
         return found, inputs
-
-    def _build_prepared(
-        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> PreparedChain | Unprepared:
-        """Build the passes for calls like this one, or return the reason why such calls run in segments."""
-        parameters = self._read_parameters()
-        return build_chain(
-            self._basic_ops,
-            self._update_fusions(state, x, parameters, extra_inputs),
-            x,
-            self._links.by_operation(extra_inputs),
-            parameters,
-            updates_scales=state.enabled and self._applied_recipe.stateful,
-        )
 
     def _run_segments(
         self,
@@ -278,7 +272,7 @@ class OperationFuser:
         extra_inputs: tuple[Tensor, ...],
         options: list[dict[str, Any]] | None,
     ) -> Any:
-        """Run a call in segments."""
+        """Run a call in segments (see the module docstring)."""
         parameters = self._read_parameters()
         fusions = self._update_fusions(state, x, parameters, extra_inputs)
         options = [{} for _ in self._basic_ops] if options is None else options
@@ -310,7 +304,7 @@ class OperationFuser:
             RuntimeError: A fusion function drops or reorders operations.
         """
         first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
-        recipe = state.recipe if state.enabled else None
+        recipe = state.recipe if state.enabled else None  # not while calibrating, which computes without it
         functions = _copy_lists(self._fusion_functions)
         fusions = fuse_operations(self._basic_ops, functions, first_with_backward, recipe, self._fusions)
         if not torch.compiler.is_compiling():  # no side effects while tracing

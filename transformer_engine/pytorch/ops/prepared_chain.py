@@ -191,7 +191,8 @@ def build_chain(
     records = torch.is_grad_enabled()
     passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
     for op, read, own in zip(basic_ops, read_parameters, parameters, strict=True):
-        if not _same_tensors(read, own):  # gradients are returned in the order of own_tensors
+        # Gradients are returned in the order of `own_tensors`.
+        if len(read) != len(own) or any(a is not b for a, b in zip(read, own, strict=True)):
             return Unprepared(
                 f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
             )
@@ -217,10 +218,6 @@ def build_chain(
         checks=tuple(checks),
         shards=places_of_shards(basic_ops),
     )
-
-
-def _same_tensors(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _forward_pass(
