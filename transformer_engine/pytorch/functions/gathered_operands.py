@@ -24,6 +24,7 @@ from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending, begin
+from .deferred_columns import cast_columns
 from .linear_operands import (
     QuantizedGradient,
     cast_gradient,
@@ -36,6 +37,7 @@ from .linear_spec import (
     HIGH_PRECISION,
     ONCE,
     QUANTIZED,
+    RECOMPUTED,
     ROW_CODES,
     VALUES,
     LinearSpec,
@@ -149,11 +151,13 @@ def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
 
 
 def column_operand(x: Any, spec: LinearSpec) -> Any:
-    """Columns of gathered x rows, or of its saved values, or the values that an override multiplies."""
+    """Columns of gathered x rows, or of saved or deferred values, or the values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
     if way is None and offloading.used:
         wait_for_saved(x)
+    if spec.input_columns == RECOMPUTED:
+        return cast_columns(x, spec.input)
     keeps_values = spec.keep_input or spec.backward == HIGH_PRECISION
     if keeps_values and (way == VALUES or isinstance(x, Matrix)):
         x = dequantized(x, spec.dtype)
