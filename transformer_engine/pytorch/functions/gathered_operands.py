@@ -26,7 +26,7 @@ from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending, begin
 from .deferred_columns import cast_columns
 from .linear_operands import (
-    QuantizedGradient,
+    GradientOperands,
     cast_gradient,
     cast_input,
     dense_values,
@@ -90,7 +90,7 @@ def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     return x_rows, save_value(saved, spec.needs_grad_weight)
 
 
-def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tensor:
+def begin_gather_gradient(dy: Any, spec: LinearSpec) -> GradientOperands | Tensor:
     """Gather dy [M / ranks, N] from all ranks, as codes or as values.
 
     Returns:
@@ -99,11 +99,11 @@ def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tens
     """
     quantizes = spec.backward == QUANTIZED and not spec.plain
     if quantizes and gathers_gradient_codes(spec):
-        return QuantizedGradient(_gather_gradient_codes(dy, spec), None)
+        return GradientOperands(_gather_gradient_codes(dy, spec), None)
     pending = begin_gather(dy, spec, dense=True)
     if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
         # The dx product may begin with the rows that have arrived; `gather_columns` reads the gathered rows.
-        return QuantizedGradient(Operands(pending, None), None)  # pyright: ignore[reportArgumentType]
+        return GradientOperands(Operands(pending, None), None)  # pyright: ignore[reportArgumentType]
     return pending.wait()
 
 

@@ -105,7 +105,7 @@ from .gathered_operands import (
 )
 from .layer import LayerFunctions, run_and_save, run_backward, run_without_saving
 from .linear_operands import (
-    QuantizedGradient,
+    GradientOperands,
     cast_gradient,
     cast_input,
     converted,
@@ -212,7 +212,7 @@ def linear_backward(
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N], the sum of dy over M.
 
     Args:
-        operands: dy [.., N], or its `QuantizedGradient` if the kernel that computed dy has quantized it; then x and
+        operands: dy [.., N], or its `GradientOperands` if the kernel that computed dy has quantized it; then x and
             weight as `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by the GELU
             derivative at u in the epilogue of the product. The list is emptied, so that each saved buffer and the
             codes of dy are freed after their last reader. autograd holds dy itself until the node returns.
@@ -232,7 +232,7 @@ def linear_backward(
     if spec.communicates and saves_input_shard(spec):
         x = begin_gather_saved(x, spec)  # the rows of x are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
-    (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
+    (dy_rows, dy_columns), db = prepare_gradient(dy, spec)
     del dy
     dx: Any = None
     if spec.needs_grad_input:
@@ -275,11 +275,11 @@ def linear_backward(
     return dx, dw, db
 
 
-def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
-    """Quantize dy [M, N], row-wise for dx and column-wise for dw, and compute db [N], the sum of dy over M."""
-    if spec.communicates and spec.parallel.gathers_gradient and not isinstance(dy, QuantizedGradient):
+def prepare_gradient(dy: Any, spec: LinearSpec) -> GradientOperands:
+    """Return dy [M, N] as the products for dx and dw read it, and db [N], the sum of dy over M."""
+    if spec.communicates and spec.parallel.gathers_gradient and not isinstance(dy, GradientOperands):
         dy = begin_gather_gradient(dy, spec)
-    if isinstance(dy, QuantizedGradient):  # from the kernel that computed dy, or from the other ranks
+    if isinstance(dy, GradientOperands):  # from the kernel that computed dy, or from the other ranks
         return dy
     dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
     db = None
@@ -289,9 +289,9 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
             # One kernel reads dy once, for its codes and for db. `cast` describes the quantization to this
             # kernel; `adopt` converts the codes to operands.
             codes, db = column_sums(as_matrix(dy), dtype, cast)
-            return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
+            return GradientOperands(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)
-    return QuantizedGradient(cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
+    return GradientOperands(cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
 
 
 def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool) -> Epilogue:
@@ -311,11 +311,11 @@ LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, num
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad:
-        return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+        return _LinearNode.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return run_without_saving(LINEAR_FUNCTIONS, spec, (x, weight, bias))[0]
 
 
-class _Linear(Function):
+class _LinearNode(Function):
     """Node in autograd's graph: `run_and_save` calls `linear_forward`, `run_backward` calls `linear_backward`."""
 
     @staticmethod

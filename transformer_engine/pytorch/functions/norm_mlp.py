@@ -59,7 +59,7 @@ from .fusions import (
     SEPARATE,
     VALUES,
 )
-from .gathered_operands import QuantizedGradient
+from .gathered_operands import GradientOperands
 from .layer import (
     LayerFunctions,
     backward_results,
@@ -286,7 +286,7 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
     assert cast is not None
     sums = (fc1.grad_bias_dtype or fc1.dtype) if fc1.needs_grad_bias else None
     codes, db = activation_backward(spec.activation, da, u, spec.activation_params, cast, sums)
-    return QuantizedGradient(fc1.grad_output.adopt(codes, u.dtype), db)
+    return GradientOperands(fc1.grad_output.adopt(codes, u.dtype), db)
 
 
 def _gradient_and_columns(
@@ -319,7 +319,7 @@ def _gradient_and_columns(
         a = quantizer.adopt(codes, u.dtype).columnwise
         if isinstance(du, MeasuredGradient):
             return du, a
-        return QuantizedGradient(fc1.grad_output.adopt(du, u.dtype), None), a
+        return GradientOperands(fc1.grad_output.adopt(du, u.dtype), None), a
 
     return produce
 
@@ -330,7 +330,7 @@ def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
     if cast is None or not fusions.has_one_scale(cast):
         return du.values
     codes = quantize(du.values, cast.spec, amax=du.amax)
-    return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
+    return GradientOperands(fc1.grad_output.adopt(codes, du.values.dtype), None)
 
 
 _NUM_TENSORS = 7  # tensors that `norm_mlp_forward` reads
