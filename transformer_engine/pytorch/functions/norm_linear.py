@@ -28,7 +28,7 @@ that `fusions.choose_norm_mode` chooses once per call kind. It is FUSED_CAST if 
 
 **Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
 "recomputed")` saves memory after an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, of h only
-the multiplier or amax is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
+the multiplier or amax is saved, and the backward pass computes h from x again and casts it (`columns_producer`).
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 
@@ -89,7 +89,7 @@ class NormLinearSpec(LayerSpec):
         linear = with_norm_columns(self.linear, mode == FUSED_CAST and self.norm.kind == "RMSNorm")
         return replace(self, linear=linear, norm_mode=mode)
 
-    def with_norm(self, norm: Any) -> NormLinearSpec:
+    def with_patched_norm(self, norm: Any) -> NormLinearSpec:
         """Return the spec with another norm, whose kernel cannot quantize.
 
         `module/layernorm_linear.py` calls it if a program has monkey-patched the norm function (`compat/by_name.py`).
@@ -133,7 +133,7 @@ def norm_forward(
     return operands, mean, rstdev
 
 
-def norm_columns(
+def columns_producer(
     saved: Sequence[Any], multiplier_or_amax: Tensor, norm: Norm, linear: LinearSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
     """Return the function dh -> (dh, column-wise h [K, M]), which computes the output h [M, K] of an RMSNorm again.
@@ -234,7 +234,7 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
     linear_operands, saved_by_norm = [dy, h, weight], (x, gamma, mean, rstdev)
     produce_input = None
     if spec.linear.input_columns == PRODUCED:
-        produce_input = norm_columns(saved_by_norm, h, spec.norm, spec.linear)
+        produce_input = columns_producer(saved_by_norm, h, spec.norm, spec.linear)
     del dy, h, weight
     # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
     dh, dw, db = linear_backward(linear_operands, spec.linear, produce_input=produce_input)
@@ -250,28 +250,28 @@ NORM_LINEAR_FUNCTIONS = LayerFunctions(
 
 
 def residual_unsupported_reason(
-    linear: LinearSpec, x: Tensor, inp: Tensor, returns_norm_output: bool, replaced: bool
+    linear: LinearSpec, norm_input: Tensor, layer_input: Tensor, returns_norm_output: bool, is_patched: bool
 ) -> str | None:
     """Reason why the norm's backward kernel cannot add the gradient of the residual; None if it can.
 
     Args:
         linear: The linear layer that reads norm(x).
-        x: Input of the norm.
-        inp: Input of the layer, which is the residual.
+        norm_input: Input of the norm.
+        layer_input: Input of the layer, which is the residual.
         returns_norm_output: The layer returns norm(x), which the caller may use as the residual instead.
-        replaced: A program has monkey-patched functions of the layer (`compat/by_name.py`).
+        is_patched: A program has monkey-patched functions of the layer (`compat/by_name.py`).
     """
     if returns_norm_output:
         return "the layer returns norm(x), whose gradient the node receives instead"
-    if x is not inp:
+    if norm_input is not layer_input:
         return "the layer converts its input to another dtype"
-    if type(inp) is not Tensor:
-        return f"the input is a {type(inp).__name__}, and autograd wraps subclasses that are returned"
-    if not (linear.needs_grad_input and inp.requires_grad):
+    if type(layer_input) is not Tensor:
+        return f"the input is a {type(layer_input).__name__}, and autograd wraps subclasses that are returned"
+    if not (linear.needs_grad_input and layer_input.requires_grad):
         return "the input needs no gradient"
     if linear.traced:
         return "a compiler traces the call, and fuses the sum itself"
-    return "a program has replaced functions of the layer" if replaced else None
+    return "a program has replaced functions of the layer" if is_patched else None
 
 
 def norm_linear(

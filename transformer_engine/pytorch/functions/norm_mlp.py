@@ -71,7 +71,7 @@ from .layer import (
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
 from .linear_operands import gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
-from .norm_linear import norm_backward, norm_columns, norm_forward
+from .norm_linear import columns_producer, norm_backward, norm_forward
 from .normalization import Norm
 from .saving import save_tensors, take_saved, wait_for_saved
 
@@ -127,7 +127,7 @@ class NormMLPSpec(LayerSpec):
         input_mode = fusions.MLP_INPUT.choose(saved)
         return replace_fields(spec, gradient_mode=gradient, columns_mode=columns, input_mode=input_mode)
 
-    def with_norm(self, norm: Any) -> NormMLPSpec:
+    def with_patched_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
         fc1 = replace_fields(self.fc1, input_columns=SAVED)
         return replace(self, norm=norm, fc1=fc1, compiled=None, norm_mode=SEPARATE)
@@ -269,7 +269,7 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
     produce_input = None
     if spec.fc1.input_columns == PRODUCED:
-        produce_input = norm_columns(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
+        produce_input = columns_producer(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
     dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_input)
     if dh is None:
         return [None, None, None, dw1, db1, dw2, db2]

@@ -296,7 +296,7 @@ def _run_by_name(
     file = sys.modules[__name__]
     names = _replaced.names | _common._replaced.names
     if names == {"apply_normalization"}:
-        return norm_linear(inp, gamma, beta, weight, bias, spec.with_norm(NormByName(spec.norm, file)))
+        return norm_linear(inp, gamma, beta, weight, bias, spec.with_patched_norm(NormByName(spec.norm, file)))
     check_unquantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = call_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)

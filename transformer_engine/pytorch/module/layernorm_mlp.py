@@ -323,7 +323,7 @@ class LayerNormMLP(ProductsModule):
         replaced = bool(_replaced.names or _common._replaced.names)
         if replaced:
             # The norm is this module's apply_normalization, which another library has replaced.
-            spec = spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))
+            spec = spec.with_patched_norm(NormByName(spec.norm, sys.modules[__name__]))
         dtype = spec.fc1.dtype
         if fc1_bias is not None and fc2_bias is not None:
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
