@@ -247,11 +247,11 @@ class LayerNormLinear(ProductsModule):
             bias = bias.to(dtype)
         product_bias = None if config.return_bias else bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        replaced = bool(_replaced.names or _common._replaced.names)
+        is_patched = bool(_replaced.names or _common._replaced.names)
         returns_residual = uses_residual and not residual_unsupported_reason(
-            spec.linear, x, inp, spec.returns_norm_output, replaced
+            spec.linear, x, inp, spec.returns_norm_output, is_patched
         )
-        if replaced:
+        if is_patched:
             y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
             y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)

@@ -320,8 +320,8 @@ class LayerNormMLP(ProductsModule):
             spec = replace_fields(
                 spec, fc1=fc1, fc2=fc2, cached_tensors=fc1.cached_tensors + fc2.cached_tensors
             )
-        replaced = bool(_replaced.names or _common._replaced.names)
-        if replaced:
+        is_patched = bool(_replaced.names or _common._replaced.names)
+        if is_patched:
             # The norm is this module's apply_normalization, which another library has replaced.
             spec = spec.with_patched_norm(NormByName(spec.norm, sys.modules[__name__]))
         dtype = spec.fc1.dtype
@@ -330,7 +330,7 @@ class LayerNormMLP(ProductsModule):
         product_bias = None if config.adds_bias_late else fc2_bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
         returns_residual = uses_residual and not residual_unsupported_reason(
-            spec.fc1, x, inp, spec.returns_norm_output, replaced
+            spec.fc1, x, inp, spec.returns_norm_output, is_patched
         )
         inputs = (x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
         y, second = norm_mlp(inputs, spec, returns_residual)

@@ -239,9 +239,9 @@ class Linear(ProductsModule):
             return self.onnx_forward(inp, *options[1:])
         # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
-        is_subclass = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
-        if is_subclass or getattr(weight, "is_distributed_weight", False):
-            return self._output_of_subclasses(options, inp, weight, bias)
+        is_special = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
+        if is_special or getattr(weight, "is_distributed_weight", False):
+            return self._output_of_special_tensors(options, inp, weight, bias)
         return self._compute_output(options, inp, weight, bias)
 
     if TYPE_CHECKING:  # type checkers see the parameters of `forward` in calls of the layer
@@ -249,7 +249,7 @@ class Linear(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _output_of_subclasses(
+    def _output_of_special_tensors(
         self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Call `_compute_output` for an input or weight that is a DTensor, a quantized tensor, or a shard to gather."""
