@@ -49,7 +49,7 @@ from .grouped_parameters import (
     single_parameters,
     uses_grouped_tensor,
 )
-from .grouped_spec import build, fitting_groups, traced_call
+from .grouped_spec import fitting_groups, grouped_spec_of_call, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values
 from .row_groups import check_dense
@@ -88,7 +88,7 @@ class GroupedLinear(ProductsModule):
     """
 
     quantized_as = "grouped_linear"
-    build = staticmethod(build)
+    build = staticmethod(grouped_spec_of_call)
     _config: GroupedLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_gemms: int
     use_grouped_tensor: bool

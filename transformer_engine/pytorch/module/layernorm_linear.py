@@ -72,8 +72,8 @@ class NormLinearConfig(LinearConfig):
     zero_centered_gamma: bool = False
 
 
-def build(call: Call) -> NormLinearSpec:
-    """Compute the settings for all calls that equal `call`; see `build` in `linear.py`."""
+def norm_linear_spec_of_call(call: Call) -> NormLinearSpec:
+    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
     config: NormLinearConfig = call.config
     check_call(call, config.in_features)
     weight, bias, *of_norm = call.parameters
@@ -125,7 +125,7 @@ class LayerNormLinear(ProductsModule):
     The other arguments are as in `Linear`.
     """
 
-    build = staticmethod(build)
+    build = staticmethod(norm_linear_spec_of_call)
     _config: NormLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int

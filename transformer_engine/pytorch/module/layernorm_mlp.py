@@ -91,8 +91,8 @@ class NormMLPConfig(ProductsConfig):
         return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
 
 
-def build(call: Call) -> NormMLPSpec:
-    """Compute the settings for all calls that equal `call`; see `build` in `linear.py`."""
+def norm_mlp_spec_of_call(call: Call) -> NormMLPSpec:
+    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
     switch("checkpoint", config.checkpoint)
@@ -184,7 +184,7 @@ class LayerNormMLP(ProductsModule):
     _config: NormMLPConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_products = 2
     product_names = ("fc1", "fc2")
-    build = staticmethod(build)
+    build = staticmethod(norm_mlp_spec_of_call)
     activation: str
     activation_params: Any
     checkpoint: bool

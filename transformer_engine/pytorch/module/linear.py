@@ -7,13 +7,13 @@ the computation. A module call has three steps:
 2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads.
    They depend on a `Call` (`specs.py`): the layer's configuration, the recipe of `autocast`, tensor metadata,
    call switches, grad mode, torch.autocast, environment variables, and the parameters or the queue that
-   receive weight gradients. Specs are cached by their call; `build` computes the spec for a new call. The
+   receive weight gradients. Specs are cached by their call; `linear_spec_of_call` computes the spec for a new call. The
    first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
 **From a recipe to a cast.** `autocast` stores its recipe in the state of the thread. `ProductsModule.spec` reads the
 state, and `Numerics.of_call` (`numerics.py`) returns the quantizers that the recipe's family has created for this
-layer, as a `ModuleRecipe`. `build` below stores those of its only product in the `LinearSpec`. The functions of
+layer, as a `ModuleRecipe`. `linear_spec_of_call` stores those of its only product in the `LinearSpec`. The functions of
 `functions/linear.py` pass each matrix and its quantizer to a function of `functions/linear_operands.py`:
 
 | matrix | quantizer | passed by | to |
@@ -79,7 +79,7 @@ __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
 _replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})
 
 
-def build(call: Call) -> LinearSpec:
+def linear_spec_of_call(call: Call) -> LinearSpec:
     """Compute the settings for all calls that equal `call`.
 
     Args:
@@ -162,7 +162,7 @@ class Linear(ProductsModule):
         ValueError: A size is not positive, or a sharded size is not divisible by tp_size.
     """
 
-    build = staticmethod(build)
+    build = staticmethod(linear_spec_of_call)
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     # Types for the properties that `@configure_class` defines.
     in_features: int
