@@ -46,7 +46,9 @@ def main() -> None:
             "key and look-up (ProductsModule.spec)": microseconds(
                 lambda: layer.spec(x, tensors, options), 5_000
             ),
-            "construction by all rules (build)": microseconds(lambda: specs.built(linear.build, key), 500),
+            "construction by all rules (build)": microseconds(
+                lambda: specs.built(linear.linear_spec_of_call, key), 500
+            ),
             "constructor of LinearSpec alone": microseconds(lambda: LinearSpec(**settings), 5_000),
             "hash of a LinearSpec": microseconds(lambda: hash(spec), 20_000),
             "comparison of equal specs": microseconds(lambda: spec == equal, 20_000),

@@ -10,6 +10,7 @@ import torch
 import transformer_engine.pytorch as te
 from tests.tensor.quantizer_cases import create_quantizer
 from transformer_engine.pytorch.functions.weight_gradient import WeightGradStore
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE
 
 S, B, HEADS, WIDTH, PASSED, ROPE, LATENT, EPS = 64, 2, 3, 96, 64, 32, 128, 1e-5
 E4M3 = te.DType.kFloat8E4M3
@@ -107,7 +108,7 @@ def test_codes_have_blocks_along_channels_and_along_tokens(device):
             query._columnwise_scale_inv[:, 1, head], tokens._columnwise_scale_inv[: S // 32, :WIDTH]
         )
     with pytest.raises(RuntimeError, match="blocks along its first axis"):
-        query.contract("rows")
+        query.contract(COLUMNWISE)
 
 
 def test_quantized_weights_are_multiplied_in_mxfp8(device):

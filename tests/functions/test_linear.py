@@ -21,6 +21,7 @@ from transformer_engine.pytorch.functions import communication
 from transformer_engine.pytorch.functions.linear import linear
 from transformer_engine.pytorch.functions.linear_spec import IDENTITY, Accumulation, LinearSpec
 from transformer_engine.pytorch.functions.weight_gradient import WeightGradient
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.quantization import RecipeState
 
@@ -59,7 +60,7 @@ def values(quantizer, matrix, columnwise):
     if quantizer is IDENTITY:
         return (matrix.t() if columnwise else matrix).double()
     operand = quantizer.encode(matrix.detach(), not columnwise, columnwise)
-    operand = operand.contract("rows" if columnwise else "cols")
+    operand = operand.contract(COLUMNWISE if columnwise else ROWWISE)
     return dequantize(operand._replace(dtype=torch.float32)).double()
 
 

@@ -31,6 +31,7 @@ from transformer_engine.common.formats import TensorFormat, ceil_div
 from transformer_engine.common.recipe import Format, Recipe, recipe_class
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.module import LayerNormMLP, Linear
+from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
     QuantizeSpec,
@@ -248,7 +249,7 @@ def test_the_toy_format_passes_the_format_suites(test, keywords, device):
 def test_scales_are_powers_of_two_that_use_the_range(shape, device):
     x = torch.randn(shape, device=device)
     storage = ToyQuantizer(DType.kFloat8E4M3).encode(x, True, True)
-    for axis, matrix in (("cols", x), ("rows", x.t())):
+    for axis, matrix in ((ROWWISE, x), (COLUMNWISE, x.t())):
         operand = storage.contract(axis)
         assert operand.scale is not None
         assert operand.scale.shape == (matrix.shape[0], ceil_div(matrix.shape[1], 64))
@@ -265,7 +266,7 @@ def test_scales_are_powers_of_two_that_use_the_range(shape, device):
 
 
 def _values(quantizer: Quantizer, tensor: Tensor, axis: str) -> Tensor:
-    operand = quantizer.encode(tensor.detach(), axis == "cols", axis == "rows").contract(axis)
+    operand = quantizer.encode(tensor.detach(), axis == ROWWISE, axis == COLUMNWISE).contract(axis)
     return dequantize(operand._replace(dtype=torch.float32)).double()
 
 
@@ -280,9 +281,9 @@ def test_a_linear_layer_multiplies_the_rounded_values(rows, device):
     forward, backward = ToyQuantizer(DType.kFloat8E4M3), ToyQuantizer(DType.kFloat8E5M2)
     assert layer.bias is not None and x.grad is not None
     expected = (
-        _values(forward, x, "cols") @ _values(forward, layer.weight, "cols").t() + layer.bias.double(),
-        _values(backward, dy, "cols") @ _values(forward, layer.weight, "rows").t(),
-        _values(backward, dy, "rows") @ _values(forward, x, "rows").t(),
+        _values(forward, x, ROWWISE) @ _values(forward, layer.weight, ROWWISE).t() + layer.bias.double(),
+        _values(backward, dy, ROWWISE) @ _values(forward, layer.weight, COLUMNWISE).t(),
+        _values(backward, dy, COLUMNWISE) @ _values(forward, x, COLUMNWISE).t(),
     )
     for got, exact in zip((y, x.grad, layer.weight.grad), expected, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))

@@ -11,6 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, create_quantizer, same_payload, values
+from transformer_engine.pytorch.primitives.operand import ROWWISE
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, GroupedTensorStorage
 
 GROUPED = [name for name in QUANTIZED if name != "hybrid"]
@@ -136,7 +137,7 @@ def test_a_group_is_a_quantized_tensor_of_its_members(name, device):
     grouped.mul_(0.5)
     assert type(grouped) is GroupedTensor
     with pytest.raises(TypeError, match="a group of 3 matrices is not an operand"):
-        grouped.contract("cols")
+        grouped.contract(ROWWISE)
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPED if name in DETERMINISTIC])

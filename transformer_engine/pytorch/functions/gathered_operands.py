@@ -24,8 +24,9 @@ from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending, begin
+from .deferred_columns import cast_columns
 from .linear_operands import (
-    QuantizedGradient,
+    GradientOperands,
     cast_gradient,
     cast_input,
     dense_values,
@@ -36,6 +37,7 @@ from .linear_spec import (
     HIGH_PRECISION,
     ONCE,
     QUANTIZED,
+    RECOMPUTED,
     ROW_CODES,
     VALUES,
     LinearSpec,
@@ -88,7 +90,7 @@ def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     return x_rows, save_value(saved, spec.needs_grad_weight)
 
 
-def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tensor:
+def begin_gather_gradient(dy: Any, spec: LinearSpec) -> GradientOperands | Tensor:
     """Gather dy [M / ranks, N] from all ranks, as codes or as values.
 
     Returns:
@@ -97,11 +99,11 @@ def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tens
     """
     quantizes = spec.backward == QUANTIZED and not spec.plain
     if quantizes and gathers_gradient_codes(spec):
-        return QuantizedGradient(_gather_gradient_codes(dy, spec), None)
+        return GradientOperands(_gather_gradient_codes(dy, spec), None)
     pending = begin_gather(dy, spec, dense=True)
     if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
         # The dx product may begin with the rows that have arrived; `gather_columns` reads the gathered rows.
-        return QuantizedGradient(Operands(pending, None), None)  # pyright: ignore[reportArgumentType]
+        return GradientOperands(Operands(pending, None), None)  # pyright: ignore[reportArgumentType]
     return pending.wait()
 
 
@@ -149,11 +151,13 @@ def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
 
 
 def column_operand(x: Any, spec: LinearSpec) -> Any:
-    """Columns of gathered x rows, or of its saved values, or the values that an override multiplies."""
+    """Columns of gathered x rows, or of saved or deferred values, or the values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
     if way is None and offloading.used:
         wait_for_saved(x)
+    if spec.input_columns == RECOMPUTED:
+        return cast_columns(x, spec.input)
     keeps_values = spec.keep_input or spec.backward == HIGH_PRECISION
     if keeps_values and (way == VALUES or isinstance(x, Matrix)):
         x = dequantized(x, spec.dtype)

@@ -22,13 +22,16 @@ has one float32 scale. Current scaling derives the multiplier from the matrix it
     codes = round_to_fp8(x * multiplier)
     scale = 1 / multiplier
 
-By default x and weight are then E4M3, and dy, whose values vary more, is E5M2. Block formats have one scale
-per block, which is 16 to 128 elements long, and by default all three matrices have the same format. The dtype of
-their scales differs: powers of two (E8M0) in MXFP8, E4M3 in NVFP4, whose codes have 4 bits. A product multiplies codes,
-which GPUs do twice as fast as with bfloat16 values, sums the results in float32, and applies both scales (on
-Hopper the sums of FP8 products have about 14 bits, unless `spec.accumulation` requests float32):
+With per-tensor scaling, x and weight are by default E4M3, and dy, whose values vary more, is E5M2. Block formats have
+one scale per block, which is 16 to 128 elements long, and by default all three matrices have the same format. The
+dtype of their scales differs: powers of two (E8M0) in MXFP8, E4M3 in NVFP4, whose codes have 4 bits.
+
+A product multiplies codes, which GPUs do twice as fast as with bfloat16 values, sums the results in float32, and
+applies both scales:
 
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
+
+On Hopper the sums of FP8 products have about 14 bits, unless `spec.accumulation` requests float32.
 
 y and dx have the dtype `spec.dtype`, unless the caller requests them quantized. Parameters are in high precision,
 unless the caller created them quantized. MXFP8 requires that M, N and K are multiples of 32, NVFP4 of 16; for other
@@ -36,10 +39,11 @@ shapes the layer runs unquantized and warns (`precision.py`). The other formats 
 
 **Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its
 quantizer (`tensor/delayed_scale.py`). The multipliers are updated later: for x and weight when the outermost
-enabled `autocast` block ends, if gradients are enabled or the call may be recomputed; for dy when the
-backward pass through the whole graph ends, for which `run_backward` (`layer.py`) queues a callback.
-`quantizer.scale` is the multiplier, the inverse of the scale above. `quantization/delayed_scaling.py`
-computes it, and explains what differs under torch.compile, where `spec.traced` is set.
+enabled `autocast` block ends; for dy when the backward pass through the whole graph ends, for which `run_backward`
+(`layer.py`) queues a callback. An evaluation updates nothing: the update for x and weight is skipped if gradients are
+disabled, except in the first run of a checkpointed call, whose second run records gradients. `quantizer.scale` is
+the multiplier, the inverse of the scale above. `quantization/delayed_scaling.py` computes it, and explains what
+differs under torch.compile, where `spec.traced` is set.
 
 **Directions.** A product can apply scales only if each scale covers the whole contracted axis or a block of
 it. x, weight and dy are each read by two products, which contract different axes. Each matrix is therefore
@@ -56,7 +60,9 @@ ones, which the backward pass reads. FP8 codes take half the memory that bfloat1
 backward pass quantizes them again; if `backward` is HIGH_PRECISION, the backward products multiply
 saved values; if it is DEQUANTIZED, they multiply the dequantized codes of the forward pass; if
 `input_columns` or `weight_columns` is not SAVED, the backward pass computes these columns
-(`deferred_columns.py`).
+(`deferred_columns.py`). A multiplier that is updated between the passes does not change the backward pass: saved codes
+have their own scale, `DeferredColumns` contain the multiplier of the forward pass, and `keep_input` is rejected under
+delayed scaling.
 
 The functions in this file are complete for one device. Other layer steps have their own files: `linear_results.py`
 for y and dx that are summed over ranks, inspected or returned quantized; `gathered_operands.py` for x and dy whose
@@ -99,7 +105,7 @@ from .gathered_operands import (
 )
 from .layer import LayerFunctions, run_and_save, run_backward, run_without_saving
 from .linear_operands import (
-    QuantizedGradient,
+    GradientOperands,
     cast_gradient,
     cast_input,
     converted,
@@ -134,13 +140,13 @@ def linear_forward(
     w_rows, saved_weight = quantize_weight(weight, spec)
     epilogue = _epilogue(spec, bias, accumulate_into, exact=spec.accumulation.forward)
     # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: both row-wise.
-    needs_completion = spec.communicates or spec.inspector is not None or spec.output is not None
-    if needs_completion:  # y is summed over ranks, inspected or returned quantized
-        operands = [x_rows, w_rows]
-        del x_rows, w_rows
-        y = compute_output(operands, epilogue, spec)
-    else:
+    is_product = not (spec.communicates or spec.inspector is not None or spec.output is not None)
+    if is_product:  # y is neither summed over ranks, nor inspected, nor quantized
         y = multiply(to_operand(x_rows), to_operand(w_rows), epilogue)
+    else:
+        operands = [x_rows, w_rows]
+        del x_rows, w_rows  # the list has the last references, and is emptied by the product
+        y = compute_output(operands, epilogue, spec)
     return y, saved_input, saved_weight
 
 
@@ -158,17 +164,18 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
         return gather_quantized_input(x, spec)
     if spec.input_columns == RECOMPUTED:
         return cast_rows(x, spec.input)
-    saves_codes = spec.backward == QUANTIZED and not spec.keep_input
+    # A plain layer saves values in this form too: `Matrix(x)`.
+    saves_columns = spec.backward == QUANTIZED and not spec.keep_input
     if isinstance(x, Operands):  # from the kernel that computed x
         x_rows, x_columns = x
     else:
         x_rows, x_columns = cast_input(
-            x, spec, rowwise=True, columnwise=spec.needs_grad_weight and saves_codes
+            x, spec, rowwise=True, columnwise=spec.needs_grad_weight and saves_columns
         )
     if not spec.needs_grad_weight:
         return x_rows, None
     saved: Any = x_columns
-    if not saves_codes:
+    if not saves_columns:
         saved = save_values(x, x_rows, spec)
     if offloading.synchronizer is not None:
         mark_ready(saved)  # an offloading context may begin to copy it to the host
@@ -205,7 +212,7 @@ def linear_backward(
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N], the sum of dy over M.
 
     Args:
-        operands: dy [.., N], or its `QuantizedGradient` if the kernel that computed dy has quantized it; then x and
+        operands: dy [.., N], or its `GradientOperands` if the kernel that computed dy has quantized it; then x and
             weight as `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by the GELU
             derivative at u in the epilogue of the product. The list is emptied, so that each saved buffer and the
             codes of dy are freed after their last reader. autograd holds dy itself until the node returns.
@@ -219,27 +226,31 @@ def linear_backward(
         (dx, dw, db); None for a gradient that is not needed. dw is also None, or a placeholder, if it is delayed or
         accumulated into `weight.main_grad`, a buffer of the caller (`WeightGradient.compute`).
     """
-    dy, x = operands[:2]
-    weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
+    dy, x, weight = operands[:3]
+    gelu_input = operands[3:]  # [u] or []; torch 2.11 would trace a starred target as a tuple
     operands.clear()
     if spec.communicates and saves_input_shard(spec):
         x = begin_gather_saved(x, spec)  # the rows of x are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
-    (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
+    (dy_rows, dy_columns), db = prepare_gradient(dy, spec)
     del dy
     dx: Any = None
     if spec.needs_grad_input:
         if offloading.used or spec.backward == DEQUANTIZED:
-            weight_and_u[0] = readable_weight(weight_and_u[0], spec)
+            weight = readable_weight(weight, spec)
         if spec.weight_columns == RECOMPUTED:
-            weight_and_u[0] = cast_columns(weight_and_u[0], spec.weight)
+            weight = cast_columns(weight, spec.weight)
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
-        needs_completion = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if needs_completion or len(weight_and_u) > 1:  # in the second case, u follows the weight
-            dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec)
+        is_product = not (spec.communicates or spec.inspector is not None or spec.grad_input is not None)
+        if is_product and not gelu_input:
+            dx = multiply(to_operand(dy_rows), to_operand(weight), epilogue)
+            del weight
         else:
-            dx = multiply(to_operand(dy_rows), to_operand(weight_and_u.pop()), epilogue)
+            product_operands = [dy_rows, weight, *gelu_input]
+            del dy_rows, weight, gelu_input  # the list has the last references, and is emptied by the product
+            # dx may be a `Pending`: it is summed over the ranks while dw is computed, and awaited at the end.
+            dx, dy_rows = begin_input_gradient(product_operands, epilogue, spec)
     if produce_input is not None:
         dx, x = produce_input(dx)
     dw = None
@@ -247,10 +258,10 @@ def linear_backward(
         if spec.communicates:
             dy_columns = gather_columns(dy_columns, dy_rows)
         del dy_rows
-        if offloading.used or spec.communicates or spec.keep_input or spec.backward != QUANTIZED:
+        # By default x is the saved column-wise operand, which needs no call.
+        recomputes = spec.keep_input or spec.backward != QUANTIZED or spec.input_columns == RECOMPUTED
+        if recomputes or spec.communicates or offloading.used:
             x = column_operand(x, spec)
-        if spec.input_columns == RECOMPUTED:
-            x = cast_columns(x, spec.input)
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
         left, right = to_operand(dy_columns), to_operand(x)
         del dy_columns, x
@@ -264,11 +275,11 @@ def linear_backward(
     return dx, dw, db
 
 
-def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
-    """Quantize dy [M, N], row-wise for dx and column-wise for dw, and compute db [N], the sum of dy over M."""
-    if spec.communicates and spec.parallel.gathers_gradient and not isinstance(dy, QuantizedGradient):
+def prepare_gradient(dy: Any, spec: LinearSpec) -> GradientOperands:
+    """Return dy [M, N] as the products for dx and dw read it, and db [N], the sum of dy over M."""
+    if spec.communicates and spec.parallel.gathers_gradient and not isinstance(dy, GradientOperands):
         dy = begin_gather_gradient(dy, spec)
-    if isinstance(dy, QuantizedGradient):  # from the kernel that computed dy, or from the other ranks
+    if isinstance(dy, GradientOperands):  # from the kernel that computed dy, or from the other ranks
         return dy
     dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
     db = None
@@ -278,16 +289,16 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
             # One kernel reads dy once, for its codes and for db. `cast` describes the quantization to this
             # kernel; `adopt` converts the codes to operands.
             codes, db = column_sums(as_matrix(dy), dtype, cast)
-            return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
+            return GradientOperands(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)
-    return QuantizedGradient(cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
+    return GradientOperands(cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
 
 
 def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool) -> Epilogue:
     """Return the epilogue y + bias, or accumulate_into += y + bias.
 
-    `exact`, a field in `spec.accumulation`, requests that the product promotes partial sums to float32. Hopper's FP8
-    products otherwise keep about 14 bits.
+    `exact`, a field in `spec.accumulation`, requests that the product promotes partial sums to float32, a "split
+    accumulator". Hopper's FP8 products otherwise keep about 14 bits. The result is rounded in both cases.
     """
     if accumulate_into is None:
         return Epilogue(spec.dtype, bias=bias, exact=exact)
@@ -300,11 +311,11 @@ LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, num
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad:
-        return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+        return _LinearNode.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return run_without_saving(LINEAR_FUNCTIONS, spec, (x, weight, bias))[0]
 
 
-class _Linear(Function):
+class _LinearNode(Function):
     """Node in autograd's graph: `run_and_save` calls `linear_forward`, `run_backward` calls `linear_backward`."""
 
     @staticmethod

@@ -36,8 +36,8 @@ from .linear_spec import (
 from .saving import wait_for_saved
 
 
-class QuantizedGradient(NamedTuple):
-    """dy [M, N] as the backward products read it.
+class GradientOperands(NamedTuple):
+    """dy [M, N] as the backward products read it: quantized, or its values in a layer that multiplies values.
 
     A kernel that computes dy can return it in this form instead of values.
 

@@ -1,4 +1,4 @@
-"""y and dx of a linear layer where more follows the product: a sum over ranks, an inspector, a result quantizer.
+"""y and dx of a linear layer that are more than a product: summed over ranks, inspected, quantized, or dx * gelu'(u).
 
 A tensor-parallel layer has a weight shard: [N / ranks, K] in the mode "column", [N, K / ranks] in
 the mode "row". In the mode "row", each rank computes y over its part of K; in the mode "column", dx
@@ -39,21 +39,18 @@ def compute_output(operands: list[Any], epilogue: Epilogue, spec: LinearSpec) ->
     return y if spec.output is None else _quantized(y, spec, spec.output)
 
 
-def begin_input_gradient(dy: Any, weight: list[Any], epilogue: Epilogue, spec: LinearSpec) -> tuple[Any, Any]:
+def begin_input_gradient(operands: list[Any], epilogue: Epilogue, spec: LinearSpec) -> tuple[Any, Any]:
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], and begin its sum over the ranks if it is a partial sum.
 
     Args:
-        dy: Row-wise operand, which may be a `Pending` gather.
-        weight: Column-wise weight operand; then optionally u [M, K], at which the GELU derivative
-            multiplies dx. The list is emptied.
+        operands: Row-wise dy, which may be a `Pending` gather; column-wise weight; then optionally u [M, K]: the
+            product multiplies dx by the GELU derivative at u. The list is emptied.
         epilogue: Product dtype and accumulation.
         spec: Layer settings.
 
     Returns:
         (dx, or its `Pending` sum, which `end_input_gradient` completes; dy, gathered).
     """
-    operands = [dy, *weight]
-    weight.clear()
     dx, dy = _multiply(operands, epilogue, spec, "grad_input")
     dx = _begin_sum(dx, spec, "grad_input")
     if not isinstance(dx, Pending) and spec.grad_input is not None:

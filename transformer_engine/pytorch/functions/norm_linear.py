@@ -23,12 +23,13 @@ that `fusions.choose_norm_mode` chooses once per call kind. It is FUSED_CAST if 
 - The backward pass multiplies codes, and codes instead of values are gathered from other ranks.
 - No compiler is tracing.
 
-`input_cast` (`linear_operands.py`) tests all but the caller, also for the norms of `te.ops`
-(`LinearPasses.input_request`). `norm_forward` passes the cast to the kernel.
+`input_cast` (`linear_operands.py`) tests all of this except `returns_norm_output`, which `choose_norm_mode` adds. The
+norms of `te.ops` call it too (`LinearPasses.input_request`). `norm_forward` passes the cast to the kernel.
 
-**Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
-"recomputed")` saves memory after an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, of h only
-the multiplier or amax is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
+**Columns of h.** dw reads the column-wise codes of h, which the forward pass saves by default. With
+`use_backend(norm_columns="recomputed")`, for an RMSNorm in the mode FUSED_CAST, the forward pass saves only the
+multiplier or amax of h. The backward pass normalizes x again and casts the result with it (`columns_producer`).
+`linear.input_columns` is then PRODUCED.
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 
@@ -50,7 +51,6 @@ from ..offload.marks import active as offloading
 from ..primitives.gemm import as_matrix
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
-from ..tensor.quantizer import Operands
 from . import fusions
 from .deferred_columns import cast_columns, save_multiplier_or_amax, with_norm_columns
 from .fusions import FUSED_CAST, SEPARATE
@@ -68,11 +68,10 @@ class NormLinearSpec(LayerSpec):
 
     Attributes:
         norm: The norm: its kind, its constants and the functions that compute it.
-        linear: Linear layer settings.
+        linear: Linear layer settings. `linear.needs_grad_input` means that dh is needed, because x, gamma or beta
+            requires a gradient.
         returns_norm_output: The layer also returns h = norm(x).
         norm_mode: FUSED_CAST or SEPARATE: which kernel quantizes h.
-
-    `linear.needs_grad_input` here means that dh is needed, because x, gamma or beta requires a gradient.
     """
 
     norm: Norm
@@ -89,10 +88,10 @@ class NormLinearSpec(LayerSpec):
         linear = with_norm_columns(self.linear, mode == FUSED_CAST and self.norm.kind == "RMSNorm")
         return replace(self, linear=linear, norm_mode=mode)
 
-    def with_norm(self, norm: Any) -> NormLinearSpec:
-        """Return the spec with another norm, whose kernel cannot quantize.
+    def with_patched_norm(self, norm: Any) -> NormLinearSpec:
+        """Return the spec with a norm function that a program has monkey-patched and whose kernel cannot quantize.
 
-        `module/layernorm_linear.py` calls it if a program has monkey-patched the norm function (`compat/by_name.py`).
+        `module/layernorm_linear.py` calls it, with a `NormByName` (`compat/by_name.py`).
         """
         linear = replace_fields(self.linear, input_columns=SAVED)
         return replace(self, norm=norm, linear=linear, compiled=None, norm_mode=SEPARATE)
@@ -103,7 +102,7 @@ class NormLinearSpec(LayerSpec):
 
 def norm_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, mode: str
-) -> tuple[Any, Tensor | None, Tensor]:
+) -> tuple[Any, Tensor | None, Tensor, Tensor | None]:
     """Compute h [M, K] = normalize(x [M, K]) * gamma [K] + beta [K].
 
     Args:
@@ -115,25 +114,23 @@ def norm_forward(
         mode: FUSED_CAST or SEPARATE.
 
     Returns:
-        (h, or its quantized `Operands` in the mode FUSED_CAST; mean per row or None; rstdev per row). If the
-        backward pass produces the columns of h (PRODUCED), the field `columnwise` of the `Operands` is
-        instead the multiplier or amax with which the backward pass casts these columns.
+        (h, or its quantized `Operands` in the mode FUSED_CAST; mean per row or None; rstdev per row; the multiplier
+        or amax, float32 [1], with which the backward pass casts the columns of h if it produces them (PRODUCED),
+        otherwise None).
     """
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
-        return norm.forward(x, gamma, beta)
+        return *norm.forward(x, gamma, beta), None
     produces = linear.input_columns == PRODUCED
     # The cast describes row-wise codes, which y reads, and column-wise codes if dw is needed and reads them.
-    cast = linear.input.cast(True, False) if produces else input_cast(linear)
+    cast = linear.input.cast(rowwise=True, columnwise=False) if produces else input_cast(linear)
     assert cast is not None, "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
     codes, mean, rstdev = norm.forward(x, gamma, beta, cast)
-    operands = linear.input.adopt(codes, x.dtype)
-    if produces:
-        operands = Operands(operands.rowwise, save_multiplier_or_amax(cast, codes, x))  # pyright: ignore[reportArgumentType]
-    return operands, mean, rstdev
+    multiplier_or_amax = save_multiplier_or_amax(cast, codes, x) if produces else None
+    return linear.input.adopt(codes, x.dtype), mean, rstdev, multiplier_or_amax
 
 
-def norm_columns(
+def columns_producer(
     saved: Sequence[Any], multiplier_or_amax: Tensor, norm: Norm, linear: LinearSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
     """Return the function dh -> (dh, column-wise h [K, M]), which computes the output h [M, K] of an RMSNorm again.
@@ -190,6 +187,7 @@ def norm_backward(
     x = as_matrix(dense_values(x))
     if grad_residual is None:
         return norm.backward(dh, x, mean, rstdev, gamma)
+    # The kernel rounds dx before it adds: bit-equal to autograd, which adds two rounded gradients.
     return norm.backward(dh, x, mean, rstdev, gamma, add=as_matrix(grad_residual), rounds_first=True)
 
 
@@ -208,16 +206,18 @@ def norm_linear_forward(
 
     Returns:
         (y, h or None), then the saved values (x, gamma, mean, rstdev, h for dw, weight for dh),
-        which `norm_linear_backward` reads in this order; None for one that no gradient needs. With sequence
-        parallelism h has the rows on this rank; the module gathers them if requested
-        (`ProductsModule.pack_outputs`).
+        which `norm_linear_backward` reads in this order; None for one that no gradient needs. If the backward pass
+        produces the columns of h (PRODUCED), their multiplier or amax replaces h. With sequence parallelism h has
+        the rows on this rank; the module gathers them if requested (`ProductsModule.pack_outputs`).
     """
     # h [M, K] = norm(x [M, K])
-    h, mean, rstdev = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
+    h, mean, rstdev, multiplier_or_amax = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
-    y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear)
+    y, saved_h, saved_weight = linear_forward(h, weight, bias, spec.linear)
+    if multiplier_or_amax is not None:
+        saved_h = multiplier_or_amax
     saved_by_norm = [x, gamma, mean, rstdev] if spec.linear.needs_grad_input else [None] * 4
-    return y, h if spec.returns_norm_output else None, *saved_by_norm, *saved_by_linear
+    return y, h if spec.returns_norm_output else None, *saved_by_norm, saved_h, saved_weight
 
 
 def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]:
@@ -229,13 +229,13 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
             weight after their last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
     """
-    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, h, weight = operands
+    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, saved_h, weight = operands
     operands.clear()
-    linear_operands, saved_by_norm = [dy, h, weight], (x, gamma, mean, rstdev)
+    linear_operands, saved_by_norm = [dy, saved_h, weight], (x, gamma, mean, rstdev)
     produce_input = None
-    if spec.linear.input_columns == PRODUCED:
-        produce_input = norm_columns(saved_by_norm, h, spec.norm, spec.linear)
-    del dy, h, weight
+    if spec.linear.input_columns == PRODUCED:  # saved_h is the multiplier or amax of h
+        produce_input = columns_producer(saved_by_norm, saved_h, spec.norm, spec.linear)
+    del dy, saved_h, weight
     # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
     dh, dw, db = linear_backward(linear_operands, spec.linear, produce_input=produce_input)
     if dh is None:  # neither x nor the norm's parameters need a gradient
@@ -250,28 +250,28 @@ NORM_LINEAR_FUNCTIONS = LayerFunctions(
 
 
 def residual_unsupported_reason(
-    linear: LinearSpec, x: Tensor, inp: Tensor, returns_norm_output: bool, replaced: bool
+    linear: LinearSpec, norm_input: Tensor, layer_input: Tensor, returns_norm_output: bool, is_patched: bool
 ) -> str | None:
     """Reason why the norm's backward kernel cannot add the gradient of the residual; None if it can.
 
     Args:
         linear: The linear layer that reads norm(x).
-        x: Input of the norm.
-        inp: Input of the layer, which is the residual.
+        norm_input: x, the layer's input in the dtype of the layer.
+        layer_input: Input of the layer, which is the residual.
         returns_norm_output: The layer returns norm(x), which the caller may use as the residual instead.
-        replaced: A program has monkey-patched functions of the layer (`compat/by_name.py`).
+        is_patched: A program has monkey-patched functions of the layer (`compat/by_name.py`).
     """
     if returns_norm_output:
         return "the layer returns norm(x), whose gradient the node receives instead"
-    if x is not inp:
+    if norm_input is not layer_input:
         return "the layer converts its input to another dtype"
-    if type(inp) is not Tensor:
-        return f"the input is a {type(inp).__name__}, and autograd wraps subclasses that are returned"
-    if not (linear.needs_grad_input and inp.requires_grad):
+    if type(layer_input) is not Tensor:
+        return f"the input is a {type(layer_input).__name__}, and autograd wraps subclasses that are returned"
+    if not (linear.needs_grad_input and layer_input.requires_grad):
         return "the input needs no gradient"
     if linear.traced:
         return "a compiler traces the call, and fuses the sum itself"
-    return "a program has replaced functions of the layer" if replaced else None
+    return "a program has replaced functions of the layer" if is_patched else None
 
 
 def norm_linear(
@@ -299,7 +299,7 @@ def norm_linear(
 
 
 class _NormLinear(Function):
-    """Node in autograd's graph: `run_and_save` runs the forward function, `run_backward` the backward function."""
+    """Node in autograd's graph that returns y, or (y, norm(x)) with `returns_norm_output`."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
@@ -309,17 +309,24 @@ class _NormLinear(Function):
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The second output is norm(x), or the residual in a subclass.
-        others = (grad_second, None) if ctx.spec.returns_norm_output else (None, grad_second)
-        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, *others))
+    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = (grad_output, grad_norm_output, None)
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
         # beta is None in an RMSNorm; the spec has no gradient.
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None
 
 
-class _NormLinearWithResidual(_NormLinear):
-    """`_NormLinear` that returns x as its second output, the residual."""
+class _NormLinearWithResidual(Function):
+    """Node in autograd's graph that returns (y, x); x is the residual."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         return run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x
+
+    @staticmethod
+    @once_differentiable("LayerNormLinear")
+    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = (grad_output, None, grad_residual)
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
+        # beta is None in an RMSNorm; the spec has no gradient.
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

@@ -59,7 +59,7 @@ from .fusions import (
     SEPARATE,
     VALUES,
 )
-from .gathered_operands import QuantizedGradient
+from .gathered_operands import GradientOperands
 from .layer import (
     LayerFunctions,
     backward_results,
@@ -71,7 +71,7 @@ from .layer import (
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
 from .linear_operands import gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
-from .norm_linear import norm_backward, norm_columns, norm_forward
+from .norm_linear import columns_producer, norm_backward, norm_forward
 from .normalization import Norm
 from .saving import save_tensors, take_saved, wait_for_saved
 
@@ -127,7 +127,7 @@ class NormMLPSpec(LayerSpec):
         input_mode = fusions.MLP_INPUT.choose(saved)
         return replace_fields(spec, gradient_mode=gradient, columns_mode=columns, input_mode=input_mode)
 
-    def with_norm(self, norm: Any) -> NormMLPSpec:
+    def with_patched_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
         fc1 = replace_fields(self.fc1, input_columns=SAVED)
         return replace(self, norm=norm, fc1=fc1, compiled=None, norm_mode=SEPARATE)
@@ -152,30 +152,32 @@ def norm_mlp_forward(
 
     Returns:
         (y or None, norm(x) or None), then the saved values (x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight),
-        fc2 operands (a, weight)), which the backward pass reads in this order. If it recomputes a's
-        columns, their multiplier or amax replaces a. Nothing is saved without gradients, or in the first run
-        of a layer with `spec.checkpoint`.
+        fc2 operands (a, weight)), which the backward pass reads in this order. If it computes the columns of
+        norm(x) or of a again, their multiplier or amax replaces norm(x) or a. Nothing is saved without gradients,
+        or in the first run of a layer with `spec.checkpoint`.
     """
     fc1, fc2 = spec.fc1, spec.fc2
     saves = spec.needs_grad and (repeats or not spec.checkpoint)
-    h, mean, rstdev = norm_forward(x, gamma, beta, spec.norm, fc1, spec.norm_mode)
+    h, mean, rstdev, h_multiplier_or_amax = norm_forward(x, gamma, beta, spec.norm, fc1, spec.norm_mode)
     returned = h if spec.returns_norm_output else None
     if spec.activation_mode == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
         a, u, *saved_by_fc1 = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
-        multiplier_or_amax = None
+        a_multiplier_or_amax = None
         del h
     else:
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
         u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1)
         del h
         # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or codes of a from the same kernel.
-        a, multiplier_or_amax = _activate(u, spec, saves)
+        a, a_multiplier_or_amax = _activate(u, spec, saves)
     saved = []
     if saves:
         u = _encode_output(u) if spec.input_mode == ENCODED else u
         if offloading.synchronizer is not None:
             mark_ready(u)
+        if h_multiplier_or_amax is not None:
+            saved_by_fc1[0] = h_multiplier_or_amax
         saved = [x, gamma, mean, rstdev, u, *saved_by_fc1]
     del u, saved_by_fc1
     if repeats:
@@ -183,8 +185,8 @@ def norm_mlp_forward(
     else:
         # y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H].
         y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2)
-    if multiplier_or_amax is not None:
-        saved_by_fc2[0] = multiplier_or_amax
+    if a_multiplier_or_amax is not None:
+        saved_by_fc2[0] = a_multiplier_or_amax
     return y, returned, *([*saved, *saved_by_fc2] if saves else ())
 
 
@@ -200,7 +202,7 @@ def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | Non
         return activation_forward(spec.activation, u, spec.activation_params), None
     quantizer = spec.fc2.input
     recomputes = spec.columns_mode == RECOMPUTED
-    cast = quantizer.cast(True, False) if recomputes else input_cast(spec.fc2)
+    cast = quantizer.cast(rowwise=True, columnwise=False) if recomputes else input_cast(spec.fc2)
     assert cast is not None
     codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
     multiplier_or_amax = save_multiplier_or_amax(cast, codes, u) if recomputes and saves else None
@@ -229,7 +231,8 @@ def _gelu_product(
         h_rows = h_rows.wait()
     epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
     # Checkpointing may repeat this call with gradients. Both runs must round u alike, so u is written in both.
-    a, u = gemm_gelu(to_operand(h_rows), to_operand(w_rows), epilogue, saves or spec.may_run_again)  # pyright: ignore[reportArgumentType]
+    rows: Any = to_operand(h_rows)
+    a, u = gemm_gelu(rows, to_operand(w_rows), epilogue, keeps_input=saves or spec.may_run_again)
     return a, u if saves else None, saved_input, saved_weight
 
 
@@ -241,36 +244,37 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
             None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
     """
-    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, u, h, fc1_weight, a, fc2_weight = operands
+    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev = operands[:7]
+    u, saved_h, fc1_weight, saved_a, fc2_weight = operands[7:]
     operands.clear()
     saved_by_norm = (x, gamma, mean, rstdev)
-    fc2_operands = [dy, a, fc2_weight]
+    fc2_operands = [dy, saved_a, fc2_weight]
     del dy, fc2_weight
     if offloading.used:
         wait_for_saved(u)
-    produce_input, computes_du = None, True  # whether the backward pass of fc2 computes du instead of da
+    produce_a = None
     if spec.gradient_mode == IN_PRODUCT:  # du = da * gelu'(u) in the epilogue of the product
         fc2_operands.append(u)
-        u = None
     elif spec.columns_mode == RECOMPUTED:  # one kernel computes du and the columns of a, before dfc2
-        produce_input = _gradient_and_columns(u, a, spec)
-        u = None
-    else:
-        computes_du = False
-    del a
+        produce_a = _gradient_and_columns(u, saved_a, spec)
+    fc2_returns_du = spec.gradient_mode == IN_PRODUCT or spec.columns_mode == RECOMPUTED
+    if fc2_returns_du:
+        u = None  # `fc2_operands` or `produce_a` has the last reference
+    del saved_a
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du; dfc2 [H, F] = dy.T @ a [M, F], db2 [H] = sum of dy over M.
-    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, produce_input=produce_input)
-    del produce_input
-    if isinstance(da, MeasuredGradient):
-        da = _quantized_gradient(da, spec.fc1)
+    da_or_du, dw2, db2 = linear_backward(fc2_operands, spec.fc2, produce_input=produce_a)
+    del produce_a
+    if isinstance(da_or_du, MeasuredGradient):
+        da_or_du = _quantized_gradient(da_or_du, spec.fc1)
     # du [M, F or 2F] = da * act'(u)
-    fc1_operands = [da if computes_du else _activation_gradient(da, u, spec), h, fc1_weight]
-    del da, u, h, fc1_weight
+    du = da_or_du if fc2_returns_du else _activation_gradient(da_or_du, u, spec)
+    fc1_operands = [du, saved_h, fc1_weight]
+    del da_or_du, du, u, saved_h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
-    produce_input = None
-    if spec.fc1.input_columns == PRODUCED:
-        produce_input = norm_columns(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
-    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_input)
+    produce_h = None
+    if spec.fc1.input_columns == PRODUCED:  # the saved value is the multiplier or amax of h
+        produce_h = columns_producer(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
+    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_h)
     if dh is None:
         return [None, None, None, dw1, db1, dw2, db2]
     return [*norm_backward(dh, grad_norm_output, grad_residual, saved_by_norm, spec.norm), dw1, db1, dw2, db2]
@@ -286,7 +290,7 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
     assert cast is not None
     sums = (fc1.grad_bias_dtype or fc1.dtype) if fc1.needs_grad_bias else None
     codes, db = activation_backward(spec.activation, da, u, spec.activation_params, cast, sums)
-    return QuantizedGradient(fc1.grad_output.adopt(codes, u.dtype), db)
+    return GradientOperands(fc1.grad_output.adopt(codes, u.dtype), db)
 
 
 def _gradient_and_columns(
@@ -303,7 +307,7 @@ def _gradient_and_columns(
     cast = gradient_cast(fc1) if spec.gradient_mode == FUSED_CAST else None
     if cast is not None and cast.multiplier is None:
         cast = None  # du is cast by its maximum, which the kernel computes too
-    columns = quantizer.cast(False, True)
+    columns = quantizer.cast(rowwise=False, columnwise=True)
     assert columns is not None
     has_multiplier = columns.multiplier is not None
     output = OutputCast(
@@ -319,18 +323,21 @@ def _gradient_and_columns(
         a = quantizer.adopt(codes, u.dtype).columnwise
         if isinstance(du, MeasuredGradient):
             return du, a
-        return QuantizedGradient(fc1.grad_output.adopt(du, u.dtype), None), a
+        return GradientOperands(fc1.grad_output.adopt(du, u.dtype), None), a
 
     return produce
 
 
 def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
-    """Quantize du [M, N] with one scale from its maximum; return its values where fc1 quantizes it in another way."""
+    """Quantize du [M, N] with one scale from its maximum; return its values where fc1 quantizes it in another way.
+
+    A `MeasuredGradient` contains the values of du and their maximum.
+    """
     cast = None if fc1.needs_grad_bias else gradient_cast(fc1)
     if cast is None or not fusions.has_one_scale(cast):
         return du.values
     codes = quantize(du.values, cast.spec, amax=du.amax)
-    return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
+    return GradientOperands(fc1.grad_output.adopt(codes, du.values.dtype), None)
 
 
 _NUM_TENSORS = 7  # tensors that `norm_mlp_forward` reads
@@ -363,8 +370,10 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
     return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
 
 
-def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Compute the saved values again from the input, and run the backward pass on them."""
+def _checkpointed_backward(
+    functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]
+) -> Sequence[Any]:
+    """Do `run_backward` with saved values that are computed again from the input."""
     saved = take_saved(ctx)
     inputs, states = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
     del saved
@@ -379,9 +388,9 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
     fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
-    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[NORM_MLP_FUNCTIONS.num_results :]]
+    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[functions.num_results :]]
     del inputs
-    gradients = backward_results(NORM_MLP_FUNCTIONS, spec, operands, ctx.input_shape)
+    gradients = backward_results(functions, spec, operands, ctx.input_shape)
     if spec.scale_update is not None:
         spec.scale_update.run()
     return gradients
@@ -403,6 +412,8 @@ def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequen
 
 
 class _NormMLP(Function):
+    """Node in autograd's graph that returns y, or (y, norm(x)) with `returns_norm_output`."""
+
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
         y, norm_output = _run_and_save(ctx, spec, tensors)
@@ -411,20 +422,22 @@ class _NormMLP(Function):
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The second output is norm(x), or the residual in a subclass.
-        others = (grad_second, None) if ctx.spec.returns_norm_output else (None, grad_second)
-        grads = (grad_output, *others)
-        if ctx.spec.checkpoint:
-            dx, dgamma, dbeta, *rest = _checkpointed_backward(ctx, grads)
-        else:
-            dx, dgamma, dbeta, *rest = run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
-        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
+    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
+        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, (grad_output, grad_norm_output, None))
+        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others
 
 
-class _NormMLPWithResidual(_NormMLP):
-    """`_NormMLP` that returns x as its second output, the residual."""
+class _NormMLPWithResidual(Function):
+    """Node in autograd's graph that returns (y, x); x is the residual."""
 
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
         return _run_and_save(ctx, spec, tensors)[0], tensors[0]
+
+    @staticmethod
+    @once_differentiable("LayerNormMLP")
+    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
+        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, (grad_output, None, grad_residual))
+        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others

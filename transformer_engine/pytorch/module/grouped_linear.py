@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...common.numbers import to_ints
 from ..compat.argument_orders import declare_call
-from ..compat.by_name import GroupedLinearByName as _GroupedLinear
+from ..compat.by_name import GroupedLinearByName as _GroupedLinear  # other libraries patch it
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
@@ -49,13 +49,15 @@ from .grouped_parameters import (
     single_parameters,
     uses_grouped_tensor,
 )
-from .grouped_spec import build, fitting_groups, traced_call
+from .grouped_spec import fitting_groups, grouped_spec_of_call, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values
 from .row_groups import check_dense
 
 # Beside the layer, original names that other libraries import from here.
 __all__ = ["GroupedLinear", "_GroupedLinear", "general_gemm", "is_module_grouped_tensor_path_supported"]
+# Names in this file that programs monkey-patch; see `linear.py`.
+_replaced = watched(__name__, {"_GroupedLinear": _GroupedLinear, "general_gemm": general_gemm})
 
 _ALL_WEIGHTS = "all weights"  # key for all weights in the module's cache
 
@@ -86,7 +88,7 @@ class GroupedLinear(ProductsModule):
     """
 
     quantized_as = "grouped_linear"
-    build = staticmethod(build)
+    build = staticmethod(grouped_spec_of_call)
     _config: GroupedLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_gemms: int
     use_grouped_tensor: bool
@@ -113,6 +115,7 @@ class GroupedLinear(ProductsModule):
         single_grouped_bias: bool = False, name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:  # fmt: skip
+        arguments = dict(locals())  # nothing else is assigned yet
         super().__init__(name)
         tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         if ub_overlap_rs or ub_overlap_ag:
@@ -128,9 +131,9 @@ class GroupedLinear(ProductsModule):
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
         )
         self._configure_from(
-            dict(locals()),  # arguments that have the name of a setting are stored
+            arguments,
             tp_size,
-            parallel_mode is not None,
+            sharded=parallel_mode is not None,
             use_grouped_tensor=uses_grouped_tensor(use_grouped_tensor),
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
@@ -228,12 +231,13 @@ class GroupedLinear(ProductsModule):
         tensors: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """Compute `forward` with accepted splits, the caller's (out, dgrad_out), and whole weights and biases."""
-        no_buffers = outputs[0] is None and outputs[1] is None
-        buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, *outputs, tensors)
+        out, dgrad_out = outputs
+        has_buffers = out is not None or dgrad_out is not None
+        buffers = self._caller_buffers(inp, out, dgrad_out, tensors) if has_buffers else NO_BUFFERS
         config, shape = self._config, inp.shape
         spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
         if is_first_microbatch:
-            self.begin_microbatch(True)
+            self.begin_microbatch(True)  # the next gradients overwrite main_grad
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
         count = len(config.weight_names)
         weights, dtype = tensors[:count], spec.groups[0].dtype
@@ -287,11 +291,11 @@ class GroupedLinear(ProductsModule):
         groups = fitting_groups(spec, rows, self._warn_once) if spec.unquantized else groups
         if is_first_microbatch is not None:
             members = stack_members(weights[0]) if spec.stacked_weight else weights
-            cached = [
+            cached_groups = [
                 self.with_cached_weight(f"weight{i}", member, group, is_first_microbatch)
                 for i, (member, group) in enumerate(zip(members, groups, strict=True))
             ]
-            groups = tuple(cached)
+            groups = tuple(cached_groups)
         return GroupedCall(spec, groups, rows, None, buffers)
 
     def _runs_together(self, spec: GroupedSpec, x: Tensor, splits: Any, weights: tuple[Any, ...]) -> bool:
@@ -383,6 +387,3 @@ def _run_by_name(
     group_biases = biases or [None] * len(weights)
     file = sys.modules[__name__]
     return call_by_name(_GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *group_biases)
-
-
-_replaced = watched(__name__, {"_GroupedLinear": _GroupedLinear, "general_gemm": general_gemm})

@@ -49,7 +49,7 @@ from .numerics import module_of_key
 from .specs import Call, Facts, check_call, product_spec, scale_update
 
 
-def build(call: Call) -> GroupedSpec:
+def grouped_spec_of_call(call: Call) -> GroupedSpec:
     """Settings for a call kind, which do not depend on the groups' row counts."""
     config: Any = call.config
     check_call(call, config.in_features)

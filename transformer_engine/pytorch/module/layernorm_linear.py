@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..compat.argument_orders import declare_call
-from ..compat.by_name import LayerNormLinearByName as _LayerNormLinear
+from ..compat.by_name import LayerNormLinearByName as _LayerNormLinear  # other libraries patch it
 from ..compat.by_name import (
     NormByName,
     call_by_name,
@@ -51,6 +51,15 @@ from .specs import Call, check_call, product_spec, quantizers_of_call, scale_upd
 
 # Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
+# Names in this file that programs monkey-patch; see `linear.py`.
+_replaced = watched(
+    __name__,
+    {
+        "_LayerNormLinear": _LayerNormLinear,
+        "general_gemm": general_gemm,
+        "apply_normalization": apply_normalization,
+    },
+)
 
 
 _NORM_PARAMETERS = ("layer_norm_weight", "layer_norm_bias")
@@ -63,11 +72,12 @@ class NormLinearConfig(LinearConfig):
     zero_centered_gamma: bool = False
 
 
-def build(call: Call) -> NormLinearSpec:
-    """Compute the settings for all calls that equal `call`; see `build` in `linear.py`."""
+def norm_linear_spec_of_call(call: Call) -> NormLinearSpec:
+    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
     config: NormLinearConfig = call.config
     check_call(call, config.in_features)
     weight, bias, *of_norm = call.parameters
+    _, fp8_output, _ = call.options
     assert weight is not None
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
@@ -79,7 +89,15 @@ def build(call: Call) -> NormLinearSpec:
     )
     update = scale_update(call, any(needs))
     linear = product_spec(
-        call, 0, quantizers, parallel, needs, update, weight, (call.options[1], False), call.rows
+        call,
+        number=0,  # the layer has one product
+        quantizers=quantizers,
+        parallel=parallel,
+        needs=needs,
+        update=update,
+        weight=weight,
+        results=(fp8_output, False),  # the norm's gradient is returned in high precision
+        shard=call.rows,
     )
     spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
@@ -107,7 +125,7 @@ class LayerNormLinear(ProductsModule):
     The other arguments are as in `Linear`.
     """
 
-    build = staticmethod(build)
+    build = staticmethod(norm_linear_spec_of_call)
     _config: NormLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
@@ -139,6 +157,7 @@ class LayerNormLinear(ProductsModule):
         delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:  # fmt: skip
+        arguments = dict(locals())  # nothing else is assigned yet
         # Subclasses in other libraries choose the tracker's name by setting it before they call this.
         rng_tracker_name = early(self, "rng_tracker_name")
         super().__init__(name)
@@ -149,9 +168,10 @@ class LayerNormLinear(ProductsModule):
         tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         warn_unless_reduced(symmetric_ar_type, False)
         self._configure_from(
-            dict(locals()),  # arguments that have the name of a setting are stored
+            arguments,
             tp_size,
-            parallel_mode is not None,
+            sharded=parallel_mode is not None,
+            rng_tracker_name=rng_tracker_name,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
@@ -181,7 +201,9 @@ class LayerNormLinear(ProductsModule):
 
         The arguments are as in `Linear.forward`.
         """
-        return self.forward_with_residual(inp, is_first_microbatch, fp8_output, fp8_grad, False)[0]
+        return self.forward_with_residual(
+            inp, is_first_microbatch, fp8_output, fp8_grad, uses_residual=False
+        )[0]
 
     if TYPE_CHECKING:
 
@@ -202,11 +224,11 @@ class LayerNormLinear(ProductsModule):
         (`compat/replaceable.py`).
         """
         options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        if not (fp8_output is fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
-            options = call_switches(*options)
-            _warn_of_fp8_grad(options[2])
+        if not (fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+            _, fp8_output, fp8_grad = options = call_switches(*options)
+            _warn_of_fp8_grad(fp8_grad)
         if export_mode.onnx:
-            return self.onnx_forward(inp, options[1]), inp
+            return self.onnx_forward(inp, fp8_output), inp
         weight, bias = weight_and_bias(self)
         gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
@@ -221,7 +243,7 @@ class LayerNormLinear(ProductsModule):
 
     def _compute_output(self, options: Options, inp: Tensor, *tensors: Tensor | None) -> Any:
         """Outputs of `forward` for local tensors, as `output_of_shards` calls it."""
-        return self._compute_outputs(options, inp, tensors, False)[0]
+        return self._compute_outputs(options, inp, tensors, uses_residual=False)[0]
 
     def _compute_outputs(
         self, options: Options, inp: Tensor, tensors: Tensors, uses_residual: bool
@@ -234,24 +256,26 @@ class LayerNormLinear(ProductsModule):
             tensors: (weight, bias, gamma, beta).
             uses_residual: The caller uses the returned input as the residual.
         """
-        config, is_first_microbatch = self._config, options[0]
+        config = self._config
+        is_first_microbatch, _, _ = options
         weight, bias, gamma, beta = tensors
         assert weight is not None and gamma is not None
         spec: NormLinearSpec = self.spec(inp, tensors, options)
         if is_first_microbatch is not None:
-            self.begin_microbatch(is_first_microbatch)
+            self.begin_microbatch(is_first_microbatch)  # if True, the next gradient overwrites main_grad
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
             spec = replace_fields(spec, linear=linear, cached_tensors=linear.cached_tensors)
         dtype = spec.linear.dtype
         if bias is not None and bias.dtype != dtype:
+            # Autograd casts db back. The product casts the weight.
             bias = bias.to(dtype)
         product_bias = None if config.return_bias else bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        replaced = bool(_replaced.names or _common._replaced.names)
+        is_patched = bool(_replaced.names or _common._replaced.names)
         returns_residual = uses_residual and not residual_unsupported_reason(
-            spec.linear, x, inp, spec.returns_norm_output, replaced
+            spec.linear, x, inp, spec.returns_norm_output, is_patched
         )
-        if replaced:
+        if is_patched:
             y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
             y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
@@ -296,18 +320,10 @@ def _run_by_name(
     file = sys.modules[__name__]
     names = _replaced.names | _common._replaced.names
     if names == {"apply_normalization"}:
-        return norm_linear(inp, gamma, beta, weight, bias, spec.with_norm(NormByName(spec.norm, file)))
+        return norm_linear(
+            inp, gamma, beta, weight, bias, spec.with_patched_norm(NormByName(spec.norm, file))
+        )
     check_unquantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = call_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
     return y if spec.returns_norm_output else (y, None)
-
-
-_replaced = watched(
-    __name__,
-    {
-        "_LayerNormLinear": _LayerNormLinear,
-        "general_gemm": general_gemm,
-        "apply_normalization": apply_normalization,
-    },
-)

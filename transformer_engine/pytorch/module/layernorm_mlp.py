@@ -57,6 +57,8 @@ from .specs import (
 
 # Beside the layer, original names that other libraries import from here.
 __all__ = ["LayerNormMLP", "apply_normalization"]
+# Names in this file that programs monkey-patch; see `linear.py`.
+_replaced = watched(__name__, {"apply_normalization": apply_normalization})
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +91,8 @@ class NormMLPConfig(ProductsConfig):
         return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
 
 
-def build(call: Call) -> NormMLPSpec:
-    """Settings for a call kind."""
+def norm_mlp_spec_of_call(call: Call) -> NormMLPSpec:
+    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
     switch("checkpoint", config.checkpoint)
@@ -112,15 +114,22 @@ def build(call: Call) -> NormMLPSpec:
         )
         parallel = config.parallel(mode)
         result = product_spec(
-            call, number, products[number], parallel, needs, update, weight, shard=call.rows
+            call,
+            number=number,
+            quantizers=products[number],
+            parallel=parallel,
+            needs=needs,
+            update=update,
+            weight=weight,
+            shard=call.rows,
         )
         return replace_fields(result, may_run_again=True) if checkpoint else result
 
     product_bias = None if config.adds_bias_late else fc2_bias
     result = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
-        fc1=spec(0, "column", fc1_weight, fc1_bias),
-        fc2=spec(1, "row", fc2_weight, product_bias),
+        fc1=spec(0, mode="column", weight=fc1_weight, bias=fc1_bias),
+        fc2=spec(1, mode="row", weight=fc2_weight, bias=product_bias),
         activation=config.activation,
         activation_params=ActivationParams.of(config.activation_params),
         width=config.ffn_shard,
@@ -175,7 +184,7 @@ class LayerNormMLP(ProductsModule):
     _config: NormMLPConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_products = 2
     product_names = ("fc1", "fc2")
-    build = staticmethod(build)
+    build = staticmethod(norm_mlp_spec_of_call)
     activation: str
     activation_params: Any
     checkpoint: bool
@@ -210,6 +219,7 @@ class LayerNormMLP(ProductsModule):
         delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         checkpoint: bool = False, cache_quantized_activation_input: bool = False,
     ) -> None:  # fmt: skip
+        arguments = dict(locals())  # nothing else is assigned yet
         super().__init__(name)
         tp_size = tensor_parallel_size(tp_group, tp_size)
         warn_unless_reduced(symmetric_ar_type, set_parallel_mode and tp_size > 1 and not sequence_parallel)
@@ -217,9 +227,9 @@ class LayerNormMLP(ProductsModule):
         if ffn_hidden_size % shards:
             raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")
         self._configure_from(
-            dict(locals()),  # arguments that have the name of a setting are stored
+            arguments,
             tp_size,
-            set_parallel_mode,
+            sharded=set_parallel_mode,
             ffn_shard=ffn_hidden_size // shards,
             activation_params=ActivationParams.from_mapping(activation_params),
             _tensors=(
@@ -272,7 +282,7 @@ class LayerNormMLP(ProductsModule):
             inp: Input [.., hidden_size].
             is_first_microbatch: See `Linear.forward`.
         """
-        return self.forward_with_residual(inp, is_first_microbatch, False)[0]
+        return self.forward_with_residual(inp, is_first_microbatch, uses_residual=False)[0]
 
     if TYPE_CHECKING:
 
@@ -309,28 +319,36 @@ class LayerNormMLP(ProductsModule):
     def _compute_outputs(
         self, inp: Tensor, is_first_microbatch: bool | None, tensors: tuple[Any, ...], uses_residual: bool
     ) -> tuple[Any, Any]:
-        """Compute `forward_with_residual` with full weights."""
+        """Compute `forward_with_residual` for tensors that are complete on this rank.
+
+        Args:
+            inp: Input [.., hidden_size].
+            is_first_microbatch: See `Linear.forward`.
+            tensors: (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta).
+            uses_residual: The caller uses the returned input as the residual.
+        """
         config = self._config
         fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
         spec: NormMLPSpec = self.spec(inp, tensors, (is_first_microbatch,))
         if is_first_microbatch is not None:
-            self.begin_microbatch(is_first_microbatch)
+            self.begin_microbatch(is_first_microbatch)  # if True, the next gradients overwrite main_grad
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
             fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
             spec = replace_fields(
                 spec, fc1=fc1, fc2=fc2, cached_tensors=fc1.cached_tensors + fc2.cached_tensors
             )
-        replaced = bool(_replaced.names or _common._replaced.names)
-        if replaced:
+        is_patched = bool(_replaced.names or _common._replaced.names)
+        if is_patched:
             # The norm is this module's apply_normalization, which another library has replaced.
-            spec = spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))
+            spec = spec.with_patched_norm(NormByName(spec.norm, sys.modules[__name__]))
         dtype = spec.fc1.dtype
         if fc1_bias is not None and fc2_bias is not None:
+            # Autograd casts their gradients back. The products cast the weights.
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
         product_bias = None if config.adds_bias_late else fc2_bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
         returns_residual = uses_residual and not residual_unsupported_reason(
-            spec.fc1, x, inp, spec.returns_norm_output, replaced
+            spec.fc1, x, inp, spec.returns_norm_output, is_patched
         )
         inputs = (x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
         y, second = norm_mlp(inputs, spec, returns_residual)
@@ -354,6 +372,3 @@ class LayerNormMLP(ProductsModule):
         hidden = exported.activate(config.activation, hidden, ActivationParams.of(config.activation_params))
         y = exported.linear(hidden, fc2_weight, None if config.return_bias else fc2_bias, fc2)
         return self.pack_outputs(y, None if fc2_bias is None else fc2_bias.to(dtype), normalized)
-
-
-_replaced = watched(__name__, {"apply_normalization": apply_normalization})

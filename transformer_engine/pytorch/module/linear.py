@@ -7,24 +7,32 @@ the computation. A module call has three steps:
 2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads.
    They depend on a `Call` (`specs.py`): the layer's configuration, the recipe of `autocast`, tensor metadata,
    call switches, grad mode, torch.autocast, environment variables, and the parameters or the queue that
-   receive weight gradients. Specs are cached by their call; `build` computes the spec for a new call. The
+   receive weight gradients. Specs are cached by their call; `linear_spec_of_call` computes the spec for a new call. The
    first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
 **From a recipe to a cast.** `autocast` stores its recipe in the state of the thread. `ProductsModule.spec` reads the
 state, and `Numerics.of_call` (`numerics.py`) returns the quantizers that the recipe's family has created for this
-layer, as a `ModuleRecipe`. `build` below stores the input quantizer of its only product as `LinearSpec.input`.
-`quantize_input` (`functions/linear.py`) passes x and this quantizer to `cast_input`
-(`functions/linear_operands.py`), which calls the quantizer's method `operands`. The method launches the
-kernel (`primitives/quantize`). The same route leads from `LinearSpec.weight` and `LinearSpec.grad_output` to
-their casts.
+layer, as a `ModuleRecipe`. `linear_spec_of_call` stores those of its only product in the `LinearSpec`. The functions of
+`functions/linear.py` pass each matrix and its quantizer to a function of `functions/linear_operands.py`:
+
+| matrix | quantizer | passed by | to |
+| --- | --- | --- | --- |
+| x | `spec.input` | `quantize_input` | `cast_input` |
+| weight | `spec.weight` | `quantize_weight` | `weight_operands`, which may return cached or quantized parameters |
+| dy | `spec.grad_output` | `prepare_gradient` | `cast_gradient` |
+
+Each ends in `product_operands`, which calls the quantizer's method `operands`. The method launches the kernel
+(`primitives/quantize`). A kernel that computes or sums a matrix may quantize it too; it gets the quantizer's `cast`
+instead (`input_cast`, `gradient_cast`).
 
 **Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
 properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
 another spec. `_configure_from` creates the record, and `@accepts` checks and converts the constructor's arguments.
 
 **Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names`
-contains the assigned names; it is empty in other programs. If it is not, `_linear_by_name` replaces `linear`.
+contains the assigned names. Normally no name is assigned, and `_compute_output` calls `linear`; otherwise it calls
+`_linear_by_name`.
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ import torch
 from torch import Tensor
 
 from ..compat.argument_orders import declare_call
-from ..compat.by_name import LinearByName as _Linear
+from ..compat.by_name import LinearByName as _Linear  # patched by others; `linear` has the node _LinearNode
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
@@ -67,9 +75,11 @@ from .specs import (
 
 # Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
+# Names in this file that programs monkey-patch. `_replaced.names` contains those that now have another value.
+_replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})
 
 
-def build(call: Call) -> LinearSpec:
+def linear_spec_of_call(call: Call) -> LinearSpec:
     """Compute the settings for all calls that equal `call`.
 
     Args:
@@ -82,6 +92,7 @@ def build(call: Call) -> LinearSpec:
     """
     config: LinearConfig = call.config
     weight, bias = call.parameters
+    _, fp8_output, fp8_grad = call.options
     assert weight is not None
     in_features = weight.shape[1]  # the local size, if the parameters are DTensors
     check_call(call, in_features)
@@ -102,7 +113,7 @@ def build(call: Call) -> LinearSpec:
         needs=needs,
         update=scale_update(call, any(needs)),
         weight=weight,
-        results=call.options[1:],  # (fp8_output, fp8_grad), after is_first_microbatch
+        results=(fp8_output, fp8_grad),
         shard=rows_of_shard(call, parallel),
     )
     return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
@@ -151,7 +162,7 @@ class Linear(ProductsModule):
         ValueError: A size is not positive, or a sharded size is not divisible by tp_size.
     """
 
-    build = staticmethod(build)
+    build = staticmethod(linear_spec_of_call)
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     # Types for the properties that `@configure_class` defines.
     in_features: int
@@ -178,15 +189,16 @@ class Linear(ProductsModule):
         symmetric_ar_type: str | None = None, save_original_input: bool = False,
         name: str | None = None,
     ) -> None:  # fmt: skip
+        arguments = dict(locals())  # nothing else is assigned yet
         super().__init__(name)
         tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         warn_unless_reduced(
             symmetric_ar_type, parallel_mode == "row" and tp_size > 1 and not sequence_parallel
         )
         self._configure_from(
-            dict(locals()),  # arguments that have the name of a setting are stored
+            arguments,
             tp_size,
-            parallel_mode is not None,
+            sharded=parallel_mode is not None,
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
             # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`,
@@ -233,15 +245,15 @@ class Linear(ProductsModule):
             NotImplementedError: The DTensor placements are unsupported.
         """
         options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        if not (fp8_output is fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
-            options = call_switches(*options)
+        if not (fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+            _, fp8_output, fp8_grad = options = call_switches(*options)
         if export_mode.onnx:
-            return self.onnx_forward(inp, *options[1:])
+            return self.onnx_forward(inp, fp8_output, fp8_grad)
         # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
-        is_subclass = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
-        if is_subclass or getattr(weight, "is_distributed_weight", False):
-            return self._output_of_subclasses(options, inp, weight, bias)
+        is_special = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
+        if is_special or getattr(weight, "is_distributed_weight", False):
+            return self._output_of_special_tensors(options, inp, weight, bias)
         return self._compute_output(options, inp, weight, bias)
 
     if TYPE_CHECKING:  # type checkers see the parameters of `forward` in calls of the layer
@@ -249,7 +261,7 @@ class Linear(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _output_of_subclasses(
+    def _output_of_special_tensors(
         self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Call `_compute_output` for an input or weight that is a DTensor, a quantized tensor, or a shard to gather."""
@@ -270,14 +282,17 @@ class Linear(ProductsModule):
             weight: Weight [out_features, in_features] on this rank.
             bias: Bias [out_features], or None.
         """
-        config, is_first_microbatch = self._config, options[0]
+        config = self._config
+        is_first_microbatch, _, _ = options
         # Creates the quantizers and scaling states in the first call under a recipe.
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
-        if is_first_microbatch is not None:  # the weight is quantized once for all microbatches in a step
-            self.begin_microbatch(is_first_microbatch)
+        if is_first_microbatch is not None:
+            self.begin_microbatch(is_first_microbatch)  # if True, the next gradient overwrites main_grad
+            # The weight is quantized once for all microbatches in a step.
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
+            # Autograd casts db back. The product casts the weight, and returns dw in `spec.grad_weight_dtype`.
             bias = bias.to(spec.dtype)
         product_bias = None if config.adds_bias_late else bias
         y = product(inp, weight, product_bias, spec)
@@ -302,6 +317,7 @@ class Linear(ProductsModule):
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, fp8_grad)
         dtype, (quantizers,) = export_products(self, inp, (weight, bias), options, shapes)
+        # The bias is never added late: export rejects sharded layers.
         product_bias = None if self._config.return_bias else bias
         y = exported.linear(inp.to(dtype), weight, product_bias, quantizers)
         return (y, None if bias is None else bias.to(dtype)) if self._config.return_bias else y
@@ -315,7 +331,3 @@ def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: Line
     check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return call_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
-
-
-# Names in this file that programs monkey-patch. `_replaced.names` contains those that now have another value.
-_replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})

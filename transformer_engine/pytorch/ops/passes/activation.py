@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...functions.fusions import has_one_scale, unsupported_gradient_cast
-from ...functions.gathered_operands import QuantizedGradient
+from ...functions.gathered_operands import GradientOperands
 from ...functions.linear_operands import dequantized
 from ...functions.row_operations import (
     block_order,
@@ -110,7 +110,7 @@ class ActivationPasses(OperationPasses):
                 self.kind, gradient, x, self.parameters, request.cast, request.sums
             )
             return BackwardResult(
-                Value(QuantizedGradient(request.quantizer.adopt(codes, dtype), sums), dy.leading), (), extra
+                Value(GradientOperands(request.quantizer.adopt(codes, dtype), sums), dy.leading), (), extra
             )
         if self.constants is not None:
             dx = situ_glu_backward(gradient, x, self.constants)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...functions.gathered_operands import QuantizedGradient
+from ...functions.gathered_operands import GradientOperands
 from ...functions.linear_operands import dense_values
 from ...primitives.column_sums import column_sums
 from ...primitives.gemm import as_matrix
@@ -57,7 +57,7 @@ class BiasPasses(OperationPasses):
         self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = operands.pop()
-        if isinstance(dy, QuantizedGradient):  # by the kernel that computed dy
+        if isinstance(dy, GradientOperands):  # by the kernel that computed dy
             return BackwardResult(Value(dy, leading), (dy.sums,))
         dy = Value(dense_values(dy), leading)
         matrix = as_matrix(dy.data)
@@ -66,6 +66,4 @@ class BiasPasses(OperationPasses):
         # One kernel reads dy for its codes and its column sums.
         codes, sums = column_sums(matrix, self.dtype, request.cast)
         operands_of_dy = request.quantizer.adopt(codes, matrix.dtype)
-        return BackwardResult(
-            Value(QuantizedGradient(operands_of_dy, None), dy.leading_dimensions()), (sums,)
-        )
+        return BackwardResult(Value(GradientOperands(operands_of_dy, None), dy.leading_dimensions()), (sums,))

@@ -233,13 +233,13 @@ class OperationPasses:
         """Compute the backward pass.
 
         Args:
-            operands: The output gradient, a `QuantizedGradient` if its producer has granted
+            operands: The output gradient, a `GradientOperands` if its producer has granted
                 `gradient_request`; then the values that `fused_forward` saved. The list is emptied,
                 so that each buffer is freed after its last reader.
             leading: Dimensions in place of gradient rows; None for a gradient in its own shape.
             grads: Extra output gradients; None for an absent one.
             request: The previous operation's cast. An operation whose kernel performs it returns a
-                `QuantizedGradient`.
+                `GradientOperands`.
         """
         raise NotImplementedError
 
