@@ -21,6 +21,7 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
 PAGES = (
     "../README.md",
     "attention.md",
+    "batch_invariance.md",
     "benchmarks.md",
     "checkpoints.md",
     "debug.md",

@@ -51,6 +51,14 @@ class _CacheKey(NamedTuple):
     interceptable: list[FusibleOperation]
     unintercepted: list[FusibleOperation]
 
+    def equals(self, other: _CacheKey) -> bool:
+        """Compare one list after the other: in torch 2.11, Dynamo cannot trace the comparison of tuples of lists."""
+        return (
+            self.modules == other.modules
+            and self.interceptable == other.interceptable
+            and self.unintercepted == other.unintercepted
+        )
+
 
 class _CachedParts(NamedTuple):
     """Division of a Sequential into parts, valid for calls whose key is equal.
@@ -148,7 +156,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         # of them intercepted.
         key = _CacheKey(modules, interceptable, unintercepted)
         cached = self._cached_parts
-        if cached is not None and cached.key == key:
+        if cached is not None and cached.key.equals(key):
             return cached.parts
         parts = self._build_parts(unintercepted)
         if not torch.compiler.is_compiling():  # no side effects while tracing
