@@ -51,7 +51,9 @@ NOT_CLAIMED = {
     r"layer_small_fb/": "a layer of 0.2 ms: each kernel takes as long as its launch",
     r"experts: block": "uneven groups slow down grouped products of block scales more than those of other formats",
     r"collectives: .*_16?MiB": "a loop of small collectives measures the host and the start of NCCL",
-    r"context parallelism.*, all-gather": "measured when its blocks had slower masks than those of the ring",
+    r"context parallelism, all-gather|on . H200, all-gather: .*s131072": (
+        "measured when its blocks had slower masks than those of the ring"
+    ),
     r"tensor parallelism on . H200: .*/(delayed|current|block)/.*(eager_ms|transfers)": (
         "the host limits layers in FP8 whose products are divided among ranks; `graphed_ms` excludes the host"
     ),
@@ -349,8 +351,10 @@ def several_devices() -> Iterator[Check]:
 def ranks_cases(file: str) -> Iterator[Check]:
     """Yield context parallelism and tensor-parallel layers on several H200, from a file of `te bench --distributed`."""
     content = results(file)
-    rows = content.get("layers and attention", content)["results"]
-    for row in rows:
+    rows = content["layers and attention"]["results"] + content.get("after the repairs", {}).get(
+        "results", []
+    )
+    for row in {row["case"]: row for row in rows}.values():
         family, recipe, name = row["case"].split("/")
         ranks = int(name.rpartition("ranks")[2])
         used = machine(recipe, loaded=True, attention="cudnn")
