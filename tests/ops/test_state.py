@@ -382,6 +382,8 @@ def test_fully_sharded_1_saves_parameters_by_name(wrapped: tuple[type, ...], use
         for parameter in chain.parameters():
             torch.nn.init.zeros_(parameter)
         chain.load_state_dict(state)
+        incomplete = {key: value for key, value in state.items() if key != "0.bias"}
+        assert chain.load_state_dict(incomplete, strict=False).missing_keys == ["0.bias"]
     torch.testing.assert_close(chain(x), expected)
     source.load_state_dict(
         {key.replace("._checkpoint", ""): value for key, value in state.items()}, strict=False

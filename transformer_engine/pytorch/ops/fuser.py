@@ -7,21 +7,29 @@ These steps, in order, decide what a call computes:
    one `OperationFuser`.
 2. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
 3. The recipe of the autocast state is applied to the basic operations (`applied_recipe.py`).
-4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s (`fusions.py`), in both
-   passes or in one of them. If a user wrote the methods of one for the forward pass alone, the backward pass may need
-   state that these methods did not save (`ChainRun._save_missing_state`).
-5. The chain runs in one of two ways:
+4. The chain runs in one of two ways. Both apply the registered fusion functions first (step 5).
 
    - Prepared (`_find_prepared`): one forward and one backward pass. The passes are built once per key, which
      describes the shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them
      (`prepared_chain.py`).
    - In segments (`_run_segments`): the chain is divided into segments anew in each call. Consecutive operations of
-     this package form a segment. An operation whose methods a user wrote is a segment that runs these methods
-     (`chain_run.py`).
+     this package form a segment, unless a channel connects them. An operation whose methods a user wrote is a segment
+     that runs these methods (`chain_run.py`).
 
-   A chain is prepared unless one of three functions returns a reason: `_chain_segments_reason` for all calls of the
-   chain, `_segments_reason` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
-   `te.explain` prints the reasons of the first two.
+   A call runs prepared unless one of three functions returns a reason: `_reason_for_all_calls` for all calls of the
+   chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
+
+   Within `te.explain` all chains run in segments, through the same `chain.py`. It prints the reasons of the first two
+   functions, except `_INTERVENTION`, which it causes itself. It cannot print the reasons of `build_chain`, which no
+   explained call reaches.
+
+5. The registered fusion functions replace consecutive basic operations by `FusedOperation`s, in both passes or in one
+   of them (`fusions.py`). They are called when a chain is prepared, and in calls in segments if their inputs differ
+   from the last call's. If a user wrote the methods of a replacement, `build_chain` returns this as its reason.
+
+   A replacement by a user in the forward pass only may leave the basic operations without the state that their own
+   backward passes read. `ChainRun._save_missing_state` then also runs their own forward passes, right after the
+   replacement's, and discards the output.
 
 6. Within a prepared chain or a segment, `chain.py` computes two neighboring operations together if the pair is in a
    table (`passes/patterns.py`). Otherwise the kernel of a norm, an activation or a bias gradient may quantize its
@@ -67,7 +75,7 @@ from .links import Links, check_options_count, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_passes, initialize_operations
-from .prepared_chain import PreparedChain, build_chain
+from .prepared_chain import PreparedChain, Unprepared, build_chain
 
 # Beside the fuser, original names that other libraries import from here.
 __all__ = [
@@ -77,7 +85,8 @@ __all__ = [
     "register_forward_fusion",
 ]
 
-# The reason `_segments_reason` returns in each call within `te.explain`, which therefore does not print it.
+# Reason for a call within `te.use_backend` or `te.explain`. `__call__` does not report it, because in each report
+# `te.explain` itself is the cause.
 _INTERVENTION = "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 # Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
 _MAX_PREPARED = 64
@@ -105,29 +114,36 @@ class OperationFuser:
     forward_backward_fusion_functions: list[FusionFunction] = []
 
     def __init__(self, ops: Sequence[FusibleOperation], channels: frozenset[str] = NO_CHANNELS) -> None:
+        # Fixed for the chain.
         self._basic_ops: list[BasicOperation] = [basic for op in ops for basic in op.basic_operations()]
         self._num_basic_ops = len(self._basic_ops)
         self.channels = channels
         self._links = Links(self._basic_ops, channels)
+        # Reason why all calls run in segments, or None.
+        self._reason_never_prepared = _reason_for_all_calls(self._basic_ops, self._links)
         self.num_extra_inputs: int = len(self._links.public_inputs)
-        if not torch.compiler.is_compiling():  # a fuser that is created in a graph ends with the trace
+        # A fuser that is created in a graph is discarded after the trace, so its operations stay changeable.
+        if not torch.compiler.is_compiling():
             for op in self._basic_ops:
                 # The flag makes later changes of the operation's channels an error (`channels.py`). An
                 # assignment `op._captured_by_fuser = True` would change `_revision` and thereby the key of
                 # later calls.
                 object.__setattr__(op, "_captured_by_fuser", True)
-        # Operations whose `pre_first_fuser_forward` has not run yet.
+
+        # Operations whose `pre_first_fuser_forward` has not run yet: all until the first call in eager mode, then none.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
-        self._recipe = AppliedRecipe(self._basic_ops)
-        # Results of the fusion functions in the last call: a cache of one entry, and the value of
-        # `_forward_ops`.
+        # The recipe that the operations use from one call to the next.
+        self._applied_recipe = AppliedRecipe(self._basic_ops)
+
+        # Results of the fusion functions in the last call: the value of `_forward_ops` and similar properties, and the
+        # cache of `fuse_operations`, with one entry.
         self._fusions = FusionResults([], [], 0, None, None)
-        self._chain_segments_reason = _chain_segments_reason(self._basic_ops, self._links)
+
+        # Prepared chains by key.
         self._keys = CallKeys(self._basic_ops)
-        # By key, the prepared chain, or the reason why calls with this key run in segments.
-        self._prepared: dict[tuple[Any, ...], PreparedChain | str] = {}
-        # Copies of the fusion functions for which `_prepared` is valid.
-        self._functions_of_prepared = _copy_lists(self._fusion_lists)
+        self._prepared: dict[tuple[Any, ...], PreparedChain | Unprepared] = {}
+        # The fusion functions, copied, with which the chains in `_prepared` were built.
+        self._functions_of_prepared = _copy_lists(self._fusion_functions)
 
     def __call__(
         self,
@@ -154,27 +170,29 @@ class OperationFuser:
             # Compute each parametrized tensor once per call, so that the passes and autograd see the same object.
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-        self._check_inputs(input, extra_inputs, basic_op_kwargs)
+        self._check_arguments(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:  # check and convert the values; clone a tensor that must not be written in place
-            extra_inputs = self._links.check_inputs(input, extra_inputs)
+            extra_inputs = self._links.convert_extra_inputs(input, extra_inputs)
         if self._uninitialized:
             initialize_operations(self._uninitialized)
             if not torch.compiler.is_compiling():
                 self._uninitialized = ()
-        # Before the key, which contains the version of the quantizers.
+        # Must precede `_reason_for_call`, which reads `self._applied_recipe`, and `_find_prepared`, whose key contains
+        # the quantizers' version: this call may change both.
         state = self._apply_recipe()
-        reason = self._segments_reason(basic_op_kwargs)
+        reason = self._reason_for_call(basic_op_kwargs)
         if reason is None:
-            chain, inputs = self._find_prepared(state, input, extra_inputs)
-            if isinstance(chain, PreparedChain):
-                self._fusions = chain.fusions
-                return chain(inputs)
+            found, inputs = self._find_prepared(state, input, extra_inputs)
+            if isinstance(found, PreparedChain):
+                # Also here, so that `_forward_ops` shows this call: `_update_fusions` runs only for a new key.
+                self._fusions = found.fusions
+                return found(inputs)
         elif is_explaining() and reason is not _INTERVENTION:
             names = ", ".join([type(op).__name__ for op in self._basic_ops])
             note(f"the chain {names} runs in segments: {reason}")
         return self._run_segments(state, input, extra_inputs, basic_op_kwargs)
 
-    def _check_inputs(
+    def _check_arguments(
         self, x: Any, extra_inputs: Sequence[Any], options: list[dict[str, Any]] | None
     ) -> None:
         """Check the argument counts, and that the main input is a tensor.
@@ -194,62 +212,58 @@ class OperationFuser:
         """Make the operations use the recipe of the current autocast state, which is returned."""
         if torch.compiler.is_compiling():
             state = current()
-            apply_recipe(self._basic_ops, state)  # not `self._recipe`: tracing may not assign its attributes
+            # Not `self._applied_recipe.update`: tracing may not assign the attributes of existing objects.
+            apply_recipe(self._basic_ops, state)
             return state
-        state = eager_thread_state().state
-        self._recipe.update(state)
+        state = eager_thread_state().state  # `current()`, without its check for a tracing compiler
+        self._applied_recipe.update(state)
         return state
 
-    def _segments_reason(self, options: list[dict[str, Any]] | None) -> str | None:
-        """Reason why a call runs in segments, whatever its key; None if it may run prepared."""
-        if self._chain_segments_reason is not None:
-            return self._chain_segments_reason
+    def _reason_for_call(self, options: list[dict[str, Any]] | None) -> str | None:
+        """Reason why a call runs in segments; None if it runs prepared, unless `build_chain` rejects its key."""
+        if self._reason_never_prepared is not None:
+            return self._reason_never_prepared
         if options is not None and any(options):
             return "the call has keyword arguments"
         if torch.compiler.is_compiling():
             return "torch.compile traces the call"
-        # The second execution must use the scales of the first one, which a prepared chain does not repeat.
-        if self._recipe.stateful and (eager_thread_state().recomputes or is_backward_pass()):
+        # A checkpoint repeats its function in the backward pass. The repetition must use the scales of the first
+        # execution; a prepared chain would use the current ones.
+        if self._applied_recipe.stateful and (eager_thread_state().recomputes or is_backward_pass()):
             return "operations have delayed scaling, and the call is in a checkpointed function or a backward pass"
-        # A prepared chain would keep a forced backend, and would skip the choices that an observer reads.
+        # A prepared chain would keep a forced backend in later calls, and would skip the choices for an observer.
         if interventions:
             return _INTERVENTION
         return None
 
     def _find_prepared(
         self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> tuple[PreparedChain | str, list[Any]]:
+    ) -> tuple[PreparedChain | Unprepared, list[Any]]:
         """Look up the prepared chain for a call; the first call with a key builds the chain.
 
         Returns:
-            The chain, or the reason why calls with this key run in segments; and the chain's inputs, in the
-            order of `CallKeys.key_and_inputs`.
+            The chain, or the reason why calls with this key run in segments; and the inputs for the chain (see
+            `PreparedChain.__call__`).
         """
-        if self._fusion_lists != self._functions_of_prepared:
+        if self._fusion_functions != self._functions_of_prepared:
             self._prepared.clear()
-            self._functions_of_prepared = _copy_lists(self._fusion_lists)
+            self._functions_of_prepared = _copy_lists(self._fusion_functions)
         key, inputs = self._keys.key_and_inputs(state, x, extra_inputs)
-        chain = self._prepared.get(key)
-        if chain is None:
-            chain = self._build_prepared(state, x, extra_inputs)
+        found = self._prepared.get(key)
+        if found is None:
+            parameters = self._read_parameters()
+            found = build_chain(
+                self._basic_ops,
+                self._update_fusions(state, x, parameters, extra_inputs),
+                x,
+                self._links.by_operation(extra_inputs),
+                parameters,
+                updates_scales=state.enabled and self._applied_recipe.stateful,
+            )
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            self._prepared[key] = chain
-        return chain, inputs
-
-    def _build_prepared(
-        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> PreparedChain | str:
-        """Build the passes for calls like this one, or return the reason why such calls run in segments."""
-        parameters = self._read_parameters()
-        return build_chain(
-            self._basic_ops,
-            self._update_fusions(state, x, parameters, extra_inputs),
-            x,
-            self._links.by_operation(extra_inputs),
-            parameters,
-            updates_scales=state.enabled and self._recipe.stateful,
-        )
+            self._prepared[key] = found
+        return found, inputs
 
     def _run_segments(
         self,
@@ -258,7 +272,7 @@ class OperationFuser:
         extra_inputs: tuple[Tensor, ...],
         options: list[dict[str, Any]] | None,
     ) -> Any:
-        """Run a call in segments."""
+        """Run a call in segments (see the module docstring)."""
         parameters = self._read_parameters()
         fusions = self._update_fusions(state, x, parameters, extra_inputs)
         options = [{} for _ in self._basic_ops] if options is None else options
@@ -282,14 +296,16 @@ class OperationFuser:
         parameters: list[list[Any]],
         extra_inputs: tuple[Tensor, ...],
     ) -> FusionResults:
-        """Apply the registered fusion functions for a call, and store the results in `_fusions` unless traced.
+        """Apply the registered fusion functions for a call, or return the results of the last one if nothing changed.
+
+        In eager mode `_fusions` stores the results.
 
         Raises:
             RuntimeError: A fusion function drops or reorders operations.
         """
         first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
-        recipe = state.recipe if state.enabled else None
-        functions = _copy_lists(self._fusion_lists)
+        recipe = state.recipe if state.enabled else None  # not while calibrating, which computes without it
+        functions = _copy_lists(self._fusion_functions)
         fusions = fuse_operations(self._basic_ops, functions, first_with_backward, recipe, self._fusions)
         if not torch.compiler.is_compiling():  # no side effects while tracing
             self._fusions = fusions
@@ -311,7 +327,7 @@ class OperationFuser:
         return self._num_basic_ops
 
     @property
-    def _fusion_lists(self) -> FusionLists:
+    def _fusion_functions(self) -> FusionLists:
         """The registered fusion functions: for both passes, for forward and for backward passes."""
         return (
             self.forward_backward_fusion_functions,
@@ -352,7 +368,7 @@ class OperationFuser:
         return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
 
-def _chain_segments_reason(basic_ops: Sequence[BasicOperation], links: Links) -> str | None:
+def _reason_for_all_calls(basic_ops: Sequence[BasicOperation], links: Links) -> str | None:
     """Reason why all calls of a chain run in segments; None if they may run prepared."""
     for op in basic_ops:
         if not has_passes(op):

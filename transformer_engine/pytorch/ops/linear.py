@@ -5,12 +5,14 @@
 | None, "column", or any mode with one rank | `BasicLinear`, `Bias` |
 | "row" with several ranks | `BasicLinear`, `Bias`, `AllReduce` (with sequence parallelism `ReduceScatter`) |
 
-This file contains parameters and state dicts only; the operations compute y and the gradients. The `passes`
-method of an operation returns an `OperationPasses`, which holds a forward and a backward function. For the
-product, `BasicLinear.passes` (`basic/basic_linear.py`) creates a `LinearPasses` (`passes/linear.py`), which
-calls `functions/linear.py`. The pair (linear, bias) in `passes/patterns.py` adds the bias in the epilogue of
-the product. Under a recipe, `BasicLinear` owns the quantizers (`recipe_slots.py`), and the product quantizes its
-operands by them (`functions/linear_operands.py`).
+This file contains parameters and state dicts only; the operations compute y and the gradients:
+
+1. `BasicLinear` owns the quantizers of the recipe (`recipe_slots.py`).
+2. `BasicLinear.passes` (`basic/basic_linear.py`) returns a `LinearPasses`, and `Bias.passes` a `BiasPasses`. Such an
+   object holds the forward and the backward function of one operation (`passes/linear.py`, `passes/bias.py`).
+3. If both follow each other, `passes/patterns.py` adds the bias in the epilogue of the product.
+4. `LinearPasses` calls `functions/linear.py`, which quantizes the operands (`functions/linear_operands.py`) and
+   computes the product.
 
 `Linear` owns the parameters that these operations read (`lent_parameters.py`), so that torch's tools find
 `weight` and `bias` as in torch.nn.Linear. State dicts use the keys of NVIDIA's Transformer Engine, which
@@ -21,7 +23,7 @@ be loaded too.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +34,25 @@ from .basic.basic_linear import create_tensor_parallel
 from .operation import BasicOperation
 from .pass_operation import PassFusedOperation, PassOperation
 
-# {parameter name: index of the operation that reads it}
-_READERS = {"weight": 0, "bias": 1}
-# FullyShardedDataParallel (FSDP1) inserts this text into the state-dict prefixes of the modules that it
+# {parameter name: index of the basic operation that reads it}
+_OPERATION_INDEX = {"weight": 0, "bias": 1}
+# torch.distributed.fsdp.FullyShardedDataParallel inserts this text into the state-dict prefixes of the modules that it
 # wraps.
 _FSDP_PREFIX = "_fsdp_wrapped_module."
+
+
+class _ParameterKeys(NamedTuple):
+    """State-dict keys for a parameter of `Linear`.
+
+    Attributes:
+        name: Parameter name, such as "weight".
+        own: Key by the parameter name: prefix + "weight".
+        saved: Key by the basic operation: prefix + "basic_ops.0.weight".
+    """
+
+    name: str
+    own: str
+    saved: str
 
 
 class Linear(PassFusedOperation):
@@ -50,6 +66,8 @@ class Linear(PassFusedOperation):
     In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so
     y contains the sum over all ranks' biases: the bias then fuses with the product, and the operations and
     checkpoints are those of NVIDIA's Transformer Engine. `te.Linear` adds one bias, after the reduction.
+    Loading the same bias on all n ranks, for example from te.Linear or torch.nn.Linear, therefore adds n times
+    that bias: divide it by n, or load zeros on the other ranks.
 
     Args:
         in_features: Size of the last input dimension, over all ranks.
@@ -93,7 +111,7 @@ class Linear(PassFusedOperation):
         has_bias = to_bool("bias", bias)
         # Not the argument `tensor_parallel_mode`: with one rank `parallel` has no mode.
         is_row_parallel = parallel.mode == "row"
-        options: dict[str, Any] = {
+        linear_options: dict[str, Any] = {
             "device": device,
             "dtype": dtype,
             "rng_state_tracker_function": rng_state_tracker_function,
@@ -101,8 +119,9 @@ class Linear(PassFusedOperation):
         }
         if is_row_parallel:
             # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an
-            # unsharded layer over this rank's input features, and a separate operation reduces after the bias.
-            linear = BasicLinear(in_features // parallel.size, out_features, **options)
+            # unsharded layer over this rank's input features, and a separate operation reduces after the bias. So
+            # `basic_ops[0].in_features` is the size on this rank, while `Linear.in_features` is the full size.
+            linear = BasicLinear(in_features // parallel.size, out_features, **linear_options)
         else:
             linear = BasicLinear(
                 in_features,
@@ -110,7 +129,7 @@ class Linear(PassFusedOperation):
                 tensor_parallel_mode=tensor_parallel_mode,
                 tensor_parallel_group=tensor_parallel_group,
                 sequence_parallel=sequence_parallel,
-                **options,
+                **linear_options,
             )
         ops: list[BasicOperation] = [linear]
         if has_bias:
@@ -126,8 +145,8 @@ class Linear(PassFusedOperation):
             reduction = ReduceScatter if parallel.sequence else AllReduce
             ops.append(reduction(parallel.group))
         super().__init__(ops)
-        # Not plain attributes `in_features` and `out_features`, because pickled modules of earlier releases contain
-        # `_sizes`.
+        # Not attributes `in_features` and `out_features`, because modules that py0.3.0 and earlier pickled contain
+        # `_sizes` instead.
         self._sizes = in_features, out_features
         self._has_bias = has_bias
         for op in ops:  # `self` owns `weight` and `bias` from here on, and the operations read them
@@ -168,28 +187,30 @@ class Linear(PassFusedOperation):
             raise ValueError("this Linear has no bias; construct it with bias=True")
         super().__setattr__(name, value)
 
-    def _saved_keys(self, prefix: str) -> list[tuple[str, str, str]]:
-        """Per parameter that `Linear` owns: its name, its key by this name, and its key in saved state dicts."""
+    def _parameter_keys(self, prefix: str) -> list[_ParameterKeys]:
+        """State-dict keys for each parameter that `Linear` owns."""
         operations = self.basic_operations()
-        absent = [name for name, parameter in self._parameters.items() if parameter is None]
-        return [
-            (name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}")
-            for name, index in _READERS.items()
-            if name not in absent
-            and index < len(operations)
-            # A user may have replaced the operation by another one, which owns its parameters and saves them
-            # itself.
-            and name not in operations[index]._parameters
-        ]
+        keys: list[_ParameterKeys] = []
+        for name, index in _OPERATION_INDEX.items():
+            # A parametrization removes the name from `_parameters`. None means that there is no bias.
+            is_none = name in self._parameters and self._parameters[name] is None
+            if is_none or index >= len(operations):
+                continue
+            # A user may have replaced the operation, for example `linear.basic_ops[0] = LoRA(..)`. If the new
+            # one owns a parameter of this name, it saves and loads the parameter itself.
+            if name in operations[index]._parameters:
+                continue
+            keys.append(_ParameterKeys(name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}"))
+        return keys
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the parameters under keys that name the basic operations."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if _FSDP_PREFIX in prefix:
             return
-        for _, own_key, saved_key in self._saved_keys(prefix):
-            if own_key in destination:
-                destination[saved_key] = destination.pop(own_key)
+        for keys in self._parameter_keys(prefix):
+            if keys.own in destination:
+                destination[keys.saved] = destination.pop(keys.own)
 
     def _load_from_state_dict(
         self,
@@ -206,25 +227,25 @@ class Linear(PassFusedOperation):
         Raises:
             RuntimeError: The state dict has a parameter under both keys.
         """
-        saved_keys = self._saved_keys(prefix)
-        for name, own_key, saved_key in saved_keys:
-            if saved_key not in state_dict:
+        all_keys = self._parameter_keys(prefix)
+        for keys in all_keys:
+            if keys.saved not in state_dict:
                 continue
-            parameter = self._parameters.get(name)  # None if parametrized
-            # Two entries are an error, unless the one under `own_key` is the parameter itself:
+            parameter = self._parameters.get(keys.name)  # None if parametrized
+            # Two entries are an error, unless the one under `keys.own` is the parameter itself:
             # torch.distributed.checkpoint.state_dict adds this entry.
-            if own_key in state_dict and state_dict[own_key] is not parameter:
+            if keys.own in state_dict and state_dict[keys.own] is not parameter:
                 raise RuntimeError(
-                    f"the state dict has {own_key} and {saved_key}, which are the same parameter of Linear; remove one "
-                    "of them"
+                    f"the state dict has {keys.own} and {keys.saved}, which are the same parameter of Linear; remove "
+                    "one of them"
                 )
-            state_dict[own_key] = _sharded_as(parameter, state_dict.pop(saved_key))
+            state_dict[keys.own] = _sharded_as(parameter, state_dict.pop(keys.saved))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # Report missing parameters under the keys that `state_dict` returns.
-        reported = {own_key: saved_key for _, own_key, saved_key in saved_keys}
-        missing_keys[:] = [reported.get(key, key) for key in missing_keys]
+        if _FSDP_PREFIX not in prefix:  # report missing parameters by the keys of `_save_to_state_dict`
+            reported = {keys.own: keys.saved for keys in all_keys}
+            missing_keys[:] = [reported.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"

@@ -135,7 +135,7 @@ class Links:
         """Return whether an operation in `after` reads a channel that one in `before` writes."""
         return any(reader.op in after and source.op in before for reader, source in self.sources.items())
 
-    def check_inputs(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def convert_extra_inputs(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Check the caller's extra inputs, and return tensors that the operations may write to.
 
         Operations convert values that are not tensors. An extra input that an operation adds into is cloned if another

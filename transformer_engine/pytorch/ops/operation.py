@@ -215,7 +215,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
             ContainerPart(member, group, names)
             for member, group, names in zip(members, groups, channels, strict=True)
         ]
-        options_by_id = {id(op): kwargs for op, kwargs in zip(basic_ops, options or (), strict=False)}
+        options_by_id = {id(op): op_options for op, op_options in zip(basic_ops, options or (), strict=False)}
         return call_parts(parts, input, extra_inputs, options_by_id, self._channels)
 
     def connect(self, channels: frozenset[str]) -> None:

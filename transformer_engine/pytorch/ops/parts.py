@@ -23,7 +23,7 @@ class ContainerPart:
     """A part of a container: a fused chain or a single module.
 
     Args:
-        module: A fused chain (`OperationFuser`), an operation that is called by itself, or another module.
+        runner: What the part calls: the `OperationFuser` of a fused chain, or the single module.
         basic_ops: Its basic operations; empty for another module.
         channels: Channel names that connect it with other parts.
 
@@ -32,9 +32,9 @@ class ContainerPart:
         outputs: Per extra output the channel that it is written to, or None, and whether the caller receives it.
     """
 
-    def __init__(self, module: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
-        self.module, self.basic_ops, self.channels = module, basic_ops, channels
-        self.is_fused_chain = not isinstance(module, torch.nn.Module)
+    def __init__(self, runner: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
+        self.runner, self.basic_ops, self.channels = runner, basic_ops, channels
+        self.is_fused_chain = not isinstance(runner, torch.nn.Module)
         links = Links(basic_ops, channels)
         self.inputs: list[tuple[str | None, bool]] = []
         for slot in links.public_inputs:
@@ -46,24 +46,24 @@ class ContainerPart:
             self.outputs.append((op._extra_output_channels[i], op._extra_output_to_caller[i]))
 
     def call(self, x: Any, extra_inputs: Sequence[Tensor], options: list[dict[str, Any]]) -> Any:
-        """Call the module.
+        """Call the runner.
 
         Args:
             x: The main input.
-            extra_inputs: Its extra inputs.
+            extra_inputs: The extra inputs.
             options: Keyword arguments for each basic operation.
         """
         if not self.basic_ops:
-            return self.module(x)
+            return self.runner(x)
         if self.is_fused_chain:
-            return self.module(x, *extra_inputs, basic_op_kwargs=options if any(options) else None)
+            return self.runner(x, *extra_inputs, basic_op_kwargs=options if any(options) else None)
         # The connection outlives the call, because a checkpoint repeats `forward` in the backward pass. `disconnect`
         # ends it.
-        self.module.connect(self.channels)
+        self.runner.connect(self.channels)
         if not any(options):
-            return self.module(x, *extra_inputs)
-        keywords = {"basic_op_kwargs": options} if self.module.is_fused_op else options[0]
-        return self.module(x, *extra_inputs, **keywords)
+            return self.runner(x, *extra_inputs)
+        own_options = {"basic_op_kwargs": options} if self.runner.is_fused_op else options[0]
+        return self.runner(x, *extra_inputs, **own_options)
 
 
 def disconnect(operations: Sequence[Any]) -> None:
@@ -104,7 +104,7 @@ def call_parts(
     parts: Sequence[ContainerPart],
     input: Tensor,
     extra_inputs: Sequence[Tensor],
-    options: Mapping[int, dict[str, Any]],
+    options_by_id: Mapping[int, dict[str, Any]],
     outer_channels: frozenset[str] = NO_CHANNELS,
 ) -> Any:
     """Call parts one after another.
@@ -113,7 +113,7 @@ def call_parts(
         parts: The parts.
         input: The main input of the first part.
         extra_inputs: Extra inputs from the caller, in order.
-        options: {id(basic operation): keyword arguments}.
+        options_by_id: {id(basic operation): keyword arguments}.
         outer_channels: Channel names that connect the parts with further operations. The caller gives what
             the parts read from them, and receives what the parts write to them.
 
@@ -139,7 +139,7 @@ def call_parts(
             tensor = tensors_of_channels[channel]
             # Other parts may have saved the tensor for their backward passes.
             part_inputs.append(tensor.clone() if is_written else tensor)
-        result = part.call(x, part_inputs, [options.get(id(op), {}) for op in part.basic_ops])
+        result = part.call(x, part_inputs, [options_by_id.get(id(op), {}) for op in part.basic_ops])
         if not part.outputs:
             x = result
             continue

@@ -146,6 +146,16 @@ class PreparedChain:
             return self(inputs, gathered=True)
 
 
+class Unprepared(NamedTuple):
+    """Result of `build_chain` for a key whose calls run in segments.
+
+    Attributes:
+        reason: Why they do.
+    """
+
+    reason: str
+
+
 def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: FusionResults,
@@ -153,7 +163,7 @@ def build_chain(
     extra_inputs: Sequence[Sequence[Any]],
     parameters: Sequence[Sequence[Any]],
     updates_scales: bool,
-) -> PreparedChain | str:
+) -> PreparedChain | Unprepared:
     """Prepare a chain whose basic operations all have passes.
 
     Args:
@@ -165,13 +175,15 @@ def build_chain(
         updates_scales: The backward pass ends with an update to delayed-scaling states.
 
     Returns:
-        The chain, or the reason why such calls run in segments.
+        The chain, or the reason why calls with this key run in segments.
     """
     first_with_backward = fusions.first_with_backward
     for direction, indexed in (("forward", fusions.forward), ("backward", fusions.backward)):
         for op, _ in indexed:
             if not has_pass(op, direction):
-                return f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
+                return Unprepared(
+                    f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
+                )
     for op, indices in fusions.forward:
         op.pre_fuser_forward(requires_grad=indices[-1] >= first_with_backward)
     contexts = create_contexts(len(basic_ops), first_with_backward, x)
@@ -179,8 +191,11 @@ def build_chain(
     records = torch.is_grad_enabled()
     passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
     for op, read, own in zip(basic_ops, read_parameters, parameters, strict=True):
-        if not _same_tensors(read, own):  # gradients are returned in the order of own_tensors
-            return f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
+        # Gradients are returned in the order of `own_tensors`.
+        if len(read) != len(own) or any(a is not b for a, b in zip(read, own, strict=True)):
+            return Unprepared(
+                f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
+            )
     # Checks that every call repeats, because they depend on more than the key (main_grad).
     checks = [
         partial(op.pre_fuser_forward, requires_grad=i >= first_with_backward)
@@ -203,10 +218,6 @@ def build_chain(
         checks=tuple(checks),
         shards=places_of_shards(basic_ops),
     )
-
-
-def _same_tensors(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _forward_pass(

@@ -13,8 +13,9 @@ extra input, or an earlier operation provides it through a channel, a name that 
 Within `autocast`, operations and modules of this package use its recipe.
 
 torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
-attributes: higher-order operators such as checkpoints raise an error for a side effect inside a graph. The exception is
-an operation with channels that becomes a single module, or ceases to be one (`ContainerPart.call`, `disconnect`).
+attributes of existing objects: higher-order operators such as checkpoints raise an error for such side effects. One
+exception: an operation that runs as a single module and has channels stores which of them are connected
+(`FusibleOperation.connect`). So its first call after a hook is added or removed cannot be traced within a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,22 +41,23 @@ class _CacheKey(NamedTuple):
 
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
-        interceptable: The operations and the basic operations of the fused ones. The latter are included so that
+        interceptable: The container's operations and their basic operations. The latter are included so that
             replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
-        fusible: The operations whose calls nothing intercepts (`any_intercepted`), which may therefore fuse.
+        unintercepted: Subset of the container's operations, without their basic operations: those whose calls
+            nothing intercepts. Only these fuse.
     """
 
     modules: list[torch.nn.Module | None]
     interceptable: list[FusibleOperation]
-    fusible: list[FusibleOperation]
+    unintercepted: list[FusibleOperation]
 
 
 class _CachedParts(NamedTuple):
-    """Division of a Sequential into parts, valid while the key is equal.
+    """Division of a Sequential into parts, valid for calls whose key is equal.
 
     Attributes:
-        key: The key.
-        operations: The modules that are operations.
+        key: Key of the call that divided the container.
+        operations: Subset of `key.modules` that are operations.
         parts: Fused chains and single modules, in order.
     """
 
@@ -71,11 +73,16 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     `forward` takes the extra inputs that no channel provides. After the main output, it returns the extra
     outputs, except those that are set to `output_to_caller=False` (`set_extra_output_channel`).
 
+    The list methods differ from those of `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does
+    not rename the remaining modules, and `append` uses the number after the highest one as the name. `*` repeats the
+    same modules, which share their parameters. A child is None after `chain.name = None` or `add_module(name, None)`:
+    iteration and calls skip it, indices and `len` count it.
+
     Args:
         *args: Modules in order, or one dict {name: module}.
     """
 
-    # Written and checked by `_find_parts`.
+    # Division for the last call in eager mode. Written by `_find_parts`; no copy or pickle contains it.
     _cached_parts: _CachedParts | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
@@ -119,59 +126,75 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 operation in this container, or the operation does not accept a keyword argument.
         """
         parts = self._find_parts()
+        # The usual case, without the time that `call_parts` takes for extra tensors between parts.
         if len(parts) == 1 and parts[0].is_fused_chain and op_kwargs is None:
-            return parts[0].module(input, *extra_inputs)
-        return call_parts(parts, input, extra_inputs, self._options_by_operation(op_kwargs))
+            return parts[0].runner(input, *extra_inputs)
+        return call_parts(parts, input, extra_inputs, self._options_by_id(op_kwargs))
 
     def _find_parts(self) -> list[ContainerPart]:
-        """Parts for this call, from the cache unless the modules or the fusible operations have changed.
+        """Parts for this call, from the cache if the key is equal.
 
-        An operation fuses unless something intercepts its calls (`intercepted_calls.py`): a hook,
-        `compile()`, or a replaced `forward` or `__call__`. A fused chain calls no module, so it would skip
-        the interception.
+        An operation fuses unless something intercepts its calls (`any_intercepted`): a hook, `compile()`, or a
+        replaced `forward` or `__call__`. A fused chain calls no module, so it would skip the interception. The same
+        holds for the basic operations of an operation.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
-        cached = self._cached_parts
-        if cached is not None and cached.key.modules == modules:
-            operations = cached.operations  # isinstance with an abstract class takes time in each call
-        else:
-            operations = [module for module in modules if isinstance(module, FusibleOperation)]
+        operations = self._list_operations(modules)
         interceptable = list_interceptable(operations)
-        fusible = operations
-        if any_intercepted(interceptable):
-            fusible = [op for op in operations if not any_intercepted(list_interceptable([op]))]
+        unintercepted = _without_intercepted(operations, interceptable)
         if is_explaining():
             self._note_unfused()
-        key = _CacheKey(modules, interceptable, fusible)
+        # Modules compare by identity. An equal key therefore means: the same objects, in the same order, and the same
+        # of them intercepted.
+        key = _CacheKey(modules, interceptable, unintercepted)
+        cached = self._cached_parts
         if cached is not None and cached.key == key:
             return cached.parts
-        parts = self._build_parts(fusible)
+        parts = self._build_parts(unintercepted)
         if not torch.compiler.is_compiling():  # no side effects while tracing
             self._cached_parts = _CachedParts(key, operations, parts)
         return parts
 
-    def _build_parts(self, fusible: list[FusibleOperation]) -> list[ContainerPart]:
-        """Divide the modules into chains of consecutive fusible operations, and single modules.
+    def _list_operations(self, modules: list[torch.nn.Module | None]) -> list[FusibleOperation]:
+        """Subset of the modules that are operations.
+
+        Cached with the parts: isinstance with an abstract class would take time in each call.
+        """
+        cached = self._cached_parts
+        if cached is not None and cached.key.modules == modules:
+            return cached.operations
+        return [module for module in modules if isinstance(module, FusibleOperation)]
+
+    def _build_parts(self, unintercepted: list[FusibleOperation]) -> list[ContainerPart]:
+        """Divide the modules into chains of consecutive operations, and single modules.
+
+        Args:
+            unintercepted: The operations that fuse.
 
         Raises:
             ValueError: A channel has no producer, several, or one that is not earlier than its reader.
         """
         groups: list[list[Any]] = []
         for module in self:
-            if groups and module in fusible and groups[-1][-1] in fusible:
+            if groups and module in unintercepted and groups[-1][-1] in unintercepted:
                 groups[-1].append(module)
             else:
                 groups.append([module])
-        basic_ops = [
+        ops_by_group = [
             [operation for module in group for operation in _basic_operations(module)] for group in groups
         ]
+        channels_by_group = connecting_channels(ops_by_group)
         parts: list[ContainerPart] = []
-        for group, group_ops, channels in zip(groups, basic_ops, connecting_channels(basic_ops), strict=True):
-            runs: OperationFuser | torch.nn.Module = group[0]
-            if group[0] in fusible:
+        for group, group_ops, channels in zip(groups, ops_by_group, channels_by_group, strict=True):
+            runner: OperationFuser | torch.nn.Module
+            if group[0] in unintercepted:
+                # These operations may have run as single modules before, until a hook was removed. In a chain
+                # the fuser links their channels instead.
                 disconnect([*group, *group_ops])
-                runs = OperationFuser(group, channels)
-            parts.append(ContainerPart(runs, group_ops, channels))
+                runner = OperationFuser(group, channels)
+            else:
+                runner = group[0]  # a group of one module
+            parts.append(ContainerPart(runner, group_ops, channels))
         return parts
 
     @property
@@ -183,18 +206,16 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         if self._cached_parts is None or self._cached_parts.key.modules != list(self._modules.values()):
             return None
-        return [part.module for part in self._cached_parts.parts]
+        return [part.runner for part in self._cached_parts.parts]
 
     def _note_unfused(self) -> None:
-        """Report to `te.explain` why operations do not fuse."""
+        """Add a note to `te.explain` for each operation that does not fuse, with the reason."""
         for name, module in self._modules.items():
             reason = unfused_reason(module) if isinstance(module, FusibleOperation) else None
             if reason is not None:
                 note(f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}")
 
-    def _options_by_operation(
-        self, op_kwargs: Mapping[Any, dict[str, Any]] | None
-    ) -> dict[int, dict[str, Any]]:
+    def _options_by_id(self, op_kwargs: Mapping[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
         """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
 
         Raises:
@@ -210,10 +231,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             )
         basic_ids = {id(operation) for module in self for operation in _basic_operations(module)}
         result: dict[int, dict[str, Any]] = {}
-        for target, kwargs in op_kwargs.items():
-            if not isinstance(kwargs, Mapping):
+        for target, options in op_kwargs.items():
+            if not isinstance(options, Mapping):
                 raise TypeError(
-                    f"op_kwargs contains {kwargs!r}, which is {with_article(type(kwargs))}; give a dict of keyword "
+                    f"op_kwargs contains {options!r}, which is {with_article(type(options))}; give a dict of keyword "
                     "arguments"
                 )
             if isinstance(target, int) and not -len(self) <= target < len(self):
@@ -230,21 +251,14 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                     f"op_kwargs names {with_article(type(op))} that is neither in this Sequential nor in one of its "
                     "fused operations"
                 )
-            result[id(op)] = dict(kwargs)
+            result[id(op)] = dict(options)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles, without the cached parts; a copy computes its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
-    # List methods. They differ from torch.nn.Sequential's in three ways:
-    #
-    # - `extend` and `+` accept any iterable.
-    # - A removal does not rename the remaining modules.
-    # - `append` uses the number after the highest one as the name.
-    #
-    # `*` repeats the same modules, which share their parameters. A child is None after `chain.name = None` or
-    # `add_module(name, None)`: iteration and calls skip it, indices and `len` count it as in torch.nn.Sequential.
+    # List methods; see the class docstring for the differences from torch.nn.Sequential.
 
     def _module_name(self, index: int) -> str:
         keys = list(self._modules)
@@ -320,6 +334,20 @@ def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
     if not isinstance(module, FusibleOperation):
         return []
     return [operation for operation in module.basic_operations() if isinstance(operation, BasicOperation)]
+
+
+def _without_intercepted(
+    operations: list[FusibleOperation], interceptable: list[FusibleOperation]
+) -> list[FusibleOperation]:
+    """Subset of operations for which neither their calls nor those of their basic operations are intercepted.
+
+    Args:
+        operations: The operations.
+        interceptable: The operations and all their basic operations (`list_interceptable`).
+    """
+    if not any_intercepted(interceptable):  # the usual case, in one loop
+        return operations
+    return [op for op in operations if not any_intercepted(list_interceptable([op]))]
 
 
 def _check_module(module: Any) -> torch.nn.Module:
