@@ -148,7 +148,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         # of them intercepted.
         key = _CacheKey(modules, interceptable, unintercepted)
         cached = self._cached_parts
-        if cached is not None and cached.key == key:
+        # List by list: torch.compile of torch 2.11 compares no tuples of lists.
+        if (
+            cached is not None
+            and cached.key.modules == modules
+            and cached.key.interceptable == interceptable
+            and cached.key.unintercepted == unintercepted
+        ):
             return cached.parts
         parts = self._build_parts(unintercepted)
         if not torch.compiler.is_compiling():  # no side effects while tracing
