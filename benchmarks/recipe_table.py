@@ -12,6 +12,7 @@ All arms of a seed start from the same weights and see the same batches. Native 
 million tokens of 16384 each step, emulated ones on 15 million, and bfloat16 on both. The text is the Python source of
 installed packages, or --data; the last 5 % are for validation. The accuracy is the share of validation bytes that have
 the largest logit. A gap is the mean difference from bfloat16 with the same seed; its standard error is over the seeds.
+The final loss of a training that diverges is null in its record; the table leaves it out.
 """
 
 from __future__ import annotations
@@ -233,8 +234,11 @@ def train(job: Job, config: RunConfig, corpus: Corpus, seconds: float) -> dict[s
         "machine": machine(),
         "eager": run.eager_reason,
         "tokens": config.steps * config.tokens_per_step,
-        "losses": [round(statistics.mean(losses[i : i + CHUNK]), 5) for i in range(0, len(losses), CHUNK)],
-        "final": final,
+        "losses": [
+            round(mean, 5) if math.isfinite(mean) else None
+            for mean in (statistics.mean(losses[i : i + CHUNK]) for i in range(0, len(losses), CHUNK))
+        ],
+        "final": final if math.isfinite(final) else None,
         "accuracy": accuracy,
         "seconds": round(time.perf_counter() - start, 1),
         "step_ms": round(1e3 * statistics.median(times), 3),
@@ -285,7 +289,7 @@ def run_jobs(folder: Path, todo: list[Job], device: str, corpus: Corpus, seconds
                 partial.write_text(json.dumps(record) + "\n")
                 os.replace(partial, path)
                 print(
-                    f"{job.name}: loss {record['final']:.4f}, accuracy {record['accuracy']:.4f}, "
+                    f"{job.name}: loss {record['final']}, accuracy {record['accuracy']:.4f}, "
                     f"{record['seconds']} s",
                     flush=True,
                 )
@@ -339,7 +343,7 @@ def load_packages(names: Iterable[str], sequence: int) -> Corpus:
 
 
 def summarize(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per size, arm and length, of the seeds that the baseline has too.
+    """One row per size, arm and length, of the seeds that the baseline has too; without trainings that diverged.
 
     Raises:
         ValueError: The records have different texts.
@@ -348,6 +352,8 @@ def summarize(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     texts: set[str] = set()
     for record in records:
         texts.add(record["text"]["fingerprint"])
+        if record["final"] is None:
+            continue
         cells.setdefault((record["size"], record["arm"], record["config"]["steps"]), {})[record["seed"]] = (
             record
         )

@@ -194,12 +194,12 @@ TRAINED = {
     "block": "`Float8BlockScaling`",
     "current+attention": "current, `fp8_dpa=True`: FP8 attention",
     "current+columns": "current, columns of weights and norms cast in the backward pass",
-    "current+cached": "the same, and inputs of activations saved in FP8",
+    "current+cached": "current, columns recomputed, inputs of activations saved in FP8",
     "current+loss": "current, `fused_linear_cross_entropy`",
     "current+head": "current, head in FP8",
     "mxfp8": "`MXFP8BlockScaling`, emulated",
     "nvfp4": "`NVFP4BlockScaling`, emulated",
-    "nvfp4-nearest": "the same, `disable_rht` and `disable_stochastic_rounding`",
+    "nvfp4-nearest": "NVFP4, `disable_rht` and `disable_stochastic_rounding`",
     "nvfp4-4over6": 'the same, and `nvfp4_4over6="all"`',
     "nvfp4-row-scaled": "the same, and `row_scaled_activation` instead",
 }
@@ -217,7 +217,7 @@ def trainings() -> str:
         loss, share = f"{row['loss']:.4f}", f"{100 * row['accuracy']:.2f}"
         if row["arm"] != order[0]:
             loss, share = (_gap(row, *cell) for cell in (("loss", 1, 4), ("accuracy", 100, 2)))
-        size = f"{row['size']}, {row['tokens'] / 1e6:.0f}"
+        size = f"{row['size'].removesuffix('-short')}, {row['tokens'] / 1e6:.0f}"
         lines.append(f"| {size} | {TRAINED[row['arm']]} | {row['seeds']} | {loss} | {share} |")
     return "\n".join(lines) + "\n"
 

@@ -79,8 +79,17 @@ def assert_equal(results, expected):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layer_gradients_equal_gradients_with_separate_sums(variant, dtype, device):
     x = inputs(device, dtype)
-    results = run(make(device, dtype, **VARIANTS[variant]), x, None)
-    assert_equal(results, run(with_separate_sums(make(device, dtype, **VARIANTS[variant])), x, None))
+    layer = make(device, dtype, **VARIANTS[variant])
+    results = run(layer, x, None)
+    expected = run(with_separate_sums(make(device, dtype, **VARIANTS[variant])), x, None)
+    if device.type == "cuda" and dtype == torch.float32:
+        # Other kernels sum the rows of the projections' bias gradients, in another order.
+        names = ["output", "input", *(name for name, _ in layer.named_parameters())] * 2
+        sums = {i for i, name in enumerate(names) if name.endswith(("proj.bias", "fc2_bias"))}
+        for i in sums:
+            torch.testing.assert_close(results[i], expected[i], rtol=1e-5, atol=1e-6)
+        results, expected = ([r for i, r in enumerate(each) if i not in sums] for each in (results, expected))
+    assert_equal(results, expected)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
