@@ -421,7 +421,7 @@ class Subjects:
             return RowOperation(name, call, width, sizes, device, dtype, **more)
 
         hidden, inner = sizes.widths[0], sizes.widths[1]
-        made: dict[str, Any] = {"params_dtype": dtype, "device": device}
+        outputs: dict[str, Any] = {"params_dtype": dtype, "device": device}
         targets = torch.randint(sizes.classes, (sizes.rows,), device=device)
 
         def entropy(x: Tensor, index: Tensor) -> Tensor:
@@ -439,13 +439,17 @@ class Subjects:
             te.ops.Linear(inner, hidden, dtype=dtype, device=device),
         )
         self.rows: list[RowOperation] = [
-            rows("Linear", te.Linear(hidden, inner, **made), hidden),
+            rows("Linear", te.Linear(hidden, inner, **outputs), hidden),
             rows(
-                "LayerNormLinear", te.LayerNormLinear(hidden, inner, normalization="RMSNorm", **made), hidden
+                "LayerNormLinear",
+                te.LayerNormLinear(hidden, inner, normalization="RMSNorm", **outputs),
+                hidden,
             ),
-            rows("LayerNormMLP swiglu", te.LayerNormMLP(hidden, inner, activation="swiglu", **made), hidden),
-            rows("LayerNormMLP gelu", te.LayerNormMLP(hidden, inner, activation="gelu", **made), hidden),
-            GroupedOperation(te.GroupedLinear(4, hidden, inner, **made), 4, sizes, device, dtype),
+            rows(
+                "LayerNormMLP swiglu", te.LayerNormMLP(hidden, inner, activation="swiglu", **outputs), hidden
+            ),
+            rows("LayerNormMLP gelu", te.LayerNormMLP(hidden, inner, activation="gelu", **outputs), hidden),
+            GroupedOperation(te.GroupedLinear(4, hidden, inner, **outputs), 4, sizes, device, dtype),
             rows("te.ops chain", chain, hidden),
             rows("linear cross entropy", linear_entropy, hidden, takes_index=True),
             rows("LayerNorm", te.LayerNorm(hidden, dtype=dtype, device=device), hidden),
@@ -463,11 +467,11 @@ def count_differences(
     counts, draw = Counts(), random.Random(seed)
     names = list(RECIPES)
     with te.batch_invariant() if invariant else nullcontext():
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             recipe, key = RECIPES[name], (name, invariant)
             left = deadline - time.monotonic()
-            end = time.monotonic() + left / (len(names) - place)
-            for turn in range(count * place // len(names), count * (place + 1) // len(names)):
+            end = time.monotonic() + left / (len(names) - index)
+            for turn in range(count * index // len(names), count * (index + 1) // len(names)):
                 operations: list[Any] = [subjects.rows[turn % len(subjects.rows)]]
                 operations.append(subjects.attention if turn % 2 and recipe is None else subjects.layer)
                 for operation in operations:
@@ -590,19 +594,19 @@ def measure_attention(runs: int, only: str) -> Iterator[dict[str, dict[str, floa
 
 
 def main() -> None:
-    made: argparse.ArgumentParser = parser(__doc__, only="time the cases whose name contains this")
-    made.add_argument("--compositions", type=int, default=1000, help="random compositions")
-    made.add_argument(
+    result: argparse.ArgumentParser = parser(__doc__, only="time the cases whose name contains this")
+    result.add_argument("--compositions", type=int, default=1000, help="random compositions")
+    result.add_argument(
         "--control", type=int, default=40, help="compositions without the requirement, for comparison"
     )
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--runs", type=int, default=10, help="runs per time")
-    made.add_argument("--seconds", type=float, default=float("inf"), help="limit; compositions come last")
-    made.add_argument("--probe", action="store_true", help="also compare single attention backends")
-    made.add_argument("--skip-times", action="store_true", help="count differences only")
-    chosen = made.parse_args()
+    result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--runs", type=int, default=10, help="runs per time")
+    result.add_argument("--seconds", type=float, default=float("inf"), help="limit; compositions come last")
+    result.add_argument("--probe", action="store_true", help="also compare single attention backends")
+    result.add_argument("--skip-times", action="store_true", help="count differences only")
+    chosen = result.parse_args()
     deadline = time.monotonic() + chosen.seconds
     on_gpu = chosen.device == "cuda"
     te.emulate()  # MXFP8 on a GPU without its products

@@ -223,10 +223,10 @@ def kernels() -> Iterator[Check]:
             step = Step("norm", ("x", "gamma"), ("y", None, "rstdev"))
             predicted = one_step(machine("bf16"), step, inputs)
             if family == "norm_fb":
-                given = {"dy": Extent(*sizes), "x": Extent(*sizes), "rstdev": Extent(sizes[0], 1, 4.0)}
+                options = {"dy": Extent(*sizes), "x": Extent(*sizes), "rstdev": Extent(sizes[0], 1, 4.0)}
                 read = ("dy", "x", None, "rstdev", "gamma")
                 step = Step("norm_backward", read, ("dx", "dgamma", None))
-                predicted += one_step(machine("bf16"), step, {**given, "gamma": Extent(1, sizes[1])})
+                predicted += one_step(machine("bf16"), step, {**options, "gamma": Extent(1, sizes[1])})
             yield Check("norms", row["case"], row["gpu_ms"], predicted)
         elif family == "rope_fb":
             costs = no_costs()
@@ -303,8 +303,8 @@ def mixtures() -> Iterator[Check]:
         # The layer's router determined the rows per expert.
         uneven = together(products) + UNEVEN * sum([cost.kernels["products"] for cost in products])
         yield Check("experts", f"{case} products", row["products_kernels_ms"], uneven)
-        whole = experts(used, shape, MicroBatch(rows), Extent(rows, width))
-        yield Check("experts", case, row["kernels_ms"], together(whole))
+        full = experts(used, shape, MicroBatch(rows), Extent(rows, width))
+        yield Check("experts", case, row["kernels_ms"], together(full))
 
 
 def several_devices() -> Iterator[Check]:
@@ -439,7 +439,7 @@ def later_memory() -> Iterator[Check]:
     for row in results("peak_memory_h200")["results"]:
         family, recipe, rest = row["case"].split("/")
         used, sizes = machine(recipe), [int(number) for number in re.findall(r"\d+", rest)]
-        given = 0.0
+        argument = 0.0
         if family == "linear_fb":
             costs = linear(used, sizes[0], sizes[1], sizes[2])
         elif family == "layernorm_linear_fb":
@@ -447,10 +447,10 @@ def later_memory() -> Iterator[Check]:
         elif family == "layernorm_mlp_fb":
             costs = dense_mlp(used, 8192, *sizes, gated="swiglu" in rest)
         elif family == "layer_fb":
-            costs, given = layer(used, LLAMA, MicroBatch(8192)), Extent(8192, 4096).size
+            costs, argument = layer(used, LLAMA, MicroBatch(8192)), Extent(8192, 4096).size
         else:
             continue
-        peak = max(costs.forward.peak, costs.forward.saved + costs.backward.peak) - given
+        peak = max(costs.forward.peak, costs.forward.saved + costs.backward.peak) - argument
         yield Check("memory of layers, later", row["case"], row["peak_mib"], peak / MIB)
 
 

@@ -38,8 +38,8 @@ def test_every_package_is_marked_as_typed_and_git_keeps_the_mark():
     }
     marks = [str(path / "py.typed") for path in packages()]
     assert all(Path(mark).is_file() for mark in marks)
-    kept = subprocess.run(["git", "ls-files", *marks], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(kept.stdout.split()) == len(marks)
+    saved = subprocess.run(["git", "ls-files", *marks], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(saved.stdout.split()) == len(marks)
 
 
 def build(tmp_path: Path, kind: str, repository: str) -> Path:
@@ -68,8 +68,8 @@ def test_the_wheel_has_all_modules_the_marks_and_the_urls_of_its_publisher(repos
     wheel = zipfile.ZipFile(path)
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     tracked = ["git", "ls-files", *(package.name for package in packages())]
-    kept = subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {name for name in files if "__pycache__" not in name} == set(kept.stdout.split())
+    saved = subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {name for name in files if "__pycache__" not in name} == set(saved.stdout.split())
     urls = read_metadata(wheel).get_all("Project-URL", [])
     assert [url.partition(", ")[2] for url in urls] == (
         [f"https://example.org/team/engine{path}" for path in ("", *PATHS)] if repository else []
@@ -88,10 +88,10 @@ def test_published_descriptions_have_absolute_links_to_files_that_exist(tmp_path
     assert [link.partition("#")[2] for link in links if ".png" in link] == ["gh-light-mode-only"]
     for link in links:
         assert link.startswith(("https://", "http://", "#")), link
-        own = re.fullmatch(r"https://example\.org/team/engine/(blob|raw)/main/([^#]+)(#.*)?", link)
-        if own is not None:
-            assert (ROOT / own[2]).exists(), link
-            assert (own[1] == "raw") == own[2].endswith((".png", ".svg")), link
+        local = re.fullmatch(r"https://example\.org/team/engine/(blob|raw)/main/([^#]+)(#.*)?", link)
+        if local is not None:
+            assert (ROOT / local[2]).exists(), link
+            assert (local[1] == "raw") == local[2].endswith((".png", ".svg")), link
 
 
 def test_an_editable_installation_adds_the_checkout_to_the_path(tmp_path: Path):

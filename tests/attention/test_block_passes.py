@@ -53,14 +53,14 @@ def rows(lse, form):
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
 def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
     q, k, v, grad = tensors(device, form, (QUERIES, HEADS), (KEYS, GROUPS), (KEYS, GROUPS), (QUERIES, HEADS))
-    whole = block_call(device, KEYS, form)
-    passes, inputs = choose_passes(whole), AttentionInputs(q, k, v)
-    expected = passes.forward(whole, inputs)
-    wanted = attention_backward(passes, whole, inputs, expected, grad)
+    full = block_call(device, KEYS, form)
+    passes, inputs = choose_passes(full), AttentionInputs(q, k, v)
+    expected = passes.forward(full, inputs)
+    reference = attention_backward(passes, full, inputs, expected, grad)
 
     axis = 0 if form == "sbhd" else 1
     parts = [
-        (replace(whole, seqlen_kv=size), AttentionInputs(q, k_part, v_part))
+        (replace(full, seqlen_kv=size), AttentionInputs(q, k_part, v_part))
         for size, k_part, v_part in zip(BLOCKS, k.split(BLOCKS, axis), v.split(BLOCKS, axis), strict=True)
     ]
     done = [choose_passes(call).forward(call, inputs) for call, inputs in parts]
@@ -68,8 +68,8 @@ def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
     assert lse.dtype == torch.float32 and lse.shape[1:] == (BATCH, HEADS, QUERIES)
     merged_lse = torch.logsumexp(lse, 0)
     output = sum(
-        attended.output * rows((own - merged_lse).exp(), form)
-        for attended, own in zip(done, lse, strict=True)
+        attended.output * rows((local - merged_lse).exp(), form)
+        for attended, local in zip(done, lse, strict=True)
     )
     assert expected.lse is not None
     torch.testing.assert_close(merged_lse, expected.lse, rtol=1e-5, atol=1e-5)
@@ -77,9 +77,9 @@ def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
 
     merged = Attended(output, merged_lse)
     found = [attention_backward(choose_passes(call), call, inputs, merged, grad) for call, inputs in parts]
-    torch.testing.assert_close(sum(part.q for part in found), wanted.q, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat([part.k for part in found], axis), wanted.k, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat([part.v for part in found], axis), wanted.v, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sum(part.q for part in found), reference.q, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([part.k for part in found], axis), reference.k, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([part.v for part in found], axis), reference.v, rtol=1e-4, atol=1e-5)
 
 
 def test_a_flat_gradient_is_accepted(device):

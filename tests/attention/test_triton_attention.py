@@ -326,7 +326,7 @@ def test_batch_invariant_chunks_have_the_bits_of_the_whole_sequence(chunks, size
     )  # fmt: skip
     request, inputs = build(case, device, 1)
     request = dataclasses.replace(request, batch_invariant=True)
-    whole = triton.forward(request, inputs).output
+    full = triton.forward(request, inputs).output
     begin = 0
     for count in chunks:
         end = begin + count
@@ -340,7 +340,7 @@ def test_batch_invariant_chunks_have_the_bits_of_the_whole_sequence(chunks, size
         assert not triton_decode.takes(step)
         q, k, v = inputs.q[:, begin:end], inputs.k[:, :end], inputs.v[:, :end]
         part = triton.forward(step, inputs._replace(q=q, k=k, v=v)).output
-        assert torch.equal(part, whole[:, begin:end])
+        assert torch.equal(part, full[:, begin:end])
         begin = end
 
 

@@ -120,8 +120,8 @@ def bench_on_two(folder: Path, command: list[str], *options: str) -> Path:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    given = [*command, "bench", "--distributed", "--json", str(path), *options]
-    assert "2 ranks on a CPU, gloo" in forked.output(given, folder, environment, patience=500)
+    inputs = [*command, "bench", "--distributed", "--json", str(path), *options]
+    assert "2 ranks on a CPU, gloo" in forked.output(inputs, folder, environment, patience=500)
     return path
 
 

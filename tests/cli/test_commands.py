@@ -75,10 +75,10 @@ def test_a_run_is_replaced_only_on_request(text: str, tmp_path: Path):
     assert te(*arguments).exit_code == 0
     run = tmp_path / "none"
     before = {path.name: path.read_bytes() for path in run.iterdir()}
-    again = te(*arguments, "--seed", "1")
-    assert again.exit_code == 2
-    assert f"{run} holds the checkpoint of an earlier run" in again.output
-    assert "--name" in again.output and "--resume" in again.output and "--overwrite" in again.output
+    repeated = te(*arguments, "--seed", "1")
+    assert repeated.exit_code == 2
+    assert f"{run} holds the checkpoint of an earlier run" in repeated.output
+    assert "--name" in repeated.output and "--resume" in repeated.output and "--overwrite" in repeated.output
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     assert te(*arguments, "--seed", "1", "--overwrite").exit_code == 0
     assert (run / "metrics.jsonl").read_bytes() != before["metrics.jsonl"]
@@ -148,14 +148,14 @@ def test_help_and_version_import_no_framework(arguments: list[str]):
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
     )
-    shown = done.stdout.splitlines()
-    assert shown[-1] == "[]"
+    listing = done.stdout.splitlines()
+    assert listing[-1] == "[]"
     if arguments == ["--version"]:
-        assert shown[0] == __version__
+        assert listing[0] == __version__
     elif arguments == ["--help"]:
         assert all(name in done.stdout for name in tools.COMMANDS)
     else:
-        assert shown[0].startswith("usage: ") and arguments[0] in shown[0]
+        assert listing[0].startswith("usage: ") and arguments[0] in listing[0]
 
 
 def test_version_is_printed_without_any_library(
@@ -180,9 +180,9 @@ def test_summary_of_a_command_is_the_first_paragraph_of_its_documentation(name: 
 @pytest.mark.parametrize("name", tools.COMMANDS)
 def test_help_states_the_type_or_the_choices_of_every_value(name: str):
     """argparse's own placeholder repeats the name of the option."""
-    shown = re.findall(r"^  --([a-z-]+) (\S+)", te(name, "--help").output, re.MULTILINE)
+    listing = re.findall(r"^  --([a-z-]+) (\S+)", te(name, "--help").output, re.MULTILINE)
     assert [
-        f"--{option} {value}" for option, value in shown if value == option.upper().replace("-", "_")
+        f"--{option} {value}" for option, value in listing if value == option.upper().replace("-", "_")
     ] == []
 
 
@@ -191,17 +191,17 @@ def test_examples_in_a_help_are_valid_calls(name: str):
     command = tools.COMMANDS[name]
     parser = Parser(f"te {name}", command.summary)
     importlib.import_module(command.module, tools.__name__).add_arguments(parser)
-    shown = te(name, "--help").output
+    listing = te(name, "--help").output
     assert command.examples
     for example in command.examples:
         parser.parse_args(shlex.split(example))
-        assert f" {name} {example}\n" in shown
+        assert f" {name} {example}\n" in listing
 
 
 def test_examples_in_the_overview_are_commands():
-    shown = te("--help").output
+    listing = te("--help").output
     for example in tools.OVERVIEW:
-        assert example.split()[0] in tools.COMMANDS and f" {example}\n" in shown
+        assert example.split()[0] in tools.COMMANDS and f" {example}\n" in listing
 
 
 @pytest.mark.parametrize(

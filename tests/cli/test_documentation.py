@@ -108,11 +108,13 @@ def test_documented_prompts_fit_into_the_model_that_te_train_trains_on_a_cpu():
 
 def test_the_documented_error_of_an_absent_name_is_the_error():
     page = (ROOT / "docs" / "from_the_original.md").read_text()
-    (shown,) = re.findall(r"```\n(transformer_engine\.pytorch\.attention\.FlashAttention .*?)```", page, re.S)
+    (listing,) = re.findall(
+        r"```\n(transformer_engine\.pytorch\.attention\.FlashAttention .*?)```", page, re.S
+    )
     with pytest.raises(ImportError) as raised:
         from transformer_engine.pytorch.attention import FlashAttention  # noqa: F401
     present = re.sub(r"\+py[\d.]+(\.dev0)?:", "+py:", str(raised.value))  # the page names the latest release
-    assert present.split() == re.sub(r"\+py[\d.]+:", "+py:", shown).split()
+    assert present.split() == re.sub(r"\+py[\d.]+:", "+py:", listing).split()
 
 
 def test_documented_keys_of_a_finding_are_those_of_the_command():

@@ -16,12 +16,12 @@ def test_the_command_prints_the_result_of_the_function():
     options = ["--model", "llama-8b", "--devices", "64", "--tp", "2", "--cp", "2", "--fsdp", "16"]
     printed = te(*options, "--recipe", "current", "--json")
     assert printed.exit_code == 0, printed.output
-    made = te_pytorch.plan("llama-8b", 64, tp=2, cp=2, fsdp=16, recipe="current")
-    assert json.loads(printed.output) == json.loads(json.dumps(made.as_dict()))
+    result = te_pytorch.plan("llama-8b", 64, tp=2, cp=2, fsdp=16, recipe="current")
+    assert json.loads(printed.output) == json.loads(json.dumps(result.as_dict()))
     table = te(*options, "--recipe", "current")
-    assert table.exit_code == 0 and table.output.strip() == str(made).strip()
+    assert table.exit_code == 0 and table.output.strip() == str(result).strip()
     assert "of the bfloat16 peak (989 TFLOP/s per device, which FP8 and FP4 products exceed)" in table.output
-    assert "predicted, not measured" in table.output and f"{made.step_ms:.2f} ms" in table.output
+    assert "predicted, not measured" in table.output and f"{result.step_ms:.2f} ms" in table.output
 
 
 def test_options_reach_the_plan():
@@ -30,9 +30,9 @@ def test_options_reach_the_plan():
     slow = json.loads(te(*base, "--network", "1").output)
     alone = json.loads(te(*base, "--devices-per-host", "16").output)
     assert slow["exposed"]["fsdp"] > plain["exposed"]["fsdp"] > alone["exposed"]["fsdp"]
-    again = json.loads(te(*base, "--recompute", "full", "--graphs", "--micro-batch", "2").output)
-    assert again["recompute"] == "full" and again["micro_batch"] == 2
-    assert again["memory"]["activations"] < plain["memory"]["activations"]
+    repeated = json.loads(te(*base, "--recompute", "full", "--graphs", "--micro-batch", "2").output)
+    assert repeated["recompute"] == "full" and repeated["micro_batch"] == 2
+    assert repeated["memory"]["activations"] < plain["memory"]["activations"]
 
 
 def test_a_search_prints_meshes_that_fit():
@@ -86,8 +86,8 @@ def test_a_plan_that_does_not_fit_names_the_options_first_and_exits_with_1():
     assert "tokens/s" not in result.output and "times of GPUs with enough memory:" in result.output
     as_data = te(*options, "--json")
     assert as_data.exit_code == 1 and json.loads(as_data.output)["fits"] is False
-    again = te(*options, "--recompute", "full")
-    assert again.exit_code == 1 and "--recompute" not in again.output
+    repeated = te(*options, "--recompute", "full")
+    assert repeated.exit_code == 1 and "--recompute" not in repeated.output
 
 
 def test_high_precision_has_the_name_of_te_train():

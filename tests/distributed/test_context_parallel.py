@@ -134,10 +134,10 @@ LARGE_HIERARCHY = [
 
 
 def _check(case: Case) -> None:
-    whole = exact(case)
+    full = exact(case)
     results = run_on_threads(partial(shared, case), case.size)
     for rank, result in enumerate(results):
-        for name, expected in rank_results(case, whole, rank).items():
+        for name, expected in rank_results(case, full, rank).items():
             message = partial("rank {}, {}: {}".format, rank, name)
             torch.testing.assert_close(result[name].double(), expected.double(), **ATTENDED, msg=message)
 
@@ -157,11 +157,11 @@ def test_ranks_compute_full_sequence_attention_at_other_sizes(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_low_precision_errors_are_at_most_twice_the_one_device_errors(comm, dtype):
     case = Case(comm=comm, size=4, tokens=64, groups=4, dtype=dtype)
-    whole = exact(case)
+    full = exact(case)
     plain = run_on_threads(partial(shared, replace(case, size=1)), 1)[0]
     for rank, result in enumerate(run_on_threads(partial(shared, case), case.size)):
         alone = rank_results(case, plain, rank)
-        for name, expected in rank_results(case, whole, rank).items():
+        for name, expected in rank_results(case, full, rank).items():
             assert_as_good_as(result[name], alone[name], expected)
 
 
@@ -180,11 +180,11 @@ def _run_on_processes(device: torch.device) -> list[torch.Tensor]:
 
 
 def test_processes_compute_full_sequence_attention(tmp_path):
-    whole = exact(Case(groups=4))
+    full = exact(Case(groups=4))
     for rank, found in enumerate(run_on_ranks(_run_on_processes, 2, tmp_path)):
-        expected = list(rank_results(Case(groups=4), whole, rank).values()) * len(SCHEMES)
-        for actual, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
+        expected = list(rank_results(Case(groups=4), full, rank).values()) * len(SCHEMES)
+        for actual, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual.double(), reference, **ATTENDED)
 
 
 def _run_on_four_processes(device: torch.device) -> list[torch.Tensor]:
@@ -199,11 +199,11 @@ def _run_on_four_processes(device: torch.device) -> list[torch.Tensor]:
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 def test_four_gpus_compute_full_sequence_attention(tmp_path):
     alone = Case(size=4, tokens=64, groups=4)
-    whole = exact(alone)
+    full = exact(alone)
     for rank, found in enumerate(run_on_ranks(_run_on_four_processes, 4, tmp_path)):
-        expected = list(rank_results(alone, whole, rank).values()) * (len(SCHEMES) + 1)
-        for actual, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
+        expected = list(rank_results(alone, full, rank).values()) * (len(SCHEMES) + 1)
+        for actual, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual.double(), reference, **ATTENDED)
 
 
 # Layers
@@ -226,30 +226,30 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
     x = torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1))
     angles = te.attention.RotaryPositionEmbedding(8)(16).cpu()
     bounds = torch.tensor([0, 8, 24], dtype=torch.int32)
-    given = {"rotary_pos_emb": angles}
+    options = {"rotary_pos_emb": angles}
     if layout == "thd":
-        given |= {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 16, "max_seqlen_kv": 16}
-    whole, layers = _layer(layout), [_layer(layout) for _ in range(2)]
+        options |= {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+    full, layers = _layer(layout), [_layer(layout) for _ in range(2)]
     for layer in layers:
-        layer.load_state_dict(whole.state_dict())
+        layer.load_state_dict(full.state_dict())
     alone = x.clone().requires_grad_()
-    y = whole(alone, **given)
+    y = full(alone, **options)
     y.square().sum().backward()
     axis = 1 if layout == "bshd" else 0
 
     def run(rank):
         layers[rank].set_context_parallel_group(dist.group.WORLD, [0, 1], None, comm)
-        held = torch.tensor(rank_tokens(lengths, 2, rank))
-        own = x.index_select(axis, held).requires_grad_()
-        out = layers[rank](own, **given)
+        tokens = torch.tensor(rank_tokens(lengths, 2, rank))
+        local = x.index_select(axis, tokens).requires_grad_()
+        out = layers[rank](local, **options)
         out.square().sum().backward()
-        assert own.grad is not None and alone.grad is not None
-        torch.testing.assert_close(out, y.index_select(axis, held), **ATTENDED)
-        torch.testing.assert_close(own.grad, alone.grad.index_select(axis, held), **ATTENDED)
+        assert local.grad is not None and alone.grad is not None
+        torch.testing.assert_close(out, y.index_select(axis, tokens), **ATTENDED)
+        torch.testing.assert_close(local.grad, alone.grad.index_select(axis, tokens), **ATTENDED)
         return {name: parameter.grad for name, parameter in layers[rank].named_parameters()}
 
     first, second = run_on_threads(run, 2)
-    for name, parameter in whole.named_parameters():
+    for name, parameter in full.named_parameters():
         torch.testing.assert_close(first[name] + second[name], parameter.grad, rtol=2e-5, atol=2e-4)
 
 
@@ -259,8 +259,8 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
 def _dropout_results(rank: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Output of a rank with dropout, and <dout, out> and <dv, v>, summed over the ranks."""
     case = Case(comm="p2p", size=2, tokens=32)
-    given, rows = problem(case, device), rank_tokens((32, 32), 2, rank)
-    q, k, v = (convert_layout(given[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")
+    argument, rows = problem(case, device), rank_tokens((32, 32), 2, rank)
+    q, k, v = (convert_layout(argument[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")
     module = create_attention(case, dist.group.WORLD)
     module.attention_dropout = 0.5
     out = module(q, k, v)
@@ -288,8 +288,8 @@ def test_explain_names_the_scheme_and_why_others_are_not_used():
 def test_the_backward_pass_saves_only_the_ranks_own_tensors():
     def run(rank):
         case = Case(comm="p2p", size=4, tokens=32)
-        given, rows = problem(case), rank_tokens((32, 32), 4, rank)
-        q, k, v = (convert_layout(given[name][rows], "sbhd", 2).requires_grad_() for name in "qkv")
+        argument, rows = problem(case), rank_tokens((32, 32), 4, rank)
+        q, k, v = (convert_layout(argument[name][rows], "sbhd", 2).requires_grad_() for name in "qkv")
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             out = create_attention(case, dist.group.WORLD)(q, k, v)
@@ -316,13 +316,13 @@ def _visible_pairs(block, length_q: int, length_k: int, rows: list[int], columns
     i = torch.tensor(rows[block.queries.first : block.queries.stop])
     j = torch.tensor(columns[block.keys.first : block.keys.stop])
     a, b = torch.arange(len(i))[:, None], torch.arange(len(j))[None]
-    behind = b - a - (len(j) - len(i) if block.mask.bottom_right else 0)
+    distance = b - a - (len(j) - len(i) if block.mask.bottom_right else 0)
     left, right = block.mask.window
     visible = torch.ones(len(i), len(j), dtype=torch.bool)
     if left >= 0:
-        visible &= behind >= -left
+        visible &= distance >= -left
     if right >= 0:
-        visible &= behind <= right
+        visible &= distance <= right
     pairs = torch.zeros(length_q, length_k, dtype=torch.int)
     pairs[i[:, None], j[None]] = visible.int()
     return pairs
@@ -339,11 +339,11 @@ def test_blocks_on_all_ranks_cover_every_visible_pair_once(size, window, bottom_
     length_k = length_q if square else 6 * size
     name = "causal" if window[1] == 0 else "no_mask"
     call = replace(_call(Mask(name, window, bottom_right)), seqlen_q=length_q, seqlen_kv=length_k)
-    behind = torch.arange(length_k)[None] - torch.arange(length_q)[:, None]
-    behind = behind - (length_k - length_q if bottom_right else 0)
-    visible = (behind >= -window[0]) | (window[0] < 0)
-    visible = visible & ((behind <= window[1]) | (window[1] < 0))
-    of_ring = torch.zeros_like(behind, dtype=torch.int)
+    distance = torch.arange(length_k)[None] - torch.arange(length_q)[:, None]
+    distance = distance - (length_k - length_q if bottom_right else 0)
+    visible = (distance >= -window[0]) | (window[0] < 0)
+    visible = visible & ((distance <= window[1]) | (window[1] < 0))
+    of_ring = torch.zeros_like(distance, dtype=torch.int)
     of_gather = torch.zeros_like(of_ring)
     for rank in range(size):
         rows = rank_tokens((length_q,), size, rank)
@@ -351,8 +351,8 @@ def test_blocks_on_all_ranks_cover_every_visible_pair_once(size, window, bottom_
             columns = rank_tokens((length_k,), size, owner)
             for block in ring_blocks(call, size, rank, owner):
                 of_ring += _visible_pairs(block, length_q, length_k, rows, columns)
-        *own, last = plan_gathered_steps(call, size, rank)
-        for step in own:
+        *local, last = plan_gathered_steps(call, size, rank)
+        for step in local:
             for block in step:
                 of_gather += _visible_pairs(
                     block, length_q, length_k, rows, rank_tokens((length_k,), size, rank)
@@ -378,10 +378,10 @@ def test_gathered_causal_work_is_balanced_and_has_one_masked_square_per_rank():
     for size in (2, 4, 8):
         works = []
         for rank in range(size):
-            own, others = plan_gathered_steps(call, size, rank)
-            assert [block.mask.name for block in own] == ["causal"]
-            assert {block.mask.name for block in others} == {"no_mask"}
-            sizes = [[part.stop - part.first for part in (block.queries, block.keys)] for block in others]
+            local, rest = plan_gathered_steps(call, size, rank)
+            assert [block.mask.name for block in local] == ["causal"]
+            assert {block.mask.name for block in rest} == {"no_mask"}
+            sizes = [[part.stop - part.first for part in (block.queries, block.keys)] for block in rest]
             works.append(sum(rows * columns for rows, columns in sizes))
         assert len(set(works)) == 1
 
@@ -392,20 +392,20 @@ def test_merged_attention_ignores_fully_masked_keys():
     nothing = torch.full_like(lse, -torch.inf)
     same, same_lse = merge(out, lse, other, nothing, 0)
     assert torch.equal(same, out) and torch.equal(same_lse, lse)
-    taken, taken_lse = merge(torch.zeros_like(out), nothing, other, lse, 0)
-    seen = (lse > -torch.inf).t()[..., None]
-    assert torch.equal(taken, torch.where(seen, other, 0.0)) and torch.equal(taken_lse, lse)
+    selection, taken_lse = merge(torch.zeros_like(out), nothing, other, lse, 0)
+    visible = (lse > -torch.inf).t()[..., None]
+    assert torch.equal(selection, torch.where(visible, other, 0.0)) and torch.equal(taken_lse, lse)
 
 
 def test_token_orders_are_inverses_and_halves_are_all_tokens():
     bounds = torch.tensor([0, 8, 24, 32], dtype=torch.int32)
-    for tensor_format, whole in (
+    for tensor_format, full in (
         ("sbhd", torch.randn(16, 2, 3, 1)),
         ("bshd", torch.randn(2, 16, 3, 1)),
         ("thd", torch.randn(40, 3, 1)),  # 8 tokens behind the last sequence
     ):
         order = TokenOrder(tensor_format, 4, bounds)
-        assert torch.equal(order.whole(order.parts(whole)), whole)
+        assert torch.equal(order.whole(order.parts(full)), full)
     assert order_of_ranks(bounds, 40, 4).sort().values.tolist() == list(range(40))
     halves = torch.cat([half_of_sequences(bounds, 40, half) for half in (0, 1)])
     assert halves.sort().values.tolist() == list(range(40))

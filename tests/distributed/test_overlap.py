@@ -203,12 +203,12 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
             )
             for turn in range(20):
                 rows, columns = 1 + turn % 4, 1 + turn % 7
-                whole = torch.arange(ranks * rows * columns).view(-1, columns).float() + turn
+                full = torch.arange(ranks * rows * columns).view(-1, columns).float() + turn
                 second = torch.arange(ranks * rows).to(torch.uint8)
-                parts = [whole[rank * rows : (rank + 1) * rows], second[rank * rows : (rank + 1) * rows]]
+                parts = [full[rank * rows : (rank + 1) * rows], second[rank * rows : (rank + 1) * rows]]
 
                 def multiply(
-                    other: int, out: torch.Tensor, whole: torch.Tensor = whole, rows: int = rows
+                    other: int, out: torch.Tensor, whole: torch.Tensor = full, rows: int = rows
                 ) -> None:
                     out.copy_(whole[other * rows : (other + 1) * rows] * (rank + 1))
 
@@ -218,10 +218,10 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                 gathered = GatheredRows(copies, parts, sent, list)
                 for other in gathered.order():
                     found = gathered.rows_of(other)
-                    assert torch.equal(found[0], whole[other * rows : (other + 1) * rows])
-                assert torch.equal(gathered.wait()[0], whole) and torch.equal(gathered.wait()[1], second)
+                    assert torch.equal(found[0], full[other * rows : (other + 1) * rows])
+                assert torch.equal(gathered.wait()[0], full) and torch.equal(gathered.wait()[1], second)
                 pending.append(ScatteredRows(copies, layout, multiply))
-                expected = whole[rank * rows : (rank + 1) * rows] * (ranks * (ranks + 1) / 2)
+                expected = full[rank * rows : (rank + 1) * rows] * (ranks * (ranks + 1) / 2)
                 for result in pending:
                     assert torch.equal(result.wait(), expected)
         except BaseException as error:
@@ -251,7 +251,7 @@ def test_the_first_collective_of_a_graph_and_all_outside_of_graphs_begin_with_a_
     buffers = PeerBuffers([(b, memory.peers(0, b)) for b, memory in zip(values, memories, strict=True)], None)
     barriers: list[int] = []
     wait = buffers.barrier
-    buffers.barrier = lambda *given: (barriers.append(1), wait(*given))[0]  # pyright: ignore
+    buffers.barrier = lambda *args: (barriers.append(1), wait(*args))[0]  # pyright: ignore
     counts = []
     x = torch.ones(2, 2)
     for number in (None, None, 7, 7, 7, 8, 8, None, None):
@@ -267,9 +267,9 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
     """A replay always begins with the buffer of its capture; ranks are late at random, before they read too."""
     add = overlapped_rows.add_parts
 
-    def add_late(*given: Any) -> torch.Tensor:
+    def add_late(*args: Any) -> torch.Tensor:
         time.sleep(random.random() * 3e-3)
-        return add(*given)
+        return add(*args)
 
     def copy_late(self: PeerBuffers, current: Any) -> Any:
         time.sleep(random.random() * 3e-3)
@@ -282,33 +282,33 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
 
     def run(rank: int) -> None:
         try:
-            common, own = random.Random(0), random.Random(1 + rank)
+            common, local = random.Random(0), random.Random(1 + rank)
             values = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in memories]
             buffers = PeerBuffers(
                 [(b, memory.peers(rank, b)) for b, memory in zip(values, memories, strict=True)], None
             )
-            outside = 0  # the next buffer of collectives outside of graphs, which replays do not change
+            outer = 0  # the next buffer of collectives outside of graphs, which replays do not change
             for turn in range(60):
                 replays = common.random() < 0.5 or not turn
                 capture.number = turn if replays else None
-                buffers._turn = common.randrange(2) if replays else outside
+                buffers._turn = common.randrange(2) if replays else outer
                 for part in range(common.randrange(1, 4)):
-                    time.sleep(own.random() * 1e-3)
-                    whole = torch.arange(ranks * 6.0).view(-1, 2) + 100 * turn + 10 * part
-                    mine = whole[3 * rank : 3 * rank + 3]
+                    time.sleep(local.random() * 1e-3)
+                    full = torch.arange(ranks * 6.0).view(-1, 2) + 100 * turn + 10 * part
+                    mine = full[3 * rank : 3 * rank + 3]
                     if common.random() < 0.5:
                         gathered = GatheredRows(buffers, [mine], ((mine.shape, mine.dtype),), list)
-                        assert torch.equal(gathered.wait()[0], whole)
+                        assert torch.equal(gathered.wait()[0], full)
                         continue
 
-                    def multiply(other: int, out: torch.Tensor, whole: torch.Tensor = whole) -> None:
-                        time.sleep(own.random() * 1e-3)
+                    def multiply(other: int, out: torch.Tensor, whole: torch.Tensor = full) -> None:
+                        time.sleep(local.random() * 1e-3)
                         out.copy_(whole[3 * other : 3 * other + 3] * (rank + 1))
 
                     layout = ((mine.shape, mine.dtype),) * (ranks - 1)
                     found = ScatteredRows(buffers, layout, multiply).wait()
                     assert torch.equal(found, mine * (ranks * (ranks + 1) / 2))
-                outside = outside if replays else buffers._turn
+                outer = outer if replays else buffers._turn
         except BaseException as error:
             errors.append(error)
 
@@ -387,8 +387,8 @@ def test_flags_have_no_effect_on_a_cpu_and_say_so():
             _column(options, FLAGS)(torch.ones(4, HIDDEN))
         return [str(warning.message) for warning in caught]
 
-    told = [message for messages in run_on_threads(run, 2) for message in messages]
-    assert [message for message in told if "ub_* flags have no effect on all_gather" in message]
+    report = [message for messages in run_on_threads(run, 2) for message in messages]
+    assert [message for message in report if "ub_* flags have no effect on all_gather" in message]
 
 
 def _run_on_gpus(device: torch.device) -> dict[str, Any]:

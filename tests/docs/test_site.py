@@ -128,8 +128,8 @@ def test_wide_elements_scroll_in_their_own_box(site: Path):
     assert re.search(r"\.md-typeset__scrollwrap\{[^}]*overflow-x:auto", theme)
     assert re.search(r"\.md-typeset pre>code\{[^}]*overflow:auto", theme)
     assert re.search(r"img[^{}]*\{[^}]*max-width:100%", theme)
-    own = (site / "stylesheets/extra.css").read_text()
-    assert re.search(r"\.md-typeset__scrollwrap,[^}]*overflow-x: auto", own)
+    local = (site / "stylesheets/extra.css").read_text()
+    assert re.search(r"\.md-typeset__scrollwrap,[^}]*overflow-x: auto", local)
     for page in PAGES:
         for table in re.findall(r"<table[^>]*>", html(site, page)):
             assert table == "<table>" or "highlighttable" in table, f"{page}: {table} is not wrapped"
@@ -227,7 +227,7 @@ def test_a_table_a_signature_and_a_program_that_are_too_wide_are_found(browser: 
 
 def test_the_dark_scheme_has_dark_pictures(browser: Browser, site: Path, address: str):
     """The home page has two variants of its plot. Other plots are inverted, so that their background is dark."""
-    shown = """[...document.querySelectorAll(".md-content img")]
+    listing = """[...document.querySelectorAll(".md-content img")]
         .map(image => [image.src.split("/").pop().split("#")[0], getComputedStyle(image)])
         .filter(([, style]) => style.display !== "none").map(([name, style]) => [name, style.filter])"""
     for scheme, picture, inverted in (
@@ -235,9 +235,9 @@ def test_the_dark_scheme_has_dark_pictures(browser: Browser, site: Path, address
         ("dark", "models-h200-dark.png", "invert(1) hue-rotate(180deg)"),
     ):
         browser.open(f"{address}/", 1280, scheme)
-        assert browser.evaluate(shown) == [[picture, "none"]]
+        assert browser.evaluate(listing) == [[picture, "none"]]
         browser.open(f"{address}/cli/", 1280, scheme)
-        assert {filter for _, filter in browser.evaluate(shown)} == {inverted}
+        assert {filter for _, filter in browser.evaluate(listing)} == {inverted}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("*.png")), ids=lambda path: path.stem)

@@ -299,7 +299,7 @@ def test_padding_tokens_are_zeroed_and_others_unchanged(dtype):
     x = array(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
     observed = array(np.random.default_rng(2).random((2, 21)) < 0.7)
     observed = observed.at[1].set(True)
-    got = jax.jit(lambda x, seen: clear_unseen(x + 0, seen, 3))(
+    got = jax.jit(lambda x, records: clear_unseen(x + 0, records, 3))(
         x.at[0, 0].set(jnp.nan), observed.at[0, 0].set(False)
     )
     expected = jnp.where(observed.at[0, 0].set(False)[:, :, None, None], x, 0)

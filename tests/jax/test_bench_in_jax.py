@@ -77,8 +77,8 @@ def test_a_row_has_the_figures_of_a_program(cpu_alone):
 def test_every_quantization_benchmark_writes_both_directions(kind: str):
     case = next(case for case in cases(RECIPES, True, ["quantize"]) if f"{kind}_both" in case.name)
     workload = JAX.workload(case, CPU)
-    made = jax.eval_shape(workload.function, {}, workload.state, *workload.inputs)
-    assert {made.rowwise_tensor.data.shape, made.colwise_tensor.data.shape} <= {(256, 512), (512, 256)}
+    result = jax.eval_shape(workload.function, {}, workload.state, *workload.inputs)
+    assert {result.rowwise_tensor.data.shape, result.colwise_tensor.data.shape} <= {(256, 512), (512, 256)}
 
 
 def test_a_call_takes_the_state_of_the_previous_call():
@@ -98,9 +98,9 @@ def test_a_call_takes_the_state_of_the_previous_call():
     launching.kernels_unsupported_reason() is not None, reason="no kernel can be lowered for CUDA here"
 )
 def test_both_frameworks_start_a_kernel_of_every_family_from_the_same_record():
-    known = cases(["bf16"], True, ["kernel"])
-    assert len(known) >= 12
-    for case in known:
+    recognized = cases(["bf16"], True, ["kernel"])
+    assert len(recognized) >= 12
+    for case in recognized:
         assert ENGINE.workload(case, CPU) is None and JAX.workload(case, CPU) is None, "it needs a GPU"
         workload = JAX.workload(case, torch.device("cuda"))
         call = jax.jit(lambda *x, workload=workload: workload.function({}, {}, *x))
@@ -131,7 +131,7 @@ def trace_planes(*streams):
 
     return SimpleNamespace(planes=[
         SimpleNamespace(name="/device:GPU:0", lines=[
-            *(line(f"Stream #{place}(Compute)", *spans) for place, spans in enumerate(streams)),
+            *(line(f"Stream #{index}(Compute)", *spans) for index, spans in enumerate(streams)),
             line("XLA Ops", ("op", 0, 99)),
         ]),
         SimpleNamespace(name="/host:CPU", lines=[line("python", ("call", 0, 1000))]),
@@ -208,23 +208,23 @@ def test_a_goal_is_a_minimum_or_a_maximum():
 
 def test_a_goal_whose_row_is_absent_is_not_measured():
     content = json.loads(FIGURES.read_text())
-    whole = [goal.what for goal in jax_goals.goals(content)]
+    full = [goal.what for goal in jax_goals.goals(content)]
     found = list(jax_goals.goals({"results": []}))
-    assert [goal.what for goal in found] == whole
+    assert [goal.what for goal in found] == full
     assert all(goal.reached is None for goal in found)
 
 
 @pytest.mark.parametrize("key", ["two_gpus", "attention"])
 def test_a_row_with_an_error_is_a_goal_that_is_not_measured(key: str):
     content = json.loads(FIGURES.read_text())
-    whole = list(jax_goals.goals(content))
+    full = list(jax_goals.goals(content))
     content[key]["rows"] = [
         {name: row[name] for name in ("case", "layout", "by") if name in row} | {"error": "ValueError: no"}
         for row in content[key]["rows"]
     ]
     found = list(jax_goals.goals(content))
-    assert [goal.what for goal in found] == [goal.what for goal in whole]
-    differ = [after for before, after in zip(whole, found, strict=True) if before != after]
+    assert [goal.what for goal in found] == [goal.what for goal in full]
+    differ = [after for before, after in zip(full, found, strict=True) if before != after]
     assert len(differ) == {"two_gpus": 4, "attention": 5}[key]
     assert all(goal.reached is None for goal in differ)
 
@@ -240,9 +240,9 @@ def test_two_devices_are_compared_with_one(tmp_path: Path, monkeypatch):
     jax_ranks.main()
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {"error" in row for row in rows if row["layout"] == "one"} == {True}
-    others = [row for row in rows if row["layout"] != "one"]
-    assert {row["eager_ms"] for row in others} == {10.0}
-    assert not any("speedup" in row for row in others)
+    rest = [row for row in rows if row["layout"] != "one"]
+    assert {row["eager_ms"] for row in rest} == {10.0}
+    assert not any("speedup" in row for row in rest)
 
 
 @pytest.mark.parametrize(("slowest", "reached"), [(40.0, False), (20.0, None), (None, None)])

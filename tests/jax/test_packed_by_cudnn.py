@@ -76,7 +76,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(library, "check_compute_capability", lambda least: True)
     monkeypatch.setattr(alignment, "call", lambda kernel, *arrays: kernel.run(*arrays))
     monkeypatch.setattr(
-        cudnn_packed, "clear_unseen", lambda x, seen, groups: jnp.where(seen[:, :, None, None], x, 0)
+        cudnn_packed, "clear_unseen", lambda x, observed, groups: jnp.where(observed[:, :, None, None], x, 0)
     )
 
 

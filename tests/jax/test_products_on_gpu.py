@@ -276,7 +276,7 @@ def test_a_dense_layer_and_its_gradients_are_exact_products_of_the_codes(name):
     with te.autocast(True, RECIPES[name]):
         result = QuantizerFactory.create_set()
         y, dx, dkernel, following = step_gradients(
-            lambda x, kernel, made: dense(x, kernel, quantizer_set=made), dy, x, kernel, result
+            lambda x, kernel, output: dense(x, kernel, quantizer_set=output), dy, x, kernel, result
         )
     (x_rows, x_columns), (kernel_rows, kernel_columns) = values(result.x, x), values(result.kernel, kernel)
     dy_rows, dy_columns = values(result.dgrad, dy)
@@ -296,7 +296,11 @@ def test_a_grouped_dense_layer_and_its_gradients_are_exact_products_of_the_codes
     with te.autocast(name != "none", RECIPES.get(name)):
         result = QuantizerFactory.create_set(n_groups=GROUPS)
         y, dx, dkernel, _ = step_gradients(
-            lambda x, kernel, made: grouped_dense(x, kernel, sizes, quantizer_set=made), dy, x, kernel, result
+            lambda x, kernel, output: grouped_dense(x, kernel, sizes, quantizer_set=output),
+            dy,
+            x,
+            kernel,
+            result,
         )
     if name == "none":
         (x_rows, x_columns), (kernel_rows, kernel_columns), (dy_rows, dy_columns) = (

@@ -77,7 +77,7 @@ def test_values_in_the_program_of_codes_equal_the_codes(name):
         return output, values(output, spec)
 
     result, found = jax.jit(both)(x)
-    expected = jax.jit(lambda made: values(made, spec))(result)
+    expected = jax.jit(lambda output: values(output, spec))(result)
     np.testing.assert_array_equal(found, expected)
     assert not np.array_equal(found, x)
 

@@ -174,8 +174,8 @@ def _norm_forwards(width: int, centered: bool) -> Iterator[Case]:
 
 
 def _norm_backwards(width: int, centered: bool) -> Iterator[Case]:
-    given = ("bfloat16", "float32", False, centered, 6, 3, 1 << 17)
-    program = norm.backward(64, width, (width, width, width), *given)
+    args = ("bfloat16", "float32", False, centered, 6, 3, 1 << 17)
+    program = norm.backward(64, width, (width, width, width), *args)
     types = {"dy": HALF, "x": HALF, "add": HALF, "gamma": HALF, "rstdev": FLOAT, "workspace": FLOAT}
     types |= {"mean": FLOAT} if centered else {}
     for number, step in enumerate(program.steps):
@@ -297,13 +297,13 @@ def grouped() -> Iterator[Case]:
         launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, scales, clears=True)
         yield f"grouped {name} product that clears", launch, (*codes, INDEX, *factors, HALF)
         for by_address in (False, True):
-            table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
+            table, args = (ADDRESS, (FLOAT,)) if by_address else (None, ())
             kind = {"accumulates": by_address, "by_address": by_address}
             launch = grouped_scaled.product_of_columns(*SHAPE, 512, 4, scales, **kind)
             yield (
                 f"grouped {name} gradient by_address={by_address}",
                 launch,
-                (*codes, *factors, INDEX, table, *given),
+                (*codes, *factors, INDEX, table, *args),
             )
     yield "layout", grouped_layout.group_layout(SHAPE[0], 4), (ADDRESS,)
     yield "row sums", grouped_gemm.row_sums(SHAPE[1], 4), (HALF, INDEX)
@@ -319,8 +319,8 @@ def grouped() -> Iterator[Case]:
             launch = grouped_gemm.product_of_columns(
                 SHAPE[1], 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
             )
-            given = [FLOAT] if by_address or accumulates else []  # an allocated result is not an input
-            inputs = (HALF, HALF, None, None, INDEX, table, *given)
+            args = [FLOAT] if by_address or accumulates else []  # an allocated result is not an input
+            inputs = (HALF, HALF, None, None, INDEX, table, *args)
             yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
     for scaling in (grouped_gemm.TENSOR_SCALES, grouped_gemm.BLOCK_SCALES):
         launch = grouped_gemm.product_of_rows(*SHAPE, SHAPE[1], 4, scaling=scaling)
@@ -350,8 +350,8 @@ def hopper_grouped() -> Iterator[Case]:
             launch = grouped_product.product_of_columns(
                 SHAPE[1], 512, 4, "float32", accumulates=accumulates, by_address=by_address, **options
             )
-            given = [FLOAT] if by_address or accumulates else []
-            inputs = (CODES, CODES, *scales, None, INDEX, table, *given)
+            args = [FLOAT] if by_address or accumulates else []
+            inputs = (CODES, CODES, *scales, None, INDEX, table, *args)
             yield f"hopper gradient by_address={by_address} accumulates={accumulates}", launch, inputs
 
 
@@ -399,16 +399,16 @@ def experts() -> Iterator[Case]:
         pads = ADDRESS if by_mask else None
         sizes = (SHAPE, 8 * SHAPE[0], 64, by_mask)
         for probs in (None, "float32"):
-            beside = FLOAT if probs else None
+            adjacent = FLOAT if probs else None
             sending, clearing = (
                 part.launch for part in permutation.send(*sizes, "bfloat16", probs, False).steps
             )
-            yield f"send by_mask={by_mask} probs={probs}", sending, (HALF, INDEX, pads, beside)
-            yield f"clear by_mask={by_mask} probs={probs}", clearing, (HALF, beside, BYTES)
+            yield f"send by_mask={by_mask} probs={probs}", sending, (HALF, INDEX, pads, adjacent)
+            yield f"clear by_mask={by_mask} probs={probs}", clearing, (HALF, adjacent, BYTES)
             (every,) = (part.launch for part in permutation.send(*sizes, "bfloat16", probs, True).steps)
-            yield f"send every row by_mask={by_mask} probs={probs}", every, (HALF, INDEX, pads, beside)
+            yield f"send every row by_mask={by_mask} probs={probs}", every, (HALF, INDEX, pads, adjacent)
             launch = permutation.collect(*sizes, "bfloat16", probs)
-            yield f"collect by_mask={by_mask} values={probs}", launch, (HALF, INDEX, pads, FLOAT, beside)
+            yield f"collect by_mask={by_mask} values={probs}", launch, (HALF, INDEX, pads, FLOAT, adjacent)
         weighted = permutation.send_weighted(*sizes, ("bfloat16", "float32")).steps[0].launch
         yield f"send weighted by_mask={by_mask}", weighted, (HALF, INDEX, pads, FLOAT, HALF)
         alone = permutation.send_weighted(*sizes, ("bfloat16", None)).steps[0].launch
@@ -424,8 +424,8 @@ def experts() -> Iterator[Case]:
             yield f"choose {name} {way}", chosen, (HALF, FLOAT if biased else None, written)
             back = router.gradient(SHAPE[0], 160, 8, kind, False, 1.0, number, "bfloat16")
             yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
-        whole = router.choose(SHAPE[0], 256, 8, kind, True, None, 1.0, 0, "float32", False)
-        yield f"scores {name}", whole, (HALF, None, None)
+        full = router.choose(SHAPE[0], 256, 8, kind, True, None, 1.0, 0, "float32", False)
+        yield f"scores {name}", full, (HALF, None, None)
     yield "margins", router_margins.margins(SHAPE[0], 160, 8, 64), (HALF, FLOAT, INDEX, FLOAT)
     for total in (None, ADDRESS):
         parts, summing = (part.launch for part in router.loss(SHAPE[0], 256, 0.1, "float32").steps)
@@ -464,7 +464,7 @@ def launch_writes(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, l
     found = find_pointers(triton_code(launch, inputs))
     outputs = zip(names[launch.inputs :], launch.outputs, strict=False)
     written = {name for name, output in outputs if output is not None}
-    written |= {names[place] for place in launch.in_place if inputs[place] is not None}
+    written |= {names[index] for index in launch.in_place if inputs[index] is not None}
     tables = {names[table.place]: table.columns for table in launch.tables}
     return {
         "kernel": f"{launch.kernel.fn.__module__.rsplit('.', 1)[1]}.{launch.kernel.fn.__name__}",

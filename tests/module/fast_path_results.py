@@ -47,21 +47,21 @@ def digest(tensors: list[Any]) -> str:
 
 def train(module: torch.nn.Module, x: torch.Tensor, call: Callable[[], Any], recipe: Recipe | None) -> str:
     """Digest of outputs and gradients over several steps, between which the parameters change."""
-    seen: list[Any] = []
+    records: list[Any] = []
     for _ in range(CALLS):
         x.grad = None
         module.zero_grad()
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = call()
         y.float().square().mean().backward()
-        seen += [y, x.grad, *[parameter.grad for parameter in module.parameters()]]
+        records += [y, x.grad, *[parameter.grad for parameter in module.parameters()]]
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.grad is not None:
                     parameter -= 0.1 * parameter.grad
     with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
-        seen.append(call())
-    return digest(seen)
+        records.append(call())
+    return digest(records)
 
 
 def results() -> Iterator[tuple[str, str]]:

@@ -120,19 +120,19 @@ class Done:
 def communicate(name: str) -> Any:
     """A collective that computes symbols."""
 
-    def collective(made: torch.Tensor, sent: Any = None, *_: Any, **__: Any) -> Done:
-        source = sent if isinstance(sent, torch.Tensor) else made
-        memory[made.data_ptr()] = hash((name, read(source.data_ptr())))
+    def collective(result: torch.Tensor, sent: Any = None, *_: Any, **__: Any) -> Done:
+        source = sent if isinstance(sent, torch.Tensor) else result
+        memory[result.data_ptr()] = hash((name, read(source.data_ptr())))
         return Done()
 
     return collective
 
 
-def name_copy(operation: str, made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def name_copy(operation: str, result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Result of a torch operation; a copy gets a symbol made from the operation and the source."""
-    if made.data_ptr() != source.data_ptr():
-        memory[made.data_ptr()] = hash((operation, read(source.data_ptr())))
-    return made
+    if result.data_ptr() != source.data_ptr():
+        memory[result.data_ptr()] = hash((operation, read(source.data_ptr())))
+    return result
 
 
 def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
@@ -193,12 +193,12 @@ class Kernel:
         pointers = arguments[len(arguments) - len(launch.scalars + launch.constants) - count :][:count]
         inputs, outputs = pointers[: launch.inputs], pointers[launch.inputs :]
         name = launch.kernel.fn.__name__
-        made = hash(
+        result = hash(
             (name, launch.grid, launch.scalars, tuple(map(str, launch.constants)), *map(read, inputs))
         )
-        for number, address in enumerate((*outputs, *[inputs[place] for place in launch.in_place])):
+        for number, address in enumerate((*outputs, *[inputs[index] for index in launch.in_place])):
             if address is not None:
-                memory[address] = hash((made, number))
+                memory[address] = hash((result, number))
 
 
 class Names(dict):
@@ -265,14 +265,14 @@ def name_inputs(module: Any, x: torch.Tensor) -> dict[str, Any]:
         if hasattr(state, "amax_history")
         for name in ("scale_in_place", "amax_history")
     }
-    kept = {
+    saved = {
         f"{name} {number}": part
         for name, cached in module.numerics.workspaces.items()
         for number, part in enumerate(cached.flatten()[0])
         if part is not None
     }
     memory.clear()
-    for name, tensor in {**kept, "x": x, **states, **dict(module.named_parameters())}.items():
+    for name, tensor in {**saved, "x": x, **states, **dict(module.named_parameters())}.items():
         memory[tensor.data_ptr()] = name
     for parameter in module.parameters():
         parameter.grad = None
@@ -344,7 +344,7 @@ def find_missed_setting() -> str | None:
         expected = step(module, recipe, None)
     if expected == before or compiled_passes(module) != [2, 2]:
         return f"the setting changes nothing, or nothing is compiled: {compiled_passes(module)}"
-    return None if all(made == expected for made in found) else "a pass compiled before the change"
+    return None if all(result == expected for result in found) else "a pass compiled before the change"
 
 
 def find_live_inputs(name: str, kind: str) -> str | None:
@@ -354,10 +354,10 @@ def find_live_inputs(name: str, kind: str) -> str | None:
     for _ in range(COMPILED + 3):
         step(module, recipe, None)
     gc.collect()
-    kept = [number for number, x in enumerate(inputs) if x() is not None]
+    saved = [number for number, x in enumerate(inputs) if x() is not None]
     if compiled_passes(module)[-2:] != [1, 1]:
         return f"compiled: {compiled_passes(module)}"
-    return f"inputs of steps {kept}" if kept else None
+    return f"inputs of steps {saved}" if saved else None
 
 
 def results_of_hopper(every: bool) -> dict[str, str | None]:

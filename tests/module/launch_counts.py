@@ -81,10 +81,10 @@ def pretend() -> None:
 
 def launch_counts(name: str, recipe: str) -> dict[str, int]:
     """Launches in one warm step of a layer."""
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if name in ("rotary_layer", "separate_layer"):
-        given["rotary_pos_emb"] = RotaryPositionEmbedding(host_calls.WIDTH // 4)(host_calls.ROWS)
-    work = host_calls.passes(LAYERS[name], host_calls.RECIPES[recipe](), True, **given)
+        options["rotary_pos_emb"] = RotaryPositionEmbedding(host_calls.WIDTH // 4)(host_calls.ROWS)
+    work = host_calls.passes(LAYERS[name], host_calls.RECIPES[recipe](), True, **options)
     for _ in range(WARM):
         work()
     counts.clear()

@@ -190,14 +190,16 @@ def test_fused_attention_accepts_both_argument_orders():
     )
     backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
     head = (True, 6, 6, bounds, bounds, q, k, v, torch.float32, backend, *[None] * 7, 0.5, 0.0, True, layout)
-    (want, aux), issued = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, "bshd", None, *kinds))
+    (expected, aux), issued = call_with_warnings(
+        lambda: fused_attn.fused_attn_fwd(*head, "bshd", None, *kinds)
+    )
     assert not issued
     (out, _), issued = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, *kinds))
-    assert torch.equal(out, want) and len(issued) == 1 and "release 2.11" in issued[0]
-    (turned, _), _ = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, "sbhd", None, *kinds))
-    assert torch.equal(turned.transpose(0, 1), want)
+    assert torch.equal(out, expected) and len(issued) == 1 and "release 2.11" in issued[0]
+    (transposed, _), _ = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, "sbhd", None, *kinds))
+    assert torch.equal(transposed.transpose(0, 1), expected)
 
-    head = (6, 6, bounds, bounds, q, k, v, want, grad, torch.float32)
+    head = (6, 6, bounds, bounds, q, k, v, expected, grad, torch.float32)
     tail = (backend, *[None] * 5, 0.5, 0.0, True, layout)
     orders = ("bshd", "bshd", layout)
     exact, issued = call_with_warnings(lambda: fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds))

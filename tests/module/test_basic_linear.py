@@ -17,8 +17,8 @@ RECIPES = [Float8CurrentScaling(), DelayedScaling(), MXFP8BlockScaling()]
 def tensors(device):
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (2, 32, 64), "w": (96, 64), "b": (96,), "dy": (2, 32, 96)}
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {name: value.to(device, torch.bfloat16) for name, value in made.items()}
+    result = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: value.to(device, torch.bfloat16) for name, value in result.items()}
 
 
 def quantizers(recipe):

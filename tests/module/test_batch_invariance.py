@@ -90,10 +90,10 @@ def test_the_comparison_finds_one_differing_bit():
 )
 def test_attention_options_do_not_depend_on_the_other_sequences(options):
     torch.manual_seed(0)
-    made = {name: value for name, value in options.items() if name in ("softmax_type", "softcap")}
-    call = {name: value for name, value in options.items() if name not in made}
+    result = {name: value for name, value in options.items() if name in ("softmax_type", "softcap")}
+    call = {name: value for name, value in options.items() if name not in result}
     layer = te.DotProductAttention(
-        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0, **made
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0, **result
     )
     q, k, v = (torch.randn(3, 90, heads, 16) for heads in (4, 2, 2))
     with te.batch_invariant():
@@ -209,13 +209,13 @@ def test_a_decorated_function_and_a_reused_block_set_it_each_time():
 
 def test_blocks_of_two_threads_that_overlap_leave_no_trace():
     entered, left = threading.Event(), threading.Event()
-    seen = []
+    records = []
 
     def other():
         with te.batch_invariant():
             entered.set()
             left.wait(10)
-            seen.append(te.is_batch_invariant())
+            records.append(te.is_batch_invariant())
 
     thread = threading.Thread(target=other)
     with te.batch_invariant():
@@ -224,7 +224,7 @@ def test_blocks_of_two_threads_that_overlap_leave_no_trace():
     assert te.is_batch_invariant()  # of the other thread's block
     left.set()
     thread.join()
-    assert seen == [True]
+    assert records == [True]
     assert not te.is_batch_invariant()
 
 

@@ -15,17 +15,17 @@ def make_layer(device, dtype=torch.float32, **options):
     return te.GroupedLinear(3, 64, 32, device=device, params_dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=lambda r: type(r).__name__)
-def test_results_are_written_into_the_buffers_and_share_them(recipe, together, device, monkeypatch):
-    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if together else "0")
-    dtype = torch.bfloat16 if together else torch.float32
+def test_results_are_written_into_the_buffers_and_share_them(recipe, joint, device, monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if joint else "0")
+    dtype = torch.bfloat16 if joint else torch.float32
     layer = make_layer(device, dtype)
     x = torch.randn(48, 64, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn(48, 32, device=device, dtype=dtype)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
-        want = layer(x, SPLITS)
-    want.backward(grad)
+        expected = layer(x, SPLITS)
+    expected.backward(grad)
     want_grad, x.grad = x.grad, None
     want_weights = [p.grad.clone() for p in layer.parameters()]
     out = torch.full((48, 32), float("nan"), device=device, dtype=dtype)
@@ -36,11 +36,11 @@ def test_results_are_written_into_the_buffers_and_share_them(recipe, together, d
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = layer(x, SPLITS, out=out, dgrad_out=dgrad_out)
         assert y.data_ptr() == out.data_ptr() and not out.requires_grad and y.requires_grad
-        assert torch.equal(out, want)
+        assert torch.equal(out, expected)
         y.backward(grad)
         assert torch.equal(dgrad_out, want_grad) and torch.equal(x.grad, want_grad)
-        for p, wanted in zip(layer.parameters(), want_weights, strict=True):
-            assert torch.equal(p.grad, wanted)
+        for p, reference in zip(layer.parameters(), want_weights, strict=True):
+            assert torch.equal(p.grad, reference)
         out.fill_(float("nan"))
 
 
@@ -50,8 +50,8 @@ def test_leading_dimensions_and_inference_support_buffers(device):
     out = torch.empty(4, 12, 32, device=device)
     with torch.no_grad():
         y, biases = layer(x, SPLITS, None, out)
-        want, _ = layer(x, SPLITS)
-    assert torch.equal(out, want) and y.data_ptr() == out.data_ptr() and len(biases) == 3
+        expected, _ = layer(x, SPLITS)
+    assert torch.equal(out, expected) and y.data_ptr() == out.data_ptr() and len(biases) == 3
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_leading_dimensions_and_inference_support_buffers(device):
 def test_a_mismatched_buffer_raises_and_nothing_is_written(buffer, words, device):
     layer = make_layer(device)
     x = torch.randn(48, 64, device=device, requires_grad=True)
-    given = buffer(device)
+    argument = buffer(device)
     with torch.no_grad():
-        given.fill_(7.0)
+        argument.fill_(7.0)
     with pytest.raises(ValueError, match=words):
-        layer(x, SPLITS, out=given)
-    assert (given == 7.0).all()
+        layer(x, SPLITS, out=argument)
+    assert (argument == 7.0).all()
     with pytest.raises(ValueError, match="dgrad_out is"):
         layer(x, SPLITS, dgrad_out=torch.empty(48, 32, device=device))
     with pytest.raises(TypeError, match="out is a list"):
-        layer(x, SPLITS, out=[given])
+        layer(x, SPLITS, out=[argument])
 
 
 def overlapping(case, device, dtype=torch.float32):
@@ -138,17 +138,15 @@ def test_buffers_between_the_rows_of_a_strided_input_are_accepted(device):
 def test_dgrad_out_over_an_input_without_gradient_has_no_effect(device):
     layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.float32)
     x = torch.randn(48, 64, device=device)
-    want, was = layer(x, SPLITS), x.clone()
+    expected, was = layer(x, SPLITS), x.clone()
     layer(x, SPLITS, dgrad_out=x).sum().backward()
-    assert torch.equal(x, was) and torch.equal(layer(x, SPLITS), want)
+    assert torch.equal(x, was) and torch.equal(layer(x, SPLITS), expected)
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("shared", ["one dgrad_out for two layers", "out and dgrad_out"])
-def test_a_gradient_in_dgrad_outs_memory_is_read_before_it_is_overwritten(
-    shared, together, device, monkeypatch
-):
-    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if together else "0")
+def test_a_gradient_in_dgrad_outs_memory_is_read_before_it_is_overwritten(shared, joint, device, monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if joint else "0")
     first, second = (te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.bfloat16) for _ in "ab")
     x = torch.randn(48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     target = torch.arange(48, device=device).view(1, 48)
@@ -165,14 +163,14 @@ def test_a_gradient_in_dgrad_outs_memory_is_read_before_it_is_overwritten(
         second.zero_grad()
         return found
 
-    want, buffer = gradients(None, None), torch.empty_like(x)
-    for grad, wanted in zip(gradients(buffer, buffer), want, strict=True):
-        assert (grad is None and wanted is None) or torch.equal(grad, wanted)
+    expected, buffer = gradients(None, None), torch.empty_like(x)
+    for grad, reference in zip(gradients(buffer, buffer), expected, strict=True):
+        assert (grad is None and reference is None) or torch.equal(grad, reference)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_an_output_that_a_later_pass_overwrote_raises_in_the_backward(together, device, monkeypatch):
-    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if together else "0")
+@pytest.mark.parametrize("joint", [False, True])
+def test_an_output_that_a_later_pass_overwrote_raises_in_the_backward(joint, device, monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if joint else "0")
     layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.bfloat16)
     x = torch.randn(48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     out = torch.empty_like(x)

@@ -119,8 +119,8 @@ def test_a_changed_attribute_takes_effect_in_the_next_call(change, recipe, devic
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.3)
     made_with = make_layer(kind, **(options | {(option or [name])[0]: value})).to(device)
-    known = layer.state_dict()
-    made_with.load_state_dict({key: known[key] for key in made_with.state_dict()})
+    recognized = layer.state_dict()
+    made_with.load_state_dict({key: recognized[key] for key in made_with.state_dict()})
     before = results(layer, RECIPES[recipe])
     setattr(layer, name, value)
     after, expected = results(layer, RECIPES[recipe]), results(made_with, RECIPES[recipe])
@@ -293,10 +293,10 @@ INVALID = [
 def test_writing_an_invalid_value_raises_and_changes_nothing(change, device):
     kind, name, value, error, sentence = change
     layer = make_layer(kind).to(device)
-    known, before = layer._config, results(layer, None, device)
+    recognized, before = layer._config, results(layer, None, device)
     with pytest.raises(error, match=sentence):
         setattr(layer, name, value)
-    assert layer._config is known
+    assert layer._config is recognized
     assert same(results(layer, None, device), before)
 
 

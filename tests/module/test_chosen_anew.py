@@ -50,9 +50,9 @@ def warm(request, library):
 
     for _ in range(4):
         call()
-    made = PlanByAddress.made
+    result = PlanByAddress.made
     first, runs = call()
-    assert runs > 0 and PlanByAddress.made == made
+    assert runs > 0 and PlanByAddress.made == result
     call.first, call.runs = first, runs
     return call
 
@@ -65,16 +65,16 @@ def test_a_cleared_plan_is_not_used(warm, library):
     library.rejection = None
     assert warm()[1] == 0  # the choice is cached until the table is cleared
     TABLE.forget()
-    again, runs = warm()
-    assert runs == warm.runs and same(again, warm.first)
+    repeated, runs = warm()
+    assert runs == warm.runs and same(repeated, warm.first)
 
 
 def test_a_forced_backend_is_used_inside_the_context_only(warm):
     for name in ("reference", "matmul", "library"):
         with use_backend(gemm=name):
             assert (warm()[1] > 0) == (name == "library")
-        again, runs = warm()
-        assert runs == warm.runs and same(again, warm.first)
+        repeated, runs = warm()
+        assert runs == warm.runs and same(repeated, warm.first)
 
 
 def test_a_forced_backend_that_rejects_the_call_raises(warm, library):
@@ -84,9 +84,9 @@ def test_a_forced_backend_that_rejects_the_call_raises(warm, library):
 
 
 def test_an_observer_sees_products_with_cached_plans(warm):
-    seen = []
-    with observing(lambda operation, request: seen.append(operation)):
+    records = []
+    with observing(lambda operation, request: records.append(operation)):
         warm()
-    assert seen.count("gemm") == warm.runs
-    again, runs = warm()
-    assert runs == warm.runs and same(again, warm.first)
+    assert records.count("gemm") == warm.runs
+    repeated, runs = warm()
+    assert runs == warm.runs and same(repeated, warm.first)

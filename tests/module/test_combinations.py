@@ -40,20 +40,20 @@ def distance(got, expected):
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_codes_pass_between_three_layers_in_both_directions(name, device):
     first, second, third = (Linear(HIDDEN, HIDDEN, device=device) for _ in range(3))
-    x, seen = sample(device), []
+    x, records = sample(device), []
     for _ in range(3):
-        seen.clear()
+        records.clear()
         with autocast(recipe=RECIPES[name]):
             a = first(x, fp8_output=True)
             b = second(a, fp8_output=True, fp8_grad=True)
             y = third(b, fp8_grad=True)
         for hidden in (a, b):
-            hidden.register_hook(lambda grad: seen.append(type(grad)))
+            hidden.register_hook(lambda grad: records.append(type(grad)))
         x.grad = None
         for layer in (first, second, third):
             layer.zero_grad()
         y.sin().sum().backward()
-    assert type(a) is type(b) is Float8Tensor and seen == [Float8Tensor, Float8Tensor]
+    assert type(a) is type(b) is Float8Tensor and records == [Float8Tensor, Float8Tensor]
     quantized = [x.grad] + [p.grad for layer in (first, second, third) for p in layer.parameters()]
     x.grad = None
     for layer in (first, second, third):
@@ -421,6 +421,6 @@ def test_recomputation_can_be_switched_on_later(device):
             layer(x)
         return sum(sizes)
 
-    kept = saved()
+    remaining = saved()
     layer.checkpoint = True
-    assert saved() < kept
+    assert saved() < remaining

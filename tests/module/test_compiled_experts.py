@@ -54,20 +54,20 @@ def train(device: torch.device, compiles: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     layer = Mixture(device)
     model = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager") if compiles else layer
-    seen = []
+    records = []
     for tokens in (32, 48):
         x = torch.randn(tokens, HIDDEN, device=device, requires_grad=True)
         splits = layer.route(x.detach())[2].sum(0).tolist()
         y, balance = model(x, splits)
         (y.square().mean() + balance).backward()
-        seen += [
+        records += [
             y.detach(),
             balance.detach(),
             x.grad,
             *(p.grad.clone() for p in layer.parameters() if p.grad is not None),
         ]
         layer.zero_grad()
-    return seen
+    return records
 
 
 def test_experts_compile_to_one_graph_for_several_batches(device):
@@ -81,15 +81,15 @@ def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
     layer.weight1.requires_grad_(False)
     layer.bias0.requires_grad_(False)
     run = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager") if compiles else layer
-    seen = []
+    records = []
     for rows in ([32, 0, 64], [64, 32, 96]):
         x = torch.randn(sum(rows), 32, requires_grad=True)
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = run(x, torch.tensor(rows))
         y.square().sum().backward()
-        seen += [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+        records += [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
         layer.zero_grad()
-    return seen
+    return records
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,15 @@ def train(layer: str, name: str, device: torch.device, compiles: bool) -> list[t
     x, call = make_call(module)
     if compiles:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
-    seen: list[torch.Tensor] = []
+    records: list[torch.Tensor] = []
     for _ in range(2):
         module.zero_grad()
         x.grad = None
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = call()
         (y.sin().sum() * 3).backward()
-        seen += [y.detach(), *(p.grad.clone() for p in (x, *module.parameters()) if p.grad is not None)]
-    return seen
+        records += [y.detach(), *(p.grad.clone() for p in (x, *module.parameters()) if p.grad is not None)]
+    return records
 
 
 @pytest.mark.parametrize(("layer", "recipe"), CASES)

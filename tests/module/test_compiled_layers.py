@@ -42,15 +42,15 @@ def train(kind: str, name: str, device, compiles: bool) -> list[torch.Tensor]:
     FP8GlobalStateManager.reset()
     layer = LAYERS[kind](device)
     model = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
-    seen: list[torch.Tensor] = []
+    records: list[torch.Tensor] = []
     for _ in range(3):
         x = torch.randn(TOKENS, BATCH, HIDDEN, device=device, requires_grad=True)
         with autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
             y = model(x)
         (y.sin().sum() * 3).backward()
-        seen += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        records += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
         layer.zero_grad()
-    return seen
+    return records
 
 
 @pytest.mark.slow

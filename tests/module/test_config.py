@@ -92,10 +92,10 @@ def test_settings_that_determine_the_children_are_fixed():
     assert module.depth == 2
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_has_independent_settings(again):
+@pytest.mark.parametrize("repeated", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_independent_settings(repeated):
     module = Outer(1.0)
-    other = again(module)
+    other = repeated(module)
     other.scale = 9.0
     assert (module.scale, other.scale) == (1.0, 9.0)
 

@@ -30,7 +30,7 @@ def train(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
     layer = make_layer(kind, device="cpu")
     other = make_layer(kind, device="cpu")
     x = torch.randn(16, 4, 64)
-    given = (x.view(64, 64), [32, 32]) if kind == "GroupedLinear" else (x,)
+    args = (x.view(64, 64), [32, 32]) if kind == "GroupedLinear" else (x,)
     with torch.device(device or "cpu"):
         adam, sgd = (
             FusedAdam(layer.parameters(), lr=1e-2),
@@ -38,7 +38,7 @@ def train(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
         )
         for optimizer in (adam, sgd):
             with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
-                layer(*given).square().mean().backward()
+                layer(*args).square().mean().backward()
             optimizer.step()
         adam.load_state_dict(adam.state_dict())
         stored = io.BytesIO()
@@ -46,7 +46,7 @@ def train(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
         stored.seek(0)
         other.load_state_dict(torch.load(stored, weights_only=False, map_location="cpu"))
         with torch.no_grad(), te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
-            return [*(p.detach() for p in layer.parameters()), other(*given)]
+            return [*(p.detach() for p in layer.parameters()), other(*args)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -71,4 +71,4 @@ def test_experts_and_losses_ignore_the_default_device():
             )
         return [back, loss]
 
-    assert all(made.device.type == "cpu" and made.isfinite().all() for made in computed())
+    assert all(result.device.type == "cpu" and result.isfinite().all() for result in computed())

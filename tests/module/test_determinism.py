@@ -17,10 +17,10 @@ RANDOM = RECIPES | {"nvfp4 with stochastic rounding": NVFP4BlockScaling()}
 
 @pytest.fixture(autouse=True)
 def _free_again():
-    kept = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    saved = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     yield
     te.deterministic(False)
-    if kept is None:
+    if saved is None:
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
@@ -31,18 +31,18 @@ def train(name, recipe, steps, device, **options):
     x, call = make_call(layer)
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3) if list(layer.parameters()) else None
-    seen = []
+    records = []
     for _ in range(steps):
         x.grad = None
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = call()
         y = y[0] if isinstance(y, tuple) else y
         y.float().square().mean().backward()
-        seen += [y.detach().clone(), x.grad.clone()]
+        records += [y.detach().clone(), x.grad.clone()]
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-    return seen + [p.detach().clone() for p in layer.parameters()]
+    return records + [p.detach().clone() for p in layer.parameters()]
 
 
 @pytest.mark.parametrize("recipe", RANDOM)

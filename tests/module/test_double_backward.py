@@ -37,8 +37,8 @@ def assert_right(ours, plain, tensors):
     """Compare first and second derivatives in float32 with a plain float64 program."""
     tensors = [t.detach().requires_grad_() for t in tensors]
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    for made, exact in zip(second_order(ours, tensors), second_order(plain, wide), strict=True):
-        for a, b in zip(made, exact, strict=True):
+    for result, exact in zip(second_order(ours, tensors), second_order(plain, wide), strict=True):
+        for a, b in zip(result, exact, strict=True):
             a, b = a.detach(), b.detach()
             assert float((a - b).norm()) <= 2e-5 * float(b.norm()) + 1e-6
 
@@ -113,7 +113,7 @@ def test_second_derivatives_of_scaled_softmax_are_correct(causal, device):
 def test_second_derivatives_of_dropout_and_residual_sums_are_correct(device):
     x, bias, residual = (torch.randn(*s, HIDDEN, device=device) for s in ((TOKENS,), (), (TOKENS,)))
     torch.manual_seed(3)
-    kept = (dropout(torch.ones_like(x), 0.3) != 0).double() / 0.7
+    saved = (dropout(torch.ones_like(x), 0.3) != 0).double() / 0.7
 
     def seeded(function):
         def run(*tensors):
@@ -122,9 +122,9 @@ def test_second_derivatives_of_dropout_and_residual_sums_are_correct(device):
 
         return run
 
-    assert_right(seeded(lambda x: dropout(x, 0.3)), lambda x: x * kept, [x])
+    assert_right(seeded(lambda x: dropout(x, 0.3)), lambda x: x * saved, [x])
     assert_right(
-        seeded(lambda *t: bias_dropout_add(*t, 0.3)), lambda x, b, r: r + (x + b) * kept, [x, bias, residual]
+        seeded(lambda *t: bias_dropout_add(*t, 0.3)), lambda x, b, r: r + (x + b) * saved, [x, bias, residual]
     )
     assert_right(lambda *t: bias_dropout_add(*t, 0.0), lambda x, b, r: r + x + b, [x, bias, residual])
 
@@ -252,9 +252,9 @@ def test_linear_layers_have_first_derivatives_and_reject_second_ones(name, recip
     else:
         assert same([a for a, _ in found], [b.detach() for _, b in found])
     penalty = sum(b.square().sum() for _, b in found)
-    for wanted in leaves:
+    for expected in leaves:
         with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format(operation)):
-            torch.autograd.grad(penalty, wanted, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(penalty, expected, retain_graph=True, allow_unused=True)
     with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format(operation)):
         penalty.backward()
 
@@ -326,8 +326,8 @@ def test_a_reentrant_checkpoint_rejects_second_derivatives(make, device):
 def test_a_non_reentrant_checkpoint_has_correct_second_derivatives(device):
     layer = te.LayerNorm(HIDDEN, device=device)
     x = torch.randn(TOKENS, HIDDEN, device=device)
-    made = [
+    outputs = [
         second_order(f, [x.clone().requires_grad_()])[1][0]
         for f in (layer, lambda x: te.checkpoint(layer, x, use_reentrant=False))
     ]
-    assert torch.equal(*made)
+    assert torch.equal(*outputs)

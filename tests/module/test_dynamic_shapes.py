@@ -70,16 +70,16 @@ def train(kind, recipe, device, backend):
     torch.manual_seed(0)
     layer = LAYERS[kind](device)
     model = layer if backend is None else torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
-    seen = []
+    records = []
     for tokens, batch in SHAPES:
         x = torch.randn(tokens, batch, HIDDEN, device=device, requires_grad=True)
         splits = ([tokens, tokens * (batch - 1)],) if kind == "grouped_linear" else ()
         with autocast(enabled=recipe is not None, recipe=recipe):
             y = model(x, *splits)
         (y.sin().sum() * 3).backward()
-        seen += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        records += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
         layer.zero_grad()
-    return seen
+    return records
 
 
 @pytest.mark.parametrize(("kind", "name"), cross_cases(LAYERS, RECIPES, ALWAYS))

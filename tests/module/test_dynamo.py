@@ -106,9 +106,9 @@ def test_a_spec_describes_a_quantized_tensor(name, columnwise, emulated):
     inner = [getattr(tensor, part) for part in spec.inner_names()]
     allocated = spec.create_inner_tensors()
     assert [(t.shape, t.dtype) for t in allocated] == [(t.shape, t.dtype) for t in inner]
-    again = spec.assemble(inner)
-    assert type(again) is type(tensor) and again.shape == tensor.shape
-    assert torch.equal(again.dequantize(), tensor.dequantize())
+    repeated = spec.assemble(inner)
+    assert type(repeated) is type(tensor) and repeated.shape == tensor.shape
+    assert torch.equal(repeated.dequantize(), tensor.dequantize())
     assert spec.is_quantized and spec.create_tensor().shape == tensor.shape
     with pytest.raises(ValueError, match="one of each name"):
         spec.assemble(inner[:-1])
@@ -119,8 +119,8 @@ def test_a_spec_describes_a_quantized_tensor(name, columnwise, emulated):
 def test_a_spec_describes_a_plain_tensor():
     x = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
     spec = dynamo.to_tensor_spec(x)
-    made = spec.create_tensor()
-    assert (made.shape, made.dtype, made.requires_grad) == (x.shape, x.dtype, True)
+    result = spec.create_tensor()
+    assert (result.shape, result.dtype, result.requires_grad) == (x.shape, x.dtype, True)
     assert spec.inner_names() == ("data",) and not spec.is_quantized and not spec.create_metadata()
     with pytest.raises(ValueError, match="plain tensor"):
         spec.update_usage(rowwise_usage=True)
@@ -152,8 +152,8 @@ def test_a_quantizer_describes_and_allocates_its_results(name, usages, internal,
     storage = quantizer.storage_metadata(torch.bfloat16)
     values = quantizer(torch.randn(2, 64, 256, dtype=torch.bfloat16))
     keywords = {keyword: getattr(values, attribute) for attribute, keyword in values.TENSORS.items()}
-    again = storage["cls"](**keywords, **storage["nontensor_kwargs"])
-    assert torch.equal(again.decode(torch.float32), values.dequantize(dtype=torch.float32))
+    repeated = storage["cls"](**keywords, **storage["nontensor_kwargs"])
+    assert torch.equal(repeated.decode(torch.float32), values.dequantize(dtype=torch.float32))
     spec = dynamo.TensorSpec((2, 64, 256), torch.bfloat16, quantizer, requires_grad=True, device="cpu")
     assert spec.inner_names() == tuple(specs)
     described = spec.create_metadata()
@@ -183,17 +183,17 @@ def test_a_spec_selects_directions_by_either_name():
 def test_an_outdated_transpose_is_dropped():
     codes, scale = torch.zeros(4, 8, dtype=torch.uint8), torch.ones(1)
     options = {"data_transpose": codes.t().contiguous(), "fake_dtype": torch.bfloat16}
-    kept, dropped = (
+    saved, dropped = (
         te.Float8TensorStorage(codes, scale, E4M3, **options, transpose_invalid=invalid)
         for invalid in (None, True)
     )
-    assert kept._transpose is not None and dropped._transpose is None and dropped._transpose_invalid
+    assert saved._transpose is not None and dropped._transpose is None and dropped._transpose_invalid
 
 
 @torch.library.custom_op("te_test::quantized", mutates_args=())
 def quantized(x: torch.Tensor, quantizer: Rounding) -> list[torch.Tensor]:
-    made = quantizer(x)
-    return [getattr(made, name) for name in dynamo.to_tensor_spec(made).inner_names()]
+    result = quantizer(x)
+    return [getattr(result, name) for name in dynamo.to_tensor_spec(result).inner_names()]
 
 
 @quantized.register_fake
@@ -209,5 +209,5 @@ def test_a_users_operator_returns_the_inner_tensors_in_one_graph(emulated):
 
     x, quantizer = torch.randn(64, 64), Rounding(E4M3)
     compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
-    for got, wanted in zip(compiled(x, quantizer), doubled(x, quantizer), strict=True):
-        assert torch.equal(got, wanted)
+    for got, expected in zip(compiled(x, quantizer), doubled(x, quantizer), strict=True):
+        assert torch.equal(got, expected)

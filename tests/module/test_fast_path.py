@@ -46,8 +46,8 @@ print(json.dumps({
 
 
 def _run_script(fast: str, *arguments: str) -> dict:
-    others = {name: text for name, text in os.environ.items() if not name.startswith(("TE_", "NVTE_"))}
-    environment = others | {"PYTHONPATH": search_path(), "TE_FAST": fast}
+    rest = {name: text for name, text in os.environ.items() if not name.startswith(("TE_", "NVTE_"))}
+    environment = rest | {"PYTHONPATH": search_path(), "TE_FAST": fast}
     return json.loads(output(["-W", "ignore", *arguments], ROOT, environment, 600).splitlines()[-1])
 
 

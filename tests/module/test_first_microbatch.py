@@ -95,8 +95,8 @@ def test_tied_modules_accumulate_into_one_main_grad(device):
 def test_modules_that_share_one_main_grad_accumulate_both_gradients(kind, way, device):
     (first, plain), (second, _) = pair(kind, device), pair(kind, device)
     second.load_state_dict(first.state_dict())
-    for own, other in zip(weights(first), weights(second), strict=True):
-        other.main_grad = own.main_grad
+    for local, other in zip(weights(first), weights(second), strict=True):
+        other.main_grad = local.main_grad
     for scale in (1.0, 3.0):  # the second step overwrites the first step's sums
         plain.zero_grad()
         x = (scale * sample(device)).detach().requires_grad_()
@@ -161,9 +161,9 @@ def test_stacked_weights_accumulate_both_calls(device, monkeypatch):
 
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("firsts", [(True,), (False,), (True, False), (True, True)])
-@pytest.mark.parametrize("together", ["0", "1"])
-def test_experts_with_one_main_grad_accumulate_all_gradients(together, firsts, delayed, device, monkeypatch):
-    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", together)
+@pytest.mark.parametrize("joint", ["0", "1"])
+def test_experts_with_one_main_grad_accumulate_all_gradients(joint, firsts, delayed, device, monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", joint)
     options = {"bias": False, "device": device, "params_dtype": torch.bfloat16}
     layer = te.GroupedLinear(
         4, HIDDEN, HIDDEN, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed, **options

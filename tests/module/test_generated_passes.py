@@ -81,14 +81,14 @@ def step(module, recipe, x, dy, microbatches: int = 1) -> list[torch.Tensor]:
     inputs = [(x + i).detach().requires_grad_() for i in range(microbatches)]
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         outputs = [module(values) for values in inputs]
-    made = []
+    items = []
     for output in outputs:
         of_norm = output[1:] if isinstance(output, tuple) else ()
         output = output[0] if isinstance(output, tuple) else output
         outputs_and_grads = [(part, dy[..., -part.shape[-1] :].contiguous()) for part in (*of_norm, output)]
         torch.autograd.backward(*zip(*outputs_and_grads, strict=True))
-        made.append(output.detach())
-    return made + [values.grad for values in inputs] + [parameter.grad for parameter in module.parameters()]
+        items.append(output.detach())
+    return items + [values.grad for values in inputs] + [parameter.grad for parameter in module.parameters()]
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -105,9 +105,9 @@ def test_a_compiled_pass_is_bitwise_equal_to_its_steps(name, kind, microbatches,
     plain = copy.deepcopy(written)
     recipe = RECIPES[kind]()
     data = [(random(ROWS, 1, WIDTH, seed=i), random(ROWS, 1, 3 * WIDTH, seed=100 + i)) for i in range(7)]
-    found = [step(written, recipe, *given, microbatches) for given in data]
+    found = [step(written, recipe, *args, microbatches) for args in data]
     unwritten()
-    expected = [step(plain, recipe, *given, microbatches) for given in data]
+    expected = [step(plain, recipe, *args, microbatches) for args in data]
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
@@ -126,7 +126,7 @@ def test_compiled_microbatches_read_the_cached_weights(name, kind, unwritten):
     recipe = RECIPES[kind]()
 
     def steps(module) -> list[torch.Tensor]:
-        made = []
+        outputs = []
         for i in range(24):
             x, dy = random(ROWS, 1, WIDTH, seed=i), random(ROWS, 1, 3 * WIDTH, seed=100 + i)
             if i % 4 == 0:
@@ -137,8 +137,8 @@ def test_compiled_microbatches_read_the_cached_weights(name, kind, unwritten):
             with te.autocast(recipe=recipe):
                 y = module(x.requires_grad_(), is_first_microbatch=i % 4 == 0)
             y.backward(dy[..., : y.shape[-1]].contiguous())
-            made += [y.detach(), x.grad]
-        return made + [parameter.grad for parameter in module.parameters()]
+            outputs += [y.detach(), x.grad]
+        return outputs + [parameter.grad for parameter in module.parameters()]
 
     found = steps(written)
     unwritten()
@@ -200,5 +200,5 @@ def test_unaligned_tensors_run_steps_instead_of_a_compiled_pass():
     with torch.no_grad():
         for _ in range(5):
             module(memory[: ROWS * WIDTH].view(ROWS, WIDTH))
-        there = memory[1 : 1 + ROWS * WIDTH].view(ROWS, WIDTH)
-        assert torch.allclose(module(there), there @ module.weight.t(), rtol=2e-2, atol=2e-2)
+        remote = memory[1 : 1 + ROWS * WIDTH].view(ROWS, WIDTH)
+        assert torch.allclose(module(remote), remote @ module.weight.t(), rtol=2e-2, atol=2e-2)

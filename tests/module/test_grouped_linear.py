@@ -73,11 +73,11 @@ def test_compiling_in_one_graph_keeps_the_bits(name, device):
         torch.manual_seed(5)
         FP8GlobalStateManager.reset()
         layer = GroupedLinear(GROUPS, IN, OUT, device=device)
-        model, seen = wrap(layer), []
+        model, records = wrap(layer), []
         for _ in range(3):
             x = sample(device)
-            seen += results(lambda x: model(x, SPLITS), list(layer.parameters()), x, RECIPES[name])
-        return seen
+            records += results(lambda x: model(x, SPLITS), list(layer.parameters()), x, RECIPES[name])
+        return records
 
     torch._dynamo.reset()
     eager = train(lambda layer: layer)

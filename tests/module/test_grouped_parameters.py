@@ -100,10 +100,10 @@ def test_grouped_products_with_stacks_equal_separate_parameters(name, device, mo
         assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("together", ["0", "1"])
+@pytest.mark.parametrize("joint", ["0", "1"])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_gradients_are_accumulated_into_one_main_grad(together, delayed, device, monkeypatch):
-    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", together)
+def test_gradients_are_accumulated_into_one_main_grad(joint, delayed, device, monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", joint)
     options = {
         "fuse_wgrad_accumulation": True,
         "delay_wgrad_compute": delayed,
@@ -182,11 +182,11 @@ def test_checkpoints_convert_between_stacked_and_separate_parameters_bitwise(nam
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_plain_tensors_store_a_quantized_stack(name, device):
     single, _ = make_layer_pair(device, RECIPES[name])
-    again = copy.deepcopy(single)
+    repeated = copy.deepcopy(single)
     with torch.no_grad():
-        again.weight.zero_()
-    load_plain_state_dict(again, plain_state_dict(single))
-    assert torch.equal(again.weight.dequantize(), single.weight.dequantize())
+        repeated.weight.zero_()
+    load_plain_state_dict(repeated, plain_state_dict(single))
+    assert torch.equal(repeated.weight.dequantize(), single.weight.dequantize())
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -45,9 +45,9 @@ class Case:
         self.linears = [te.Linear(IN, OUT, **self.options) for _ in range(self.groups)]
         for i, linear in enumerate(self.linears):
             for kind in ("weight", "bias") if options["bias"] else ("weight",):
-                own = getattr(self.layer, f"{kind}{i}")
-                for parameter in (own, getattr(linear, kind)):
-                    parameter.data = own.data.clone()
+                local = getattr(self.layer, f"{kind}{i}")
+                for parameter in (local, getattr(linear, kind)):
+                    parameter.data = local.data.clone()
                     parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
                     parameter.requires_grad_(i not in self.frozen)
         self.splits = [
@@ -63,19 +63,19 @@ class Case:
 
     def trained(self, layers: list[Any], grouped: bool) -> tuple[list[torch.Tensor | None], int]:
         """Results, gradients and scaling states from two steps, and the bytes that their passes saved."""
-        seen: list[torch.Tensor | None] = []
+        records: list[torch.Tensor | None] = []
         saved: dict[int, torch.UntypedStorage] = {}
-        held = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
+        contents = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in held:
+            if storage.data_ptr() not in contents:
                 saved[storage.data_ptr()] = storage  # kept alive, so that its address is not reused
             return tensor
 
         for rows, values, grad in zip(self.splits, self.inputs, self.grads, strict=True):
             x = values.clone().requires_grad_(self.needs_grad_input)
-            held.add(x.untyped_storage().data_ptr())
+            contents.add(x.untyped_storage().data_ptr())
             hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
             with hooks, te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
                 if grouped:
@@ -87,12 +87,12 @@ class Case:
                 y.backward(grad)
                 for layer in layers if self.options["delay_wgrad_compute"] else ():
                     layer.backward_dw()
-            seen += [y.detach(), x.grad]
+            records += [y.detach(), x.grad]
         for i in range(self.groups):
             for kind in ("weight", "bias") if self.options["bias"] else ("weight",):
                 parameter = getattr(layers[0], f"{kind}{i}") if grouped else getattr(layers[i], kind)
-                seen += [parameter.grad, parameter.main_grad]
-        return seen + self._states(layers, grouped), sum([storage.nbytes() for storage in saved.values()])
+                records += [parameter.grad, parameter.main_grad]
+        return records + self._states(layers, grouped), sum([storage.nbytes() for storage in saved.values()])
 
     def _states(self, layers: list[Any], grouped: bool) -> list[torch.Tensor]:
         if not isinstance(self.recipe, te.recipe.DelayedScaling):

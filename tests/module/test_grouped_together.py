@@ -85,11 +85,11 @@ def operations(layer, x, splits, recipe) -> set[str]:
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.sampled
 def test_grouped_results_equal_those_one_by_one(name, splits, bias, device, monkeypatch):
-    together = make_layer(splits, device, bias=bias)
-    alone = copy.deepcopy(together)
+    joint = make_layer(splits, device, bias=bias)
+    alone = copy.deepcopy(joint)
     for _ in range(3):
         x = sample(splits, device)
-        ours = outcome(together, x, splits, RECIPES[name])
+        ours = outcome(joint, x, splits, RECIPES[name])
         theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
         for mine, other in zip(ours, theirs, strict=True):
             assert_close(mine, other)
@@ -114,11 +114,11 @@ REASONS = {
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_the_explanation_reports_why_groups_run_one_by_one(reason, device, monkeypatch):
-    options, dtype, asked = REASONS[reason]
+    options, dtype, requested = REASONS[reason]
     splits = SPLITS["many"]
     layer = GroupedLinear(len(splits), IN, OUT, device=device, **{"params_dtype": torch.bfloat16, **options})
     x = torch.randn(sum(splits), IN, device=device, dtype=dtype)
-    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", asked)
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", requested)
     explained = explain(layer, x, splits, backward=False)
     (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")
     assert way.chosen == "loop"
@@ -131,14 +131,14 @@ def test_the_explanation_reports_why_groups_run_one_by_one(reason, device, monke
 
 def test_grouped_and_one_by_one_runs_keep_equal_delayed_scaling_states(device, monkeypatch):
     splits = SPLITS["many"]
-    together = make_layer(splits, device)
-    alone = copy.deepcopy(together)
+    joint = make_layer(splits, device)
+    alone = copy.deepcopy(joint)
     for _ in range(3):
         x = sample(splits, device)
-        outcome(together, x, splits, RECIPES["delayed"])
+        outcome(joint, x, splits, RECIPES["delayed"])
         one_by_one(monkeypatch, alone, x, splits, RECIPES["delayed"])
     for key in ("scaling_fwd", "scaling_bwd"):
-        ours, theirs = together.fp8_meta[key], alone.fp8_meta[key]
+        ours, theirs = joint.fp8_meta[key], alone.fp8_meta[key]
         assert torch.equal(ours.scale, theirs.scale)
         assert torch.equal(ours.amax_history, theirs.amax_history)
         assert ours.amax_history.any()
@@ -309,15 +309,15 @@ WHOLE_BLOCKS = {"few": [128, 256, 0, 128], "many": [32, 0, 64, 224, 128, 32, 96,
 @pytest.mark.sampled(pairs=True)
 def test_groups_with_full_blocks_equal_one_by_one_runs(name, splits, bias, options, device, monkeypatch):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    together = make_layer(splits, device, bias=bias, **options)
-    alone = copy.deepcopy(together)
+    joint = make_layer(splits, device, bias=bias, **options)
+    alone = copy.deepcopy(joint)
     x, recipe = sample(splits, device), SCALED[name]
-    assert "grouped_gemm" in operations(together, x, splits, recipe)
-    assert "grouped_gemm" in operations(together, x, torch.tensor(splits, device=device), recipe)
+    assert "grouped_gemm" in operations(joint, x, splits, recipe)
+    assert "grouped_gemm" in operations(joint, x, torch.tensor(splits, device=device), recipe)
     for first_microbatch in (None, True, False):
         passed = {} if first_microbatch is None else {"is_first_microbatch": first_microbatch}
         torch.manual_seed(3)
-        ours = outcome(together, x, splits, recipe, **passed)
+        ours = outcome(joint, x, splits, recipe, **passed)
         torch.manual_seed(3)
         theirs = one_by_one(monkeypatch, alone, x, splits, recipe, **passed)
         for mine, other in zip(ours, theirs, strict=True):
@@ -357,11 +357,11 @@ def test_float32_groups_run_one_by_one_and_are_bitwise_equal_to_linear(device):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_few_grouped_products_are_bitwise_equal_to_one_by_one_runs(name, monkeypatch):
     splits = SPLITS["few"]
-    together = make_layer(splits, "cuda", bias=False)
-    alone = copy.deepcopy(together)
+    joint = make_layer(splits, "cuda", bias=False)
+    alone = copy.deepcopy(joint)
     for _ in range(3):
         x = sample(splits, "cuda")
-        ours = outcome(together, x, splits, RECIPES[name])
+        ours = outcome(joint, x, splits, RECIPES[name])
         theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other)

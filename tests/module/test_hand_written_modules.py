@@ -64,8 +64,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        kept, (*aux, bounds) = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
-        x8, q8, k8, v8, out8, *codes = te.restore_from_saved(ctx.tensor_objects, kept)
+        saved, (*aux, bounds) = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
+        x8, q8, k8, v8, out8, *codes = te.restore_from_saved(ctx.tensor_objects, saved)
         dy8 = ctx.quantizers[FP8BwdTensorIdx.GRAD_OUTPUT2](grad_output.contiguous())
         exact = {"use_split_accumulator": True, "grad": True, "out_dtype": DTYPE}
         d_out, *_ = general_gemm(codes[1], dy8, layout="NN", **exact)
@@ -105,13 +105,13 @@ class OwnAttention(TransformerEngineBaseModule):
             if not self.fp8:
                 return self.plain(x)
             forward = self.quantizers["scaling_fwd"]
-            kept = is_first_microbatch is not None
+            saved = is_first_microbatch is not None
             codes = [
                 self.get_weight_workspace(
                     tensor=weight,
                     quantizer=forward[slot],
-                    cache_name=name if kept else None,
-                    update_workspace=not kept or is_first_microbatch,
+                    cache_name=name if saved else None,
+                    update_workspace=not saved or is_first_microbatch,
                 )
                 for name, weight, slot in (
                     ("qkv", self.qkv_weight, FP8FwdTensorIdx.GEMM1_WEIGHT),
@@ -151,12 +151,12 @@ def test_an_attention_written_on_the_base_class_trains_in_fp8_as_in_float32(reci
     twin = copy.deepcopy(module)
     before = [p.detach().clone() for p in module.parameters()]
     losses, moved = train(module, recipe, device)
-    wanted_losses, wanted = train(twin, None, device)
+    wanted_losses, expected = train(twin, None, device)
     assert wanted_losses[-1] < wanted_losses[0] - 0.02
     torch.testing.assert_close(losses, wanted_losses, rtol=0.01, atol=0.0)
-    for start, got, want in zip(before, moved, wanted, strict=True):
+    for start, got, reference in zip(before, moved, expected, strict=True):
         # two roundings to E4M3 (1/16 each) for every gradient's operands, averaged over the sum
-        assert (got - want).norm() < 0.15 * (want - start).norm()
+        assert (got - reference).norm() < 0.15 * (reference - start).norm()
     if recipe.delayed():
         for key in ("scaling_fwd", "scaling_bwd"):
             assert (module.fp8_meta[key].scale != 1.0).any()
@@ -203,12 +203,12 @@ def test_prepare_forward_sets_formats_and_dtype(device):
 
 
 def test_a_recomputed_forward_uses_the_first_runs_scales(device):
-    seen = []
+    records = []
 
     class Watching(OwnAttention):
         def forward(self, x):
             with self.prepare_forward_ctx(x, num_gemms=3) as x:
-                seen.append(self.quantizers["scaling_fwd"][0].scale.item())
+                records.append(self.quantizers["scaling_fwd"][0].scale.item())
                 return self.quantizers["scaling_fwd"][0](x).dequantize() @ self.proj_weight.t()
 
     module = Watching(device)
@@ -217,18 +217,18 @@ def test_a_recomputed_forward_uses_the_first_runs_scales(device):
         y = te.checkpoint(module, x)
     after = module.fp8_meta["scaling_fwd"].scale[0].item()
     y.sum().backward()
-    assert seen == [1.0, 1.0] and after == pytest.approx(448 / 3)
+    assert records == [1.0, 1.0] and after == pytest.approx(448 / 3)
     assert module.fp8_meta["scaling_fwd"].scale[0].item() == after
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_forwards_in_any_order_use_their_first_runs_scales(reentrant, device):
-    seen = []
+    records = []
 
     class Watching(OwnAttention):
         def forward(self, x):
             with self.prepare_forward_ctx(x, num_gemms=3) as x:
-                seen.append(round(self.quantizers["scaling_fwd"][0].scale.item(), 3))
+                records.append(round(self.quantizers["scaling_fwd"][0].scale.item(), 3))
                 return self.quantizers["scaling_fwd"][0](x).dequantize() @ self.proj_weight.t()
 
     module = Watching(device)
@@ -239,7 +239,7 @@ def test_recomputed_forwards_in_any_order_use_their_first_runs_scales(reentrant,
             loss = loss + te.checkpoint(module, x, use_reentrant=reentrant).sum()
     after = module.fp8_meta["scaling_fwd"].scale[0].item()
     loss.backward()  # the last call is repeated first
-    assert seen[3:] == seen[2::-1] and len(set(seen)) == 3
+    assert records[3:] == records[2::-1] and len(set(records)) == 3
     assert module.fp8_meta["scaling_fwd"].scale[0].item() == after
 
 
@@ -252,10 +252,10 @@ def test_scaling_states_per_direction_are_created_kept_and_reset(device):
     module.init_fp8_meta_tensors(recipe)
     assert module.fp8_meta["scaling_fwd"] is forward and module.fp8_meta["scaling_bwd"].scale.shape == (2,)
     forward.scale.fill_(4.0)
-    kept = module.get_fp8_meta_tensors()
+    saved = module.get_fp8_meta_tensors()
     module.reset_fp8_meta_tensors()
     assert forward.scale.tolist() == [1.0] * 3
-    module.reset_fp8_meta_tensors(kept)
+    module.reset_fp8_meta_tensors(saved)
     assert forward.scale.tolist() == [4.0] * 3
     module.adjust_amax_history_length(5, fwd=True)
     assert forward.amax_history.shape == (5, 3) and module.fp8_meta["scaling_bwd"].amax_history.shape == (
@@ -346,10 +346,10 @@ def test_a_subclass_of_linear_adds_parameters_and_overrides_methods(recipe, devi
 
 def record_roles(module, x, **call):
     """Roles that a factory receives in one module step."""
-    asked = []
+    queries = []
 
     def factory(role):
-        asked.append(role)
+        queries.append(role)
         return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, x.device)
 
     recipe = CustomRecipe(qfactory=factory)
@@ -357,13 +357,13 @@ def record_roles(module, x, **call):
         with te.autocast(recipe=recipe):
             y = module(x, **call)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
-    return asked
+    return queries
 
 
 def test_a_factory_is_called_once_per_slot_in_role_order(device):
     x = torch.randn(32, 64, device=device, requires_grad=True)
-    asked = record_roles(Adapted(64, 32, device=device, name="fc"), x)
-    kinds = [None if role is None else (role.module_type, role.tensor_type, role.name) for role in asked]
+    requested = record_roles(Adapted(64, 32, device=device, name="fc"), x)
+    kinds = [None if role is None else (role.module_type, role.tensor_type, role.name) for role in requested]
     assert kinds == [
         ("linear", "input", "fc"),
         ("linear", "weight", "fc"),
@@ -371,10 +371,10 @@ def test_a_factory_is_called_once_per_slot_in_role_order(device):
         ("linear", "grad_output", "fc"),
         None,
     ]
-    asked = record_roles(te.GroupedLinear(2, 64, 32, device=device), x, m_splits=[16, 16])
-    assert len(asked) == 10 and {role.module_type for role in asked} == {"grouped_linear"}
-    asked = record_roles(te.LayerNormMLP(64, 64, device=device, name="mlp"), x)
-    assert [role.name for role in asked] == ["mlp.fc1"] * 3 + ["mlp.fc2"] * 3 + ["mlp.fc1"] * 2 + [
+    requested = record_roles(te.GroupedLinear(2, 64, 32, device=device), x, m_splits=[16, 16])
+    assert len(requested) == 10 and {role.module_type for role in requested} == {"grouped_linear"}
+    requested = record_roles(te.LayerNormMLP(64, 64, device=device, name="mlp"), x)
+    assert [role.name for role in requested] == ["mlp.fc1"] * 3 + ["mlp.fc2"] * 3 + ["mlp.fc1"] * 2 + [
         "mlp.fc2"
     ] * 2
 
@@ -384,18 +384,18 @@ def test_output_and_grad_input_roles_can_be_set(device):
     layer = te.Linear(64, 32, device=device)
     layer.output_quantizer_role = te.QuantizerRole("dpa", "qkv", "attention")
     layer.grad_input_quantizer_role = te.QuantizerRole("dpa", "do", "attention")
-    asked = record_roles(layer, x)
-    assert [role.tensor_type for role in asked] == ["input", "weight", "qkv", "grad_output", "do"]
+    requested = record_roles(layer, x)
+    assert [role.tensor_type for role in requested] == ["input", "weight", "qkv", "grad_output", "do"]
 
 
 def test_a_module_without_roles_warns_and_has_empty_roles(device):
-    asked = []
-    recipe = CustomRecipe(qfactory=lambda role: asked.append(role))
+    queries = []
+    recipe = CustomRecipe(qfactory=lambda role: queries.append(role))
     module = OwnAttention(device)
     with te.autocast(recipe=recipe), pytest.warns(UserWarning, match="override get_quantizer_roles"):
         module.prepare_forward(torch.randn(4, HIDDEN, device=device))
-    assert [str(role) for role in asked] == ["QuantizerRole()"] * 5
-    assert asked == [
+    assert [str(role) for role in queries] == ["QuantizerRole()"] * 5
+    assert queries == [
         "linear_input",
         "linear_weight",
         "linear_output",
@@ -420,8 +420,8 @@ def test_one_factory_mixes_delayed_and_stateless_quantizers(device):
     state = layer.fp8_meta["scaling_fwd"]
     assert state.scale.shape == (2,) and state.scale[0].item() == 448 / 2
     assert state.scale[1].item() == pytest.approx(448 / layer.weight.abs().max().item())
-    want = torch.nn.functional.linear(x, layer.weight, layer.bias)
-    torch.testing.assert_close(y, want, rtol=0.1, atol=0.05)
+    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(y, expected, rtol=0.1, atol=0.05)
     with pytest.raises(AttributeError, match="read delayed_states"):
         layer.fp8_meta["scaling_bwd"].scale  # noqa: B018
 

@@ -272,12 +272,12 @@ def test_every_activation_with_and_without_recomputation(activation, recompute, 
     if activation == "clamped_swiglu":
         options["activation_params"] = {"limit": 0.5, "alpha": 1.5}
     layer = LayerNormMLP(HIDDEN, 96, checkpoint=recompute, **options)
-    kept = LayerNormMLP(HIDDEN, 96, **options)
-    kept.load_state_dict(layer.state_dict())
+    saved = LayerNormMLP(HIDDEN, 96, **options)
+    saved.load_state_dict(layer.state_dict())
     assert layer.fc1_weight.shape[0] == 96 * (2 if ACTIVATIONS[activation].gated else 1)
     for _ in range(2):
         x = sample(device)
-        assert same(step(layer, x, RECIPES["delayed"]), step(kept, x, RECIPES["delayed"]))
+        assert same(step(layer, x, RECIPES["delayed"]), step(saved, x, RECIPES["delayed"]))
 
 
 def test_recomputation_saves_memory():
@@ -298,12 +298,12 @@ def test_a_split_weight_equals_the_full_weight(split, device):
     assert [n for n, _ in layer.named_parameters()] == [f"{n}_weight" for n in names] + [
         f"{n}_bias" for n in names
     ]
-    whole = Linear(HIDDEN, 96, device=device)
+    full = Linear(HIDDEN, 96, device=device)
     with torch.no_grad():
-        whole.weight.copy_(torch.cat([getattr(layer, f"{n}_weight") for n in names]))
-        whole.bias.copy_(torch.cat([getattr(layer, f"{n}_bias") for n in names]))
+        full.weight.copy_(torch.cat([getattr(layer, f"{n}_weight") for n in names]))
+        full.bias.copy_(torch.cat([getattr(layer, f"{n}_bias") for n in names]))
     x = sample(device)
-    mine, theirs = step(layer, x, RECIPES["current"]), step(whole, x, RECIPES["current"])
+    mine, theirs = step(layer, x, RECIPES["current"]), step(full, x, RECIPES["current"])
     assert same(mine[:2], theirs[:2])
     assert torch.equal(torch.cat(mine[2 : 2 + len(names)]), theirs[2])
 

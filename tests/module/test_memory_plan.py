@@ -112,9 +112,9 @@ def count_saved_bytes(
     precision = te.autocast(enabled=recipe is not None, recipe=recipe)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), precision:
         y = model(x)
-    known = [*(model.parameters() if parameters is None else parameters), x, y]
-    kept = set(storages) - {tensor.untyped_storage().data_ptr() for tensor in known} - {0}
-    return sum(storages[pointer] for pointer in kept)
+    recognized = [*(model.parameters() if parameters is None else parameters), x, y]
+    saved = set(storages) - {tensor.untyped_storage().data_ptr() for tensor in recognized} - {0}
+    return sum(storages[pointer] for pointer in saved)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -219,8 +219,8 @@ def payload(model: nn.Module) -> list[torch.Tensor]:
     parts: list[torch.Tensor] = []
     for parameter in model.parameters():
         quantized = isinstance(parameter, te.QuantizedTensor)
-        own = parameter.as_storage().flatten()[0] if quantized else (parameter,)
-        parts += [part for part in own if part is not None]
+        local = parameter.as_storage().flatten()[0] if quantized else (parameter,)
+        parts += [part for part in local if part is not None]
     return parts
 
 
@@ -235,8 +235,8 @@ def test_quantized_parameters_take_their_codes_and_scales_and_no_copies(name: st
         plan = memory_plan(model, RECIPES[recipe], 512)
         count_saved_bytes(model, RECIPES[recipe], x, payload(model))  # creates the recipe's states
         actual = count_saved_bytes(model, RECIPES[recipe], x, payload(model))
-    held = sum(-(-part.nbytes // GRANULE) * GRANULE for part in payload(model))
-    assert sum(module.parameters for module in plan.modules) == held
+    contents = sum(-(-part.nbytes // GRANULE) * GRANULE for part in payload(model))
+    assert sum(module.parameters for module in plan.modules) == contents
     assert plan.weight_copies == 0
     assert plan.saved == actual
 
@@ -264,14 +264,12 @@ def test_a_recomputed_stack_keeps_its_layers_inputs(reentrant: bool, recipe: str
     layers = [layernorm_mlp(256, device="cpu") for _ in range(4)]
     with te.emulate():
         alone = memory_plan(layers[0], chosen, 512)
-        again = memory_plan(Recomputed(layers, reentrant), chosen, 512, inputs=(x,))
+        repeated = memory_plan(Recomputed(layers, reentrant), chosen, 512, inputs=(x,))
     inputs = 512 * 256 * 2
     scales = 4 * 2 * 3 * GRANULE if recipe == "delayed" else 0  # layers, products, operands
-    assert again.saved == 3 * inputs + scales
-    others = 3 * (
-        alone.parameters + sum(module.parameters for module in alone.modules)
-    )  # and their gradients
-    assert alone.peak + others <= again.peak <= alone.peak + others + 2 * (inputs + scales)
+    assert repeated.saved == 3 * inputs + scales
+    rest = 3 * (alone.parameters + sum(module.parameters for module in alone.modules))  # and their gradients
+    assert alone.peak + rest <= repeated.peak <= alone.peak + rest + 2 * (inputs + scales)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
@@ -407,8 +405,8 @@ def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.Mo
         planned = call()
     pairs = list(zip(tree_leaves(planned), tree_leaves(expected), strict=True))
     assert all((x is None and y is None) or (x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
-    made = [x for x in tree_leaves(planned) if x is not None]
-    assert sum(allocated for _, allocated in ledger.events) == len(made)  # and no other allocations
+    outputs = [x for x in tree_leaves(planned) if x is not None]
+    assert sum(allocated for _, allocated in ledger.events) == len(outputs)  # and no other allocations
 
 
 @pytest.mark.parametrize(
@@ -424,8 +422,8 @@ def test_block_format_results_are_allocated_only_if_a_cast_follows(name: str, st
     call, ledger = operations()[name], Ledger(lambda: "")
     with planning(lambda x, result: None), ledger:
         planned = call()
-    made = [x for x in tree_leaves(planned) if x is not None]
-    assert sum(allocated for _, allocated in ledger.events) == len(made) + stored
+    outputs = [x for x in tree_leaves(planned) if x is not None]
+    assert sum(allocated for _, allocated in ledger.events) == len(outputs) + stored
 
 
 def test_the_ledger_counts_a_storage_once_until_it_is_freed():
@@ -458,9 +456,9 @@ def test_scratch_memory_counts_at_the_peak_and_is_freed():
         x = torch.empty(4096, 4096, dtype=BF16)
         other = x.sum(1, dtype=torch.float32)
         sums = x.sum(0, dtype=torch.float32)
-    kept = x.nbytes + other.nbytes + sums.nbytes
-    assert ledger.bytes(ledger.live(ledger.peak(0))) == kept + 128 * MIB
-    assert ledger.bytes(ledger.live()) == kept
+    saved = x.nbytes + other.nbytes + sums.nbytes
+    assert ledger.bytes(ledger.live(ledger.peak(0))) == saved + 128 * MIB
+    assert ledger.bytes(ledger.live()) == saved
 
 
 @pytest.mark.gpu

@@ -97,8 +97,8 @@ def test_every_attribute_is_listed_as_fixed_or_has_another_value():
     # On these layers: no norm to return, no tracker, no other group count that divides the heads, names that
     # other layers' constructors take, and no ranks that share a sequence.
     assert without <= WITHOUT_ANOTHER_VALUE, without
-    held = {key for kind in NAMES for key in (*vars(make_layer(kind)), *dir(NAMES[kind]))}
-    assert set(NOT_CHANGED) - held == set()
+    contents = {key for kind in NAMES for key in (*vars(make_layer(kind)), *dir(NAMES[kind]))}
+    assert set(NOT_CHANGED) - contents == set()
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_no_changed_child_attribute_leaves_a_stale_cache(recipe: str | None, eve
     writes = [
         (path, attribute, value)
         for number, (attribute, of_children) in enumerate(values.items())
-        for place, (path, value) in enumerate(of_children.items())
-        if every_child or place == number % len(of_children)
+        for index, (path, value) in enumerate(of_children.items())
+        if every_child or index == number % len(of_children)
     ]
     assert len({path for path, _, _ in writes}) == 5
     stale = [

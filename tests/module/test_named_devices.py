@@ -92,11 +92,11 @@ def test_a_numbered_gpu_without_cuda_is_rejected(maker: str, device: Any, no_gpu
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_cuda_without_a_number_is_the_modules_default_device(maker: str, device: torch.device):
-    made = MAKERS[maker]("cuda")
-    if isinstance(made, torch.nn.Module):
-        made = next(made.parameters())
-    if isinstance(made, torch.Tensor) and maker != "Float8Tensor":
-        assert made.device.type == device.type
+    instance = MAKERS[maker]("cuda")
+    if isinstance(instance, torch.nn.Module):
+        instance = next(instance.parameters())
+    if isinstance(instance, torch.Tensor) and maker != "Float8Tensor":
+        assert instance.device.type == device.type
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

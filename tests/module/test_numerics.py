@@ -119,14 +119,14 @@ def test_replacing_the_weight_by_another_shape_takes_effect(device):
     assert run_layer(layer, x, None).shape[-1] == 48
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("repeated", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_copy_continues_independently_of_the_original(name, again, layer, device):
+def test_a_copy_continues_independently_of_the_original(name, repeated, layer, device):
     x, recipe = sample(device), RECIPES[name]
     for _ in range(2):
         step(layer, x, recipe)
-    twin = again(layer)
+    twin = repeated(layer)
     twin.quantizers["scaling_fwd"][0] = IdentityQuantizer()
-    other = again(layer)
+    other = repeated(layer)
     assert same(step(layer, x, recipe), step(other, x, recipe))
     assert not isinstance(layer.quantizers["scaling_fwd"][0], IdentityQuantizer)

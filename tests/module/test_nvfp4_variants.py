@@ -114,14 +114,14 @@ def test_grouped_linear_equals_linear_layers():
     grouped = te.GroupedLinear(2, 64, 48, device="cpu", params_dtype=torch.float32)
     x = torch.randn(48, 64)
     with te.autocast(recipe=recipe):
-        together = grouped(x, [16, 32])
+        joint = grouped(x, [16, 32])
     for group, part in enumerate(x.split([16, 32])):
         single = te.Linear(64, 48, device="cpu", params_dtype=torch.float32)
         with torch.no_grad():
             single.weight.copy_(getattr(grouped, f"weight{group}"))
             single.bias.copy_(getattr(grouped, f"bias{group}"))
         with te.autocast(recipe=recipe):
-            assert torch.equal(single(part), together.split([16, 32])[group])
+            assert torch.equal(single(part), joint.split([16, 32])[group])
 
 
 @every_variant
@@ -132,11 +132,11 @@ def test_a_custom_recipe_with_the_same_quantizers_gives_the_same_bits(name):
     custom = CustomRecipe(qfactory=lambda role: make_quantizers(name)[places.get(role.tensor_type, 2)])
     for recipe in (RECIPES[name], custom):
         layer.zero_grad()
-        given = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         with te.autocast(recipe=recipe):
-            y = layer(given)
+            y = layer(leaf)
         y.square().sum().backward()
-        results.append((y.detach(), given.grad, layer.weight.grad.clone()))
+        results.append((y.detach(), leaf.grad, layer.weight.grad.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -152,10 +152,10 @@ def test_compiled_layers_are_bitwise_equal_to_eager_layers(name):
 
     for run in (step, torch.compile(step, fullgraph=True)):
         layer.zero_grad()
-        given = x.clone().requires_grad_()
-        y = run(given)
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
         y.square().sum().backward()
-        results.append((y.detach(), given.grad, layer.weight.grad.clone()))
+        results.append((y.detach(), leaf.grad, layer.weight.grad.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -168,7 +168,7 @@ def test_per_row_maxima_are_offloaded_like_codes_and_scales(monkeypatch):
     link = RecordedLink()
     context = OffloadContext(DefaultOffloadSynchronizer(3, 2, link=link))
     for model, after in ((plain, None), (moved, context.synchronize)):
-        y = given = x.clone().requires_grad_()
+        y = leaf = x.clone().requires_grad_()
         with te.autocast(recipe=recipe):
             for layer in model:
                 if after is None:
@@ -178,7 +178,7 @@ def test_per_row_maxima_are_offloaded_like_codes_and_scales(monkeypatch):
                     y = layer(y)
                 y = after(y)
         y.square().sum().backward()
-        results.append([y.detach(), given.grad, *(p.grad for p in model.parameters())])
+        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
     assert link.log.count("out") == link.log.count("back") > 0
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -205,37 +205,37 @@ class TestTensors:
     )
 
     def test_modes_and_maxima_are_attributes(self, quantizer):
-        made = quantizer(self.x)
+        result = quantizer(self.x)
         per_row = quantizer.row_scaled_nvfp4
-        assert made._amax_rowwise.shape == ((64,) if per_row else (1,))
-        assert made._amax_columnwise.shape == (1,)
-        assert made._row_scaled_nvfp4 is per_row
-        assert made._nvfp4_use_4over6 is quantizer.nvfp4_use_4over6
-        assert made._nvfp4_e4m3_max == quantizer.nvfp4_e4m3_max
+        assert result._amax_rowwise.shape == ((64,) if per_row else (1,))
+        assert result._amax_columnwise.shape == (1,)
+        assert result._row_scaled_nvfp4 is per_row
+        assert result._nvfp4_use_4over6 is quantizer.nvfp4_use_4over6
+        assert result._nvfp4_e4m3_max == quantizer.nvfp4_e4m3_max
         assert quantizer.is_quantizable(self.x) is not per_row
 
     def test_pickles_copies_views_and_row_slices_keep_the_values(self, quantizer):
-        made = quantizer(self.x)
-        values = made.dequantize()
-        for twin in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), made.clone()):
+        result = quantizer(self.x)
+        values = result.dequantize()
+        for twin in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), result.clone()):
             assert torch.equal(twin.dequantize(), values)
-            assert twin._row_scaled_nvfp4 is made._row_scaled_nvfp4
-        assert torch.equal(made.view(4, 16, 32).dequantize(), values.view(4, 16, 32))
+            assert twin._row_scaled_nvfp4 is result._row_scaled_nvfp4
+        assert torch.equal(result.view(4, 16, 32).dequantize(), values.view(4, 16, 32))
         for start in (0, 16, 48):
-            assert torch.equal(made[start : start + 16].dequantize(), values[start : start + 16])
+            assert torch.equal(result[start : start + 16].dequantize(), values[start : start + 16])
 
     def test_writes_requantize_with_the_tensors_own_mode(self, quantizer):
-        made, again = quantizer(self.x), quantizer.make_empty((64, 32))
-        again.copy_(self.x)
-        assert torch.equal(again.dequantize(), made.dequantize())
-        again.quantize_(2 * self.x)
-        again[16:32].copy_(self.x[16:32])
+        result, repeated = quantizer(self.x), quantizer.make_empty((64, 32))
+        repeated.copy_(self.x)
+        assert torch.equal(repeated.dequantize(), result.dequantize())
+        repeated.quantize_(2 * self.x)
+        repeated[16:32].copy_(self.x[16:32])
         if quantizer.row_scaled_nvfp4:
             quantizer.set_usage(columnwise=False)
             alone = quantizer.make_empty((64, 32))
             alone.quantize_(2 * self.x)
             alone[16:32].copy_(self.x[16:32])
-            assert torch.equal(alone.dequantize()[16:32], made.dequantize()[16:32])
+            assert torch.equal(alone.dequantize()[16:32], result.dequantize()[16:32])
             assert torch.equal(alone.dequantize()[32:], quantizer(2 * self.x).dequantize()[32:])
 
     def test_gathered_shards_are_the_whole(self, quantizer):
@@ -244,16 +244,16 @@ class TestTensors:
             return
         parts = [gather_payload(quantizer(part).as_storage()) for part in self.x.split(16)]
         gathered = [torch.cat(tensors) for tensors in zip(*(tensors for tensors, _ in parts), strict=True)]
-        whole = join_payload(gathered, parts[0][1], torch.float32)
-        assert whole._amax_rowwise.shape == (64,)
-        assert torch.equal(whole.dequantize(), quantizer(self.x).dequantize())
+        full = join_payload(gathered, parts[0][1], torch.float32)
+        assert full._amax_rowwise.shape == (64,)
+        assert torch.equal(full.dequantize(), quantizer(self.x).dequantize())
 
     def test_permuted_tokens_keep_their_values(self, quantizer):
         quantizer.set_usage(columnwise=False)
-        made = quantizer(self.x)
+        result = quantizer(self.x)
         indices = torch.randperm(4).repeat(16)[:, None].int()
-        moved, _ = moe_permute(made, indices, map_type="index")
-        expected, _ = moe_permute(made.dequantize(), indices, map_type="index")
+        moved, _ = moe_permute(result, indices, map_type="index")
+        expected, _ = moe_permute(result.dequantize(), indices, map_type="index")
         assert torch.equal(moved.dequantize(), expected)
 
     def test_bytes_of_another_mode_are_rejected(self, quantizer):
@@ -264,16 +264,16 @@ class TestTensors:
         assert plain._nvfp4_e4m3_max == 448
 
     def test_swizzled_scales_have_the_same_values(self, quantizer):
-        made = quantizer(self.x)
-        fields = made.get_metadata()
+        result = quantizer(self.x)
+        fields = result.get_metadata()
         for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
             rows, columns = fields[name].shape
             tiles = fields[name].view(rows // 128, 4, 32, columns // 4, 4)
             fields[name] = tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
-        shape, dtype = made.shape, fields.pop("dtype")
+        shape, dtype = result.shape, fields.pop("dtype")
         fields["with_gemm_swizzled_scales"] = True
         swizzled = te.NVFP4Tensor(shape, dtype, **fields)
-        assert torch.equal(swizzled.dequantize(), made.dequantize())
+        assert torch.equal(swizzled.dequantize(), result.dequantize())
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,13 @@ def test_reported_statistics_equal_the_tensors_statistics(device: torch.device):
             linear(x).sum().backward()
         report = observation.step()
     assert report is not None
-    (shown,) = [tensor for tensor in report.tensors if tensor.name == "input"]
+    (listing,) = [tensor for tensor in report.tensors if tensor.name == "input"]
     quantized = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)(x).dequantize().double()
     noise = (x.double() - quantized).square().sum()
-    assert (shown.format, shown.elements) == ("e4m3 float8", x.numel())
-    assert shown.maximum == x.abs().max().item()
-    assert shown.underflow == ((x != 0) & (quantized == 0)).double().mean().item() > 0.1
-    assert shown.sqnr == pytest.approx(10 * math.log10(x.double().square().sum() / noise), abs=1e-4)
+    assert (listing.format, listing.elements) == ("e4m3 float8", x.numel())
+    assert listing.maximum == x.abs().max().item()
+    assert listing.underflow == ((x != 0) & (quantized == 0)).double().mean().item() > 0.1
+    assert listing.sqnr == pytest.approx(10 * math.log10(x.double().square().sum() / noise), abs=1e-4)
 
 
 def test_an_outdated_delayed_scale_shows_saturation(device: torch.device):
@@ -191,11 +191,11 @@ def test_observation_restores_hooks_and_quantizers(device: torch.device):
         assert bool(module[0]._forward_hooks) == isinstance(quantizer, Observing)
         return isinstance(quantizer, Observing)
 
-    seen = []
+    records = []
     for _ in range(4):
-        seen.append(observed())
+        records.append(observed())
         observation.step()
-    assert seen == [True, False, True, False]
+    assert records == [True, False, True, False]
     observation.close()
     assert not observed()
     twin = copy.deepcopy(module)

@@ -78,9 +78,9 @@ def plan_peak(model: nn.Module, recipe: recipes.Recipe | None) -> float:
         options["rotary_pos_emb"] = torch.empty(TOKENS, 1, 1, HEAD, device="meta")
     plan = memory_plan(model, recipe, TOKENS, inputs=(x,), **options)
     last = getattr(model, "out_features", HIDDEN)
-    given = x.nbytes + TOKENS * last * BF16.itemsize + sum(angles.nbytes for angles in options.values())
+    argument = x.nbytes + TOKENS * last * BF16.itemsize + sum(angles.nbytes for angles in options.values())
     gradients = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
-    return (plan.peak - plan.workspace - plan.parameters - given - gradients) / MIB
+    return (plan.peak - plan.workspace - plan.parameters - argument - gradients) / MIB
 
 
 @pytest.mark.parametrize("recipe", MOST)
@@ -144,7 +144,7 @@ def small(name: str, device: torch.device) -> nn.Module:
     """One layer per autograd function that frees tensors early."""
     torch.manual_seed(3)
     common = {"params_dtype": BF16, "device": device}
-    made = {
+    outputs = {
         "linear": lambda: te.Linear(128, 256, **common),
         "layernorm_linear": lambda: te.LayerNormLinear(128, 256, **common),
         "norm output": lambda: te.LayerNormLinear(128, 256, return_layernorm_output=True, **common),
@@ -155,7 +155,7 @@ def small(name: str, device: torch.device) -> nn.Module:
             128, 256, 2, hidden_dropout=0.0, attention_dropout=0.0, **common
         ),
     }
-    return made[name]()
+    return outputs[name]()
 
 
 SMALL = ("linear", "layernorm_linear", "norm output", "swiglu", "gelu", "checkpoint", "layer")
@@ -192,13 +192,13 @@ def test_a_retained_graph_repeats_bitwise_and_a_freed_graph_raises(name: str, re
     with te.emulate():
         model, x = small(name, device), sample(device)
         loss = compute_loss(model, x, RECIPES[recipe])
-        kept = [gradients(model, x, loss, True) for _ in range(2)]
+        saved = [gradients(model, x, loss, True) for _ in range(2)]
         last = gradients(model, x, loss, False)
         alone = gradients(model, x, compute_loss(model, x, RECIPES[recipe]), False)
         with pytest.raises(RuntimeError, match="second time"):
             gradients(model, x, loss, False)
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in last)
-    assert same(kept[0], last) and same(kept[1], last) and same(alone, last)
+    assert same(saved[0], last) and same(saved[1], last) and same(alone, last)
 
 
 @pytest.mark.parametrize("name", ["linear", "layernorm_linear", "swiglu", "gelu", "checkpoint"])
@@ -245,17 +245,21 @@ def test_saved_operands_are_freed_before_the_norms_backward(name: str, operation
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = model(x)
-    held = {p.untyped_storage().data_ptr() for p in [*model.parameters(), x]}
-    made = [
-        ref for ref in saved if (s := ref()) is not None and s.data_ptr() not in held and s.nbytes() > 4096
+    contents = {p.untyped_storage().data_ptr() for p in [*model.parameters(), x]}
+    outputs = [
+        ref
+        for ref in saved
+        if (s := ref()) is not None and s.data_ptr() not in contents and s.nbytes() > 4096
     ]
-    assert len(made) == {"swiglu": 3, "layernorm_linear": 1}[name]  # norm(x), fc1's output, the activation's
+    assert (
+        len(outputs) == {"swiglu": 3, "layernorm_linear": 1}[name]
+    )  # norm(x), fc1's output, the activation's
     alive: list[int] = []
 
     def heard(name: str, request: object) -> None:
         if name == operation:
-            alive.append(sum(ref() is not None for ref in made))
+            alive.append(sum(ref() is not None for ref in outputs))
 
     with observing(heard):
         y.backward(torch.ones_like(y), retain_graph=keep)
-    assert alive == [len(made) if keep else 0]
+    assert alive == [len(outputs) if keep else 0]

@@ -71,8 +71,8 @@ def test_eviction_keeps_failures_and_the_latest_entries(monkeypatch):
 
 def test_rotation_functions_accept_numbers_as_flags():
     x, angles = torch.randn(4, 1, 2, 8), torch.randn(4, 1, 1, 8)
-    wanted = FusedRoPEFunc.apply(x, angles, None, "sbhd", True)
-    assert torch.equal(FusedRoPEFunc.apply(x, angles, None, "sbhd", 2, None, 1.0, 0.0), wanted)
+    expected = FusedRoPEFunc.apply(x, angles, None, "sbhd", True)
+    assert torch.equal(FusedRoPEFunc.apply(x, angles, None, "sbhd", 2, None, 1.0, 0.0), expected)
 
 
 def test_a_split_into_other_than_three_parts_is_named():
@@ -86,16 +86,16 @@ def test_a_split_into_other_than_three_parts_is_named():
 
 def test_buffers_in_one_storage_keep_their_own_names():
     tensor = NVFP4Quantizer()(torch.randn(32, 64))
-    wanted = tensor.fsdp_buffer_fields()
-    parts = [getattr(tensor, name) for name in wanted]
+    expected = tensor.fsdp_buffer_fields()
+    parts = [getattr(tensor, name) for name in expected]
     memory = torch.empty(sum(p.numel() for p in parts), dtype=torch.uint8)
     at = 0
-    for name, part in zip(wanted, parts, strict=True):
-        kept = memory[at : at + part.numel()].view(part.shape)
-        kept.copy_(part.view(torch.uint8))
-        setattr(tensor, name, kept.view(part.dtype))
+    for name, part in zip(expected, parts, strict=True):
+        saved = memory[at : at + part.numel()].view(part.shape)
+        saved.copy_(part.view(torch.uint8))
+        setattr(tensor, name, saved.view(part.dtype))
         at += part.numel()
-    assert len(wanted) > 1 and tensor.fsdp_buffer_fields() == wanted
+    assert len(expected) > 1 and tensor.fsdp_buffer_fields() == expected
 
 
 @pytest.mark.parametrize(

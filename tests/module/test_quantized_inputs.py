@@ -39,19 +39,19 @@ def layer_results(layer: torch.nn.Module, x: Any, recipe: str) -> tuple[torch.Te
     return (y.detach(), x.grad, *[p.grad for p in layer.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("position", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_quantized_input_equals_its_dequantized_values(kind, recipe, quantizer, place):
+def test_a_quantized_input_equals_its_dequantized_values(kind, recipe, quantizer, position):
     if kind == "Linear" and recipe != "none":
         pytest.skip(
             "a Linear multiplies the codes of its input, which another quantization would round again"
         )
     torch.manual_seed(3)
-    layer = LAYERS[kind](device=place)
+    layer = LAYERS[kind](device=position)
     shape = (ROWS, 1, HIDDEN) if kind == "TransformerLayer" else (ROWS, HIDDEN)
-    codes = QUANTIZERS[quantizer]()(torch.randn(*shape, device=place))
+    codes = QUANTIZERS[quantizer]()(torch.randn(*shape, device=position))
     values = codes.dequantize().detach().requires_grad_()
     expected = layer_results(layer, values, recipe)
     found = layer_results(layer, codes.requires_grad_(), recipe)

@@ -119,30 +119,30 @@ class Settings:
 
     def trained(self, layer: Any, call: Any, device: torch.device, steps: int = STEPS) -> list[Any]:
         """Results, gradients and states over several steps."""
-        seen: list[Any] = []
+        records: list[Any] = []
         recipe = self.made_recipe()
         for step in range(steps):
             x = self.sample(step, device)
             with te.autocast(enabled=recipe is not None, recipe=recipe):
-                made = call(x, **self.keywords(step))
-            results = [y for y in tree_leaves(made) if y is not None]
+                result = call(x, **self.keywords(step))
+            results = [y for y in tree_leaves(result) if y is not None]
             generator = torch.Generator().manual_seed(100 + step)
             reached = [y for y in results if y.requires_grad]
             if reached:
                 torch.autograd.backward(
                     reached, [torch.randn(y.shape, generator=generator).to(y) for y in reached]
                 )
-            seen += [*[y.detach().clone() for y in results], None if x.grad is None else x.grad.clone()]
+            records += [*[y.detach().clone() for y in results], None if x.grad is None else x.grad.clone()]
             for parameter in layer.parameters():
-                seen += [
+                records += [
                     None if parameter.grad is None else parameter.grad.clone(),
                     parameter.main_grad.clone(),
                 ]
                 parameter.grad = None
         states = [layer.fp8_meta.get(key) for key in ("scaling_fwd", "scaling_bwd")]
         if self.recipe == "delayed":
-            seen += [part for state in states for part in (state.scale, state.amax_history)]
-        return seen
+            records += [part for state in states for part in (state.scale, state.amax_history)]
+        return records
 
 
 def random_settings(**choices: list[Any]) -> st.SearchStrategy[Settings]:

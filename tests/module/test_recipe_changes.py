@@ -67,9 +67,9 @@ def contents(layer):
     return decode_extra_state(layer.get_extra_state()) or {}
 
 
-def assert_equal(found, kept):
-    assert found.keys() == kept.keys()
-    for name, value in kept.items():
+def assert_equal(found, saved):
+    assert found.keys() == saved.keys()
+    for name, value in saved.items():
         same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
         assert same, name
 
@@ -83,13 +83,13 @@ def test_a_mismatched_state_raises_and_changes_nothing(misfit, before, device):
     changes, names = MISFITS[misfit]
     quantizers = dict(layer.quantizers)
     states = {key: layer.fp8_meta.get(key) for key in ("scaling_fwd", "scaling_bwd")}
-    meta, kept = dict(layer.fp8_meta), contents(layer)
+    meta, saved = dict(layer.fp8_meta), contents(layer)
     with pytest.raises(ExtraStateError, match=names):
         layer.set_extra_state(extra(**changes))
     assert {key: layer.fp8_meta.get(key) for key in states} == states
     assert dict(layer.fp8_meta) == meta
     assert layer.quantizers == quantizers
-    assert_equal(contents(layer), kept)
+    assert_equal(contents(layer), saved)
 
 
 def test_a_state_that_does_not_match_quantized_parameters_is_dropped_with_a_warning(device):
@@ -123,8 +123,8 @@ def test_a_matching_state_is_loaded(device):
     ],
     ids=["linear", "layernorm_linear", "layernorm_mlp", "grouped"],
 )
-@pytest.mark.parametrize("whole", [True, False], ids=["in a model", "alone"])
-def test_loaded_weights_are_used_by_the_next_microbatch(make, whole, device):
+@pytest.mark.parametrize("full", [True, False], ids=["in a model", "alone"])
+def test_loaded_weights_are_used_by_the_next_microbatch(make, full, device):
     layer, source, x = make(device), make(device), tokens(device)
     more = ([16],) if isinstance(layer, te.GroupedLinear) else ()
     recipe = Float8CurrentScaling()
@@ -135,7 +135,7 @@ def test_loaded_weights_are_used_by_the_next_microbatch(make, whole, device):
     torch.save(source.state_dict(), saved)
     saved.seek(0)
     state = torch.load(saved, weights_only=False)
-    if whole:
+    if full:
         model = nn.Sequential(layer)
         model.load_state_dict({f"0.{name}": value for name, value in state.items()})
     else:

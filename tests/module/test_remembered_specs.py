@@ -98,14 +98,14 @@ def test_freezing_a_parameter_selects_another_spec(layer, builds, device):
 
 def test_functional_call_parameters_are_not_cached(layer, device):
     """torch.func.functional_call passes new parameters in each call; caching them would accumulate memory."""
-    seen = []
+    records = []
     for _ in range(3):
         values = {name: p.detach().clone() for name, p in layer.named_parameters()}
-        seen += [weakref.ref(value) for value in values.values()]
+        records += [weakref.ref(value) for value in values.values()]
         torch.func.functional_call(layer, values, tokens(device))
         del values
     gc.collect()
-    assert not any(ref() is not None for ref in seen)
+    assert not any(ref() is not None for ref in records)
 
 
 def test_gradients_accumulate_into_their_calls_parameter(device):

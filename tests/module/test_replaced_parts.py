@@ -33,16 +33,16 @@ def test_a_projection_that_adds_its_bias_can_replace_one_that_returns_it():
     proj = other.self_attention.proj
     torch.nn.init.normal_(proj.bias)
     layer.load_state_dict(other.state_dict())
-    own = te.Linear(proj.in_features, proj.out_features, device=proj.weight.device)
-    own.load_state_dict(proj.state_dict())
-    layer.self_attention.proj = own
+    local = te.Linear(proj.in_features, proj.out_features, device=proj.weight.device)
+    local.load_state_dict(proj.state_dict())
+    layer.self_attention.proj = local
     (_, ours), (_, theirs) = make_call(layer), make_call(other)
     torch.testing.assert_close(ours(), theirs(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_warns_once_that_it_runs_in_high_precision():
     layer = make_layer("Linear")
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as observed:
         warnings.simplefilter("always")
         for rows in (7, 9, 11):
             with te.autocast(recipe=RECIPES["mxfp8"]):
@@ -51,7 +51,7 @@ def test_a_layer_warns_once_that_it_runs_in_high_precision():
         len(
             [
                 w
-                for w in seen
+                for w in observed
                 if "Linear runs in high precision, not under MXFP8BlockScaling" in str(w.message)
             ]
         )

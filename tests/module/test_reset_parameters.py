@@ -58,14 +58,14 @@ def test_resetting_works_again_and_on_a_copy(kind, recipe, device):
     with quantized_model_init(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
         layer = KINDS[kind](device=device)
     first, marked = values(layer), marks(layer)
-    held = list(layer.parameters())
-    for again in (layer, copy.deepcopy(layer)):
-        again.requires_grad_(False).requires_grad_(True)
-        spoil(again)
-        assert equal(reset(again), first)
-        assert marks(again) == marked
-        assert all(p.requires_grad for p in again.parameters())
-    assert all(a is b for a, b in zip(held, layer.parameters(), strict=True)), "optimizers hold them"
+    contents = list(layer.parameters())
+    for repeated in (layer, copy.deepcopy(layer)):
+        repeated.requires_grad_(False).requires_grad_(True)
+        spoil(repeated)
+        assert equal(reset(repeated), first)
+        assert marks(repeated) == marked
+        assert all(p.requires_grad for p in repeated.parameters())
+    assert all(a is b for a, b in zip(contents, layer.parameters(), strict=True)), "optimizers hold them"
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])

@@ -107,11 +107,11 @@ def test_the_returned_inputs_gradient_reaches_the_norm(kind, normalization, devi
     module = kind(HIDDEN, FFN, normalization=normalization, params_dtype=torch.bfloat16, device=device)
     values = inputs(device, torch.bfloat16)
     x, other = values.clone().requires_grad_(), values.clone().requires_grad_()
-    y, again = module.forward_with_residual(x)
-    assert again.data_ptr() == x.data_ptr()
-    assert again.grad_fn is y.grad_fn
+    y, repeated = module.forward_with_residual(x)
+    assert repeated.data_ptr() == x.data_ptr()
+    assert repeated.grad_fn is y.grad_fn
     grads = torch.ones_like(y), torch.cos(values.float()).bfloat16()
-    torch.autograd.backward((y, again), grads)
+    torch.autograd.backward((y, repeated), grads)
     torch.autograd.backward((module(other), other * 1), grads)
     assert torch.equal(x.grad, other.grad)
 
@@ -142,10 +142,10 @@ def test_calls_whose_norm_cannot_add_the_residual_gradient_return_the_input(kind
     settings = {"params_dtype": torch.float32, "device": "cpu"}
     module = kind(HIDDEN, FFN, **settings)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    (y, norm_output), again = kind(
+    (y, norm_output), repeated = kind(
         HIDDEN, FFN, return_layernorm_output=True, **settings
     ).forward_with_residual(x)
-    assert again is x and norm_output.grad_fn is y.grad_fn
+    assert repeated is x and norm_output.grad_fn is y.grad_fn
     assert module.forward_with_residual(x.detach())[1].grad_fn is None
     with torch.autocast("cpu", torch.bfloat16):
         assert module.forward_with_residual(x)[1] is x

@@ -188,11 +188,11 @@ def full_backward_pre_hook(name: str) -> None:
 
 
 def tensor_hook(name: str) -> None:
-    module, seen = make(name), []
+    module, records = make(name), []
     for key, parameter in module.named_parameters():
-        parameter.register_hook(lambda gradient, key=key: seen.append(key))
+        parameter.register_hook(lambda gradient, key=key: records.append(key))
     step(name, module)
-    assert set(seen) == {key for key, _ in module.named_parameters()}
+    assert set(records) == {key for key, _ in module.named_parameters()}
 
 
 class _Twice(nn.Module):

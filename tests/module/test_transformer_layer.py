@@ -96,12 +96,12 @@ def test_every_variant_equals_its_formula(variant, device):
     layer = make(device, **VARIANTS[variant])
     x = sample(device, 5, 2, HIDDEN).requires_grad_()
     encoder = sample(device, 3, 2, HIDDEN, seed=2).requires_grad_() if layer.layer_type == "decoder" else None
-    got, want = layer(x, encoder_output=encoder), compose_layer(layer, x, encoder)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    got, expected = layer(x, encoder_output=encoder), compose_layer(layer, x, encoder)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     leaves = [x, *layer.parameters()] + ([encoder] if encoder is not None else [])
     grad = sample(device, *got.shape, seed=3)
     for ours, theirs in zip(
-        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
+        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
@@ -109,14 +109,14 @@ def test_every_variant_equals_its_formula(variant, device):
 @pytest.mark.parametrize("tensor_format", ["bshd", "thd"])
 def test_formats_agree_with_sbhd(tensor_format, device):
     x = sample(device, 5, 2, HIDDEN)
-    want = make(device)(x).transpose(0, 1)
+    expected = make(device)(x).transpose(0, 1)
     if tensor_format == "bshd":
         got = make(device, attn_input_format="bshd")(x.transpose(0, 1))
     else:
         layer = make(device, attn_input_format="thd", self_attn_mask_type="padding_causal")
         bounds = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
         got = layer(x.transpose(0, 1).flatten(0, 1), cu_seqlens_q=bounds, max_seqlen_q=5).unflatten(0, (2, 5))
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_masks_and_windows_reach_their_attention(device):
@@ -135,9 +135,9 @@ def test_masks_and_windows_reach_their_attention(device):
         layer(x, enc_dec_attn_mask=tuple(masks), **options), plain, atol=1e-5, rtol=1e-5
     )
     masks[1][:, ..., 2] = True
-    want = layer(x, encoder_output=encoder[:2])
+    expected = layer(x, encoder_output=encoder[:2])
     torch.testing.assert_close(
-        layer(x, enc_dec_attn_mask=tuple(masks), **options), want, atol=1e-5, rtol=1e-5
+        layer(x, enc_dec_attn_mask=tuple(masks), **options), expected, atol=1e-5, rtol=1e-5
     )
 
 
@@ -146,9 +146,9 @@ def test_dropout_scales_kept_elements_and_leaves_the_residual(device):
     x = sample(device, 5, 2, HIDDEN)
     branch = layer(x) - x
     dropped = layer.train()(x) - x
-    kept = dropped.abs() > 1e-6
-    assert 0.3 < kept.float().mean() < 0.7
-    torch.testing.assert_close(dropped[kept], 2 * branch[kept], atol=1e-4, rtol=1e-4)
+    saved = dropped.abs() > 1e-6
+    assert 0.3 < saved.float().mean() < 0.7
+    torch.testing.assert_close(dropped[saved], 2 * branch[saved], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tensor_format, axis", [("sbhd", 1), ("bshd", 0)])
@@ -158,9 +158,9 @@ def test_drop_path_drops_whole_samples(tensor_format, axis, device):
     x = sample(device, *((3, 64) if axis == 1 else (64, 3)), HIDDEN)
     branch = (layer(x) - x).movedim(axis, 0)
     dropped = (layer.train()(x) - x).movedim(axis, 0)
-    kept = dropped.flatten(1).abs().amax(1) > 1e-6
-    assert 10 < kept.sum() < 54
-    torch.testing.assert_close(dropped[kept], 2 * branch[kept], atol=1e-4, rtol=1e-4)
+    saved = dropped.flatten(1).abs().amax(1) > 1e-6
+    assert 10 < saved.sum() < 54
+    torch.testing.assert_close(dropped[saved], 2 * branch[saved], atol=1e-4, rtol=1e-4)
 
 
 def test_zero_drop_path_is_the_identity(device):
@@ -244,13 +244,13 @@ def test_quantized_training_stays_close_to_high_precision(device, monkeypatch):
     layer = TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device=device)
     x = sample(device, 16, 2, 64).requires_grad_()
     plain = layer(x)
-    (want,) = torch.autograd.grad(plain.square().sum(), x)
+    (expected,) = torch.autograd.grad(plain.square().sum(), x)
     with autocast(recipe=Float8CurrentScaling()):
         quantized = layer(x)
     (got,) = torch.autograd.grad(quantized.square().sum(), x)
     assert not torch.equal(quantized, plain)
     assert (quantized - plain).norm() < 0.05 * plain.norm()
-    assert (got - want).norm() < 0.1 * want.norm()
+    assert (got - expected).norm() < 0.1 * expected.norm()
 
 
 def test_weights_are_quantized_once_per_step(device, monkeypatch):

@@ -14,10 +14,10 @@ def test_interleaved_glu_tensors_alternate_gate_and_product_blocks(shape, size):
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     gate, product = tensor.chunk(2)
     blocks = [part[i : i + size] for i in range(0, len(gate), size) for part in (gate, product)]
-    turned = te.interleave_glu_tensor(tensor, size)
-    assert torch.equal(turned, torch.cat(blocks)) and turned.is_contiguous()
-    back = te.deinterleave_glu_tensor(turned, size)
-    assert torch.equal(back, tensor) and back.is_contiguous() and back.data_ptr() != turned.data_ptr()
+    transposed = te.interleave_glu_tensor(tensor, size)
+    assert torch.equal(transposed, torch.cat(blocks)) and transposed.is_contiguous()
+    back = te.deinterleave_glu_tensor(transposed, size)
+    assert torch.equal(back, tensor) and back.is_contiguous() and back.data_ptr() != transposed.data_ptr()
 
 
 @pytest.mark.parametrize("change", [te.interleave_glu_tensor, te.deinterleave_glu_tensor])

@@ -118,25 +118,25 @@ class Described:
         draw, width = self.draw, self.width
         shape = self.leading
         if kind == "situ":
-            made: Any = ops.SiTUGLU() if draw.random() < 0.5 else ops.ClampedSwiGLU()
+            result: Any = ops.SiTUGLU() if draw.random() < 0.5 else ops.ClampedSwiGLU()
         elif kind == "gated":
-            made = draw.choice((ops.GEGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU))(
+            result = draw.choice((ops.GEGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU))(
                 cache_quantized_input=draw.random() < 0.15
             )
-            if isinstance(made, ops.SwiGLU) and draw.random() < 0.4:
-                made = ops.SwiGLU(glu_interleave_size=8)
+            if isinstance(result, ops.SwiGLU) and draw.random() < 0.4:
+                result = ops.SwiGLU(glu_interleave_size=8)
         else:
-            made = draw.choice(
+            result = draw.choice(
                 (ops.ScaledSReLU, ops.ScaledSwiGLU, ops.ScaledClampedQGeGLU, ops.ScaledSiTUGLU)
             )()
             self.extra.append(lambda: torch.rand(shape, dtype=draw.choice((torch.float32, self.dtype))))
-        if type(made) in GATED:
+        if type(result) in GATED:
             if width < 32:
                 if kind == "scaled":
                     self.extra.pop()
                 return
             self.width = width // 2
-        self.ops.append(made)
+        self.ops.append(result)
 
     def add_extra(self) -> None:
         draw, shape = self.draw, (*self.leading, self.width)
@@ -223,29 +223,29 @@ def run(
 ) -> list[str]:
     """Digests of results, gradients and states in a chain's calls; if a call raises, its message."""
     torch.manual_seed(number)
-    made = Described(number)
-    draw, wide, recipe = made.draw, made.wide, RECIPES[made.recipe]
+    instance = Described(number)
+    draw, wide, recipe = instance.draw, instance.wide, RECIPES[instance.recipe]
     quantized = recipe is not None and wide.random() < 0.1
     try:
         with te.quantized_model_init(enabled=quantized, recipe=recipe):
             for _ in range(draw.randint(1, 7)):
-                made.add()
+                instance.add()
     except (RuntimeError, ValueError) as error:  # stacks and small widths cannot be quantized
         return [str(number), digest(error)]
-    if not made.ops:
+    if not instance.ops:
         return []
-    names = [type(op).__name__ for op in made.ops]
-    chain = ops.Sequential(*made.ops)
+    names = [type(op).__name__ for op in instance.ops]
+    chain = ops.Sequential(*instance.ops)
     chain.train(draw.random() < 0.8)
     for parameter in chain.parameters():
         parameter.requires_grad_(draw.random() < 0.8)
-        if made.accumulates and parameter.dim() > 1:
+        if instance.accumulates and parameter.dim() > 1:
             parameter.main_grad = torch.zeros(parameter.shape)
-    x = torch.randn(*(made.leading if not names.count("Reshape") else (ROWS,)), WIDTH).to(made.dtype)
+    x = torch.randn(*(instance.leading if not names.count("Reshape") else (ROWS,)), WIDTH).to(instance.dtype)
     if wide.random() < 0.3:
         x = vary_layout(x, wide)
     # A reshape has chosen the dimensions of later operations; the first ones take a matrix.
-    found = [f"{number} {made.recipe} {str(made.dtype)[6:]} {names}"]
+    found = [f"{number} {instance.recipe} {str(instance.dtype)[6:]} {names}"]
     needs, grads, narrow = draw.random() < 0.8, draw.random() < 0.9, draw.random() < 0.1
     recomputes, extra_only = wide.random() < 0.05, wide.random() < 0.1
     te.fp8.FP8GlobalStateManager.reset()
@@ -253,11 +253,11 @@ def run(
     if compiled:
         torch._dynamo.reset()
         called = torch.compile(chain, fullgraph=True, backend="aot_eager", dynamic=False)
-    calls = 2 if made.recipe == "delayed" else min(wide.choice((1, 1, 2, 3)), most_calls)
+    calls = 2 if instance.recipe == "delayed" else min(wide.choice((1, 1, 2, 3)), most_calls)
     for call in range(calls):
         if call and wide.random() < 0.5:
             change(chain, wide)
-        extra = [make() for make in made.extra]
+        extra = [make() for make in instance.extra]
         of_extra = draw.random() < 0.6
         leaves = [
             tensor.requires_grad_(of_extra) if tensor.is_floating_point() else tensor for tensor in extra
@@ -270,12 +270,12 @@ def run(
                 torch.autocast("cpu", torch.bfloat16, enabled=narrow),
                 te.autocast(enabled=recipe is not None, recipe=recipe),
             ):
-                given = [t * 1 if t.is_floating_point() and draw.random() < 0.5 else t for t in leaves]
+                args = [t * 1 if t.is_floating_point() and draw.random() < 0.5 else t for t in leaves]
                 given_x = leaf * 1 if draw.random() < 0.5 else leaf
                 if recomputes:
-                    outputs = te.checkpoint(called, given_x, *given, use_reentrant=wide.random() < 0.5)
+                    outputs = te.checkpoint(called, given_x, *args, use_reentrant=wide.random() < 0.5)
                 else:
-                    outputs = called(given_x, *given)
+                    outputs = called(given_x, *args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             results += outputs
             reached = [y for y in outputs if y.requires_grad and (y is outputs[0] or draw.random() < 0.7)]
@@ -288,7 +288,7 @@ def run(
                 torch.autograd.backward(reached, weights)
                 results += [leaf.grad, *[t.grad for t in leaves], *[p.grad for p in chain.parameters()]]
                 results += [getattr(p, "main_grad", None) for p in chain.parameters()]
-            results += [*given, given_x]  # an operation may write into extra inputs
+            results += [*args, given_x]  # an operation may write into extra inputs
         except Exception as error:  # the message is compared
             results.append(error)
         for parameter in chain.parameters():

@@ -49,26 +49,26 @@ def step(chain: Any, recipe: Any, observed: bool = False) -> dict[str, Any]:
     dy = torch.zeros(128, 1, 512, dtype=torch.bfloat16)
     dy_extra = torch.zeros(128, 1, 512, dtype=torch.bfloat16)
     states = {
-        f"{number}.{mode}.{place}.{name}": getattr(state, name)
+        f"{number}.{mode}.{index}.{name}": getattr(state, name)
         for number, op in enumerate(chain.modules())
         if isinstance(op, ops.BasicOperation)
         for mode in ("forward", "backward")
-        for place, state in enumerate(op.delayed_states(mode))
+        for index, state in enumerate(op.delayed_states(mode))
         for name in ("scale_in_place", "amax_history")
     }
-    given = {"x": x, "dy": dy, "dy_extra": dy_extra, **states, **dict(chain.named_parameters())}
+    options = {"x": x, "dy": dy, "dy_extra": dy_extra, **states, **dict(chain.named_parameters())}
     memory.clear()
-    for name, tensor in given.items():
+    for name, tensor in options.items():
         memory[tensor.data_ptr()] = name
     for parameter in chain.parameters():
         parameter.grad = None
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         if observed:
             with observing(lambda operation, request: None):  # runs the steps
-                made = chain(x)
+                result = chain(x)
         else:
-            made = chain(x)
-    outputs = made if isinstance(made, tuple) else (made,)
+            result = chain(x)
+    outputs = result if isinstance(result, tuple) else (result,)
     # An extra output is the input, and its gradient is added by torch, which computes no symbols.
     torch.autograd.backward(outputs[0], dy)
     left = {"y": outputs[0], "dx": x.grad, **states}
@@ -82,21 +82,23 @@ def differences(name: str, kind: str) -> str | None:
     expected = step(chain, recipe, observed=True)
     found = [step(chain, recipe) for _ in range(STEPS)]
     (prepared,) = [
-        made for made in chain._module_groups[0]._prepared.values() if isinstance(made, PreparedChain)
+        output for output in chain._module_groups[0]._prepared.values() if isinstance(output, PreparedChain)
     ]  # pyright: ignore
     if prepared.compiled is None:
-        return f"not listed: {sorted({type(own).__name__ for own in prepared.passes if not own.listed})}"
+        return (
+            f"not listed: {sorted({type(local).__name__ for local in prepared.passes if not local.listed})}"
+        )
     compiled = [
-        [pass_kind.reason for pass_kind in made.kinds.values() if pass_kind.generated is None]
-        + [None] * (not made.kinds)
-        for made in prepared.compiled.passes
+        [pass_kind.reason for pass_kind in output.kinds.values() if pass_kind.generated is None]
+        + [None] * (not output.kinds)
+        for output in prepared.compiled.passes
     ]
     if any(compiled):
         return f"not compiled: {compiled}"
     if "?" in expected.values():
         return f"{expected}"
-    for number, made in enumerate(found):
-        unlike = [part for part in expected if made[part] != expected[part]]
+    for number, result in enumerate(found):
+        unlike = [part for part in expected if result[part] != expected[part]]
         if unlike:
             return f"step {number}: {unlike}"
     return None

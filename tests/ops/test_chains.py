@@ -29,12 +29,12 @@ def inputs(chain: Any, extra: list[str], device: torch.device) -> tuple[Tensor, 
     """A chain's main input and extra inputs."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(*ROWS, 64, generator=generator).to(device)
-    made = []
+    outputs = []
     shape = shapes(chain, x)
-    for kind, place in zip(extra, shape, strict=True):
-        size = place if kind.startswith("residual") else place[:-1]
-        made.append(torch.randn(size, generator=generator).to(device))
-    return x, made
+    for kind, index in zip(extra, shape, strict=True):
+        size = index if kind.startswith("residual") else index[:-1]
+        outputs.append(torch.randn(size, generator=generator).to(device))
+    return x, outputs
 
 
 def shapes(chain: Any, x: Tensor) -> list[Any]:
@@ -61,10 +61,10 @@ def gradients(
         parameter.grad = None
     leaves = [x.clone().requires_grad_(), *[tensor.clone().requires_grad_() for tensor in extra]]
     with context:
-        made = run(
+        result = run(
             *[leaf * 1 for leaf in leaves]
         )  # not leaves: an operation may write an extra input in place
-    outputs = list(made) if isinstance(made, tuple) else [made]
+    outputs = list(result) if isinstance(result, tuple) else [result]
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(y.shape, generator=generator).to(x.device) for y in outputs]
     values = [dequantized(y) for y in outputs]
@@ -76,14 +76,14 @@ def gradients(
 
 def run_alone(chain: Any, x: Tensor, *extra: Tensor) -> Any:
     """Run each operation separately."""
-    given, made = iter(extra), []
+    argument, outputs = iter(extra), []
     for op in chain:
         numbers = [member.num_extra_inputs for member in op.basic_operations()]
-        x = op(x, *[next(given) for _ in range(sum(numbers))])
+        x = op(x, *[next(argument) for _ in range(sum(numbers))])
         if isinstance(x, tuple):
-            x, *others = x
-            made += others
-    return (x, *made) if made else x
+            x, *rest = x
+            outputs += rest
+    return (x, *outputs) if outputs else x
 
 
 def dequantized(tensor: Tensor) -> Tensor:
@@ -129,22 +129,22 @@ def check(described: list[Any], name: str, device: torch.device) -> None:
             every = [op for group in chain._module_groups for op in group._basic_ops]
             for op, state in zip(every, states, strict=True):
                 op._load_fp8_metas(state)
-        alone = gradients(lambda *given: run_alone(chain, *given), chain, x, extra, autocast())
+        alone = gradients(lambda *args: run_alone(chain, *args), chain, x, extra, autocast())
         if name == "delayed":
             for op, state in zip(every, states, strict=True):
                 op._load_fp8_metas(state)
         with unfused():
-            apart = gradients(chain, chain, x, extra, autocast())
-    exact = gradients(lambda *given: run_plain(chain, *given), chain, x, extra, nullcontext())
+            separate = gradients(chain, chain, x, extra, autocast())
+    exact = gradients(lambda *args: run_plain(chain, *args), chain, x, extra, nullcontext())
     quantizing = any(type(op).__name__ in ("Linear", "BasicLinear", "Quantize") for op in chain)
     lossy = name != "none" and quantizing
     unit = FP4 if name == "nvfp4" else FP8
     text = f"{name}: {described}"
     # A GPU adds a bias in a product's epilogue before the result is rounded.
     bound = 0.0 if device.type == "cpu" else unit / 4 if lossy else EXACT
-    for others, what in ((apart, "unfused steps"), (alone, "operations one by one")):
-        compare(fused[0], others[0], bound, f"{text} outputs, fused against {what}")
-        compare(fused[1], others[1], bound, f"{text} gradients, fused against {what}")
+    for rest, what in ((separate, "unfused steps"), (alone, "operations one by one")):
+        compare(fused[0], rest[0], bound, f"{text} outputs, fused against {what}")
+        compare(fused[1], rest[1], bound, f"{text} gradients, fused against {what}")
     compare(fused[0], exact[0], unit if lossy else EXACT, f"{text} outputs against float32")
     compare(fused[1], exact[1], 2 * unit if lossy else EXACT, f"{text} gradients against float32")
 
@@ -158,7 +158,7 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
         return
     chains_of_modes[1][0].load_state_dict(chains_of_modes[0][0].state_dict())
     x, extra = inputs(chains_of_modes[0][0], kinds, device)
-    seen: list[Any] = []
+    records: list[Any] = []
     with emulate():
         for compiles, (chain, _, _) in enumerate(chains_of_modes):
             te.fp8.FP8GlobalStateManager.reset()
@@ -166,16 +166,16 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
             run = torch.compile(chain, fullgraph=True, backend=backend, dynamic=False) if compiles else chain
             for _ in range(3 if name == "delayed" else 1):
                 context = te.autocast(enabled=recipe is not None, recipe=recipe)
-                seen += gradients(run, chain, x, extra, context)
+                records += gradients(run, chain, x, extra, context)
             every = [op for module in chain for op in module.basic_operations()]
             metas = [op._save_fp8_metas() for op in every]
-            seen.append(
+            records.append(
                 [part for meta in metas for states in meta.values() for state in states for part in state]
             )
-    count = len(seen) // 2
+    count = len(records) // 2
     # Inductor's fused loops keep intermediate results in registers.
     bound = 0.0 if backend == "aot_eager" else EXACT if name == "none" else FP4 if name == "nvfp4" else FP8
-    for ours, theirs in zip(seen[count:], seen[:count], strict=True):
+    for ours, theirs in zip(records[count:], records[:count], strict=True):
         compare(ours, theirs, bound, f"{name}: {described}, {backend} against eager mode")
 
 

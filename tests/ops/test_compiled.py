@@ -59,17 +59,17 @@ def test_a_chain_compiles_without_graph_breaks(name, emulated):
 def test_a_compiled_activation_saves_the_same_codes_as_eager_mode():
     torch._dynamo.reset()
     gelu = ops.Sequential(ops.GELU(cache_quantized_input=True), ops.ConstantScale(2.0))
-    seen: list[torch.Tensor] = []
+    records: list[torch.Tensor] = []
     for run in (gelu, torch.compile(gelu, fullgraph=True, backend="aot_eager")):
         x = torch.linspace(-3, 3, 256, device=PLACE["device"]).view(4, 64).requires_grad_()
         y = run(x)
         y.sum().backward()
         assert x.grad is not None
-        seen += [y.detach(), x.grad]
-    assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
+        records += [y.detach(), x.grad]
+    assert torch.equal(records[0], records[2]) and torch.equal(records[1], records[3])
     exact = torch.linspace(-3, 3, 256, device=PLACE["device"]).view(4, 64).requires_grad_()
     (2 * torch.nn.functional.gelu(exact, approximate="tanh")).sum().backward()
-    assert 0 < relative_error(seen[3], exact.grad) <= 2**-4  # the saved input's rounding
+    assert 0 < relative_error(records[3], exact.grad) <= 2**-4  # the saved input's rounding
 
 
 @pytest.mark.parametrize("first", [ops.Linear, ops.RMSNorm])
@@ -114,18 +114,18 @@ def test_a_compiled_backward_pass_equals_one_with_a_contiguous_gradient(layout):
 def experts() -> ops.Sequential:
     """Permuted tokens, GroupedLinear, scaled SwiGLU, GroupedLinear; some parameters are frozen."""
     torch.manual_seed(0)
-    made = ops.Sequential(
+    chain = ops.Sequential(
         ops.GroupedLinear(3, 64, 128, bias=False, **PLACE), ops.ScaledSwiGLU(),
         ops.GroupedLinear(3, 64, 64, scale_bias=True, **PLACE),
     )  # fmt: skip
-    for parameter in (*made[0].parameters(), *list(made[2].parameters())[1::2]):
+    for parameter in (*chain[0].parameters(), *list(chain[2].parameters())[1::2]):
         parameter.requires_grad_(parameter.dim() == 1)
-    return made
+    return chain
 
 
 def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None]:
     """Results and gradients from two steps with different token counts, and the scaling states."""
-    seen: list[torch.Tensor | None] = []
+    records: list[torch.Tensor | None] = []
     for rows in ([32, 0, 64], [64, 32, 96]):
         splits = torch.tensor(rows, device=PLACE["device"])
         generator = torch.Generator().manual_seed(sum(rows))
@@ -136,14 +136,14 @@ def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = run(x, splits, scales, splits, of_biases)
         y.square().sum().backward()
-        seen += [y.detach().clone(), x.grad, scales.grad, of_biases.grad]
-        seen += [parameter.grad for parameter in module.parameters()]
+        records += [y.detach().clone(), x.grad, scales.grad, of_biases.grad]
+        records += [parameter.grad for parameter in module.parameters()]
         module.zero_grad()
     for op in module:
-        seen += [
+        records += [
             part.clone() for states in op._save_fp8_metas().values() for state in states for part in state
         ]
-    return seen
+    return records
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_compiled_checkpoint_has_the_bits_of_eager_mode(name: str, called_befo
     def run(y: torch.Tensor) -> torch.Tensor:
         return checkpoint(module, y, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
-    seen: list[list[torch.Tensor]] = []
+    records: list[list[torch.Tensor]] = []
     for call, owner in (
         (torch.compile(run, backend="aot_eager", fullgraph=True), module),
         (reference, reference),
@@ -243,9 +243,9 @@ def test_a_compiled_checkpoint_has_the_bits_of_eager_mode(name: str, called_befo
         y = call(leaf)
         y.square().sum().backward()
         assert leaf.grad is not None
-        seen.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
-    assert len(seen[0]) > 2
-    for compiled, eager in zip(*seen, strict=True):
+        records.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
+    assert len(records[0]) > 2
+    for compiled, eager in zip(*records, strict=True):
         assert torch.equal(compiled, eager)
 
 
@@ -286,14 +286,14 @@ def test_a_compiled_user_operation_may_save_its_input(name: str):
     module = SAVING[name]()
     reference = copy.deepcopy(module)
     x = torch.randn(32, 64, device=PLACE["device"])
-    seen: list[list[torch.Tensor]] = []
+    records: list[list[torch.Tensor]] = []
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for call, owner in ((compiled, module), (reference, reference)):
         leaf = x.clone().requires_grad_()
         y = call(leaf)
         y.sum().backward()
         assert leaf.grad is not None
-        seen.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
-    assert len(seen[0]) > 2
-    for actual, expected in zip(*seen, strict=True):
+        records.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
+    assert len(records[0]) > 2
+    for actual, expected in zip(*records, strict=True):
         assert torch.equal(actual, expected)

@@ -20,8 +20,8 @@ def kinds(fused) -> list[str]:
 def run(chain, *extra, recipe=None):
     x = torch.randn(32, 64, **BF16, requires_grad=True)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
-        made = chain(x * 1, *extra)
-    return x, made
+        result = chain(x * 1, *extra)
+    return x, result
 
 
 def residual(width: int = 64) -> torch.Tensor:
@@ -169,8 +169,8 @@ def test_users_operations_run_between_fused_passes(emulated):
     chain = ops.Sequential(ops.Linear(64, 64, **BF16), Doubled(), ops.Linear(64, 64, **BF16), ops.GELU())
     x, y = run(chain, recipe=Float8CurrentScaling())
     y.sum().backward()
-    before, behind = chain[1].quantizers
-    assert before is None and behind is chain[2].basic_ops[0].get_input_quantizer()
+    before, distance = chain[1].quantizers
+    assert before is None and distance is chain[2].basic_ops[0].get_input_quantizer()
     plain = ops.Sequential(chain[0], ops.ConstantScale(6.0), chain[2], chain[3])
     grads = [x.grad, chain[0].weight.grad.clone()]
     assert chain[1].weight.grad is not None
@@ -240,7 +240,7 @@ class ScaledTwice(ops.FusedOperation):
 
     calls = 0
 
-    def fuser_forward(self, basic_op_ctxs, input_, **others):
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
         type(self).calls += 1
         first, second = self.basic_ops
         y, _ = first.fuser_forward(
@@ -261,13 +261,13 @@ class ScaledTwiceBackward(ops.FusedOperation):
 
 
 def _pairs(kind):
-    def fuse(given, *, recipe):
-        made = []
-        for op in given:
-            if made and isinstance(op, ops.ConstantScale) and isinstance(made[-1], ops.ConstantScale):
-                op = kind([made.pop(), op])
-            made.append(op)
-        return made
+    def fuse(argument, *, recipe):
+        outputs = []
+        for op in argument:
+            if outputs and isinstance(op, ops.ConstantScale) and isinstance(outputs[-1], ops.ConstantScale):
+                op = kind([outputs.pop(), op])
+            outputs.append(op)
+        return outputs
 
     return fuse
 
@@ -279,9 +279,9 @@ def registrations():
         OperationFuser.backward_fusion_functions,
         OperationFuser.forward_backward_fusion_functions,
     )
-    kept = [list(functions) for functions in lists]
+    saved = [list(functions) for functions in lists]
     yield
-    for functions, before in zip(lists, kept, strict=True):
+    for functions, before in zip(lists, saved, strict=True):
         functions[:] = before
 
 
@@ -330,11 +330,11 @@ def test_a_fusion_that_loses_operations_raises(registrations):
 
 def test_channels_connect_operations():
     def chain(connected: bool):
-        made, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+        instance, add = ops.MakeExtraOutput(), ops.AddExtraInput()
         if connected:
-            assert made.set_extra_output_channel(0, "residual", output_to_caller=False) is made
+            assert instance.set_extra_output_channel(0, "residual", output_to_caller=False) is instance
             assert add.set_extra_input_channel(0, "residual") is add
-        return ops.Sequential(made, ops.Linear(64, 64, **BF16), ops.GELU(), add)
+        return ops.Sequential(instance, ops.Linear(64, 64, **BF16), ops.GELU(), add)
 
     connected, public = chain(True), chain(False)
     public.load_state_dict(connected.state_dict())
@@ -351,9 +351,9 @@ def test_channels_connect_operations():
 
 
 def test_channel_gradients_are_summed_over_readers_and_the_caller():
-    made = ops.MakeExtraOutput().set_extra_output_channel(0, "x")
+    result = ops.MakeExtraOutput().set_extra_output_channel(0, "x")
     adds = [ops.AddExtraInput().set_extra_input_channel(0, "x") for _ in range(2)]
-    chain = ops.Sequential(made, ops.ConstantScale(2.0), *adds)
+    chain = ops.Sequential(result, ops.ConstantScale(2.0), *adds)
     x, (y, extra) = run(chain)
     (y + 3 * extra).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0 + 1 + 1 + 3))

@@ -114,15 +114,15 @@ def test_launches_equal_the_modules_for_any_number_of_groups():
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_grouped_results_equal_the_loop(name, options, monkeypatch):
-    together, alone = make_layer(**options), make_layer(**options)
+    joint, alone = make_layer(**options), make_layer(**options)
     for splits in SPLITS:
         x = sample(sum(splits))
-        ours = outcome(together, x, splits, RECIPES[name])
+        ours = outcome(joint, x, splits, RECIPES[name])
         with monkeypatch.context() as patch:
             patch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
             theirs = outcome(alone, x, splits, RECIPES[name])
         assert_close(ours, theirs)
-    assert choose_implementation(together, x, splits, RECIPES[name]) == ("together", "")
+    assert choose_implementation(joint, x, splits, RECIPES[name]) == ("together", "")
 
 
 def test_grouped_results_equal_plain_pytorch_in_float64():
@@ -143,8 +143,8 @@ def test_grouped_results_equal_plain_pytorch_in_float64():
 
 
 def test_other_group_sizes_reuse_the_prepared_passes(monkeypatch):
-    for asked in ("1", "0"):
-        monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", asked)
+    for requested in ("1", "0"):
+        monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", requested)
         chain = ops.Sequential(make_layer())
         for splits in SPLITS:
             chain(sample(192), torch.tensor(splits))
@@ -208,12 +208,12 @@ def test_recomputed_calls_repeat_the_loops_results():
     layer, x, splits = make_layer(), sample(192), torch.tensor([64, 64, 64])
     alone = copy.deepcopy(layer)
     found = []
-    for made in (layer, alone):
+    for result in (layer, alone):
         x.grad = None
         with autocast(recipe=RECIPES["delayed"]):
-            y = checkpoint(made, x, splits) if made is layer else made(x, splits)
+            y = checkpoint(result, x, splits) if result is layer else result(x, splits)
         y.float().sum().backward()
-        found.append([y.detach(), x.grad, *[p.grad for p in made.parameters()]])
+        found.append([y.detach(), x.grad, *[p.grad for p in result.parameters()]])
     assert_close(*found)
 
 
@@ -306,8 +306,8 @@ def test_delayed_scaling_rejects_weights_in_one_parameter(device):
 def stack_values(layer: Any, kind: str) -> torch.Tensor:
     """Values of all weights or all biases as one plain tensor [n, ..]."""
     parameters = dict(layer.named_parameters())
-    held = [parameters[kind]] if kind in parameters else [parameters[f"{kind}{i}"] for i in range(3)]
-    plain = [p.dequantize() if isinstance(p, QuantizedTensor) else p.detach() for p in held]
+    contents = [parameters[kind]] if kind in parameters else [parameters[f"{kind}{i}"] for i in range(3)]
+    plain = [p.dequantize() if isinstance(p, QuantizedTensor) else p.detach() for p in contents]
     return plain[0] if kind in parameters else torch.stack(plain)
 
 

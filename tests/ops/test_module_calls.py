@@ -37,18 +37,18 @@ def mlp() -> ops.Sequential:
 def test_global_module_hooks_see_every_operation(register: Callable[..., Any], warm: bool):
     chain, x = mlp(), torch.randn(4, 32, requires_grad=True)
     expected = chain(x) if warm else mlp()(x)
-    seen: list[str] = []
-    handle = register(lambda module, *_: seen.append(type(module).__name__))
+    records: list[str] = []
+    handle = register(lambda module, *_: records.append(type(module).__name__))
     try:
         y = chain(x)
         y.sum().backward()
     finally:
         handle.remove()
-    assert {"Sequential", "LayerNorm", "Linear", "GELU"} <= set(seen) and seen.count("Linear") == 2
+    assert {"Sequential", "LayerNorm", "Linear", "GELU"} <= set(records) and records.count("Linear") == 2
     torch.testing.assert_close(y, expected)
-    seen.clear()
+    records.clear()
     chain(x).sum().backward()
-    assert not seen and len(chain._module_groups or ()) == 1  # the chain fuses again
+    assert not records and len(chain._module_groups or ()) == 1  # the chain fuses again
 
 
 def reasons(change: Callable[[ops.Sequential], object]) -> tuple[str, ...]:
@@ -203,10 +203,12 @@ def gradients(chain: ops.Sequential) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(1)
     x, other, dy, dy_extra = torch.randn(4, 8, 16, generator=generator)
     leaves = [x.clone().requires_grad_(), other.clone().requires_grad_()]
-    kept = dy.clone(), dy_extra.clone()
+    saved = dy.clone(), dy_extra.clone()
     y, extra = chain(leaves[0], leaves[1] * 1)
     torch.autograd.backward([y, extra], [dy, dy_extra])
-    assert torch.equal(leaves[0].detach(), x) and torch.equal(dy, kept[0]) and torch.equal(dy_extra, kept[1])
+    assert (
+        torch.equal(leaves[0].detach(), x) and torch.equal(dy, saved[0]) and torch.equal(dy_extra, saved[1])
+    )
     return [
         y.detach(),
         extra.detach(),
@@ -246,11 +248,13 @@ def test_channels_connect_all_operations_while_hooks_are_registered_for_all_modu
 
 
 def test_a_fused_operation_with_a_hook_reads_its_extra_inputs():
-    made = [ops.BasicLinear(16, 16, **PLACE), ops.Bias(16, **PLACE), ops.AddExtraInput(in_place=True)]
-    chain = ops.Sequential(ops.ReLU(), ops.ForwardLinearBiasAdd(linear=made[0], bias=made[1], add=made[2]))
+    outputs = [ops.BasicLinear(16, 16, **PLACE), ops.Bias(16, **PLACE), ops.AddExtraInput(in_place=True)]
+    chain = ops.Sequential(
+        ops.ReLU(), ops.ForwardLinearBiasAdd(linear=outputs[0], bias=outputs[1], add=outputs[2])
+    )
     x, other = torch.randn(2, 8, 16)
     expected = chain(x, other.clone())
-    for module in (chain[1], made[1]):
+    for module in (chain[1], outputs[1]):
         handle = module.register_forward_hook(lambda *_: None)
         torch.testing.assert_close(chain(x, other.clone()), expected)
         with pytest.raises(

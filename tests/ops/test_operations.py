@@ -59,8 +59,8 @@ def gradients(run: Any, op: Any, leaves: list[torch.Tensor]) -> list[torch.Tenso
     """Outputs, and input and parameter gradients; the loss is a sum over the outputs with fixed weights."""
     for tensor in (*leaves, *op.parameters()):
         tensor.grad = None
-    made = run(*[leaf * 1 for leaf in leaves])
-    outputs = list(made) if isinstance(made, tuple) else [made]
+    result = run(*[leaf * 1 for leaf in leaves])
+    outputs = list(result) if isinstance(result, tuple) else [result]
     generator = torch.Generator().manual_seed(5)
     loss = sum([(y * torch.randn(y.shape, generator=generator).to(y)).sum() for y in outputs])
     loss.backward()
@@ -75,8 +75,8 @@ def sample_leaves(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (3, 16, 
         shapes.append(shape)
     elif type(op) in SCALED:
         shapes.append(shape[:-1])
-    made = [torch.randn(size, generator=generator) for size in shapes]
-    return [tensor.to(PLACE["device"], dtype).requires_grad_() for tensor in made]
+    outputs = [torch.randn(size, generator=generator) for size in shapes]
+    return [tensor.to(PLACE["device"], dtype).requires_grad_() for tensor in outputs]
 
 
 def perturb_parameters(op: Any) -> Any:
@@ -93,7 +93,7 @@ def test_operation_equals_plain_pytorch(case):
     leaves = sample_leaves(op, torch.float32)
     actual = gradients(ops.Sequential(op), op, leaves)
     double = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = gradients(lambda *given: run_plain([op], *given), op, double)
+    expected = gradients(lambda *args: run_plain([op], *args), op, double)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == torch.float32
         assert relative_error(ours, theirs) <= 1e-5, case
@@ -104,9 +104,9 @@ def test_operation_in_bfloat16_is_as_good_as_plain_pytorch(case):
     op = perturb_parameters(CASES[case]()).to(torch.bfloat16)
     leaves = sample_leaves(op, torch.bfloat16)
     actual = gradients(ops.Sequential(op), op, leaves)
-    low = gradients(lambda *given: run_plain([op], *given), op, leaves)
+    low = gradients(lambda *args: run_plain([op], *args), op, leaves)
     double = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    exact = gradients(lambda *given: run_plain([op], *given), op, double)
+    exact = gradients(lambda *args: run_plain([op], *args), op, double)
     for ours, theirs, best in zip(actual, low, exact, strict=True):
         if ours.dtype is torch.bfloat16 and not torch.equal(theirs.double(), best.double()):
             # Plain PyTorch may be exact by chance where a single rounding is left.

@@ -40,9 +40,9 @@ def mlp(device: torch.device, parallel: bool, sequence: bool) -> ops.Sequential:
 
 
 def train(
-    chain: ops.Sequential, given: dict[str, torch.Tensor], x: torch.Tensor, dy: torch.Tensor, name: str
+    chain: ops.Sequential, argument: dict[str, torch.Tensor], x: torch.Tensor, dy: torch.Tensor, name: str
 ):
-    values = [given[key] for key in ("fc1", "b1", "fc2", "b2")]
+    values = [argument[key] for key in ("fc1", "b1", "fc2", "b2")]
     with torch.no_grad():
         for parameter, value in zip(chain.parameters(), values, strict=True):
             parameter.copy_(value)
@@ -54,39 +54,39 @@ def train(
     return {"y": y.detach(), "dx": leaf.grad, "grads": [parameter.grad for parameter in chain.parameters()]}
 
 
-def shards(given: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+def shards(argument: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """One rank's parameters; a row-parallel layer's bias is the sum over the ranks' biases."""
-    made = dict(given)
-    made["fc1"], made["b1"] = given["fc1"].chunk(SIZE)[rank], given["b1"].chunk(SIZE)[rank]
-    made["fc2"], made["b2"] = given["fc2"].chunk(SIZE, 1)[rank], given["b2"] / SIZE
-    return made
+    result = dict(argument)
+    result["fc1"], result["b1"] = argument["fc1"].chunk(SIZE)[rank], argument["b1"].chunk(SIZE)[rank]
+    result["fc2"], result["b2"] = argument["fc2"].chunk(SIZE, 1)[rank], argument["b2"] / SIZE
+    return result
 
 
 def run_rank(device: torch.device, name: str, sequence: bool):
     rank = dist.get_rank()
-    given = {key: value.to(device) for key, value in problem().items()}
+    options = {key: value.to(device) for key, value in problem().items()}
     part = (lambda t: t.chunk(SIZE)[rank]) if sequence else (lambda t: t)
     chain = mlp(device, True, sequence)
-    return train(chain, shards(given, rank), part(given["x"]), part(given["dy"]), name)
+    return train(chain, shards(options, rank), part(options["x"]), part(options["dy"]), name)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
-    given = problem()
-    expected = train(mlp(torch.device("cpu"), False, False), given, given["x"], given["dy"], name)
+    argument = problem()
+    expected = train(mlp(torch.device("cpu"), False, False), argument, argument["x"], argument["dy"], name)
     bound = (
         1e-5 if name == "none" else UNIT[torch.float8_e5m2]
     )  # each rank scales its part of a tensor separately
     ranks = run_on_ranks(functools.partial(run_rank, name=name, sequence=sequence), SIZE, tmp_path)
     for rank, got in enumerate(ranks):
         part = (lambda t, r=rank: t.chunk(SIZE)[r]) if sequence else (lambda t: t)
-        wanted = shards(dict(zip(("fc1", "b1", "fc2", "b2"), expected["grads"], strict=True)), rank)
+        reference = shards(dict(zip(("fc1", "b1", "fc2", "b2"), expected["grads"], strict=True)), rank)
         pairs = [(got["y"], part(expected["y"])), (got["dx"], part(expected["dx"]))]
         pairs += [
-            (got["grads"][0], wanted["fc1"]),
-            (got["grads"][1], wanted["b1"]),
-            (got["grads"][2], wanted["fc2"]),
+            (got["grads"][0], reference["fc1"]),
+            (got["grads"][1], reference["b1"]),
+            (got["grads"][2], reference["fc2"]),
         ]
         for ours, theirs in pairs:
             assert ours.shape == theirs.shape

@@ -54,35 +54,35 @@ def warm(chain: Any, recipe: Any = None) -> list[torch.Tensor]:
 
 def descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that receives each operation's name when it describes itself."""
-    made: list[str] = []
+    outputs: list[str] = []
     for kind in (ops.BasicLinear, ops.Bias, ops.LayerNorm, ops.ClampedSwiGLU, ops.ConstantScale):
         passes = kind.passes
 
-        def counted(self: Any, *given: Any, passes: Any = passes) -> Any:
-            made.append(type(self).__name__)
-            return passes(self, *given)
+        def counted(self: Any, *args: Any, passes: Any = passes) -> Any:
+            outputs.append(type(self).__name__)
+            return passes(self, *args)
 
         monkeypatch.setattr(kind, "passes", counted)
-    return made
+    return outputs
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
 def test_a_warm_call_builds_nothing(recipe, emulated, monkeypatch):
-    chain, made = mlp(), descriptions(monkeypatch)
+    chain, result = mlp(), descriptions(monkeypatch)
     warm(chain, recipe)
-    assert made
-    made.clear()
+    assert result
+    result.clear()
     step(chain, recipe)
     with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
         chain(torch.zeros(32, 64, device=DEVICE))
-        first = len(made)
+        first = len(result)
         chain(torch.zeros(32, 64, device=DEVICE))
-    assert first == len(made) and not step(chain, recipe)[0].isnan().any() and len(made) == first
+    assert first == len(result) and not step(chain, recipe)[0].isnan().any() and len(result) == first
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
 def test_calls_without_a_recipe_between_steps_build_nothing(recipe, emulated, monkeypatch):
-    chain, unevaluated, made = mlp(), mlp(), descriptions(monkeypatch)
+    chain, unevaluated, result = mlp(), mlp(), descriptions(monkeypatch)
 
     def evaluate() -> torch.Tensor:
         with torch.no_grad():
@@ -92,12 +92,12 @@ def test_calls_without_a_recipe_between_steps_build_nothing(recipe, emulated, mo
     for _ in range(2):  # the second step is the first one with the scales of delayed scaling
         step(chain, recipe), step(unevaluated, recipe), evaluate()
     quantizer = unevaluated[1].basic_ops[0].get_input_quantizer()
-    made.clear()
+    result.clear()
     for _ in range(3):
         assert same(step(chain, recipe), step(unevaluated, recipe))
         assert isinstance(chain[1].basic_ops[0].get_input_quantizer(), type(quantizer))
         assert torch.equal(evaluate(), first) and chain[1].basic_ops[0].get_input_quantizer() is None
-    assert not made
+    assert not result
 
 
 def _set_scale(chain: Any, recipe: Any) -> None:
@@ -240,35 +240,35 @@ def test_inputs_and_modes_take_effect_in_the_next_call():
 
 
 def test_hooks_run_in_warm_calls():
-    chain, seen = mlp(), []
+    chain, records = mlp(), []
     expected = warm(chain)
     handles = [
-        chain.register_forward_hook(lambda module, given, y: seen.append("module")),
-        chain[1].weight.register_hook(lambda grad: seen.append("gradient")),
+        chain.register_forward_hook(lambda module, given, y: records.append("module")),
+        chain[1].weight.register_hook(lambda grad: records.append("gradient")),
     ]
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: (seen.append("saved"), t.clone())[1], lambda t: t
+        lambda t: (records.append("saved"), t.clone())[1], lambda t: t
     ):
         assert same(step(chain), expected)
-    assert seen.count("module") == seen.count("gradient") == 1 and seen.count("saved") > 4
+    assert records.count("module") == records.count("gradient") == 1 and records.count("saved") > 4
     for handle in handles:
         handle.remove()
-    seen.clear()
-    assert same(step(chain), expected) and not seen
+    records.clear()
+    assert same(step(chain), expected) and not records
 
 
 class Negated(ops.FusedOperation):
     """A user's fused operation that replaces one ConstantScale and flips its sign."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **others):
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
         return -input_ * self.basic_ops[0].scale, [()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **others):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
         return -grad_output * self.basic_ops[0].scale, [()], [()]
 
 
-def _replace_with_negated(given, *, recipe):
-    return [Negated([op]) if type(op) is ops.ConstantScale else op for op in given]
+def _replace_with_negated(argument, *, recipe):
+    return [Negated([op]) if type(op) is ops.ConstantScale else op for op in argument]
 
 
 def test_a_fusion_that_is_registered_later_takes_effect_in_the_next_call(monkeypatch):

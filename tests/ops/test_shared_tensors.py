@@ -93,8 +93,8 @@ def test_in_place_channels_have_the_same_gradients_as_separate_memory(first, rec
         leaf.grad = None
     # A sum in another order may move a value to the next code.
     bound = 1e-5 if recipe is None else 2**-4
-    for others in results[1:]:
-        for separate, in_place in zip(results[0], others, strict=True):
+    for rest in results[1:]:
+        for separate, in_place in zip(results[0], rest, strict=True):
             assert relative_error(in_place, separate) <= bound
 
 
@@ -217,7 +217,7 @@ def test_the_sum_of_quantized_gradients_is_rounded_once(emulated):
 class Passed(ops.BasicOperation):
     """A user's identity."""
 
-    def op_forward(self, ctx, input_, **others):
+    def op_forward(self, ctx, input_, **kwargs):
         return input_
 
     def op_backward(self, ctx, grad_output):
@@ -273,7 +273,7 @@ def test_quantized_data_has_the_directions_that_trained_layers_read(case, scalin
 class LinearSiLU(ops.FusedOperation):
     """A user's fused forward pass, which saves tensors in a custom layout."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **others):
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
         weight = self.basic_ops[0].weight
         y = functional.linear(input_, weight)
         basic_op_ctxs[0].save_for_backward(input_, weight)
@@ -281,9 +281,9 @@ class LinearSiLU(ops.FusedOperation):
         return functional.silu(y), [(), ()]
 
 
-def _fuse_pairs(given, *, recipe):
+def _fuse_pairs(argument, *, recipe):
     fused = []
-    for op in given:
+    for op in argument:
         if fused and isinstance(fused[-1], ops.BasicLinear) and isinstance(op, (ops.SiLU, ops.Dropout)):
             op = LinearSiLU([fused.pop(), op])
         fused.append(op)
@@ -322,17 +322,19 @@ def test_a_users_forward_fusion_with_dropout_names_the_missing_state(_fused_by_a
 class Doubled(ops.BasicOperation):
     """y = 2x by user-defined methods."""
 
-    def op_forward(self, ctx, input_, **others):
+    def op_forward(self, ctx, input_, **kwargs):
         return input_ * 2
 
     def op_backward(self, ctx, grad_output):
         return grad_output * 2, ()
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("user", [False, True], ids=["prepared", "segments"])
 @pytest.mark.parametrize("form", ["input", "result", "view of the result"])
-def test_an_in_place_write_to_an_output_that_shares_memory_raises_an_error(form: str, user: bool, place: int):
+def test_an_in_place_write_to_an_output_that_shares_memory_raises_an_error(
+    form: str, user: bool, position: int
+):
     if form == "input":
         members: list[Any] = [ops.MakeExtraOutput()]
     elif form == "result":
@@ -344,7 +346,7 @@ def test_an_in_place_write_to_an_output_that_shares_memory_raises_an_error(form:
     outputs = chain(x)
     before = x.detach().clone()
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        outputs[place].mul_(2)
+        outputs[position].mul_(2)
     assert torch.equal(x.detach(), before)
 
 

@@ -33,13 +33,13 @@ RECIPES = [
 by_name = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 
 
-def mlp(**place: Any) -> ops.Sequential:
-    place = {**PLACE, **place}
+def mlp(**position: Any) -> ops.Sequential:
+    position = {**PLACE, **position}
     return ops.Sequential(
-        ops.RMSNorm(128, **place),
-        ops.Linear(128, 256, **place),
+        ops.RMSNorm(128, **position),
+        ops.Linear(128, 256, **position),
         ops.SwiGLU(),
-        ops.Linear(128, 128, bias=False, **place),
+        ops.Linear(128, 128, bias=False, **position),
     )
 
 
@@ -241,8 +241,8 @@ def test_a_chain_computes_as_the_fused_modules(recipe, emulated):
     """The same codes: only the rounding of a bias in a product's epilogue may differ."""
     if isinstance(recipe, NVFP4BlockScaling):
         recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
-    place = {"device": PLACE["device"], "params_dtype": torch.bfloat16}
-    module = te.LayerNormMLP(128, 256, activation="gelu", normalization="RMSNorm", **place)
+    position = {"device": PLACE["device"], "params_dtype": torch.bfloat16}
+    module = te.LayerNormMLP(128, 256, activation="gelu", normalization="RMSNorm", **position)
     chain = ops.Sequential(
         ops.RMSNorm(128, **PLACE), ops.Linear(128, 256, **PLACE), ops.GELU(), ops.Linear(256, 128, **PLACE)
     )
@@ -300,8 +300,8 @@ def test_a_quantized_weight_follows_a_new_recipes_state(name, change, emulated):
     weights = [tensor for tensor in op.own_tensors() if isinstance(tensor, QuantizedTensor)]
     assert len(weights) == (2 if name == "GroupedLinear" else 1)
     for group, weight in enumerate(weights):
-        place = 2 * group + 1
-        state.scale[place] = 2.0 ** (group + 3)
+        position = 2 * group + 1
+        state.scale[position] = 2.0 ** (group + 3)
         state.amax_history.zero_()
         with torch.no_grad():
             weight.copy_(torch.full((32, 32), group + 1.25))
@@ -310,7 +310,7 @@ def test_a_quantized_weight_follows_a_new_recipes_state(name, change, emulated):
             group + 1.25
         )
         assert state.amax_history[0].tolist() == [
-            group + 1.25 if i == place else 0.0 for i in range(len(state.scale))
+            group + 1.25 if i == position else 0.0 for i in range(len(state.scale))
         ]
 
 
@@ -351,9 +351,9 @@ def test_distributed_checkpoints_load_full_state_dicts(plain: bool, sharded: boo
     set_model_state_dict(chain, dict(state), options=options)
     x = torch.randn(4, 16)
     torch.testing.assert_close(chain(x), source(x))
-    again = get_model_state_dict(chain, options=options)
-    assert _linear_keys(again) == ORIGINAL_KEYS
-    set_model_state_dict(chain, again, options=options)
+    repeated = get_model_state_dict(chain, options=options)
+    assert _linear_keys(repeated) == ORIGINAL_KEYS
+    set_model_state_dict(chain, repeated, options=options)
     torch.testing.assert_close(chain(x), source(x))
 
 
@@ -396,7 +396,7 @@ def test_functional_call_accepts_both_kinds_of_names():
     parameters, x = dict(chain.named_parameters()), sample_input()
     chain(x)
     prepared = len(chain._module_groups[0]._prepared)  # pyright: ignore
-    seen: list[list[torch.Tensor]] = []
+    records: list[list[torch.Tensor]] = []
     for values in (parameters, chain.state_dict()):
         doubled = {
             key: (2 * value).detach().requires_grad_() if value.is_floating_point() else value
@@ -407,11 +407,11 @@ def test_functional_call_accepts_both_kinds_of_names():
             y.square().sum().backward()
         gradients = [value.grad for value in doubled.values() if value.is_floating_point()]
         assert all(gradient is not None for gradient in gradients)
-        seen.append([y.detach(), *gradients])  # pyright: ignore
+        records.append([y.detach(), *gradients])  # pyright: ignore
         after = dict(chain.named_parameters())
         assert list(after) == list(parameters) and all(after[key] is parameters[key] for key in after)
-    assert len(seen[0]) == 1 + len(parameters)
-    for by_parameter, by_state in zip(*seen, strict=True):
+    assert len(records[0]) == 1 + len(parameters)
+    for by_parameter, by_state in zip(*records, strict=True):
         assert torch.equal(by_parameter, by_state)
-    assert not torch.equal(seen[0][0], chain(x))
+    assert not torch.equal(records[0][0], chain(x))
     assert len(chain._module_groups[0]._prepared) == prepared + 1  # pyright: ignore

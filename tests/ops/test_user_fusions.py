@@ -46,9 +46,9 @@ class BackwardOfMembers(ops.FusedOperation):
 def pairs(kind: Any) -> Any:
     """A fusion function that replaces a product and a bias."""
 
-    def fuse(given: list[Any], *, recipe: Recipe | None) -> list[Any]:
+    def fuse(argument: list[Any], *, recipe: Recipe | None) -> list[Any]:
         fused: list[Any] = []
-        for op in given:
+        for op in argument:
             if fused and type(op) is ops.Bias and type(fused[-1]) is ops.BasicLinear:
                 op = kind([fused.pop(), op])
             fused.append(op)

@@ -102,7 +102,7 @@ class Returning(ops.BasicOperation):
         super().__init__()
         self.returned = forward, backward
 
-    def op_forward(self, ctx, input_, **others):
+    def op_forward(self, ctx, input_, **kwargs):
         return input_ if self.returned[0] is None else self.returned[0](input_)
 
     def op_backward(self, ctx, grad_output):
@@ -119,10 +119,10 @@ class ReturningExtra(ops.BasicOperation):
 
     op_forward = op_backward = None  # pyright: ignore
 
-    def fuser_forward(self, basic_op_ctxs, input_, **others):
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
         return self.returned[0](input_)
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **others):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
         return self.returned[1](grad_output)
 
 
@@ -196,8 +196,8 @@ def test_gradients_of_wrong_shape_or_dtype_name_the_operation(message: str):
 
 
 def test_a_gradient_of_wrong_shape_from_a_fusion_of_the_backward_pass_is_named():
-    def fusion(given: list[Any], *, recipe: Any) -> list[Any]:
-        return [given[0], Fused(given[1:3])]
+    def fusion(argument: list[Any], *, recipe: Any) -> list[Any]:
+        return [argument[0], Fused(argument[1:3])]
 
     ops.register_backward_fusion(fusion)
     try:
@@ -218,7 +218,7 @@ def test_autograd_sums_a_broadcast_gradient_of_a_parameter():
 
 @pytest.mark.parametrize("value", [None, 3, [1, 2], [torch.nn.ReLU()]], ids=["None", "int", "ints", "module"])
 def test_wrong_fusion_return_values_are_named(value):
-    def fusion(given, *, recipe):
+    def fusion(argument, *, recipe):
         return value
 
     ops.register_forward_fusion(fusion)

@@ -46,9 +46,9 @@ def quantized(name: str, spec: QuantizeSpec, values, groups, tiled: bool = False
     places = None if ours is None else (ours.stride, ours.offset)
     cpu = torch.device("cpu")
     request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, cpu, places, tiled)
-    made = triton.bind(request)(values, groups, ours)
+    result = triton.bind(request)(values, groups, ours)
     expected = reference.BACKEND.bind(request)(values, groups, theirs)
-    pairs = zip(made, expected, strict=True)
+    pairs = zip(result, expected, strict=True)
     if spec.format == FLOAT8:  # the first column of scales counts
         pairs = [(m if m is None or m.dtype != torch.float32 else m[:, :1], e) for m, e in pairs]
         pairs = [(m, e if e is None or e.dtype != torch.float32 else e[:, :1]) for m, e in pairs]
@@ -88,10 +88,10 @@ def layouts() -> dict[str, bool]:
     results = {}
     for splits in (SPLITS, (128, 0, 256, 1), (5,)):
         expected = make_groups(splits, sum(splits), torch.device("cpu")).layout
-        made = torch.empty_like(expected)
+        result = torch.empty_like(expected)
         record = grouped_layout.group_layout(sum(splits), len(splits))
-        launch.start(record, (torch.tensor(splits), made), -1)
-        results[f"layout {splits}"] = torch.equal(made, expected)
+        launch.start(record, (torch.tensor(splits), result), -1)
+        results[f"layout {splits}"] = torch.equal(result, expected)
     return results
 
 
@@ -119,8 +119,8 @@ def products() -> dict[str, bool]:
     expected_dx = torch.cat([grad @ w.float() for _, grad, w, _ in parts])
     expected_dw = torch.stack([grad.t() @ part for part, grad, _, _ in parts]) + 1
     return {
-        f"product {name}": torch.allclose(made, expected, rtol=1e-3, atol=1e-3)
-        for name, made, expected in (("y", y, expected_y), ("dx", dx, expected_dx), ("dw", dw, expected_dw))
+        f"product {name}": torch.allclose(result, expected, rtol=1e-3, atol=1e-3)
+        for name, result, expected in (("y", y, expected_y), ("dx", dx, expected_dx), ("dw", dw, expected_dw))
     }
 
 

@@ -506,11 +506,11 @@ def bound(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
 
 
 def test_batch_invariant_products_share_one_algorithm_without_split_sums(library, any_rows):
-    asked = []
+    queries = []
 
     def heuristic(handle, descriptor, a, b, c, d, preference, count, results, found):
         rows = library.alive[b]["columns"]
-        asked.append((rows, library.alive[preference]["REDUCTION_SCHEME_MASK"]))
+        queries.append((rows, library.alive[preference]["REDUCTION_SCHEME_MASK"]))
         library.algorithms = [bytes([1 + (rows < 100)]) * 64]  # another one for few rows
         type(library).matmul_algo_get_heuristic(
             library, handle, descriptor, a, b, c, d, preference, count, results, found
@@ -522,7 +522,7 @@ def test_batch_invariant_products_share_one_algorithm_without_split_sums(library
         a = torch.randn(rows, 64).bfloat16()
         y = bound(plain(a), plain(b), Epilogue(torch.float32))
         torch.testing.assert_close(y, a.float() @ b.float().t())
-    assert asked == [(8192, 0)]
+    assert queries == [(8192, 0)]
     assert set(library.started) == {ALGORITHMS[0]} and len(library.started) == 4
 
 

@@ -105,12 +105,12 @@ def test_residual_gradient_is_added_to_the_norms_rounded_gradient(rows, width, c
     if centered:
         _, *statistics = kernels.layernorm_forward(x, weight, None, EPS, False)
         dx, *sums = kernels.layernorm_backward(dy, x, *statistics, weight, False)
-        together = kernels.layernorm_backward(dy, x, *statistics, weight, False, add)
+        joint = kernels.layernorm_backward(dy, x, *statistics, weight, False, add)
     else:
         _, rstdev = kernels.rmsnorm_forward(x, weight, EPS, False)
         dx, *sums = kernels.rmsnorm_backward(dy, x, rstdev, weight, False)
-        together = kernels.rmsnorm_backward(dy, x, rstdev, weight, False, add, True)
-    assert all(torch.equal(a, b) for a, b in zip(together, (dx + add, *sums), strict=True))
+        joint = kernels.rmsnorm_backward(dy, x, rstdev, weight, False, add, True)
+    assert all(torch.equal(a, b) for a, b in zip(joint, (dx + add, *sums), strict=True))
 
 
 @runs_kernels
@@ -135,12 +135,12 @@ def test_strided_inputs_are_bitwise_equal_to_contiguous_ones(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.bfloat16)
     y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     gradients = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
-    for apart in (_rows_apart, _columns_apart):
-        x_apart, dy_apart = apart(x), apart(dy)
+    for separate in (_rows_apart, _columns_apart):
+        x_apart, dy_apart = separate(x), separate(dy)
         assert not x_apart.is_contiguous() and torch.equal(x_apart, x)
         assert torch.equal(kernels.layernorm_forward(x_apart, weight, bias, EPS, False)[0], y)
-        again = kernels.layernorm_backward(dy_apart, x_apart, mean, rstdev, weight, False)
-        assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
+        repeated = kernels.layernorm_backward(dy_apart, x_apart, mean, rstdev, weight, False)
+        assert all(torch.equal(a, b) for a, b in zip(repeated, gradients, strict=True))
 
 
 def _rows_apart(x):
@@ -188,8 +188,8 @@ def test_two_runs_give_the_same_bits(rows, width):
     _, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     first = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
     for _ in range(5):
-        again = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        repeated = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
+        assert all(torch.equal(a, b) for a, b in zip(repeated, first, strict=True))
 
 
 @pytest.mark.gpu
@@ -225,8 +225,8 @@ def test_registered_operators_pass_schema_and_fake_tensor_checks():
 
 
 def _request(device="cuda", dtype=torch.bfloat16):
-    lies = ((4, 8), (8, 1), dtype)
-    return NormRequest("rmsnorm_forward", *lies, torch.bfloat16, torch.device(device), False)
+    layout = ((4, 8), (8, 1), dtype)
+    return NormRequest("rmsnorm_forward", *layout, torch.bfloat16, torch.device(device), False)
 
 
 def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
@@ -241,9 +241,9 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
     assert triton.unsupported_reason(_request()) == "triton is not installed"
 
 
-@pytest.mark.parametrize("capability, taken", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_old_devices_and_float64_are_rejected(monkeypatch, capability, taken):
+@pytest.mark.parametrize("capability, selection", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_old_devices_and_float64_are_rejected(monkeypatch, capability, selection):
     monkeypatch.setattr(launching, "missing", lambda hardware: None)
     monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
-    assert (triton.unsupported_reason(_request()) is None) == taken
+    assert (triton.unsupported_reason(_request()) is None) == selection
     assert "float64" in (triton.unsupported_reason(_request(dtype=torch.float64)) or "")

@@ -78,9 +78,9 @@ def test_every_format_is_measured_against_its_values(run, name: str, axis: str):
     x = sample(64, 288)
     operand = QUANTIZERS[name]().encode(x, True, True).contract(axis)
     matrix = x if axis == ROWWISE else x.t()
-    kept = new_row(DEVICE)
-    run(matrix, operand, kept)
-    measured = dict(zip(FIELDS, kept.tolist(), strict=True))
+    saved = new_row(DEVICE)
+    run(matrix, operand, saved)
+    measured = dict(zip(FIELDS, saved.tolist(), strict=True))
     expected = literal(matrix, operand)
     for field in ("maximum", "underflow", "nonfinite"):
         assert measured[field] == expected[field], field
@@ -94,9 +94,9 @@ def test_values_beyond_the_largest_code_are_counted(run):
         [[1.0, 7.0, 7.2, -8.0], [0.0, 1e-9, -7.3, 3.0]], device=DEVICE
     )  # 7.25 is half a step beyond
     operand = QUANTIZERS["delayed"]().encode(x, True, False).contract(ROWWISE)  # up to 448 / 64 = 7
-    kept = new_row(DEVICE)
-    run(x, operand, kept)
-    measured = dict(zip(FIELDS, kept.tolist(), strict=True))
+    saved = new_row(DEVICE)
+    run(x, operand, saved)
+    measured = dict(zip(FIELDS, saved.tolist(), strict=True))
     assert (measured["saturation"], measured["underflow"], measured["maximum"]) == (2.0, 1.0, 8.0)
 
 
@@ -105,43 +105,43 @@ def test_values_beyond_the_largest_code_are_counted(run):
 def test_nonfinite_values_are_counted_and_left_out(run, dtype: torch.dtype):
     x = torch.ones(40, 200, dtype=dtype, device=DEVICE)
     x[3, 5], x[17, 199], x[39, 0] = float("nan"), float("inf"), -float("inf")
-    kept = new_row(DEVICE)
-    run(x, None, kept)
-    assert kept.tolist() == [1.0, 0.0, 0.0, 40 * 200 - 3, 0.0, 3.0]
+    saved = new_row(DEVICE)
+    run(x, None, saved)
+    assert saved.tolist() == [1.0, 0.0, 0.0, 40 * 200 - 3, 0.0, 3.0]
 
 
 @RUN
 @pytest.mark.parametrize("shape", [(64, 256), (40, 200)], ids=["whole tiles", "parts"])
 def test_nonfinite_values_are_left_out_of_the_comparison_with_codes(run, shape):
     x = sample(*shape).clamp(-7, 7)
-    expected, kept = new_row(DEVICE), new_row(DEVICE)
+    expected, saved = new_row(DEVICE), new_row(DEVICE)
     broken = x.clone()
-    for place, value in (((3, 5), math.nan), ((17, shape[1] - 1), math.inf)):
-        x[place], broken[place] = 0.0, value
+    for index, value in (((3, 5), math.nan), ((17, shape[1] - 1), math.inf)):
+        x[index], broken[index] = 0.0, value
     measure_by_reference(x, QUANTIZERS["delayed"]().encode(x, True, False).contract(ROWWISE), expected)
-    run(broken, QUANTIZERS["delayed"]().encode(broken, True, False).contract(ROWWISE), kept)
-    torch.testing.assert_close(kept[:-1], expected[:-1], rtol=1e-5, atol=0.0)
-    assert kept[-1] == 2
+    run(broken, QUANTIZERS["delayed"]().encode(broken, True, False).contract(ROWWISE), saved)
+    torch.testing.assert_close(saved[:-1], expected[:-1], rtol=1e-5, atol=0.0)
+    assert saved[-1] == 2
 
 
 @RUN
 def test_a_row_accumulates_over_matrices(run):
-    kept = new_row(DEVICE)
-    run(torch.full((8, 16), 2.0, device=DEVICE), None, kept)
-    run(torch.full((8, 16), -1.0, device=DEVICE), None, kept)
-    assert kept.tolist() == [2.0, 0.0, 0.0, 8 * 16 * 5.0, 0.0, 0.0]
+    saved = new_row(DEVICE)
+    run(torch.full((8, 16), 2.0, device=DEVICE), None, saved)
+    run(torch.full((8, 16), -1.0, device=DEVICE), None, saved)
+    assert saved.tolist() == [2.0, 0.0, 0.0, 8 * 16 * 5.0, 0.0, 0.0]
 
 
 @RUN
 def test_noncontiguous_rows_are_read_in_place(run):
     wide = sample(40, 512)
-    kept, same = new_row(DEVICE), new_row(DEVICE)
-    run(wide[:, 128:256], None, kept)
+    saved, same = new_row(DEVICE), new_row(DEVICE)
+    run(wide[:, 128:256], None, saved)
     run(wide[:, 128:256].contiguous(), None, same)
-    assert torch.equal(kept, same)
+    assert torch.equal(saved, same)
 
 
 def test_a_matrix_without_elements_changes_nothing():
-    kept = new_row(DEVICE)
-    statistics.take_in_statistics(torch.empty(0, 16, device=DEVICE), None, kept)
-    assert kept.tolist() == [0.0] * 6
+    saved = new_row(DEVICE)
+    statistics.take_in_statistics(torch.empty(0, 16, device=DEVICE), None, saved)
+    assert saved.tolist() == [0.0] * 6

@@ -84,12 +84,12 @@ def test_unquantized_columns_are_the_values_themselves(device):
 @pytest.mark.parametrize("name", ["delayed", "state", "current", "block_1d", "block_2d"])
 def test_a_kernel_that_follows_the_request_makes_the_same_operands(device, name):
     x = matrix(device)
-    asked = create_quantizer(name, x.device)
-    cast = asked.cast(True, True)
+    requested = create_quantizer(name, x.device)
+    cast = requested.cast(True, True)
     assert cast is not None
-    made = quantize_as(x, cast)
+    result = quantize_as(x, cast)
     expected = create_quantizer(name, x.device).operands(x, True, True)
-    for actual, other in zip(asked.adopt(made, x.dtype), expected, strict=True):
+    for actual, other in zip(requested.adopt(result, x.dtype), expected, strict=True):
         assert isinstance(actual, Operand) and isinstance(other, Operand)
         assert_equal(actual, other)
 

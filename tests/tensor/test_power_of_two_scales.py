@@ -79,11 +79,11 @@ def test_loaded_bytes_are_examined():
     def layer(powers: bool) -> te.Linear:
         recipe = Float8BlockScaling()
         with te.quantized_model_init(recipe=recipe):
-            made = te.Linear(128, 128, bias=False)
-        made.weight._quantizer.force_pow_2_scales = powers
+            module = te.Linear(128, 128, bias=False)
+        module.weight._quantizer.force_pow_2_scales = powers
         with torch.no_grad():
-            made.weight.quantize_(torch.randn(128, 128))
-        return made
+            module.weight.quantize_(torch.randn(128, 128))
+        return module
 
     target = layer(True)
     assert forms(target.weight) == ("block2d_powers", "block2d_powers")

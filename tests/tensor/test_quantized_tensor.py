@@ -107,8 +107,8 @@ def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
         views = (q.detach(), q.view(-1), q.view(2, 32, 64), q[:32], q[3:5], q.t(), *torch.split(q, 32))
         found = [view.dequantize() if isinstance(view, QuantizedTensor) else view for view in views]
         x = q.dequantize()
-        wanted = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        expected = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # A part without separate codes is a copy with a version counter, which inference tensors do not have.
     for view in views:
         assert view.is_inference() == (made_inside and not isinstance(view, CutView))
@@ -145,10 +145,10 @@ def test_conversions_by_method_dequantize_and_to_keeps_the_codes(name, device):
 def test_moved_tensors_stay_quantized_and_dequantize_where_they_are(name, device):
     q = quantized(name, device, 32, 64)
     q.partition_dim = 1
-    there = [q.cpu(), q.to("cpu", copy=True), q.to(device="cpu", dtype=torch.float16).to(q.dtype)]
+    remote = [q.cpu(), q.to("cpu", copy=True), q.to(device="cpu", dtype=torch.float16).to(q.dtype)]
     if device.type == "cuda":
-        there += [q.cpu().cuda(), q.cpu().to(device)]
-    for moved in there:
+        remote += [q.cpu().cuda(), q.cpu().to(device)]
+    for moved in remote:
         assert type(moved) is type(q) and moved.dtype == q.dtype and moved.partition_dim == 1
         assert moved.device == next(iter(payload(moved).values())).device
         assert torch.equal(moved.dequantize().to(device), q.dequantize())
@@ -360,9 +360,9 @@ def test_constructors_take_the_documented_keywords(device):
 def test_a_tensor_without_quantizer_is_written_in_its_own_format(name, device):
     q = quantized(name, device, 32, 64)
     q._quantizer = None
-    kept = {field: part.shape for field, part in payload(q).items()}
+    saved = {field: part.shape for field, part in payload(q).items()}
     q.mul_(2)
-    assert {field: part.shape for field, part in payload(q).items()} == kept
+    assert {field: part.shape for field, part in payload(q).items()} == saved
     bare = get_storage(q)
     if name != "identity":
         with pytest.raises(RuntimeError, match="has no quantizer"):

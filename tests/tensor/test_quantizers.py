@@ -339,9 +339,9 @@ def test_blocks_take_vectors_and_numbers_as_one_row(name, shape, usage, device):
     assert torch.equal(q.dequantize(), row.dequantize().view(shape))
     for mine, theirs in zip(payload(q).values(), payload(row).values(), strict=True):
         assert torch.equal(mine.flatten(), theirs.flatten())
-    for held in (quantizer.make_empty(shape, dtype=x.dtype, device=device), q.clone()):
-        quantizer.update_quantized(2 * x, held)
-        assert torch.equal(held.dequantize(), quantizer(2 * x).dequantize())
+    for contents in (quantizer.make_empty(shape, dtype=x.dtype, device=device), q.clone()):
+        quantizer.update_quantized(2 * x, contents)
+        assert torch.equal(contents.dequantize(), quantizer(2 * x).dequantize())
     assert torch.equal(q.detach().view(-1).dequantize(), q.dequantize().view(-1))
 
 
@@ -433,13 +433,13 @@ def doubling_group(monkeypatch):
 def test_the_maximum_is_reduced_over_the_group(doubling_group, device):
     x = values(device, 32, 32)
     alone = Float8CurrentScalingQuantizer(E4M3, device)(x)
-    together = Float8CurrentScalingQuantizer(E4M3, device, **doubling_group)(x)
-    assert together._scale_inv.item() == 2 * alone._scale_inv.item()
+    joint = Float8CurrentScalingQuantizer(E4M3, device, **doubling_group)(x)
+    assert joint._scale_inv.item() == 2 * alone._scale_inv.item()
     transformed = {"with_rht": True, "with_post_rht_amax": True}
     alone = NVFP4Quantizer(**transformed)(x)
-    together = NVFP4Quantizer(**transformed, **doubling_group)(x)
-    assert together._amax_rowwise.item() == 2 * alone._amax_rowwise.item()
-    assert together._amax_columnwise.item() == 2 * alone._amax_columnwise.item()
+    joint = NVFP4Quantizer(**transformed, **doubling_group)(x)
+    assert joint._amax_rowwise.item() == 2 * alone._amax_rowwise.item()
+    assert joint._amax_columnwise.item() == 2 * alone._amax_columnwise.item()
     assert alone._amax_columnwise.item() != alone._amax_rowwise.item()
 
 
@@ -449,9 +449,9 @@ def test_stochastic_rounding_follows_torchs_generator(device):
     torch.manual_seed(1)
     first = quantizer(x)
     torch.manual_seed(1)
-    again = quantizer(x)
+    repeated = quantizer(x)
     other = quantizer(x)
-    assert same_payload(first, again)
+    assert same_payload(first, repeated)
     assert not torch.equal(first._rowwise_data, other._rowwise_data)
     assert not torch.equal(first._columnwise_data, other._columnwise_data)
 
@@ -459,17 +459,17 @@ def test_stochastic_rounding_follows_torchs_generator(device):
 def test_external_codes_become_tensors(device):
     quantizer = create_quantizer("delayed", device)
     x = values(device, 32, 64)
-    made = quantizer(x)
-    q = quantizer.create_tensor_from_data(made._data, fake_dtype=torch.bfloat16, requires_grad=True)
+    result = quantizer(x)
+    q = quantizer.create_tensor_from_data(result._data, fake_dtype=torch.bfloat16, requires_grad=True)
     assert isinstance(q, Float8Tensor) and q.requires_grad
-    assert same_payload(q, made)
-    assert not isinstance(quantizer.create_tensor_from_data(made._data, internal=True), torch.Tensor)
+    assert same_payload(q, result)
+    assert not isinstance(quantizer.create_tensor_from_data(result._data, internal=True), torch.Tensor)
     with pytest.raises(TypeError, match="view them as uint8"):
-        quantizer.create_tensor_from_data(made._data.int())
+        quantizer.create_tensor_from_data(result._data.int())
     blocks = create_quantizer("mxfp8", device, True, False)
-    made = blocks(x)
-    q = blocks.create_tensor_from_data(made._rowwise_data, made._rowwise_scale_inv, torch.bfloat16)
-    assert same_payload(q, made)
+    result = blocks(x)
+    q = blocks.create_tensor_from_data(result._rowwise_data, result._rowwise_scale_inv, torch.bfloat16)
+    assert same_payload(q, result)
     wide = MXFP8Quantizer(DType.kFloat8E5M2, columnwise=False)(x)
     q = blocks.create_tensor_from_data(
         wide._rowwise_data, wide._rowwise_scale_inv, torch.bfloat16, fp8_dtype=DType.kFloat8E5M2

@@ -36,10 +36,10 @@ def test_pieces_between_blocks_stay_quantized(name, device):
     piece = q[step : 3 * step]
     assert type(piece) is type(q)
     for axis in (ROWWISE, COLUMNWISE):
-        whole = q.contract(axis).codes
+        full = q.contract(axis).codes
         part = piece.contract(axis).codes
         per_byte = q.storage_class().__name__.startswith("NVFP4") + 1
-        cut = whole[step : 3 * step] if axis == ROWWISE else whole[:, step // per_byte : 3 * step // per_byte]
+        cut = full[step : 3 * step] if axis == ROWWISE else full[:, step // per_byte : 3 * step // per_byte]
         assert torch.equal(part.float(), cut.float())
     assert type(q.as_strided((step, 64), (64, 1), step * 64)) is type(q)
     assert torch.equal(
@@ -95,14 +95,14 @@ def test_gathered_bytes_are_the_whole_tensor(name, device):
     sent = [shard.fsdp_pre_all_gather(None, None, None, None, None) for shard in shards]
     assert all(part.dtype in (torch.uint8, torch.float32) for tensors, _ in sent for part in tensors)
     gathered = tuple(torch.cat(parts) for parts in zip(*(tensors for tensors, _ in sent), strict=True))
-    whole, inner = shards[0].fsdp_post_all_gather(gathered, sent[0][1], torch.float32)
-    assert same_payload(whole, q) and whole.shape == q.shape and whole.dtype == torch.float32
+    full, inner = shards[0].fsdp_post_all_gather(gathered, sent[0][1], torch.float32)
+    assert same_payload(full, q) and full.shape == q.shape and full.dtype == torch.float32
     assert inner and all(type(part) is torch.Tensor for part in inner)
-    again = tuple(part.clone() for part in gathered)
+    repeated = tuple(part.clone() for part in gathered)
     with torch.no_grad():
-        whole.zero_()
-    assert shards[0].fsdp_post_all_gather(again, sent[0][1], torch.float32, out=whole) is None
-    assert same_payload(whole, q)
+        full.zero_()
+    assert shards[0].fsdp_post_all_gather(repeated, sent[0][1], torch.float32, out=full) is None
+    assert same_payload(full, q)
 
 
 def test_a_gather_carries_no_direction_that_follows_from_the_other(device):
@@ -129,17 +129,17 @@ def test_a_column_wise_shard_is_gathered_too(device):
     for name in ("nvfp4", "mxfp8", "current"):
         q = create_quantizer(name, device, False, True)(x)
         tensors, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
-        whole, _ = q.fsdp_post_all_gather(tensors, metadata, x.dtype)
-        assert torch.equal(whole.dequantize(), q.dequantize())
+        full, _ = q.fsdp_post_all_gather(tensors, metadata, x.dtype)
+        assert torch.equal(full.dequantize(), q.dequantize())
 
 
 def test_an_unsharded_tensor_that_changed_its_directions_is_taken_over(device):
     q = create_quantizer("current", device)(values(device, 32, 64))
     tensors, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
-    whole, _ = q.fsdp_post_all_gather(tensors, metadata, q.dtype)
-    whole.update_usage(columnwise_usage=False)
-    q.fsdp_post_all_gather(tensors, metadata, q.dtype, out=whole)
-    assert same_payload(whole, q)
+    full, _ = q.fsdp_post_all_gather(tensors, metadata, q.dtype)
+    full.update_usage(columnwise_usage=False)
+    q.fsdp_post_all_gather(tensors, metadata, q.dtype, out=full)
+    assert same_payload(full, q)
 
 
 def _free(tensors):
@@ -153,17 +153,17 @@ def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, 
     q = create_quantizer(name, device)(values(device, 2 * granularity(name), 64))
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     gathered = tuple(part.clone() for part in sent)
-    whole, derived = q.fsdp_post_all_gather(gathered, metadata, q.dtype)
-    saved = {field: (part[None], part.clone(), part._version) for field, part in payload(whole).items()}
+    full, derived = q.fsdp_post_all_gather(gathered, metadata, q.dtype)
+    saved = {field: (part[None], part.clone(), part._version) for field, part in payload(full).items()}
     _free((*gathered, *derived))
-    assert not any(part.untyped_storage().size() for part in payload(whole).values())
+    assert not any(part.untyped_storage().size() for part in payload(full).values())
     for tensor in (*gathered, *derived):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
     for mine, theirs in zip(gathered, sent, strict=True):
         with torch.autograd._unsafe_preserve_version_counter(mine):
             mine.copy_(theirs)
-    q.fsdp_post_all_gather(gathered, metadata, q.dtype, out=whole)
-    assert same_payload(whole, q)
+    q.fsdp_post_all_gather(gathered, metadata, q.dtype, out=full)
+    assert same_payload(full, q)
     for view, bytes_then, version in saved.values():
         assert torch.equal(view[0], bytes_then) and view._version == version
 
@@ -171,18 +171,18 @@ def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, 
 def test_a_direction_made_on_a_gathered_tensor_is_freed_with_it(device):
     q = create_quantizer("block_2d", device, True, False)(values(device, 128, 128))
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
-    whole, derived = q.fsdp_post_all_gather(sent, metadata, q.dtype)
-    parameter = torch.nn.Parameter(whole)
+    full, derived = q.fsdp_post_all_gather(sent, metadata, q.dtype)
+    parameter = torch.nn.Parameter(full)
     elsewhere = parameter.detach().to(torch.float32)
     elsewhere.update_usage(columnwise_usage=True)
     assert not any(part is elsewhere._columnwise_data for part in derived)
     parameter.update_usage(columnwise_usage=True)
-    made = (parameter._columnwise_data, parameter._columnwise_scale_inv)
-    assert all(any(part is tensor for part in derived) for tensor in made)
+    result = (parameter._columnwise_data, parameter._columnwise_scale_inv)
+    assert all(any(part is tensor for part in derived) for tensor in result)
     q.fsdp_post_all_gather(sent, metadata, q.dtype, out=parameter)
-    assert parameter._columnwise_data is made[0]  # a forward pass has saved views on it
+    assert parameter._columnwise_data is result[0]  # a forward pass has saved views on it
     parameter.update_usage(columnwise_usage=False)
-    assert not any(part is made[0] for part in derived)
+    assert not any(part is result[0] for part in derived)
 
 
 def test_one_rank_gathers_one_tensor_and_holds_the_others(device):
@@ -191,7 +191,7 @@ def test_one_rank_gathers_one_tensor_and_holds_the_others(device):
         q = create_quantizer(name, device)(values(device, 2 * granularity(name), 64))
         sent, metadata = q.fsdp_pre_all_gather(mesh, None, None, None, None)
         assert len(sent) == 1
-        whole, derived = q.fsdp_post_all_gather(tuple(part.clone() for part in sent), metadata, q.dtype)
-        assert same_payload(whole, q)
+        full, derived = q.fsdp_post_all_gather(tuple(part.clone() for part in sent), metadata, q.dtype)
+        assert same_payload(full, q)
         shard = {part.untyped_storage().data_ptr() for part in payload(q).values()}
         assert not any(part.untyped_storage().data_ptr() in shard for part in derived)
