@@ -46,7 +46,9 @@ def metadata() -> dict[str, object]:
     description = DARK_PICTURE.sub("", readme)
     repository = os.environ.get("REPOSITORY_URL", "").rstrip("/")
     return {
-        "long_description": with_absolute_links(description, repository) if repository else description,
+        "long_description": with_absolute_links(description, repository)
+        if repository
+        else description,
         "long_description_content_type": "text/markdown",
         "project_urls": project_urls(repository) if repository else {},
     }

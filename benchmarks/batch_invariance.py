@@ -26,7 +26,12 @@ from torch import Tensor
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from transformer_engine_tools.bench.measure import measure_in_turns
 
 
@@ -145,15 +150,23 @@ class RowOperation:
     """
 
     def __init__(
-        self, name: str, call: Callable[..., Tensor], width: int, sizes: Sizes, device: str, dtype: torch.dtype,
+        self,
+        name: str,
+        call: Callable[..., Tensor],
+        width: int,
+        sizes: Sizes,
+        device: str,
+        dtype: torch.dtype,
         takes_index: bool = False,
-    ):  # fmt: skip
+    ):
         self.name, self.call, self.takes_index = name, call, takes_index
         self.x = torch.randn(sizes.rows, width, device=device).to(dtype)
         self.dy: Tensor | None = None
         self.expected: dict[Any, tuple[Tensor, Tensor]] = {}
 
-    def run(self, index: Tensor, recipe: Recipe | None, trains: bool) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, index: Tensor, recipe: Recipe | None, trains: bool
+    ) -> tuple[Tensor, Tensor | None]:
         x = self.x[index].requires_grad_(trains)
         more = (index,) if self.takes_index else ()
         with under(recipe), torch.set_grad_enabled(trains):
@@ -175,7 +188,9 @@ class RowOperation:
         index = torch.tensor(draw.sample(range(rows), count), device=self.x.device)
         return self.differences(index, recipe, trains, key)
 
-    def differences(self, index: Tensor, recipe: Recipe | None, trains: bool, key: Any) -> list[Difference]:
+    def differences(
+        self, index: Tensor, recipe: Recipe | None, trains: bool, key: Any
+    ) -> list[Difference]:
         """Compare the chosen rows with the batch of all rows."""
         y, dx = self.run(index, recipe, trains)
         expected, expected_dx = self.expected[key]
@@ -198,7 +213,9 @@ def _row_count(draw: random.Random, most: int) -> int:
 class GroupedOperation(RowOperation):
     """GroupedLinear: rows of each group in any number."""
 
-    def __init__(self, layer: te.GroupedLinear, count: int, sizes: Sizes, device: str, dtype: torch.dtype):
+    def __init__(
+        self, layer: te.GroupedLinear, count: int, sizes: Sizes, device: str, dtype: torch.dtype
+    ):
         super().__init__("GroupedLinear", layer, sizes.widths[0], sizes, device, dtype)
         self.layer, self.count = layer, count
 
@@ -211,7 +228,9 @@ class GroupedOperation(RowOperation):
             self.expected[key] = self.run(torch.arange(rows, device=self.x.device), recipe, True)  # pyright: ignore
         trains = draw.random() < 0.5
         multiple = ROWS if trains and isinstance(recipe, MXFP8BlockScaling) else 1
-        splits = [min(each, -(-draw.randint(0, each) // multiple) * multiple) for _ in range(groups)]
+        splits = [
+            min(each, -(-draw.randint(0, each) // multiple) * multiple) for _ in range(groups)
+        ]
         if not sum(splits):
             splits[0] = multiple
         chosen = [
@@ -256,7 +275,9 @@ class SequenceOperation:
         chosen, layout, extra = composition
         lengths = [self.lengths[i] for i in chosen]
         if layout == "thd":
-            x = torch.cat([*(self.x[i] for i in chosen), self.x[0].new_ones(extra, self.x[0].shape[1])])
+            x = torch.cat(
+                [*(self.x[i] for i in chosen), self.x[0].new_ones(extra, self.x[0].shape[1])]
+            )
             padded = [*lengths, extra] if extra else lengths
         else:
             padded = [max(lengths) + extra] * len(lengths)
@@ -268,7 +289,9 @@ class SequenceOperation:
         with under(recipe), torch.set_grad_enabled(trains):
             y = self.call(x, layout, padded)
         if not self.dy:
-            self.dy = [torch.randn(n, y.shape[-1], device=y.device).to(y.dtype) for n in self.lengths]
+            self.dy = [
+                torch.randn(n, y.shape[-1], device=y.device).to(y.dtype) for n in self.lengths
+            ]
         if trains:
             dy = torch.zeros_like(y)
             for part, i in zip(self.parts(dy, layout, lengths), chosen, strict=True):
@@ -301,10 +324,13 @@ class SequenceOperation:
         trains = draw.random() < 0.6
         results = self.run(Composition(chosen, layout, extra), recipe, trains)
         expected = [self.expected[key][i] for i in chosen]
-        found = [difference(torch.cat([y for y, _ in results]), torch.cat([y for y, _ in expected]))]
+        found = [
+            difference(torch.cat([y for y, _ in results]), torch.cat([y for y, _ in expected]))
+        ]
         if trains:
             dx, expected_dx = (
-                torch.cat([dx for _, dx in pairs if dx is not None]) for pairs in (results, expected)
+                torch.cat([dx for _, dx in pairs if dx is not None])
+                for pairs in (results, expected)
             )
             found.append(difference(dx, expected_dx, gradient=True))
         return found
@@ -329,13 +355,22 @@ class AttentionOperation(SequenceOperation):
             return self.layer(q, k, v, qkv_format=layout, attn_mask_type="causal")
         starts, longest = _starts(lengths, x.device), max(lengths)
         return self.layer(
-            q, k, v, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=starts, cu_seqlens_kv=starts,
-            max_seqlen_q=longest, max_seqlen_kv=longest,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
 
 
 def _starts(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    return torch.tensor(
+        [0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device
+    )
 
 
 class LayerOperation(SequenceOperation):
@@ -344,7 +379,9 @@ class LayerOperation(SequenceOperation):
     def __init__(self, sizes: Sizes, lengths: list[int], device: str, dtype: torch.dtype):
         super().__init__("TransformerLayer", sizes.widths[0], lengths, device, dtype)
         self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.layers: dict[str, te.TransformerLayer] = {layout: self._layer(layout) for layout in LAYOUTS}
+        self.layers: dict[str, te.TransformerLayer] = {
+            layout: self._layer(layout) for layout in LAYOUTS
+        }
         for layout in LAYOUTS:
             self.layers[layout].load_state_dict(self.layers["bshd"].state_dict())
         self.angles = te.attention.RotaryPositionEmbedding(sizes.head)(4096).to(device)
@@ -352,11 +389,21 @@ class LayerOperation(SequenceOperation):
     def _layer(self, layout: Layout) -> te.TransformerLayer:
         sizes = self.sizes
         return te.TransformerLayer(
-            *sizes.widths, sizes.attention[0], num_gqa_groups=sizes.attention[1], layer_number=1, bias=False,
-            hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", activation="swiglu",
-            fuse_qkv_params=True, self_attn_mask_type="padding_causal" if layout == "thd" else "causal",
-            attn_input_format=layout, params_dtype=self.dtype, device=self.device,
-        )  # fmt: skip
+            *sizes.widths,
+            sizes.attention[0],
+            num_gqa_groups=sizes.attention[1],
+            layer_number=1,
+            bias=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            normalization="RMSNorm",
+            activation="swiglu",
+            fuse_qkv_params=True,
+            self_attn_mask_type="padding_causal" if layout == "thd" else "causal",
+            attn_input_format=layout,
+            params_dtype=self.dtype,
+            device=self.device,
+        )
 
     def call(self, x: Tensor, layout: str, lengths: list[int]) -> Tensor:
         packed: dict[str, Any] = {}
@@ -367,18 +414,27 @@ class LayerOperation(SequenceOperation):
         return self.layers[layout](x, rotary_pos_emb=self.angles, **packed)
 
     @torch.no_grad()
-    def compare_cached(self, draw: random.Random, recipe: Recipe | None, key: Any) -> list[Difference]:
+    def compare_cached(
+        self, draw: random.Random, recipe: Recipe | None, key: Any
+    ) -> list[Difference]:
         """Chunked prefills and decoding steps with a cache of keys and values, against each sequence alone."""
         sizes = self.sizes
         layer = self.layers["bshd"]
         places = draw.randint(1, 6)
-        waiting = draw.sample(range(len(self.lengths)), draw.randint(places, min(8, len(self.lengths))))
+        waiting = draw.sample(
+            range(len(self.lengths)), draw.randint(places, min(8, len(self.lengths)))
+        )
         paged = draw.random() < 0.5
         longest = -(-max(self.lengths) // 64) * 64
         cache = te.InferenceParams(
-            max_batch_size=places, max_sequence_length=longest, num_heads_kv=sizes.attention[1], head_dim_k=sizes.head,
-            dtype=self.dtype, is_paged=paged, page_size=64 if paged else None,
-        )  # fmt: skip
+            max_batch_size=places,
+            max_sequence_length=longest,
+            num_heads_kv=sizes.attention[1],
+            head_dim_k=sizes.head,
+            dtype=self.dtype,
+            is_paged=paged,
+            page_size=64 if paged else None,
+        )
         running: dict[int, int] = {}
         found: list[tuple[Tensor, Tensor]] = []
         for _ in range(10):
@@ -399,7 +455,9 @@ class LayerOperation(SequenceOperation):
             with under(recipe):
                 y = layer(x, rotary_pos_emb=self.angles, inference_params=cache)
             for row, (i, count) in enumerate(step.items()):
-                found.append((y[row, :count], self.expected[key][i][0][running[i] : running[i] + count]))
+                found.append(
+                    (y[row, :count], self.expected[key][i][0][running[i] : running[i] + count])
+                )
                 running[i] += count
             order = [i for i, done in running.items() if done < self.lengths[i]]
             draw.shuffle(order)
@@ -414,7 +472,9 @@ class Subjects:
     def __init__(self, device: str, dtype: torch.dtype, seed: int):
         torch.manual_seed(seed)
         sizes = SIZES[device]
-        lengths = [random.Random(seed + i).randint(1, sizes.lengths[1]) for i in range(sizes.lengths[0])]
+        lengths = [
+            random.Random(seed + i).randint(1, sizes.lengths[1]) for i in range(sizes.lengths[0])
+        ]
         lengths[:4] = [1, 64, 129, 33]
 
         def rows(name: str, call: Any, width: int, **more: Any) -> RowOperation:
@@ -446,10 +506,18 @@ class Subjects:
                 hidden,
             ),
             rows(
-                "LayerNormMLP swiglu", te.LayerNormMLP(hidden, inner, activation="swiglu", **outputs), hidden
+                "LayerNormMLP swiglu",
+                te.LayerNormMLP(hidden, inner, activation="swiglu", **outputs),
+                hidden,
             ),
-            rows("LayerNormMLP gelu", te.LayerNormMLP(hidden, inner, activation="gelu", **outputs), hidden),
-            GroupedOperation(te.GroupedLinear(4, hidden, inner, **outputs), 4, sizes, device, dtype),
+            rows(
+                "LayerNormMLP gelu",
+                te.LayerNormMLP(hidden, inner, activation="gelu", **outputs),
+                hidden,
+            ),
+            GroupedOperation(
+                te.GroupedLinear(4, hidden, inner, **outputs), 4, sizes, device, dtype
+            ),
             rows("te.ops chain", chain, hidden),
             rows("linear cross entropy", linear_entropy, hidden, takes_index=True),
             rows("LayerNorm", te.LayerNorm(hidden, dtype=dtype, device=device), hidden),
@@ -473,11 +541,17 @@ def count_differences(
             end = time.monotonic() + left / (len(names) - index)
             for turn in range(count * index // len(names), count * (index + 1) // len(names)):
                 operations: list[Any] = [subjects.rows[turn % len(subjects.rows)]]
-                operations.append(subjects.attention if turn % 2 and recipe is None else subjects.layer)
+                operations.append(
+                    subjects.attention if turn % 2 and recipe is None else subjects.layer
+                )
                 for operation in operations:
-                    counts.compare(f"{name}: {operation.name}", operation.compare, draw, recipe, key)
+                    counts.compare(
+                        f"{name}: {operation.name}", operation.compare, draw, recipe, key
+                    )
                 if turn % 3 == 0 and key in subjects.layer.expected:
-                    counts.compare(f"{name}: cached steps", subjects.layer.compare_cached, draw, recipe, key)
+                    counts.compare(
+                        f"{name}: cached steps", subjects.layer.compare_cached, draw, recipe, key
+                    )
                 counts.compositions += 1
                 if time.monotonic() > end:
                     break
@@ -557,19 +631,32 @@ class Decoding:
     def __init__(self, batch: int, length: int, invariant: bool):
         self.invariant, self.batch = invariant, batch
         self.layer = te.DotProductAttention(
-            32, 128, num_gqa_groups=8, attention_dropout=0.0, layer_number=1, attn_mask_type="causal",
+            32,
+            128,
+            num_gqa_groups=8,
+            attention_dropout=0.0,
+            layer_number=1,
+            attn_mask_type="causal",
             qkv_format="bshd",
-        ).eval()  # fmt: skip
+        ).eval()
         self.cache = te.InferenceParams(
-            max_batch_size=batch, max_sequence_length=length + 4096, num_heads_kv=8, head_dim_k=128,
+            max_batch_size=batch,
+            max_sequence_length=length + 4096,
+            num_heads_kv=8,
+            head_dim_k=128,
             dtype=torch.bfloat16,
-        )  # fmt: skip
-        q, k = (torch.randn(batch, 1, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+        )
+        q, k = (
+            torch.randn(batch, 1, heads, 128, dtype=torch.bfloat16, device="cuda")
+            for heads in (32, 8)
+        )
         self.qkv = (q, k, k.clone())
         self.cache.pre_step(dict.fromkeys(range(batch), length))
         long = torch.randn(batch, length, 8, 128, dtype=torch.bfloat16, device="cuda")
         with torch.no_grad():
-            self.layer(long.repeat_interleave(4, 2)[:, :, :32], long, long, inference_params=self.cache)
+            self.layer(
+                long.repeat_interleave(4, 2)[:, :, :32], long, long, inference_params=self.cache
+            )
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -594,17 +681,26 @@ def measure_attention(runs: int, only: str) -> Iterator[dict[str, dict[str, floa
 
 
 def main() -> None:
-    result: argparse.ArgumentParser = parser(__doc__, only="time the cases whose name contains this")
+    result: argparse.ArgumentParser = parser(
+        __doc__, only="time the cases whose name contains this"
+    )
     result.add_argument("--compositions", type=int, default=1000, help="random compositions")
     result.add_argument(
-        "--control", type=int, default=40, help="compositions without the requirement, for comparison"
+        "--control",
+        type=int,
+        default=40,
+        help="compositions without the requirement, for comparison",
     )
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--runs", type=int, default=10, help="runs per time")
-    result.add_argument("--seconds", type=float, default=float("inf"), help="limit; compositions come last")
-    result.add_argument("--probe", action="store_true", help="also compare single attention backends")
+    result.add_argument(
+        "--seconds", type=float, default=float("inf"), help="limit; compositions come last"
+    )
+    result.add_argument(
+        "--probe", action="store_true", help="also compare single attention backends"
+    )
     result.add_argument("--skip-times", action="store_true", help="count differences only")
     chosen = result.parse_args()
     deadline = time.monotonic() + chosen.seconds
@@ -635,7 +731,9 @@ def main() -> None:
         invariant=counts.found,
     )
     counts = count_differences(subjects, chosen.control, chosen.seed, False)
-    record(control_compositions=counts.compositions, control_errors=counts.errors, control=counts.found)
+    record(
+        control_compositions=counts.compositions, control_errors=counts.errors, control=counts.found
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ class Case(NamedTuple):
 
 
 def matrix(rows: int, depth: int) -> Tensor:
-    x = torch.randn(rows, depth, device=GPU) * torch.exp2(torch.randint(-6, 6, (rows, 1), device=GPU).float())
+    x = torch.randn(rows, depth, device=GPU) * torch.exp2(
+        torch.randint(-6, 6, (rows, 1), device=GPU).float()
+    )
     return x.bfloat16()
 
 
@@ -77,7 +79,9 @@ def cases() -> Iterator[Case]:
             if uneven:
                 if square:
                     launch = block_cast.square_blocks(shape, formats.E4M3, True, True, **SCALING)
-                    rows_alone = block_cast.square_blocks(shape, formats.E4M3, True, False, **SCALING)
+                    rows_alone = block_cast.square_blocks(
+                        shape, formats.E4M3, True, False, **SCALING
+                    )
                     yield Case(
                         f"cast {kind} rows {size}",
                         with_warps(rows_alone, 4, 8),
@@ -100,7 +104,15 @@ def identity(
     shape = (x.shape[0], x.shape[1])
     blocks = block_cast.Blocks(formats.E4M3, True, square, True, 0.0, formats.FLOAT32_MAX)
     build = partial(
-        block_fused.backward, "identity", False, shape, (shape[1], 0), NO_CONSTANTS, blocks, True, computer
+        block_fused.backward,
+        "identity",
+        False,
+        shape,
+        (shape[1], 0),
+        NO_CONSTANTS,
+        blocks,
+        True,
+        computer,
     )
     plan = block_fused._plan("identity", blocks, shape, computer)
     launch = build()
@@ -125,7 +137,10 @@ def groups(splits: tuple[int, ...], depth: int) -> Case:
     spec = QuantizeSpec(formats.BLOCK_1D, formats.E4M3, power_of_two=True)
     codes, _, _, _ = reference(x, spec)
     return Case(
-        "rows of groups, depth % 16 == 8", with_warps(launch, 8), (x, None, layout), (codes, None, None, None)
+        "rows of groups, depth % 16 == 8",
+        with_warps(launch, 8),
+        (x, None, layout),
+        (codes, None, None, None),
     )
 
 
@@ -133,7 +148,8 @@ def equal(results: list[Tensor], expected: tuple[Tensor | None, ...]) -> bool:
     """Whether the results that the reference has are equal in every byte."""
     pairs = [(a, b) for a, b in zip(results, expected, strict=False) if b is not None]
     return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in pairs
     )
 
 

@@ -66,7 +66,9 @@ def measure(options: argparse.Namespace, rank: int, size: int, timed: bool) -> l
     one = milliseconds(lambda: both(*full, dout.flatten(-2))) if timed else None
     results = []
     for scheme in SCHEMES:
-        module.set_context_parallel_group(dist.group.WORLD, list(range(size)), torch.cuda.Stream(), scheme)
+        module.set_context_parallel_group(
+            dist.group.WORLD, list(range(size)), torch.cuda.Stream(), scheme
+        )
         local = [rank_chunks(x, size, rank) for x in (q, k, v)]
         grad = rank_chunks(dout, size, rank).detach().flatten(-2)
         found = both(*local, grad)
@@ -74,7 +76,9 @@ def measure(options: argparse.Namespace, rank: int, size: int, timed: bool) -> l
         for name, x, y in zip(("out", "dq", "dk", "dv"), found, alone, strict=True):
             expected = rank_chunks(y, size, rank).detach().float()
             errors[name] = round(float((x.float() - expected).norm() / expected.norm()), 5)
-        several = milliseconds(lambda separate=local, grad=grad: both(*separate, grad)) if timed else None
+        several = (
+            milliseconds(lambda separate=local, grad=grad: both(*separate, grad)) if timed else None
+        )
         results.append(
             {"scheme": scheme, "ranks": size, "one_ms": one, "ranks_ms": several, "errors": errors}
         )

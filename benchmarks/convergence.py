@@ -149,11 +149,16 @@ def run_names(curves: list[Curve]) -> list[str]:
 
 def compare(curves: list[Curve]) -> list[Row]:
     """Return one Row per name, high precision last; deviations are sample deviations."""
-    finals = {name: [curve.final for curve in curves if curve.name == name] for name in run_names(curves)}
+    finals = {
+        name: [curve.final for curve in curves if curve.name == name] for name in run_names(curves)
+    }
     base = statistics.mean(finals[HIGH_PRECISION])
     noise = _deviation(finals[HIGH_PRECISION])
     differences = {
-        name: [value - reference for value, reference in zip(values, finals[HIGH_PRECISION], strict=True)]
+        name: [
+            value - reference
+            for value, reference in zip(values, finals[HIGH_PRECISION], strict=True)
+        ]
         for name, values in finals.items()
     }
     return [
@@ -216,7 +221,8 @@ def plot(path: Path, config: RunConfig, curves: list[Curve]) -> None:
     for index, name in enumerate(run_names(curves)[:-1]):
         upper.plot(steps, means[name], "--", color=f"C{index}", linewidth=1.2, label=name)
         difference = [
-            100 * (value / reference - 1) for value, reference in zip(means[name], base, strict=True)
+            100 * (value / reference - 1)
+            for value, reference in zip(means[name], base, strict=True)
         ]
         lower.plot(steps, difference, color=f"C{index}", linewidth=1.2)
     upper.set_ylabel("training loss (nats per byte)")
@@ -235,7 +241,9 @@ def main() -> int:
     all_recipes = ",".join(name for name in RECIPES if name != "none")
     parser.add_argument("--framework", default="torch", choices=FRAMEWORKS)
     parser.add_argument("--recipes", default=all_recipes, help="names, separated by commas")
-    parser.add_argument("--cached-inputs", action="store_true", help="also train with quantized saved inputs")
+    parser.add_argument(
+        "--cached-inputs", action="store_true", help="also train with quantized saved inputs"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--size", default="demo", choices=("demo", "57M"))
     parser.add_argument("--seeds", type=int, default=3)
@@ -268,7 +276,9 @@ def main() -> int:
                 flush=True,
             )
     rows = compare(curves)
-    machine = f"{'GPU' if device == 'cuda' else 'CPU'}, {options.framework} {version(options.framework)}"
+    machine = (
+        f"{'GPU' if device == 'cuda' else 'CPU'}, {options.framework} {version(options.framework)}"
+    )
     machine += f", transformer-engine {transformer_engine.__version__}"
     stem = "convergence" if options.framework == "torch" else f"convergence_{options.framework}"
     stem += "_experts" if options.experts else ""

@@ -43,7 +43,9 @@ def build(arm: str, size: Any, device: str, batch: Any) -> Model:
     if arm == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model.layers, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+        convert_to_float8_training(
+            model.layers, config=Float8LinearConfig.from_recipe_name("tensorwise")
+        )
     if arm in ("bf16", "torchao", "te+compile"):
         for layer in model.layers:
             layer.compile(fullgraph=True)
@@ -99,7 +101,9 @@ def main() -> None:
         "--size", nargs="+", choices=SIZES, default=[name for name in SIZES if name != "tiny"]
     )
     options.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no arm after this time")
+    options.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no arm after this time"
+    )
     options.add_argument("--out", type=Path)
     arguments = options.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,7 +115,8 @@ def main() -> None:
                 print(f"{name} {arm}: not run, the time is over", flush=True)
                 continue
             with sdpa_kernel(
-                [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True
+                [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+                set_priority=True,
             ):
                 found = measure(arm, SIZES[name], device)
             results.setdefault(name, {})[arm] = found

@@ -75,7 +75,9 @@ class LlamaBlock(nn.Module):
         self.w1, self.w3 = (nn.Linear(size.hidden, size.inner, bias=False) for _ in range(2))
         self.w2 = nn.Linear(size.inner, size.hidden, bias=False)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor | None
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
         h = self.ffn_norm(x)
         return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
@@ -90,7 +92,9 @@ class EncoderBlock(nn.Module):
         self.attention = Attention(size, bias=True, causal=size.kind == "gpt")
         self.fc1, self.fc2 = nn.Linear(size.hidden, size.inner), nn.Linear(size.inner, size.hidden)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor | None
+    ) -> Tensor:
         x = x + self.attention(self.norm1(x), angles)
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
 
@@ -108,9 +112,9 @@ class DiffusionBlock(nn.Module):
         self.modulation = nn.Linear(size.hidden, 6 * size.hidden)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition))[:, None].chunk(
-            6, -1
-        )
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition))[
+            :, None
+        ].chunk(6, -1)
         x = x + gate1 * self.attention(self.norm1(x) * (1 + scale1) + shift1, angles)
         h = self.norm2(x) * (1 + scale2) + shift2
         return x + gate2 * self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
@@ -126,9 +130,13 @@ class Model(nn.Module):
         super().__init__()
         self.size = size
         self.reads_tokens = size.kind in ("llama", "gpt")
-        self.embedding = (nn.Embedding if self.reads_tokens else nn.Linear)(size.outputs, size.hidden)
+        self.embedding = (nn.Embedding if self.reads_tokens else nn.Linear)(
+            size.outputs, size.hidden
+        )
         self.layers = nn.ModuleList([BLOCKS[size.kind](size) for _ in range(size.layers)])
-        norm = nn.RMSNorm(size.hidden, eps=1e-5) if size.kind == "llama" else nn.LayerNorm(size.hidden)
+        norm = (
+            nn.RMSNorm(size.hidden, eps=1e-5) if size.kind == "llama" else nn.LayerNorm(size.hidden)
+        )
         self.norm, self.head = norm, nn.Linear(size.hidden, size.outputs, bias=False)
         frequencies = 1e4 ** -(
             torch.arange(0, size.hidden // size.heads, 2).float() / (size.hidden // size.heads)

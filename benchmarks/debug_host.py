@@ -69,7 +69,11 @@ def measure(repeats: int, steps: int, folder: str) -> dict[str, dict[str, float]
         for name in list(CASES)[:: 1 if repeat % 2 == 0 else -1]:
             program = BODY.format(setup=CASES[name], steps=steps)
             done = subprocess.run(
-                [sys.executable, "-c", program], env=environment, cwd=folder, check=True, capture_output=True
+                [sys.executable, "-c", program],
+                env=environment,
+                cwd=folder,
+                check=True,
+                capture_output=True,
             )
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
     return {

@@ -31,7 +31,13 @@ HEADS, GROUPS, SIZE = 32, 8, 128
 BATCHES = (1, 4, 16, 64, 128)
 CONTEXTS = (1024, 4096, 8192, 16384, 65536)
 PAGE = 64
-FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # compiling takes seconds per shape
+FLEX = (
+    (1, 8192),
+    (16, 4096),
+    (64, 1024),
+    (64, 8192),
+    (1, 65536),
+)  # compiling takes seconds per shape
 DTYPE = torch.bfloat16
 LARGEST_CACHE = 20 << 30
 
@@ -45,7 +51,9 @@ class Step(NamedTuple):
 
 def main() -> None:
     result = parser(__doc__, "run the cases whose name contains this, as in b64_s8192")
-    result.add_argument("--flex", action="store_true", help="FlexAttention too, for some of the shapes")
+    result.add_argument(
+        "--flex", action="store_true", help="FlexAttention too, for some of the shapes"
+    )
     chosen = options(result)
     roof = copy_rate(1 << 30)
     print(f"a copy of 1 GiB: {roof:.2f} TB/s")
@@ -56,7 +64,11 @@ def main() -> None:
             if f"b{batch}_s{context}".find(chosen.only) < 0 or size > LARGEST_CACHE:
                 continue
             for step in steps(batch, context, chosen.flex and (batch, context) in FLEX):
-                row = {"case": f"b{batch}_s{context}", "by": step.name, **measure_step(step, size, roof)}
+                row = {
+                    "case": f"b{batch}_s{context}",
+                    "by": step.name,
+                    **measure_step(step, size, roof),
+                }
                 rows.append(row)
                 print(
                     " ".join(

@@ -48,7 +48,12 @@ def main() -> None:
     for case in select_cases((*plain_cases(), *quantized(False), *quantized(True)), chosen.only):
         joint, separate = measure_in_turns((case.together, case.apart), RUNS)
         rows.append(
-            {"case": case.name, "together_ms": joint, "apart_ms": separate, "ratio": joint / separate}
+            {
+                "case": case.name,
+                "together_ms": joint,
+                "apart_ms": separate,
+                "ratio": joint / separate,
+            }
         )
         print(f"{case.name:44} {joint:11.4f} {separate:9.4f} {joint / separate:6.3f}", flush=True)
     write(chosen.json, cases=rows)

@@ -114,7 +114,9 @@ def main() -> None:
     bfloat16 = {"params_dtype": torch.bfloat16, "device": "cpu"}
     x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
     sequence = torch.randn(32, 2, 64, dtype=torch.bfloat16, requires_grad=True)
-    transformer = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, **bfloat16)
+    transformer = te.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, **bfloat16
+    )
     recipe = recipes.Float8CurrentScaling()
 
     def first_call() -> None:

@@ -70,7 +70,9 @@ class SentBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if "alltoall" in func.__name__ or "all_to_all" in func.__name__:
-            leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            leaves = [
+                leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor)
+            ]
             self.total += leaves[1].numel() * leaves[1].element_size()  # the output is the first
         return func(*args, **(kwargs or {}))
 
@@ -110,7 +112,9 @@ def torch_exchange(x: Tensor, choices: Tensor, weights: Tensor, experts: int) ->
 def ep_exchange(buffer: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
     rows, row_weights, _ = te.ep.ep_dispatch(buffer, x, choices, weights)
     values = rows.dequantize() if isinstance(rows, te.QuantizedTensor) else rows
-    return te.ep.ep_combine(buffer, values * row_weights[:, None].to(values.dtype), num_local_tokens=len(x))
+    return te.ep.ep_combine(
+        buffer, values * row_weights[:, None].to(values.dtype), num_local_tokens=len(x)
+    )
 
 
 class Layer(torch.nn.Module):
@@ -140,7 +144,9 @@ class Layer(torch.nn.Module):
             return te.moe_unpermute(rows, row_id_map, probs, pad_offsets=pad_offsets)
         weights, choices = logits.topk(shape.chosen)
         aligned = 1 << (alignment() - 1).bit_length()
-        buffer = te.ep.EpBuffer(shape.chosen, shape.tokens, shape.hidden, self.local, alignment=aligned)
+        buffer = te.ep.EpBuffer(
+            shape.chosen, shape.tokens, shape.hidden, self.local, alignment=aligned
+        )
         rows, row_weights, counts = te.ep.ep_dispatch(buffer, x, choices, weights.softmax(-1))
         splits = counts.tolist()
         rows = self.fc2(activation("swiglu", self.fc1(rows, splits)), splits)
@@ -174,7 +180,9 @@ def _synchronize(device: torch.device) -> None:
 
 def exchange_row(arm: str, shape: Shape, device: torch.device) -> dict[str, Any]:
     """Measure one arm of the exchange."""
-    x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True
+    )
     scores = torch.randn(shape.tokens, shape.experts, device=device)
     weights, choices = scores.softmax(-1).topk(shape.chosen)
     grad = torch.randn_like(x)
@@ -186,9 +194,13 @@ def exchange_row(arm: str, shape: Shape, device: torch.device) -> dict[str, Any]
     else:
         payload = PAYLOADS[arm]()
         buffer = te.ep.EpBuffer(
-            shape.chosen, shape.tokens, shape.hidden, shape.experts // dist.get_world_size(),
-            dispatch_fwd_quant_recipe=payload, combine_bwd_quant_recipe=payload,
-        )  # fmt: skip
+            shape.chosen,
+            shape.tokens,
+            shape.hidden,
+            shape.experts // dist.get_world_size(),
+            dispatch_fwd_quant_recipe=payload,
+            combine_bwd_quant_recipe=payload,
+        )
 
         def forward() -> Tensor:
             return ep_exchange(buffer, x, choices, weights)
@@ -211,14 +223,19 @@ def layer_row(name: str, shape: Shape, device: torch.device) -> dict[str, Any]:
         torch.manual_seed(0)
         layer = Layer(shape, device, over_ranks)
         torch.manual_seed(1 + dist.get_rank())
-        x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(
+            shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True
+        )
         grad = torch.randn_like(x)
         recipe = RECIPES[name]()
         if not over_ranks and isinstance(recipe, recipes.DelayedScaling):
             recipe.reduce_amax = False
 
         def step(
-            layer: Layer = layer, x: Tensor = x, grad: Tensor = grad, recipe: recipes.Recipe | None = recipe
+            layer: Layer = layer,
+            x: Tensor = x,
+            grad: Tensor = grad,
+            recipe: recipes.Recipe | None = recipe,
         ) -> None:
             x.grad = None
             layer.zero_grad(set_to_none=True)
@@ -236,7 +253,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the program itself")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes, to test the program itself"
+    )
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
@@ -247,11 +266,19 @@ def main() -> None:
     te.ep.ep_bootstrap(dist.group.WORLD, shape.experts, shape.tokens, shape.hidden, shape.chosen)
     rows: list[dict[str, Any]] = []
     work: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
-        *(("exchange", arm, lambda arm=arm: exchange_row(arm, shape, device)) for arm in (*PAYLOADS, "all_to_all")),
+        *(
+            ("exchange", arm, lambda arm=arm: exchange_row(arm, shape, device))
+            for arm in (*PAYLOADS, "all_to_all")
+        ),
         *(("layer", name, lambda name=name: layer_row(name, shape, device)) for name in RECIPES),
-    ]  # fmt: skip
+    ]
     for kind, arm, run in work:
-        row: dict[str, Any] = {"case": kind, "arm": arm, "ranks": dist.get_world_size(), **shape._asdict()}
+        row: dict[str, Any] = {
+            "case": kind,
+            "arm": arm,
+            "ranks": dist.get_world_size(),
+            **shape._asdict(),
+        }
         try:
             row |= {name: round(value, 4) for name, value in run().items()}
         except (NotImplementedError, RuntimeError, ValueError) as error:  # the next arm may run
@@ -260,7 +287,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
             if options.json:
-                options.json.write_text(json.dumps({"torch": torch.__version__, "results": rows}, indent=1))
+                options.json.write_text(
+                    json.dumps({"torch": torch.__version__, "results": rows}, indent=1)
+                )
     te.ep.ep_finalize()
     dist.destroy_process_group()
 

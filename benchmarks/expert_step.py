@@ -49,7 +49,9 @@ class Step(NamedTuple):
 
     def unsupported_reason(self) -> str | None:
         """Reason why this machine does not support the recipe, or None."""
-        supported, reason = (True, "") if self.recipe == "none" else check_recipe_support(self.made())
+        supported, reason = (
+            (True, "") if self.recipe == "none" else check_recipe_support(self.made())
+        )
         return None if supported else reason
 
 
@@ -87,7 +89,10 @@ def measure_step(step: Step) -> dict[str, float]:
         train_step(step, lambda x, fc=fc: fc(x, splits), argument)
         for fc, argument in ((layer.fc1, first), (layer.fc2, second))
     ]
-    loop, products_loop = measure(run, GPU).eager_ms, sum(measure(call, GPU).eager_ms for call in products)
+    loop, products_loop = (
+        measure(run, GPU).eager_ms,
+        sum(measure(call, GPU).eager_ms for call in products),
+    )
     kernels, products_kernels = kernel_ms(run), sum(map(kernel_ms, products))
     return {
         "kernels_ms": round(kernels, 3),
@@ -108,7 +113,9 @@ def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
             call()
         torch.cuda.synchronize()
     kernels = [
-        event for event in observed.events() or () if event.device_type == torch.autograd.DeviceType.CUDA
+        event
+        for event in observed.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
     ]
     return sum(event.time_range.elapsed_us() for event in kernels) / 1e3 / runs
 

@@ -48,9 +48,12 @@ def _chain() -> torch.nn.Module:
 def _parallel() -> torch.nn.Module:
     """Two layers over two ranks, of which this process is one; collectives do nothing."""
     settings: dict[str, Any] = {
-        "bias": False, "params_dtype": torch.bfloat16, "sequence_parallel": True,
-        "tp_group": torch.distributed.group.WORLD, "tp_size": 2,
-    }  # fmt: skip
+        "bias": False,
+        "params_dtype": torch.bfloat16,
+        "sequence_parallel": True,
+        "tp_group": torch.distributed.group.WORLD,
+        "tp_size": 2,
+    }
     layers = [te.Linear(WIDTH, WIDTH, parallel_mode=mode, **settings) for mode in ("column", "row")]
     return torch.nn.Sequential(*layers)
 
@@ -71,7 +74,9 @@ def rows() -> Iterator[Row]:
         for name in ("linear", "layer"):
             work, _ = _compiled_or_not(MODULES[name], kind)
             yield Row("environment watcher", f"{name}/{kind}", work, _with_plain_environment(work))
-    yield Row("compiled collectives", "parallel_linears/current", *_compiled_or_not(_parallel, "current"))
+    yield Row(
+        "compiled collectives", "parallel_linears/current", *_compiled_or_not(_parallel, "current")
+    )
 
 
 def _compiled_or_not(build: Callable[[], torch.nn.Module], kind: str) -> tuple[Work, Work]:
@@ -148,7 +153,8 @@ def main() -> None:
         if chosen.only in f"{row.piece} {row.case}":
             found.append(_measure(row, chosen.rounds, chosen.calls))
             print(
-                "{piece:22} {case:26} {with:8} us {without:8} us {gain:7.1%}".format(**found[-1]), flush=True
+                "{piece:22} {case:26} {with:8} us {without:8} us {gain:7.1%}".format(**found[-1]),
+                flush=True,
             )
     write(chosen.json, rows=found)
 

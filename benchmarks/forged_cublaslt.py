@@ -183,7 +183,9 @@ def rename_driver(data: bytes) -> bytes:
         raise RuntimeError("the driver is no 64-bit ELF file")
     (headers,) = struct.unpack_from("<Q", data, 32)
     size, count = struct.unpack_from("<HH", data, 54)
-    segments = [struct.unpack_from("<IIQQQQQQ", data, headers + size * index) for index in range(count)]
+    segments = [
+        struct.unpack_from("<IIQQQQQQ", data, headers + size * index) for index in range(count)
+    ]
     dynamic = next(segment for segment in segments if segment[0] == 2)
     entries = struct.iter_unpack("<qQ", data[dynamic[2] : dynamic[2] + dynamic[5] // 16 * 16])
     values = dict(reversed([*entries]))
@@ -191,7 +193,9 @@ def rename_driver(data: bytes) -> bytes:
     load = next(s for s in segments if s[0] == 1 and s[3] <= strings < s[3] + s[5])
     position = strings - load[3] + load[2] + name
     if data[position : position + len(SONAME) + 1] != SONAME + b"\0":
-        raise RuntimeError(f"the driver's soname is {data[position : position + 40]!r}, not {SONAME!r}")
+        raise RuntimeError(
+            f"the driver's soname is {data[position : position + 40]!r}, not {SONAME!r}"
+        )
     return data[:position] + REAL + data[position + len(REAL) :]
 
 
@@ -279,7 +283,10 @@ def count_algorithms(capability: str) -> None:
             found = str(error)
         print(json.dumps([name, layout, found]), flush=True)
     forged = None if answers is None else answers.value
-    print(json.dumps({"cuBLASLt": library.bindings().get_version(), "forged answers": forged}), flush=True)
+    print(
+        json.dumps({"cuBLASLt": library.bindings().get_version(), "forged answers": forged}),
+        flush=True,
+    )
 
 
 def ending(done: subprocess.CompletedProcess[str]) -> str:
@@ -302,8 +309,12 @@ def capability_results(capability: str, libraries: Path | None) -> dict[str, Any
             command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        output, text = (x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr))
-        done = subprocess.CompletedProcess(command, -signal.SIGKILL, output, f"{PATIENCE} s passed; {text}")
+        output, text = (
+            x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)
+        )
+        done = subprocess.CompletedProcess(
+            command, -signal.SIGKILL, output, f"{PATIENCE} s passed; {text}"
+        )
     results: dict[str, Any] = {"algorithms": {}}
     for line in filter(None, done.stdout.splitlines()):
         found = json.loads(line) if line[0] in "[{" else {}
@@ -325,14 +336,22 @@ def capability_results(capability: str, libraries: Path | None) -> dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     rows = [row.architecture for row in ROWS if row.vendor == "nvidia" and row.has("fp8 products")]
     parser.add_argument(
         "folder", type=Path, nargs="?", default=Path("."), help="receives forged_cublaslt.json"
     )
-    parser.add_argument("--capabilities", nargs="+", default=["real", *rows], help="compute capabilities")
-    parser.add_argument("--shim", type=Path, help="libcuda.so.1 that a run with --keep-shim has written")
-    parser.add_argument("--keep-shim", type=Path, help="compile the shim into this file, and do nothing else")
+    parser.add_argument(
+        "--capabilities", nargs="+", default=["real", *rows], help="compute capabilities"
+    )
+    parser.add_argument(
+        "--shim", type=Path, help="libcuda.so.1 that a run with --keep-shim has written"
+    )
+    parser.add_argument(
+        "--keep-shim", type=Path, help="compile the shim into this file, and do nothing else"
+    )
     parser.add_argument("--one", help="print the counts of one capability in this process")
     chosen = parser.parse_args()
     if chosen.one is not None:
@@ -348,7 +367,9 @@ def main() -> int:
         except (RuntimeError, OSError) as error:
             print(f"failed: {error}", flush=True)
             results["failed"] = str(error)
-            chosen.capabilities = [capability for capability in chosen.capabilities if capability == "real"]
+            chosen.capabilities = [
+                capability for capability in chosen.capabilities if capability == "real"
+            ]
         for capability in chosen.capabilities:
             libraries = None if capability == "real" else Path(name) / "libs"
             results[capability] = capability_results(capability, libraries)

@@ -32,7 +32,10 @@ from transformer_engine.pytorch.primitives.rope import (
     rope_qkv_backward,
     rope_qkv_forward,
 )
-from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward, scaled_softmax_forward
+from transformer_engine.pytorch.primitives.softmax import (
+    scaled_softmax_backward,
+    scaled_softmax_forward,
+)
 from transformer_engine_tools.bench.measure import measure
 
 DTYPE = torch.bfloat16
@@ -62,8 +65,15 @@ def main() -> None:
         f"{'case':52} {'fused ms':>9} {'separate':>9} {'ratio':>6} {'TB/s':>6} {'host us':>8} {'separate':>8}"
     )
     for case in select_cases(cases(), chosen.only):
-        (gpu, cpu, _), (separate, separate_cpu, _) = (measure(x, GPU) for x in (case.fused, case.separate))
-        assert gpu is not None and cpu is not None and separate is not None and separate_cpu is not None
+        (gpu, cpu, _), (separate, separate_cpu, _) = (
+            measure(x, GPU) for x in (case.fused, case.separate)
+        )
+        assert (
+            gpu is not None
+            and cpu is not None
+            and separate is not None
+            and separate_cpu is not None
+        )
         rate = case.size / gpu / 1e9
         rows.append(
             {
@@ -129,7 +139,9 @@ def norm_cases() -> Iterator[Case]:
             yield Case(f"rmsnorm {rows}x{width} {name}", fused, separate, size)
 
             def fused_layer(x=x, gamma=gamma, spec=spec, value=argument) -> object:
-                return norm.layernorm_forward(x, gamma, gamma, 1e-5, False, Cast(spec, *value.values()))
+                return norm.layernorm_forward(
+                    x, gamma, gamma, 1e-5, False, Cast(spec, *value.values())
+                )
 
             def separate_layer(x=x, gamma=gamma, spec=spec, options=argument) -> object:
                 y, *statistics = norm.layernorm_forward(x, gamma, gamma, 1e-5, False)
@@ -139,7 +151,11 @@ def norm_cases() -> Iterator[Case]:
 
 
 def activation_cases() -> Iterator[Case]:
-    for kind, rows, width in (("gelu", 8192, 14336), ("swiglu", 8192, 14336), ("swiglu", 2048, 11008)):
+    for kind, rows, width in (
+        ("gelu", 8192, 14336),
+        ("swiglu", 8192, 14336),
+        ("swiglu", 2048, 11008),
+    ):
         gated = activation.ACTIVATIONS[kind].gated
         x, dy = _random(rows, 2 * width if gated else width), _random(rows, width)
         for name, spec, argument, codes, stored in _scalings():
@@ -158,12 +174,16 @@ def activation_cases() -> Iterator[Case]:
                 if not activation.gradient_fuses(back, bias is not None):
                     continue
 
-                def fused_back(kind=kind, x=x, dy=dy, spec=back, value=argument, bias=bias) -> object:
+                def fused_back(
+                    kind=kind, x=x, dy=dy, spec=back, value=argument, bias=bias
+                ) -> object:
                     return activation.activation_backward(
                         kind, dy, x, PARAMS, Cast(spec, *value.values()), bias
                     )
 
-                def separate_back(kind=kind, x=x, dy=dy, spec=back, options=argument, bias=bias) -> object:
+                def separate_back(
+                    kind=kind, x=x, dy=dy, spec=back, options=argument, bias=bias
+                ) -> object:
                     dx = activation.activation_backward(kind, dy, x, PARAMS)
                     sums = None if bias is None else dx.sum(0, dtype=torch.float32).to(bias)
                     return quantize(dx, spec, **options), sums
@@ -192,11 +212,17 @@ def softmax_cases() -> Iterator[Case]:
     for shape, causal in SCORES:
         x = _random(*shape)
         y, dy = scaled_softmax_forward(x, 0.1, causal=causal), _random(*shape)
-        observed = None if causal is None else torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril()
+        observed = (
+            None
+            if causal is None
+            else torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril()
+        )
 
         def plain(x=x, records=observed) -> object:
             score = x * 0.1
-            return torch.softmax(score if records is None else score.masked_fill(~records, float("-inf")), -1)
+            return torch.softmax(
+                score if records is None else score.masked_fill(~records, float("-inf")), -1
+            )
 
         def plain_backward(dy=dy, y=y) -> object:
             return torch.ops.aten._softmax_backward_data(dy, y, -1, DTYPE) * 0.1
@@ -222,7 +248,10 @@ def dropout_cases() -> Iterator[Case]:
         return torch.native_dropout(x, 0.1, True)
 
     yield Case(
-        "dropout f 8192x4096, against torch", lambda: dropout_forward(x, 0.1), plain, 4.125 * x.numel()
+        "dropout f 8192x4096, against torch",
+        lambda: dropout_forward(x, 0.1),
+        plain,
+        4.125 * x.numel(),
     )
     yield Case(
         "dropout b 8192x4096, against torch",

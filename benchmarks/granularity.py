@@ -24,7 +24,8 @@ def counts(folder: Path) -> dict[str, int]:
             continue
         source = path.read_text(encoding="utf-8")
         totals["functions"] += sum(
-            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(ast.parse(source))
+            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for node in ast.walk(ast.parse(source))
         )
         totals["lines"] += code_lines(source)
         totals["files"] += 1
@@ -38,4 +39,6 @@ if __name__ == "__main__":
         found = counts(Path(name))
         rate = 1000 * found["functions"] / found["lines"]
         share = found["small files"] / found["files"]
-        print(f"| `{name}` | {rate:.0f} | {found['small files']} of {found['files']} ({share:.0%}) |")
+        print(
+            f"| `{name}` | {rate:.0f} | {found['small files']} of {found['files']} ({share:.0%}) |"
+        )

@@ -46,7 +46,9 @@ CASES = (Case(64, 32768, 2048, 1408), Case(128, 32768, 2048, 1536))
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--runs", type=int, default=20, help="turns; each figure is their median")
+    arguments.add_argument(
+        "--runs", type=int, default=20, help="turns; each figure is their median"
+    )
     chosen = options(arguments)
     rows = []
     for case in select_cases(CASES, chosen.only):
@@ -64,13 +66,17 @@ def make_arms(case: Case) -> dict[str, Callable[[], None]]:
     """A forward and backward pass per arm."""
     x = torch.randn(case.tokens, case.inputs, device=GPU, dtype=BF16, requires_grad=True)
     gradient = torch.randn(case.tokens, case.outputs, device=GPU, dtype=BF16)
-    stacked = torch.randn(case.experts, case.outputs, case.inputs, device=GPU, dtype=BF16).mul_(0.02)
+    stacked = torch.randn(case.experts, case.outputs, case.inputs, device=GPU, dtype=BF16).mul_(
+        0.02
+    )
     stacked.requires_grad_()
     per_expert = case.tokens // case.experts
     ends = torch.arange(1, case.experts + 1, device=GPU, dtype=torch.int32) * per_expert
     splits = [per_expert] * case.experts
 
-    def passes(weights: list[torch.Tensor], forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    def passes(
+        weights: list[torch.Tensor], forward: Callable[[], torch.Tensor]
+    ) -> Callable[[], None]:
         def run() -> None:
             for tensor in (x, *weights):
                 tensor.grad = None

@@ -79,7 +79,9 @@ class AutogradAlone(torch.nn.Module):
         self.weights = torch.nn.ParameterList(
             [torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(groups)]
         )
-        self.each = tuple(self.weights)  # iterating over the list calls a Python function per parameter
+        self.each = tuple(
+            self.weights
+        )  # iterating over the list calls a Python function per parameter
 
     def forward(self, x: Tensor) -> Tensor:
         return Parameters.apply(x, *self.each)  # pyright: ignore[reportReturnType]
@@ -98,20 +100,36 @@ def _linear_bias() -> torch.nn.Module:
 
 
 def _layernorm_linear() -> torch.nn.Module:
-    return te.LayerNormLinear(WIDTH, WIDTH, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16)
+    return te.LayerNormLinear(
+        WIDTH, WIDTH, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16
+    )
 
 
 def _mlp() -> torch.nn.Module:
     return te.LayerNormMLP(
-        WIDTH, WIDTH, bias=False, activation="swiglu", normalization="RMSNorm", params_dtype=torch.bfloat16
+        WIDTH,
+        WIDTH,
+        bias=False,
+        activation="swiglu",
+        normalization="RMSNorm",
+        params_dtype=torch.bfloat16,
     )
 
 
 def _layer(fused: bool = True, groups: int | None = None) -> torch.nn.Module:
     return te.TransformerLayer(
-        WIDTH, WIDTH, 4, bias=False, activation="swiglu", normalization="RMSNorm", attention_dropout=0.0,
-        hidden_dropout=0.0, fuse_qkv_params=fused, num_gqa_groups=groups, params_dtype=torch.bfloat16,
-    )  # fmt: skip
+        WIDTH,
+        WIDTH,
+        4,
+        bias=False,
+        activation="swiglu",
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        fuse_qkv_params=fused,
+        num_gqa_groups=groups,
+        params_dtype=torch.bfloat16,
+    )
 
 
 def _grouped(groups: int) -> torch.nn.Module:
@@ -123,7 +141,10 @@ def _norm() -> torch.nn.Module:
 
 
 def passes(
-    build: Callable[[], torch.nn.Module], recipe: recipes.Recipe | None, backward: bool, **kwargs: Any
+    build: Callable[[], torch.nn.Module],
+    recipe: recipes.Recipe | None,
+    backward: bool,
+    **kwargs: Any,
 ) -> Callable[[], object]:
     """Create a module call: forward, and backward on request."""
     module = build()
@@ -148,7 +169,9 @@ def passes(
 
 
 def cases() -> Iterator[Case]:
-    def case(name: str, build: Callable[[], torch.nn.Module], kind: str, both: bool, **kwargs: Any) -> Case:
+    def case(
+        name: str, build: Callable[[], torch.nn.Module], kind: str, both: bool, **kwargs: Any
+    ) -> Case:
         return Case(name, lambda: passes(build, RECIPES[kind](), both, **kwargs))
 
     modules = {
@@ -169,7 +192,9 @@ def cases() -> Iterator[Case]:
         yield case(f"linear/{kind}/fb_first", _linear, kind, True, is_first_microbatch=True)
         yield case(f"linear/{kind}/fb_later", _linear, kind, True, is_first_microbatch=False)
     for groups in (4, 8, 64):
-        yield case(f"autograd_{groups}/none/fb", functools.partial(AutogradAlone, groups), "none", True)
+        yield case(
+            f"autograd_{groups}/none/fb", functools.partial(AutogradAlone, groups), "none", True
+        )
     yield case("layernorm/none/f", _norm, "none", False)
     yield case("layernorm/none/fb", _norm, "none", True)
     yield Case("autocast/delayed/empty", lambda: _empty_block(recipes.DelayedScaling()))
@@ -214,8 +239,12 @@ def calls(work: Callable[[], object]) -> Calls:
 
 
 def main() -> None:
-    options = parser(__doc__, only="run the cases whose name contains one of these, with commas between them")
-    options.add_argument("--calls", type=int, default=1000, help="how many calls the shortest is taken of")
+    options = parser(
+        __doc__, only="run the cases whose name contains one of these, with commas between them"
+    )
+    options.add_argument(
+        "--calls", type=int, default=1000, help="how many calls the shortest is taken of"
+    )
     options.add_argument("--profile", action="store_true", help="print where each case's time goes")
     chosen = options.parse_args()
     torch.set_num_threads(1)
@@ -228,7 +257,10 @@ def main() -> None:
             continue
         work = case.make()
         rows.append({"case": case.name, **_measure_warm_case(work, chosen.calls)})
-        print("{case:32} {us:8} us {python:6} python {ours:6} ours {c:6} c".format(**rows[-1]), flush=True)
+        print(
+            "{case:32} {us:8} us {python:6} python {ours:6} ours {c:6} c".format(**rows[-1]),
+            flush=True,
+        )
         if chosen.profile:
             _profile(work)
     write(chosen.json, cases=rows)

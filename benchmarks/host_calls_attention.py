@@ -61,7 +61,9 @@ class Counted(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--base", type=Path, help="a checkout to compare with")
@@ -124,7 +126,9 @@ def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
     names = [f"{tree} {figure}".strip() for figure in ("before", "calls", "us") for tree in rows]
     print(f"{'case':44} " + " ".join(f"{name:>12}" for name in names))
     for case in next(iter(rows.values())):
-        figures = [rows[tree][case][figure] for figure in ("before", "calls", "us") for tree in rows]
+        figures = [
+            rows[tree][case][figure] for figure in ("before", "calls", "us") for tree in rows
+        ]
         print(f"{case:44} " + " ".join(f"{value:12.0f}" for value in figures), flush=True)
 
 
@@ -132,7 +136,10 @@ def count(call: Callable[[], object]) -> Counted:
     """Python calls that the attention makes in call()."""
     entered: list[str] = []
     before: list[int] = []
-    depths = {"ours": 0, "apart": 0}  # open functions below the first that is ours, and that is apart
+    depths = {
+        "ours": 0,
+        "apart": 0,
+    }  # open functions below the first that is ours, and that is apart
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         if event == "return":
@@ -160,15 +167,22 @@ def count(call: Callable[[], object]) -> Counted:
 def cases() -> Iterator[Case]:
     for recipe in RECIPES:
         for layout in ("sbhd", "bshd", "thd"):
-            yield from _both(f"DotProductAttention {layout} {recipe}", *_core(layout), RECIPES[recipe])
+            yield from _both(
+                f"DotProductAttention {layout} {recipe}", *_core(layout), RECIPES[recipe]
+            )
         for layout in ("sbhd", "thd"):
-            yield from _both(f"MultiheadAttention {layout} {recipe}", *_layer(layout), RECIPES[recipe])
+            yield from _both(
+                f"MultiheadAttention {layout} {recipe}", *_layer(layout), RECIPES[recipe]
+            )
     yield from _both("MultiheadAttention sbhd rotary none", *_layer("sbhd", rotary=True), None)
     yield Case("MultiheadAttention bshd step of a cache f", _step(), gradients=False)
 
 
 def _both(
-    name: str, forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], recipe: Recipe | None
+    name: str,
+    forward: Callable[[], torch.Tensor],
+    leaves: list[torch.Tensor],
+    recipe: Recipe | None,
 ) -> Iterator[Case]:
     """A forward without gradients, and a forward with its backward."""
     gradient = torch.ones_like(forward().detach())
@@ -206,13 +220,16 @@ def _mask(layout: str) -> str:
 def _core(layout: str) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     layer = te.DotProductAttention(HEADS, SIZE, qkv_format=layout, attn_mask_type=_mask(layout))
     q, k, v = (
-        torch.randn(*_shape(layout), HEADS, SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        torch.randn(*_shape(layout), HEADS, SIZE, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
     )
     options = _lengths(layout)
     return lambda: layer(q, k, v, **options), [q, k, v]
 
 
-def _layer(layout: str, rotary: bool = False) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+def _layer(
+    layout: str, rotary: bool = False
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     layer = te.MultiheadAttention(
         HEADS * SIZE,
         HEADS,

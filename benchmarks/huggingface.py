@@ -73,7 +73,9 @@ CASES = (
     Case("te attention", lambda model: inject_te_attention(model) or model),
     Case("converted", te.convert_hf),
     Case("converted, FP8 delayed", lambda model: te.convert_hf(model, recipes.DelayedScaling())),
-    Case("converted, FP8 current", lambda model: te.convert_hf(model, recipes.Float8CurrentScaling())),
+    Case(
+        "converted, FP8 current", lambda model: te.convert_hf(model, recipes.Float8CurrentScaling())
+    ),
 )
 
 
@@ -81,7 +83,9 @@ def main() -> None:
     result = parser(__doc__)
     result.add_argument("--plot", type=Path, help="draw the figures into this file")
     result.add_argument("--size", default="1b", choices=SIZES)
-    result.add_argument("--length", type=int, help="tokens of a sequence; the step's tokens stay the same")
+    result.add_argument(
+        "--length", type=int, help="tokens of a sequence; the step's tokens stay the same"
+    )
     chosen = result.parse_args()
     if not optional.installed("transformers"):
         raise SystemExit("these figures need models of transformers; pip install transformers")
@@ -104,13 +108,19 @@ def main() -> None:
         )
     if chosen.plot is not None:
         plot(
-            chosen.plot, rows, f"Llama {chosen.size}, {size.tokens} tokens in sequences of {length}, training"
+            chosen.plot,
+            rows,
+            f"Llama {chosen.size}, {size.tokens} tokens in sequences of {length}, training",
         )
     write(
         chosen.json,
         machine(transformers=version("transformers")),
-        size=chosen.size, length=length, tokens=size.tokens, settings=size.settings, cases=rows,
-    )  # fmt: skip
+        size=chosen.size,
+        length=length,
+        tokens=size.tokens,
+        settings=size.settings,
+        cases=rows,
+    )
 
 
 def measure_case(case: Case, size: Size, length: int) -> dict[str, Any]:
@@ -145,7 +155,9 @@ def stock(size: Size, length: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**size.settings, max_position_embeddings=length, attn_implementation="sdpa")
+    config = LlamaConfig(
+        **size.settings, max_position_embeddings=length, attn_implementation="sdpa"
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -160,9 +172,13 @@ def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
     panels = [("thousand tokens/s", [row["tokens_per_second"] / 1e3 for row in rows])]
     if rows[0]["peak_gib"] is not None:
         panels.append(("peak memory (GiB)", [row["peak_gib"] for row in rows]))
-    figure = Figure(figsize=(4.8 * len(panels), 1.4 + 0.4 * len(rows)), dpi=130, layout="constrained")
+    figure = Figure(
+        figsize=(4.8 * len(panels), 1.4 + 0.4 * len(rows)), dpi=130, layout="constrained"
+    )
     FigureCanvasAgg(figure)
-    for axis, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for axis, (label, values) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
         colours = ["#c2410c" if row["case"].startswith("converted") else "#555555" for row in rows]
         bars = axis.barh([row["case"] for row in rows], values, color=colours)
         axis.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)

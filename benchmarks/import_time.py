@@ -44,11 +44,21 @@ DIFFERENCES = {
 
 def user_seconds(arguments: list[str], checkout: Path, cache: str) -> float:
     """User CPU time for an interpreter with these arguments."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    environment |= {"PYTHONPATH": str(checkout), "PYTHONPYCACHEPREFIX": cache, "OMP_NUM_THREADS": "1"}
+    environment = {
+        key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"
+    }
+    environment |= {
+        "PYTHONPATH": str(checkout),
+        "PYTHONPYCACHEPREFIX": cache,
+        "OMP_NUM_THREADS": "1",
+    }
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     subprocess.run(
-        [sys.executable, *arguments], env=environment, check=True, stdout=subprocess.DEVNULL, cwd=cache
+        [sys.executable, *arguments],
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd=cache,
     )
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
@@ -83,7 +93,9 @@ def main() -> None:
     parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args()
-    checkouts = {name: Path(folder) for name, folder in (each.split("=", 1) for each in options.checkout)}
+    checkouts = {
+        name: Path(folder) for name, folder in (each.split("=", 1) for each in options.checkout)
+    }
     rest = "".join(f" --checkout {name}=FOLDER" for name in checkouts)
     record = {
         "command": f"python benchmarks/import_time.py --runs {options.runs}{rest}",

@@ -25,7 +25,10 @@ from transformer_engine_tools.bench.jax_workload import JaxWorkload
 from transformer_engine_tools.bench.measure import FULL, QUICK
 
 HEADS, GROUPS, DIM, SEGMENTS = 32, 8, 128, 8
-VANILLA, SINKS = attention.AttnSoftmaxType.VANILLA_SOFTMAX, attention.AttnSoftmaxType.LEARNABLE_SOFTMAX
+VANILLA, SINKS = (
+    attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+    attention.AttnSoftmaxType.LEARNABLE_SOFTMAX,
+)
 WHOLE, PACKED = attention.QKVLayout.BSHD_BSHD_BSHD, attention.QKVLayout.THD_THD_THD
 # {case: (mask, softmax, layout, backends)}; the others are compared with the first case of their layout by cuDNN.
 CASES = {
@@ -51,10 +54,20 @@ def workload(case: str, batch: int, tokens: int) -> JaxWorkload:
             places = jnp.tile(jnp.arange(length, dtype=jnp.int32), SEGMENTS)[None]
             descriptor = attention.SequenceDescriptor.from_segment_ids_and_pos(ids, places)
         return attention.fused_attn(
-            arrays[:3], None, descriptor, None, attention.AttnBiasType.NO_BIAS, mask, layout, softmax, DIM**-0.5,
-            0.0, True, max_segments_per_seq=SEGMENTS if packed else 1,
+            arrays[:3],
+            None,
+            descriptor,
+            None,
+            attention.AttnBiasType.NO_BIAS,
+            mask,
+            layout,
+            softmax,
+            DIM**-0.5,
+            0.0,
+            True,
+            max_segments_per_seq=SEGMENTS if packed else 1,
             softmax_offset=arrays[3] if softmax is SINKS else None,
-        )  # fmt: skip
+        )
 
     keys = jax.random.split(jax.random.key(0), 3)
     qkv = tuple(
@@ -81,7 +94,11 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
                 "case": f"dpa_fb/bf16/{case}_b{batch}_s{tokens}_h{HEADS}_{GROUPS}_d{DIM}",
                 "by": "reference" if quick else backend,
             }
-            yield row | {"gpu_ms": figures.timing.gpu_ms, "eager_ms": figures.timing.eager_ms, "rate": rate}
+            yield row | {
+                "gpu_ms": figures.timing.gpu_ms,
+                "eager_ms": figures.timing.eager_ms,
+                "rate": rate,
+            }
 
 
 def main() -> None:
@@ -92,7 +109,9 @@ def main() -> None:
     )
     chosen = instance.parse_args()
     if not chosen.quick and jax.default_backend() == "cpu":
-        raise SystemExit("these figures need a GPU, and jax finds none; --quick shows that the script runs")
+        raise SystemExit(
+            "these figures need a GPU, and jax finds none; --quick shows that the script runs"
+        )
     rows = []
     for row in measure(chosen.quick):
         rows.append(row)

@@ -33,23 +33,28 @@ OVER_TORCH = {
     **{f"linear_fb/{recipe}/8192x4096x28672": 1.05 for recipe in ("delayed", "current", "block")},
     "layernorm_mlp_fb/delayed/swiglu": 1.05,
     **{f"layer_fb/{recipe}/llama8b": 1.08 for recipe in ("bf16", "delayed", "current", "block")},
-    **{f"grouped_linear_fb/{recipe}/{size}": 1.1 for size in ("e8", "e64") for recipe in ("bf16", "delayed")},
+    **{
+        f"grouped_linear_fb/{recipe}/{size}": 1.1
+        for size in ("e8", "e64")
+        for recipe in ("bf16", "delayed")
+    },
     "dpa_fb/bf16/thd": 1.02,
-}  # fmt: skip
+}
 KERNELS = 1.1  # a kernel started from JAX over the same record started from torch
 # {case: (figure of a row, unit, at most)}
 FIGURES = {
-    "layer_small_fb/bf16": ("eager_ms", "wall ms", 0.40), "layer_small_fb/delayed": ("eager_ms", "wall ms", 0.60),
-    "quantize/delayed_row": ("gpu_ms", "ms", 0.090), "quantize/delayed_both": ("gpu_ms", "ms", 0.130),
-    "norm_fb/LayerNorm/16384x8192": ("gpu_ms", "ms", 0.37), "norm_fb/RMSNorm/16384x8192": ("gpu_ms", "ms", 0.37),
+    "layer_small_fb/bf16": ("eager_ms", "wall ms", 0.40),
+    "layer_small_fb/delayed": ("eager_ms", "wall ms", 0.60),
+    "quantize/delayed_row": ("gpu_ms", "ms", 0.090),
+    "quantize/delayed_both": ("gpu_ms", "ms", 0.130),
+    "norm_fb/LayerNorm/16384x8192": ("gpu_ms", "ms", 0.37),
+    "norm_fb/RMSNorm/16384x8192": ("gpu_ms", "ms", 0.37),
     "layer_fb/delayed/llama8b": ("compile_s", "s to compile, cold", 40.0),
     "layer_fb/delayed/": ("cached_s", "s to compile, from JAX's cache", 5.0),
-}  # fmt: skip
+}
 FP8_PEAK = 1.25  # layer memory under delayed scaling relative to bfloat16
 WITHOUT_THE_FLAG = 30.0  # longest compile time for one of this package's programs, in seconds
-OF_CUDNN = (
-    0.6  # least rate of our attention where cuDNN does not support a case, over cuDNN's on the same rows
-)
+OF_CUDNN = 0.6  # least rate of our attention where cuDNN does not support a case, over cuDNN's on the same rows
 ATTENTION = [
     f"dpa_fb/bf16/{kind}_b2_s8192_h32_8_d128"
     for kind in ("causal", "bottom_right", "sinks", "packed", "packed_sinks")
@@ -99,7 +104,9 @@ class Goal:
         }
 
 
-def _figure(rows: list[dict[str, Any]], case: str, provider: str, key: str = "gpu_ms") -> float | None:
+def _figure(
+    rows: list[dict[str, Any]], case: str, provider: str, key: str = "gpu_ms"
+) -> float | None:
     """A value in the provider's first row whose case starts with this text."""
     found = (row for row in rows if row["provider"] == provider and row["case"].startswith(case))
     return next(found, {}).get(key)
@@ -143,7 +150,11 @@ def _ratio_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
     for case, limit in (OVER_TORCH | dict.fromkeys(kernels, KERNELS)).items():
         ours, torch = _figure(rows, case, "jax"), _figure(rows, case, "te")
         yield Goal(
-            f"{case}: time over torch's", "<=", limit, _ratio(ours, torch), f"{ours} ms, torch {torch} ms"
+            f"{case}: time over torch's",
+            "<=",
+            limit,
+            _ratio(ours, torch),
+            f"{ours} ms, torch {torch} ms",
         )
 
 
@@ -151,10 +162,16 @@ def _figure_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
     """Yield goals with a constant limit, or between two of this engine's figures."""
     for case, (key, unit, limit) in FIGURES.items():
         yield Goal(f"{case}: {unit}", "<=", limit, _figure(rows, case, "jax", key))
-    narrow, wide = (_figure(rows, f"layer_fb/{recipe}", "jax", "peak_mib") for recipe in ("delayed", "bf16"))
+    narrow, wide = (
+        _figure(rows, f"layer_fb/{recipe}", "jax", "peak_mib") for recipe in ("delayed", "bf16")
+    )
     note = f"{narrow} and {wide} MiB"
     yield Goal(
-        "layer_fb/delayed: peak memory over that in bfloat16", "<=", FP8_PEAK, _ratio(narrow, wide), note
+        "layer_fb/delayed: peak memory over that in bfloat16",
+        "<=",
+        FP8_PEAK,
+        _ratio(narrow, wide),
+        note,
     )
 
 
@@ -167,7 +184,9 @@ def _longest_compile_time(rows: list[dict[str, Any]]) -> Goal:
     absent = [case for case in compiled if case not in recognized]
     if absent and (found is None or found <= WITHOUT_THE_FLAG):
         found, note = None, f"no time of {', '.join(absent)}"
-    return Goal("without the flag: s to compile the slowest case", "<=", WITHOUT_THE_FLAG, found, note)
+    return Goal(
+        "without the flag: s to compile the slowest case", "<=", WITHOUT_THE_FLAG, found, note
+    )
 
 
 def plot(path: Path, found: list[Goal], title: str) -> None:
@@ -177,7 +196,9 @@ def plot(path: Path, found: list[Goal], title: str) -> None:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     colours = ["#15803d" if goal.reached else "#c2410c" for goal in listing]
-    bars = axis.barh(range(len(listing)), [min(goal.share, SHOWN) for goal in listing], color=colours)
+    bars = axis.barh(
+        range(len(listing)), [min(goal.share, SHOWN) for goal in listing], color=colours
+    )
     texts = [f"{goal.found:.3g} ({goal.sense} {goal.limit:.3g})" for goal in listing]
     axis.bar_label(bars, labels=texts, padding=3, fontsize=8.5)
     axis.axvline(1.0, color="#000000", linewidth=1.0)
@@ -195,7 +216,9 @@ def main() -> None:
     instance.add_argument("file", type=Path, help="what te bench --json wrote")
     instance.add_argument("--write", action="store_true", help="put the goals into the file")
     instance.add_argument("--plot", type=Path, help="draw the goals into this file")
-    instance.add_argument("--families", type=Path, help="draw the times of all providers into this folder")
+    instance.add_argument(
+        "--families", type=Path, help="draw the times of all providers into this folder"
+    )
     chosen = instance.parse_args()
     content = json.loads(chosen.file.read_text())
     found = list(goals(content))
@@ -210,7 +233,9 @@ def main() -> None:
         plot(chosen.plot, found, f"transformer_engine.jax, {content['machine']}")
     if chosen.families is not None:
         recognized = {field.name for field in fields(Row)}
-        rows = [Row(**{name: row[name] for name in recognized & set(row)}) for row in content["results"]]
+        rows = [
+            Row(**{name: row[name] for name in recognized & set(row)}) for row in content["results"]
+        ]
         plot_families(chosen.families, rows, content["machine"])
 
 

@@ -57,8 +57,18 @@ def layers(quick: bool) -> dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]
     """{case: (module, shape of x, call options)}"""
     tokens, hidden, wide = (64, 32, 48) if quick else (8192, 4096, 14336)
     dtype = {"dtype": jnp.bfloat16}
-    swiglu = {"mlp_activations": ("silu", "linear"), "use_bias": False, "layernorm_type": "rmsnorm", **dtype}
-    small = {"hidden_size": 64, "mlp_hidden_size": 128, "num_attention_heads": 4, "num_gqa_groups": 4}
+    swiglu = {
+        "mlp_activations": ("silu", "linear"),
+        "use_bias": False,
+        "layernorm_type": "rmsnorm",
+        **dtype,
+    }
+    small = {
+        "hidden_size": 64,
+        "mlp_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_gqa_groups": 4,
+    }
     if not quick:
         small = {
             "hidden_size": 1024,
@@ -67,13 +77,24 @@ def layers(quick: bool) -> dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]
             "num_gqa_groups": 16,
         }
     mlp = te_flax.LayerNormMLP(
-        intermediate_dim=wide, activations=("silu", "linear"), layernorm_type="rmsnorm", use_bias=False,
-        intermediate_dropout_rate=0.0, **dtype,
-    )  # fmt: skip
+        intermediate_dim=wide,
+        activations=("silu", "linear"),
+        layernorm_type="rmsnorm",
+        use_bias=False,
+        intermediate_dropout_rate=0.0,
+        **dtype,
+    )
     layer = te_flax.TransformerLayer(
-        hidden_dropout=0.0, attention_dropout=0.0, intermediate_dropout=0.0, self_attn_mask_type="causal",
-        enable_rotary_pos_emb=True, enable_relative_embedding=False, transpose_batch_sequence=False, **small, **swiglu,
-    )  # fmt: skip
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        intermediate_dropout=0.0,
+        self_attn_mask_type="causal",
+        enable_rotary_pos_emb=True,
+        enable_relative_embedding=False,
+        transpose_batch_sequence=False,
+        **small,
+        **swiglu,
+    )
     return {
         "linear": (te_flax.DenseGeneral(features=wide, **dtype), (tokens, hidden), {}),
         "mlp": (mlp, (1, tokens, hidden), {}),
@@ -92,7 +113,9 @@ def step_gradients(
     x = jax.random.normal(jax.random.key(5), shape, jnp.bfloat16)
     variables = module.init(jax.random.key(0), x, **options)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables.get("params", {}))
-    rest = {name: value for name, value in variables.items() if name not in ("params", "params_axes")}
+    rest = {
+        name: value for name, value in variables.items() if name not in ("params", "params_axes")
+    }
 
     def apply(params: Any, rest: Any, x: Array) -> Array:
         result = module.apply({"params": params, **rest}, x, **options)
@@ -136,7 +159,9 @@ def measure_program(function: Any, arguments: tuple[Any, ...]) -> tuple[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="write the rows to this file")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--quick", action="store_true", help="small sizes, on any machine")
@@ -153,7 +178,9 @@ def main() -> None:
                 with te.autocast(enabled=recipe is not None, recipe=recipe), order_layers(order):
                     figures, result = measure_program(*step_gradients(module, shape, options))
                 reference = result if reference is None else reference
-                equal = all(map(jnp.array_equal, jax.tree.leaves(result), jax.tree.leaves(reference)))
+                equal = all(
+                    map(jnp.array_equal, jax.tree.leaves(result), jax.tree.leaves(reference))
+                )
                 rows.append({"case": name, "same_gradients": equal, **figures})
                 print(json.dumps(rows[-1]), flush=True)
                 chosen.out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -29,13 +29,25 @@ import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention
 
-RECIPES = {"bf16": None, "delayed": recipe.DelayedScaling(), "current": recipe.Float8CurrentScaling()}
+RECIPES = {
+    "bf16": None,
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+}
 TOKENS, LONG = 8192, 65536
 LLAMA = {
-    "hidden_size": 4096, "mlp_hidden_size": 14336, "num_attention_heads": 32, "num_gqa_groups": 8,
-    "layernorm_type": "rmsnorm", "mlp_activations": ("silu", "linear"), "enable_relative_embedding": False,
-    "enable_rotary_pos_emb": True, "hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": jnp.bfloat16,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "mlp_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_gqa_groups": 8,
+    "layernorm_type": "rmsnorm",
+    "mlp_activations": ("silu", "linear"),
+    "enable_relative_embedding": False,
+    "enable_rotary_pos_emb": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "dtype": jnp.bfloat16,
+}
 QWEN3 = {"hidden": 2048, "inner": 768, "experts": 128, "chosen": 8}
 QUICK = {"hidden_size": 256, "mlp_hidden_size": 512, "num_attention_heads": 4, "num_gqa_groups": 2}
 
@@ -56,9 +68,11 @@ class Layout:
 
 def layouts(devices: int) -> tuple[Layout, ...]:
     return (
-        Layout("one"), Layout(f"tp {devices}", devices, "tpsp"), Layout(f"dp {devices}", devices, "dp", devices),
+        Layout("one"),
+        Layout(f"tp {devices}", devices, "tpsp"),
+        Layout(f"dp {devices}", devices, "dp", devices),
         Layout(f"fsdp {devices}", devices, "fsdp", devices),
-    )  # fmt: skip
+    )
 
 
 def create_mesh(axis: str, devices: int) -> Mesh:
@@ -77,7 +91,9 @@ def milliseconds(step: Callable[..., Any], state: Any, *rest: Any, runs: int = 1
     return 1e3 * (time.perf_counter() - start) / runs
 
 
-def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any], tokens: int) -> float:
+def layer(
+    layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any], tokens: int
+) -> float:
     """Milliseconds for the layer's step."""
     model = te_flax.TransformerLayer(**sizes, enable_sequence_parallel=layout.axis == "tpsp")
     mesh = create_mesh(layout.axis, layout.devices)
@@ -86,18 +102,27 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
     with jax.set_mesh(mesh), precision:
         rules = te_flax.extend_logical_axis_rules(())
         with nn.logical_axis_rules(rules):
-            batch = PartitionSpec(resource.dp_resource or resource.fsdp_resource, resource.tpsp_resource)
+            batch = PartitionSpec(
+                resource.dp_resource or resource.fsdp_resource, resource.tpsp_resource
+            )
             shape = (layout.sequences, tokens, sizes["hidden_size"])
             x, dy = (
-                jax.device_put(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), NamedSharding(mesh, batch))
+                jax.device_put(
+                    jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),
+                    NamedSharding(mesh, batch),
+                )
                 for i in range(2)
-            )  # fmt: skip
-            boxed = jax.jit(lambda key, x: model.init(key, x, deterministic=True))(jax.random.key(2), x)
+            )
+            boxed = jax.jit(lambda key, x: model.init(key, x, deterministic=True))(
+                jax.random.key(2), x
+            )
             specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
             state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
             full = NamedSharding(mesh, PartitionSpec())
             laid = jax.tree.map(
-                lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+                lambda spec: NamedSharding(mesh, spec),
+                specs,
+                is_leaf=lambda s: isinstance(s, PartitionSpec),
             )
             params = jax.tree.map(jax.device_put, params, laid)
             state = jax.device_put(state, full)
@@ -119,10 +144,14 @@ def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) 
     """Milliseconds for causal attention over a sharded sequence."""
     mesh = create_mesh("cp", devices)
     module = te_flax.DotProductAttention(
-        head_dim=128, num_attention_heads=heads, num_gqa_groups=groups, attn_mask_type="causal",
-        context_parallel_axis="cp" if devices > 1 else "", context_parallel_strategy=strategy,
+        head_dim=128,
+        num_attention_heads=heads,
+        num_gqa_groups=groups,
+        attn_mask_type="causal",
+        context_parallel_axis="cp" if devices > 1 else "",
+        context_parallel_strategy=strategy,
         context_parallel_causal_load_balanced=devices > 1,
-    )  # fmt: skip
+    )
     resource = te.MeshResource(cp_resource="cp" if devices > 1 else None)
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
         cut = NamedSharding(mesh, PartitionSpec(None, "cp"))
@@ -147,9 +176,15 @@ def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) 
         return milliseconds(jax.jit(step), jnp.zeros(()), q, k, v, dy, runs=5)
 
 
-def experts(devices: int, settings: recipe.Recipe | None, sizes: dict[str, int], tokens: int) -> float:
+def experts(
+    devices: int, settings: recipe.Recipe | None, sizes: dict[str, int], tokens: int
+) -> float:
     """Milliseconds for a mixture of experts, whose experts and tokens are sharded over the devices."""
-    fields = {"num_experts": sizes["experts"], "num_experts_per_tok": sizes["chosen"], "dtype": jnp.bfloat16}
+    fields = {
+        "num_experts": sizes["experts"],
+        "num_experts_per_tok": sizes["chosen"],
+        "dtype": jnp.bfloat16,
+    }
     fields |= {"intermediate_size": sizes["inner"], "aux_loss_coeff": 0.01}
     one = te_flax._MoEBlock(**fields)
     model = te_flax._MoEBlock(**fields, ep_axis="ep") if devices > 1 else one
@@ -188,7 +223,9 @@ def shorten_text(text: str, most: int = 400) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to test the program itself")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, to test the program itself"
+    )
     parser.add_argument("--recipe", action="append", choices=list(RECIPES))
     parser.add_argument("--layer", action="store_true", help="the layer's rows alone")
     parser.add_argument("--devices", type=int, default=jax.device_count())
@@ -206,10 +243,18 @@ def main() -> None:
             row: dict[str, Any] = {"case": name, "layout": what, "eager_ms": round(run(), 3)}
             if devices == 1:
                 one[name] = row["eager_ms"]
-            if name in one:  # else the run on one device has failed, and there is nothing to compare with
+            if (
+                name in one
+            ):  # else the run on one device has failed, and there is nothing to compare with
                 row["speedup"] = round(work * one[name] / row["eager_ms"], 3)
-        except Exception as error:  # a layout that fails is a row of the file, and the next one runs
-            row = {"case": name, "layout": what, "error": shorten_text(f"{type(error).__name__}: {error}")}
+        except (
+            Exception
+        ) as error:  # a layout that fails is a row of the file, and the next one runs
+            row = {
+                "case": name,
+                "layout": what,
+                "error": shorten_text(f"{type(error).__name__}: {error}"),
+            }
         rows.append(row)
         machine = jax.devices()[0].device_kind
         options.json.write_text(
@@ -221,24 +266,33 @@ def main() -> None:
         for layout in layouts(devices):
             case = f"layer_fb/{name}/llama8b_s{tokens}"
             measure(
-                case, layout.name, layout.devices, layout.sequences,
+                case,
+                layout.name,
+                layout.devices,
+                layout.sequences,
                 lambda n=name, at=layout: layer(at, RECIPES[n], sizes, tokens),
-            )  # fmt: skip
+            )
     if options.layer:
         return
     for name in options.recipe or ("bf16", "delayed"):
         case = f"experts_fb/{name}/qwen3_30b_a3b_t{tokens}"
         for count in (1, devices):
             measure(
-                case, f"ep {count}", count, count,
+                case,
+                f"ep {count}",
+                count,
+                count,
                 lambda n=name, d=count: experts(d, RECIPES[n], mixture, tokens),
-            )  # fmt: skip
+            )
     case = f"dpa_fb/bf16/causal_b1_s{long}_h{heads[0]}_{heads[1]}_d128"
     for count, strategy in ((1, "DEFAULT"), (devices, "RING"), (devices, "ALL_GATHER")):
         measure(
-            case, f"cp {count} {strategy}".lower(), count, 1,
+            case,
+            f"cp {count} {strategy}".lower(),
+            count,
+            1,
             lambda d=count, s=strategy: sequence(d, s, long, *heads),
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

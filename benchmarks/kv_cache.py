@@ -57,11 +57,15 @@ def main() -> None:
 def measure_append(case: Case) -> dict[str, float]:
     """Milliseconds, TB/s read and written, and microseconds of the host for keys and values."""
     _, batch, tokens, tensor_format, paged = case
-    shape = {"bshd": (batch, tokens), "sbhd": (tokens, batch), "thd": (batch * tokens,)}[tensor_format]
+    shape = {"bshd": (batch, tokens), "sbhd": (tokens, batch), "thd": (batch * tokens,)}[
+        tensor_format
+    ]
     new = torch.randn(*shape, GROUPS, SIZE, device="cuda", dtype=torch.bfloat16)
     rows = (batch * LENGTH // PAGE, PAGE) if paged else (batch, LENGTH)
     k, v = (torch.zeros(*rows, GROUPS, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    table = torch.randperm(rows[0], device="cuda").to(torch.int32).view(batch, -1) if paged else None
+    table = (
+        torch.randperm(rows[0], device="cuda").to(torch.int32).view(batch, -1) if paged else None
+    )
     count = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
 
     cu_new, cu_cached = count * tokens, count * (tokens + 100)

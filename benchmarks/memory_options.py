@@ -41,7 +41,10 @@ CASES = (
     Case("columns of weights and inputs saved", dict.fromkeys(COLUMNS[1:3], "saved")),
     Case("default"),
     Case("weights recomputed", {"weight_columns": "recomputed"}),
-    Case("weights and norms recomputed", {"weight_columns": "recomputed", "norm_columns": "recomputed"}),
+    Case(
+        "weights and norms recomputed",
+        {"weight_columns": "recomputed", "norm_columns": "recomputed"},
+    ),
     Case(
         "the same, quantized activation inputs",
         {"weight_columns": "recomputed", "norm_columns": "recomputed"},
@@ -81,7 +84,9 @@ def rows(size: str, recipe: str, only: str) -> Iterator[dict[str, Any]]:
         active = model.recipe
         del model  # with its embedding and head
         shape = SIZES[size]
-        x = torch.randn(shape.batch, shape.length, shape.hidden, dtype=torch.bfloat16, device=device)
+        x = torch.randn(
+            shape.batch, shape.length, shape.hidden, dtype=torch.bfloat16, device=device
+        )
         row: dict[str, Any] = {"size": size, "recipe": recipe, "options": case.name}
         with te.use_backend(**case.backends) if case.backends else nullcontext():
             plan = te.memory_plan(layers, active, 1, inputs=(x,))
@@ -91,7 +96,9 @@ def rows(size: str, recipe: str, only: str) -> Iterator[dict[str, Any]]:
                 row |= measured | {"ratio": round(plan.peak / GIB / measured["peak_gib"], 4)}
                 if case.equal_bits:
                     expected = results if expected is None else expected
-                    row["bits_equal"] = all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+                    row["bits_equal"] = all(
+                        torch.equal(a, b) for a, b in zip(results, expected, strict=True)
+                    )
         del layers, x
         gc.collect()
         yield row

@@ -123,7 +123,9 @@ class EngineModel(LanguageModel):
             for layer in self.layers:
                 layer.layernorm_mlp.cache_quantized_activation_input = True
         if self.option == "head":
-            self.head = te.Linear(size.hidden, size.vocabulary, bias=False, params_dtype=BF16, device=device)
+            self.head = te.Linear(
+                size.hidden, size.vocabulary, bias=False, params_dtype=BF16, device=device
+            )
         self.norm = te.RMSNorm(size.hidden, eps=EPSILON, dtype=BF16, device=device)
         self.angles = RotaryPositionEmbedding(size.head)(max_seq_len=size.length).to(device)
 
@@ -166,7 +168,9 @@ class EngineModel(LanguageModel):
             return self.engine.fused_linear_cross_entropy(self.norm(x), self.head.weight, targets)
         loss = self.engine.parallel_cross_entropy
         # The gradient of this engine's loss overwrites the logits; another release may lack the option.
-        in_place = {"overwrite_input": True} if "overwrite_input" in signature(loss).parameters else {}
+        in_place = (
+            {"overwrite_input": True} if "overwrite_input" in signature(loss).parameters else {}
+        )
         with self._autocast() if self.option == "head" else nullcontext():
             logits = self.head(self.norm(x))
         return loss(logits, targets, 0.0, False, None, **in_place).mean()
@@ -244,14 +248,17 @@ class TorchModel(LanguageModel):
     def __init__(self, size: Size, precision: str, device: str, compiled: bool) -> None:
         super().__init__(size, device)
         self.layers = nn.ModuleList(
-            self.layer_class(size, device, lambda: self.make_norm(device)) for _ in range(size.layers)
+            self.layer_class(size, device, lambda: self.make_norm(device))
+            for _ in range(size.layers)
         )
         self.norm = self.make_norm(device)
         self.cos, self.sin = _angles(size, device)
         if precision != "bf16":
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-            convert_to_float8_training(self.layers, config=Float8LinearConfig.from_recipe_name(precision))
+            convert_to_float8_training(
+                self.layers, config=Float8LinearConfig.from_recipe_name(precision)
+            )
         self.head_loss = self._head_loss
         if compiled:
             for layer in self.layers:

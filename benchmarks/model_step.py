@@ -35,7 +35,9 @@ def main() -> None:
         "--trace", action="store_true", help="print the kernels of a step instead of its time"
     )
     options.add_argument("--eager", action="store_true", help="do not compile the layers of pt")
-    options.add_argument("--one-thread", action="store_true", help="backward passes on the calling thread")
+    options.add_argument(
+        "--one-thread", action="store_true", help="backward passes on the calling thread"
+    )
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     chosen = options.parse_args()
     if chosen.one_thread:
@@ -44,8 +46,14 @@ def main() -> None:
     for name in chosen.size:
         row: dict[str, Any] = {"arm": chosen.arm, "size": name}
         try:
-            row |= measure_arm(chosen.arm, SIZES[name], chosen.device, not chosen.eager, chosen.trace)
-        except (ImportError, RuntimeError, ValueError) as error:  # one size may exceed the GPU memory
+            row |= measure_arm(
+                chosen.arm, SIZES[name], chosen.device, not chosen.eager, chosen.trace
+            )
+        except (
+            ImportError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # one size may exceed the GPU memory
             traceback.print_exc()
             row["error"], failed = f"{type(error).__name__}: {error}"[:400], True
         print(json.dumps(row), flush=True)
@@ -126,7 +134,9 @@ class Steps:
     def _host_ms(self) -> float:
         """Milliseconds in which the host queues a forward and a backward pass on an idle device."""
         self._synchronize()
-        elapsed = _measure_ms(lambda: self.model(self.tokens, self.targets).backward(), lambda: None)
+        elapsed = _measure_ms(
+            lambda: self.model(self.tokens, self.targets).backward(), lambda: None
+        )
         self.optimizer.zero_grad(set_to_none=True)
         return elapsed
 

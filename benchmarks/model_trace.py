@@ -30,7 +30,8 @@ def trace(step: Callable[[], Any], device: str) -> dict[str, Any]:
     """
     events = _profile_step(step, device)
     work = sorted(
-        (event for event in events if event.get("cat") in DEVICE_WORK), key=lambda event: event["ts"]
+        (event for event in events if event.get("cat") in DEVICE_WORK),
+        key=lambda event: event["ts"],
     )
     if not work:
         return {
@@ -64,7 +65,11 @@ def count_launches(step: Callable[[], Any], device: str) -> int | None:
 
 def clocks(step: Callable[[], Any]) -> str | None:
     """SM clock, memory clock (MHz) and power (W) while steps run."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=clocks.sm,clocks.mem,power.draw",
+        "--format=csv,noheader,nounits",
+    ]
     for _ in range(4):
         step()
     try:
@@ -97,7 +102,9 @@ def _profile_step(step: Callable[[], Any], device: str, ahead: int = 2) -> list[
 
 def _last_step(events: list[Event]) -> list[Event]:
     """Host events in the measured step, and the device work that they launched."""
-    measured = next(event for event in events if event.get("name") == MARK + "measured" and "dur" in event)
+    measured = next(
+        event for event in events if event.get("name") == MARK + "measured" and "dur" in event
+    )
     begin, end = measured["ts"], measured["ts"] + measured["dur"]
     host = [
         event
@@ -131,7 +138,9 @@ def _parts(events: list[Event], work: list[Event]) -> list[str]:
         index = bisect_right(times, launches.get(_correlation(event), -1.0)) - 1
         part = marks[index][1] if index >= 0 else "unassigned"
         name = event["name"].lower()
-        parts.append("attention" if part == "layers" and any(word in name for word in ATTENTION) else part)
+        parts.append(
+            "attention" if part == "layers" and any(word in name for word in ATTENTION) else part
+        )
     return parts
 
 
@@ -146,7 +155,8 @@ def _table(work: list[Event], keys: list[Any], wall: float) -> list[dict[str, An
     for key in sorted(sums, key=sums.__getitem__, reverse=True):
         label = {"group": key} if isinstance(key, str) else {"group": key[0], "name": key[1][:120]}
         rows.append(
-            label | {"count": counts[key], "us": round(sums[key], 1), "share": round(sums[key] / wall, 4)}
+            label
+            | {"count": counts[key], "us": round(sums[key], 1), "share": round(sums[key] / wall, 4)}
         )
     return rows
 

@@ -43,13 +43,20 @@ def main() -> None:
     options = parser(__doc__, "run the arms whose name contains this")
     options.add_argument("--size", nargs="+", choices=SIZES, default=["57M", "1B", "8Bx4"])
     options.add_argument("--runs", type=int, default=3)
-    options.add_argument("--original", type=Path, help="folder with another release of transformer_engine")
+    options.add_argument(
+        "--original", type=Path, help="folder with another release of transformer_engine"
+    )
     options.add_argument("--trace", metavar="ARM", help="print the kernels of one step of this arm")
     options.add_argument("--eager", action="store_true", help="do not compile the layers of pt")
     options.add_argument("--opt-ins", action="store_true", help="also run the arms te:current+*")
-    options.add_argument("--one-thread", action="store_true", help="backward passes on the calling thread")
+    options.add_argument(
+        "--one-thread", action="store_true", help="backward passes on the calling thread"
+    )
     chosen = options.parse_args()
-    extra = [*(["--eager"] if chosen.eager else []), *(["--one-thread"] if chosen.one_thread else [])]
+    extra = [
+        *(["--eager"] if chosen.eager else []),
+        *(["--one-thread"] if chosen.one_thread else []),
+    ]
     if chosen.trace:
         rows = run_arm(chosen.trace, chosen.size, [*extra, "--trace"], chosen.original)
         print(json.dumps(rows, indent=1))
@@ -83,10 +90,14 @@ def run_arm(arm: str, sizes: list[str], extra: list[str], original: Path | None)
         path = [str(original), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.executable, str(STEP), arm.replace("original:", "te:"), "--size", *sizes, *extra]
-    finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    finished = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
     rows = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"arm"')]
     for missing in sizes[len(rows) :]:
-        rows.append({"size": missing, "error": f"exit status {finished.returncode} of {' '.join(command)}"})
+        rows.append(
+            {"size": missing, "error": f"exit status {finished.returncode} of {' '.join(command)}"}
+        )
     return [row | {"arm": arm} for row in rows]
 
 

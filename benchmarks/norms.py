@@ -41,8 +41,13 @@ def main() -> None:
         size = case.elements * DTYPE.itemsize
         rate = size / gpu / 1e9
         roof = roofs.setdefault(size, copy_rate(size))
-        rows.append({"case": case.name, "gpu_ms": gpu, "cpu_ms": cpu, "tb_s": rate, "copy_tb_s": roof})
-        print(f"{case.name:44} {gpu:8.4f} {cpu:8.4f} {rate:6.2f} {100 * rate / roof:8.0f}%", flush=True)
+        rows.append(
+            {"case": case.name, "gpu_ms": gpu, "cpu_ms": cpu, "tb_s": rate, "copy_tb_s": roof}
+        )
+        print(
+            f"{case.name:44} {gpu:8.4f} {cpu:8.4f} {rate:6.2f} {100 * rate / roof:8.0f}%",
+            flush=True,
+        )
     write(chosen.json, cases=rows)
 
 
@@ -60,7 +65,9 @@ def norm_cases() -> Iterator[Case]:
             parameters = tuple(norm.parameters())
             yield Case(f"{kind.__name__} f {rows}x{width}", _forward(norm, x), 2 * x.numel())
             yield Case(
-                f"{kind.__name__} fb {rows}x{width}", _both(norm, x, x.shape, parameters), 5 * x.numel()
+                f"{kind.__name__} fb {rows}x{width}",
+                _both(norm, x, x.shape, parameters),
+                5 * x.numel(),
             )
 
 
@@ -75,7 +82,9 @@ def activation_cases() -> Iterator[Case]:
 
         outputs = rows * width
         yield Case(f"{name} f {rows}x{width}", _forward(call, x), x.numel() + outputs)
-        yield Case(f"{name} fb {rows}x{width}", _both(call, x, (rows, width)), 3 * x.numel() + 2 * outputs)
+        yield Case(
+            f"{name} fb {rows}x{width}", _both(call, x, (rows, width)), 3 * x.numel() + 2 * outputs
+        )
 
 
 def rope_cases() -> Iterator[Case]:
@@ -84,7 +93,9 @@ def rope_cases() -> Iterator[Case]:
         x = _random(8192, 2, 32, 128)
 
         def call(x: torch.Tensor, interleaved: bool = interleaved) -> torch.Tensor:
-            return apply_rotary_pos_emb(x, angles, tensor_format="sbhd", interleaved=interleaved, fused=True)
+            return apply_rotary_pos_emb(
+                x, angles, tensor_format="sbhd", interleaved=interleaved, fused=True
+            )
 
         kind = " interleaved" if interleaved else ""
         yield Case(f"rope{kind} f s8192 b2 h32 d128", _forward(call, x), 2 * x.numel())
@@ -95,7 +106,9 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=DTYPE)
 
 
-def _forward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], object]:
+def _forward(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> Callable[[], object]:
     def call() -> None:
         with torch.no_grad():
             function(x)

@@ -120,7 +120,9 @@ def main() -> int:
         "versions": {"torch": version("torch"), "python": platform.python_version()},
         "settings": demo_options(arguments.steps),
         "rows": rows,
-        "losses": {name: [curve["losses"] for curve in of_name] for name, of_name in curves.items()},
+        "losses": {
+            name: [curve["losses"] for curve in of_name] for name, of_name in curves.items()
+        },
     }
     (arguments.out / "nvfp4_variants.json").write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:

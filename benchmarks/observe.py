@@ -33,7 +33,9 @@ def layer(device: torch.device, small: bool) -> tuple[torch.nn.Module, torch.Ten
     return model.make(device.type), torch.randn(TOKENS, 1, model.inputs, dtype=BF16, device=device)
 
 
-def milliseconds(recipe: recipes.Recipe, device: torch.device, small: bool, observes: bool) -> float:
+def milliseconds(
+    recipe: recipes.Recipe, device: torch.device, small: bool, observes: bool
+) -> float:
     """Milliseconds per step in a loop; either all steps are observed or none."""
     torch.manual_seed(0)
     module, x = layer(device, small)
@@ -62,11 +64,16 @@ def main() -> None:
     for name, recipe in RECIPES.items():
         if chosen.only not in name:
             continue
-        plain, observed = (milliseconds(recipe, device, chosen.small, observes) for observes in (False, True))
+        plain, observed = (
+            milliseconds(recipe, device, chosen.small, observes) for observes in (False, True)
+        )
         average = plain + (observed - plain) / EVERY
-        rows.append({"recipe": name, "plain_ms": plain, "observed_ms": observed, "average_ms": average})
+        rows.append(
+            {"recipe": name, "plain_ms": plain, "observed_ms": observed, "average_ms": average}
+        )
         print(
-            f"{name:10} {plain:9.3f} {observed:9.3f} {average:9.3f}  {average / plain - 1:18.2%}", flush=True
+            f"{name:10} {plain:9.3f} {observed:9.3f} {average:9.3f}  {average / plain - 1:18.2%}",
+            flush=True,
         )
     write(chosen.json, cases=rows)
 

@@ -72,18 +72,27 @@ def main() -> None:
 
 def cases() -> Iterator[Case]:
     for name, recipe in RECIPES.items():
-        yield Case(f"{name} linear", lambda: te.Linear(WIDTH, WIDTH, bias=False, params_dtype=BF16), recipe)
         yield Case(
-            f"{name} layernorm_mlp", lambda: te.LayerNormMLP(WIDTH, 4 * WIDTH, params_dtype=BF16), recipe
+            f"{name} linear", lambda: te.Linear(WIDTH, WIDTH, bias=False, params_dtype=BF16), recipe
+        )
+        yield Case(
+            f"{name} layernorm_mlp",
+            lambda: te.LayerNormMLP(WIDTH, 4 * WIDTH, params_dtype=BF16),
+            recipe,
         )
         yield Case(f"{name} layer", _layer, recipe)
 
 
 def _layer() -> torch.nn.Module:
     return te.TransformerLayer(
-        WIDTH, 4 * WIDTH, WIDTH // 128, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True,
+        WIDTH,
+        4 * WIDTH,
+        WIDTH // 128,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
         params_dtype=BF16,
-    )  # fmt: skip
+    )
 
 
 def step(layers, recipe, context, synchronize) -> Callable[[], None]:

@@ -45,7 +45,8 @@ def main() -> None:
                 row["measured_mib"], row["forward_mib"] = measure(case, recipe)
             rows.append(row)
             figures = [
-                f"{row[key]:9.2f}" if key in row else f"{'-':>9}" for key in ("planned_mib", "measured_mib")
+                f"{row[key]:9.2f}" if key in row else f"{'-':>9}"
+                for key in ("planned_mib", "measured_mib")
             ]
             forward = f"{row['forward_mib']:14.2f}" if has_gpu else f"{'-':>14}"
             print(f"{label:42} {figures[0]} {figures[1]} {forward}", flush=True)
@@ -60,7 +61,9 @@ def plan_peak(case: Model, recipe: recipes.Recipe | None) -> float:
     plan = te.memory_plan(model, recipe, TOKENS, inputs=(x,), **keywords)  # pyright: ignore[reportArgumentType]
     gradients = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
     argument = (
-        x.nbytes + TOKENS * case.outputs * BF16.itemsize + sum(angles.nbytes for angles in keywords.values())
+        x.nbytes
+        + TOKENS * case.outputs * BF16.itemsize
+        + sum(angles.nbytes for angles in keywords.values())
     )
     return (plan.peak - plan.workspace - plan.parameters - argument - gradients) / MIB
 

@@ -40,7 +40,13 @@ from transformer_engine.common.planning.layer import (
 )
 from transformer_engine.common.planning.layer_steps import Pass, Step
 from transformer_engine.common.planning.models import MODELS, ModelShape
-from transformer_engine.common.planning.simulate import Cost, Extent, LinearSize, PassRun, RankMachine
+from transformer_engine.common.planning.simulate import (
+    Cost,
+    Extent,
+    LinearSize,
+    PassRun,
+    RankMachine,
+)
 
 # Cases for which the simulator claims no accuracy, and why; the page lists their errors.
 _REUSED = "measured before layers reused the memory of the product before an activation"
@@ -76,7 +82,12 @@ FITTED_ATTENTION = (
     "b8_s2048_h16_16_d64_causal",
     "b2_s4096_h16_16_d256_causal",
 )
-FORMAT_OF_CAST = {"delayed": "delayed", "current": "current", "block1d": "block", "block2d": "block"}
+FORMAT_OF_CAST = {
+    "delayed": "delayed",
+    "current": "current",
+    "block1d": "block",
+    "block2d": "block",
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,9 @@ class Check:
     def reason(self) -> str | None:
         """Why no accuracy is claimed; None if it is."""
         name = f"{self.group}: {self.case}"
-        return next((text for pattern, text in NOT_CLAIMED.items() if re.search(pattern, name)), None)
+        return next(
+            (text for pattern, text in NOT_CLAIMED.items() if re.search(pattern, name)), None
+        )
 
     @property
     def holds(self) -> bool:
@@ -114,9 +127,15 @@ def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def machine(recipe: str, gpu: GpuRates = GPUS["h200"], loaded: bool = False, **options: Any) -> RankMachine:
+def machine(
+    recipe: str, gpu: GpuRates = GPUS["h200"], loaded: bool = False, **options: Any
+) -> RankMachine:
     return RankMachine(
-        gpu, format_named(recipe, gpu), attention=options.pop("attention", "flash4"), loaded=loaded, **options
+        gpu,
+        format_named(recipe, gpu),
+        attention=options.pop("attention", "flash4"),
+        loaded=loaded,
+        **options,
     )
 
 
@@ -125,7 +144,9 @@ def linear(
 ) -> Both:
     kind = "linear" if groups == 1 else "grouped"
     extents = {"x": Extent(rows, inputs), "grad_output": Extent(rows, outputs)}
-    return linears(used, kind, {"linear": LinearSize(rows, inputs, outputs, groups)}, extents, bias=bias)
+    return linears(
+        used, kind, {"linear": LinearSize(rows, inputs, outputs, groups)}, extents, bias=bias
+    )
 
 
 def norm_linear(used: RankMachine, rows: int, inputs: int, outputs: int) -> Both:
@@ -134,7 +155,9 @@ def norm_linear(used: RankMachine, rows: int, inputs: int, outputs: int) -> Both
 
 
 def dense_mlp(used: RankMachine, rows: int, hidden: int, inner: int, gated: bool) -> Both:
-    return mlp(used, replace(LLAMA, hidden=hidden, ffn=inner, gated=gated), rows, Extent(rows, hidden))
+    return mlp(
+        used, replace(LLAMA, hidden=hidden, ffn=inner, gated=gated), rows, Extent(rows, hidden)
+    )
 
 
 def together(costs: Both) -> float:
@@ -195,13 +218,17 @@ def layers(file: str, group: str) -> Iterator[Check]:
                 continue
             predicted = layer_case(case, machine(recipe, gpu, loaded))
             if predicted is not None:
-                fitted = gpu is GPUS["h200"] and case.startswith(FITTED_LAYERS) and "window" not in case
+                fitted = (
+                    gpu is GPUS["h200"] and case.startswith(FITTED_LAYERS) and "window" not in case
+                )
                 yield Check(f"{group}, {key}", case, row[key], predicted, fitted)
 
 
 def one_step(used: RankMachine, step: Step, inputs: dict[str, Extent]) -> float:
     """Milliseconds for one step's pass."""
-    return PassRun(used, {}, inputs).run(Pass(tuple(inputs), step.results, (), (step,)), Cost()).total
+    return (
+        PassRun(used, {}, inputs).run(Pass(tuple(inputs), step.results, (), (step,)), Cost()).total
+    )
 
 
 def kernels() -> Iterator[Check]:
@@ -223,10 +250,16 @@ def kernels() -> Iterator[Check]:
             step = Step("norm", ("x", "gamma"), ("y", None, "rstdev"))
             predicted = one_step(machine("bf16"), step, inputs)
             if family == "norm_fb":
-                options = {"dy": Extent(*sizes), "x": Extent(*sizes), "rstdev": Extent(sizes[0], 1, 4.0)}
+                options = {
+                    "dy": Extent(*sizes),
+                    "x": Extent(*sizes),
+                    "rstdev": Extent(sizes[0], 1, 4.0),
+                }
                 read = ("dy", "x", None, "rstdev", "gamma")
                 step = Step("norm_backward", read, ("dx", "dgamma", None))
-                predicted += one_step(machine("bf16"), step, {**options, "gamma": Extent(1, sizes[1])})
+                predicted += one_step(
+                    machine("bf16"), step, {**options, "gamma": Extent(1, sizes[1])}
+                )
             yield Check("norms", row["case"], row["gpu_ms"], predicted)
         elif family == "rope_fb":
             costs = no_costs()
@@ -268,7 +301,9 @@ def other_kernels() -> Iterator[Check]:
             predicted = together(costs)
         else:
             continue
-        yield Check("other kernels", case, row["gpu_ms"], predicted, case.startswith("cross_entropy_fb"))
+        yield Check(
+            "other kernels", case, row["gpu_ms"], predicted, case.startswith("cross_entropy_fb")
+        )
 
 
 def attention_backends() -> Iterator[Check]:
@@ -278,7 +313,9 @@ def attention_backends() -> Iterator[Check]:
             continue
         used = machine("bf16", attention=row["backend"])
         name = row["case"].replace("thd_8x", "thd_8_")
-        fitted = row["case"] in FITTED_ATTENTION and (row["backend"] == "flash4" or "thd" not in name)
+        fitted = row["case"] in FITTED_ATTENTION and (
+            row["backend"] == "flash4" or "thd" not in name
+        )
         for key, backward in (("forward_ms", False), ("forward_backward_ms", True)):
             predicted = attention_case(name, used, backward)
             if predicted is not None:
@@ -318,15 +355,23 @@ def several_devices() -> Iterator[Check]:
             kind, size = re.fullmatch(r"(\w+)_(\d+)MiB_ranks2", name).groups()  # pyright: ignore
             predicted = DEFAULT_LINKS.collective_ms(kind, int(size) * MIB, 2, 1)  # pyright: ignore
             predicted = max(predicted, gpu.host)  # a loop with small collectives measures the host
-            yield Check("collectives", row["case"], row["eager_ms"], predicted, fitted=int(size) >= 64)
+            yield Check(
+                "collectives", row["case"], row["eager_ms"], predicted, fitted=int(size) >= 64
+            )
         elif recipe == "bf16":
             sequence, scheme = re.match(r"causal_s(\d+)_h32_8_d128_(\w+)_ranks2", name).groups()  # pyright: ignore
             used = machine("bf16", gpu, True, attention="cudnn")
             costs = attention(used, MicroBatch(int(sequence), cp=2, scheme=scheme), 32, 8, 128)  # pyright: ignore
-            group = "context parallelism, all-gather" if scheme == "all_gather" else "context parallelism"
+            group = (
+                "context parallelism, all-gather"
+                if scheme == "all_gather"
+                else "context parallelism"
+            )
             yield Check(group, row["case"], row["eager_ms"], together(costs))
             exposed = sum([cost.exposed["cp"] for cost in costs]) / together(costs)
-            yield Check("exposed communication, %", row["case"], 100 * row["exposed"], 100 * exposed)
+            yield Check(
+                "exposed communication, %", row["case"], 100 * row["exposed"], 100 * exposed
+            )
     used = machine("bf16", gpu, True, attention="cudnn")
     alone = together(attention(used, MicroBatch(65536), 32, 8, 128))
     yield Check("context parallelism", "one device, 65,536 tokens", alone_ms, alone)
@@ -345,7 +390,9 @@ def several_devices() -> Iterator[Check]:
     exposed = sum([cost.exposed["tp"] for cost in costs]) / predicted
     yield Check("exposed communication, %", row["case"], 100 * row["exposed"], 100 * exposed)
     computed = costs.forward.compute + costs.backward.compute
-    yield Check("tensor parallelism", f"{row['case']}, without transfers", row["compute_ms"], computed)
+    yield Check(
+        "tensor parallelism", f"{row['case']}, without transfers", row["compute_ms"], computed
+    )
 
 
 def ranks_cases(file: str) -> Iterator[Check]:
@@ -390,7 +437,9 @@ def ranks_cases(file: str) -> Iterator[Check]:
 
 def h100_layers() -> Iterator[Check]:
     """Yield the H100 layers, with H200 constants scaled by the ratio between their roofs."""
-    rows = results("passes_te_bench_h100")["gpu, host and wall ms, three alternating turns on another H100"]
+    rows = results("passes_te_bench_h100")[
+        "gpu, host and wall ms, three alternating turns on another H100"
+    ]
     for case, turns in rows.items():
         for index, (key, loaded) in enumerate((("gpu_ms", False), ("eager_ms", True))):
             values = sorted(turn[2 * index] for turn in turns["after"])
@@ -423,13 +472,18 @@ def memory() -> Iterator[Check]:
             output = Extent(8192, 6144).size
         elif name.startswith("LayerNormMLP"):
             gated = "swiglu" in name
-            costs, parameters = dense_mlp(used, 8192, 4096, 14336, gated), (3 if gated else 2) * 4096 * 14336
+            costs, parameters = (
+                dense_mlp(used, 8192, 4096, 14336, gated),
+                (3 if gated else 2) * 4096 * 14336,
+            )
         else:
             count, tokens = (3, 4096) if name.startswith("three") else (1, 8192)
             costs = layer(used, LLAMA, MicroBatch(tokens, rotary=False))
             parameters, residual = LLAMA.layer_parameters(), 0.0  # the input is a saved tensor
             output = Extent(tokens, 4096).size
-        backward = (count - 1) * costs.forward.saved + 2 * output + 2 * parameters + costs.backward.peak
+        backward = (
+            (count - 1) * costs.forward.saved + 2 * output + 2 * parameters + costs.backward.peak
+        )
         peak = 2 * count * parameters + residual + costs.forward.saved + backward
         yield Check("memory of layers", f"{name}, {row['recipe']}", row["measured_mib"], peak / MIB)
 
@@ -457,7 +511,11 @@ def later_memory() -> Iterator[Check]:
 def training() -> Iterator[Check]:
     """Yield whole-model training runs: 6 layers with width 1,024, 8 x 1,024 bytes per step, on one H200."""
     shape = ModelShape("demonstration", 1024, 6, 16, 16, 64, 2816, 256, tied=False)
-    variants = {"high_precision": ("bf16", False), "plain": ("delayed", False), "graphs": ("delayed", True)}
+    variants = {
+        "high_precision": ("bf16", False),
+        "plain": ("delayed", False),
+        "graphs": ("delayed", True),
+    }
     for row in results("train_switches_h200")["rows"]:
         if row["variant"] not in variants:
             continue

@@ -36,10 +36,18 @@ from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
 from transformer_engine_tools.bench.measure import Effort, measure, measure_in_turns
 
-LAYERS = ((8192, 4096, 4096), (8192, 4096, 28672), (8192, 14336, 4096), (128, 1024, 4096), (2048, 2048, 2048))
+LAYERS = (
+    (8192, 4096, 4096),
+    (8192, 4096, 28672),
+    (8192, 14336, 4096),
+    (128, 1024, 4096),
+    (2048, 2048, 2048),
+)
 KINDS = ("bf16", "fp8 fast", "fp8 split", "block")
 PRODUCTS = ("forward", "forward+bias", "dgrad", "wgrad", "wgrad+")
-STEPS = tuple((tokens, width) for tokens in (128, 512, 2048, 8192) for width in (1024, 2048, 4096, 8192))
+STEPS = tuple(
+    (tokens, width) for tokens in (128, 512, 2048, 8192) for width in (1024, 2048, 4096, 8192)
+)
 RUNS = 15
 HOST = Effort(warmup=20, fewest=200, most=200)  # a host time is a median over many calls
 
@@ -73,7 +81,9 @@ def main() -> None:
         print(row, flush=True)
     for case in host_cases():
         hosts.append(row := host_row(case))
-        print(f"{case.name:44} {row['cublaslt_us']:8.2f} us, {case.through_torch} {row['torch_us']:8.2f} us")
+        print(
+            f"{case.name:44} {row['cublaslt_us']:8.2f} us, {case.through_torch} {row['torch_us']:8.2f} us"
+        )
     library = cublaslt_library.missing() or cublaslt_library.bindings().get_version()
     found = {"products": products, "host": hosts, "steps": steps, "tune_plan": tuned}
     write(chosen.json, machine(cublaslt=library), **found)
@@ -197,7 +207,9 @@ def _step_fp8(x, w, dy, form, weight_form, scale) -> None:
     gemm(dy_column, x_column, epilogue)
 
 
-def _both(tensor: torch.Tensor, spec: QuantizeSpec, scale: torch.Tensor | None) -> tuple[Operand, Operand]:
+def _both(
+    tensor: torch.Tensor, spec: QuantizeSpec, scale: torch.Tensor | None
+) -> tuple[Operand, Operand]:
     q = quantize(tensor, spec, multiplier=scale)
     assert q.codes is not None and q.codes_t is not None
     return (

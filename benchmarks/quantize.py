@@ -25,13 +25,21 @@ CASES: dict[str, tuple[QuantizeSpec, bool, float]] = {
     "current row": (QuantizeSpec(FLOAT8, E4M3), False, 5),
     "current both": (QuantizeSpec(FLOAT8, E4M3, columnwise=True), False, 6),
     "block1d row": (QuantizeSpec(BLOCK_1D, E4M3, power_of_two=True), False, 3 + 4 / 128),
-    "block1d both": (QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True), False, 4 + 8 / 128),
+    "block1d both": (
+        QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
+        False,
+        4 + 8 / 128,
+    ),
     "block2d row": (QuantizeSpec(BLOCK_2D, E4M3, power_of_two=True), False, 3),
     "block2d both": (QuantizeSpec(BLOCK_2D, E4M3, columnwise=True, power_of_two=True), False, 4),
     "mxfp8 row": (QuantizeSpec(MXFP8, E4M3), False, 3 + 1 / 32),
     "mxfp8 both": (QuantizeSpec(MXFP8, E4M3, columnwise=True), False, 4 + 2 / 32),
     "nvfp4 row": (QuantizeSpec(NVFP4, E2M1), False, 4.5 + 1 / 16),
-    "nvfp4 both, hadamard": (QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True), False, 7 + 2 / 16),
+    "nvfp4 both, hadamard": (
+        QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True),
+        False,
+        7 + 2 / 16,
+    ),
 }
 
 
@@ -47,13 +55,21 @@ def benchmark(rows: int, depth: int, backend: str, only: str) -> dict[str, Any]:
             continue
         scale = one if scaled else None
         with use_backend(quantize=backend):
-            timing = measure(lambda spec=spec, scale=scale: quantize(x, spec, multiplier=scale), GPU)
+            timing = measure(
+                lambda spec=spec, scale=scale: quantize(x, spec, multiplier=scale), GPU
+            )
         assert timing.cpu_ms is not None
         gpu_ms, host_us = timing.busiest, 1e3 * timing.cpu_ms
         rate = size * x.numel() / gpu_ms / 1e6
         print(f"{name:22} {gpu_ms:8.4f} {host_us:8.1f} {rate:6.0f} {100 * rate / roof:9.1f}")
         results.append(
-            {"case": name, "gpu_ms": gpu_ms, "host_us": host_us, "gb_per_s": rate, "of_copy": rate / roof}
+            {
+                "case": name,
+                "gpu_ms": gpu_ms,
+                "host_us": host_us,
+                "gb_per_s": rate,
+                "of_copy": rate / roof,
+            }
         )
     return {
         "shape": [rows, depth],

@@ -79,7 +79,9 @@ def product_case(number: int) -> ProductCase:
     m, n = (few, many) if kernel.random() < 0.5 else (many, few)
     k = 128 * shape.randint(1, 10) if kernel.random() < 0.4 else 32 * shape.randint(1, 40)
     ending = kernel.choice(("plain", "bias", "added", "gelu", "gelu_gradient"))
-    dtype = "float32" if ending == "added" and kernel.random() < 0.7 else kernel.choice(tuple(DTYPES))
+    dtype = (
+        "float32" if ending == "added" and kernel.random() < 0.7 else kernel.choice(tuple(DTYPES))
+    )
     return ProductCase(
         number,
         m,
@@ -163,7 +165,9 @@ def run_product(case: ProductCase, device: str) -> dict[str, Any]:
 
 def differing(result: Tensor, expected: Tensor) -> int:
     """Elements that differ by more than a rounding of the product to the result's dtype before the activation."""
-    bound = 4 * torch.finfo(result.dtype).eps * expected.double().abs() + 1e-5 * float(expected.abs().max())
+    bound = 4 * torch.finfo(result.dtype).eps * expected.double().abs() + 1e-5 * float(
+        expected.abs().max()
+    )
     return int(((result.double() - expected.double()).abs() > bound).sum())
 
 
@@ -207,7 +211,10 @@ def run_groups(case: GroupsCase, device: str) -> dict[str, Any]:
     form, dtype, length = formats.MXFP8, DTYPES[case.dtype], formats.MXFP8.length
     if case.product in ("output", "input gradient"):
         forward = case.product == "output"
-        elements, width, depth = ("e4m3" if forward else "e5m2", "e4m3"), *((n, k) if forward else (k, n))
+        elements, width, depth = (
+            ("e4m3" if forward else "e5m2", "e4m3"),
+            *((n, k) if forward else (k, n)),
+        )
         q = x if forward else dy
         left: Any = GroupedRows(q.codes, q.scale, form, q.amax)
         codes, scale = (w.codes, w.scale) if forward else (w.codes_t, w.scale_t)

@@ -54,14 +54,30 @@ from transformer_engine_tools.demo.trainer import EVALUATION_BATCHES
 BATCH: dict[str, Any] = {"batch": 32, "sequence": 512}
 SIZES: dict[str, dict[str, Any]] = {
     "57M": {**BATCH, "layers": 8, "hidden": 768, "heads": 12, "learning_rate": 1e-3},
-    "57M-short": {**BATCH, "batch": 16, "layers": 8, "hidden": 768, "heads": 12, "learning_rate": 1e-3},
+    "57M-short": {
+        **BATCH,
+        "batch": 16,
+        "layers": 8,
+        "hidden": 768,
+        "heads": 12,
+        "learning_rate": 1e-3,
+    },
     "125M": {**BATCH, "layers": 18, "hidden": 768, "heads": 12, "learning_rate": 6e-4},
-    "tiny": {"batch": 2, "sequence": 32, "layers": 2, "hidden": 64, "heads": 2, "learning_rate": 3e-3},
+    "tiny": {
+        "batch": 2,
+        "sequence": 32,
+        "layers": 2,
+        "hidden": 64,
+        "heads": 2,
+        "learning_rate": 3e-3,
+    },
 }
 NATIVE_STEPS, EMULATED_STEPS = 3052, 916  # 50 and 15 million tokens
 PACKAGES = ("torch", "scipy", "sympy", "pandas", "scikit-learn", "statsmodels", "matplotlib", "jax")
 BASELINE = "bfloat16"
-LEAST_CHUNKS = 4  # chunks after which the end of a training is estimated: the first ones compile and capture
+LEAST_CHUNKS = (
+    4  # chunks after which the end of a training is estimated: the first ones compile and capture
+)
 RECOMPUTED = {"weight_columns": "recomputed", "norm_columns": "recomputed"}
 
 
@@ -173,7 +189,9 @@ class ArmRun(Run):
         self.model = ArmModel(config, arm.option)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
         self.observation = None
-        self._update: Any = te.graphed(self._eager_update) if config.device == "cuda" else self._eager_update
+        self._update: Any = (
+            te.graphed(self._eager_update) if config.device == "cuda" else self._eager_update
+        )
 
     @property
     def eager_reason(self) -> str | None:
@@ -198,7 +216,9 @@ class ArmRun(Run):
             with self.precision():
                 logits = self.model.logits(inputs).float().flatten(0, 1)
             loss = F.cross_entropy(logits, targets.flatten())
-            found.append(torch.stack((loss, (logits.argmax(-1) == targets.flatten()).float().mean())))
+            found.append(
+                torch.stack((loss, (logits.argmax(-1) == targets.flatten()).float().mean()))
+            )
         loss, accuracy = torch.stack(found).mean(0).tolist()
         return loss, accuracy
 
@@ -236,7 +256,9 @@ def train(job: Job, config: RunConfig, corpus: Corpus, seconds: float) -> dict[s
         "tokens": config.steps * config.tokens_per_step,
         "losses": [
             round(mean, 5) if math.isfinite(mean) else None
-            for mean in (statistics.mean(losses[i : i + CHUNK]) for i in range(0, len(losses), CHUNK))
+            for mean in (
+                statistics.mean(losses[i : i + CHUNK]) for i in range(0, len(losses), CHUNK)
+            )
         ],
         "final": final if math.isfinite(final) else None,
         "accuracy": accuracy,
@@ -330,7 +352,9 @@ def load_packages(names: Iterable[str], sequence: int) -> Corpus:
     for name in names:
         for file in distribution(name).files or ():
             if file.suffix == ".py" and not {*SKIPPED, "testing"} & set(file.parts[:-1]):
-                sources[hashlib.sha256(file.as_posix().encode()).digest()] = Path(str(file.locate()))
+                sources[hashlib.sha256(file.as_posix().encode()).digest()] = Path(
+                    str(file.locate())
+                )
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text"
         with text.open("wb") as output:
@@ -354,11 +378,13 @@ def summarize(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         texts.add(record["text"]["fingerprint"])
         if record["final"] is None:
             continue
-        cells.setdefault((record["size"], record["arm"], record["config"]["steps"]), {})[record["seed"]] = (
-            record
-        )
+        cells.setdefault((record["size"], record["arm"], record["config"]["steps"]), {})[
+            record["seed"]
+        ] = record
     if len(texts) > 1:
-        raise ValueError(f"the records have {len(texts)} different texts; give folders with one text")
+        raise ValueError(
+            f"the records have {len(texts)} different texts; give folders with one text"
+        )
     rows: list[dict[str, Any]] = []
     for (size, arm, steps), cell in cells.items():
         base = cells.get((size, BASELINE, steps), {})
@@ -377,7 +403,8 @@ def summarize(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(row)
     order = list(ARMS)
     return sorted(
-        rows, key=lambda row: (list(SIZES).index(row["size"]), -row["steps"], order.index(row["arm"]))
+        rows,
+        key=lambda row: (list(SIZES).index(row["size"]), -row["steps"], order.index(row["arm"])),
     )
 
 
@@ -408,8 +435,12 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="other than the 50 or 15 million tokens")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="time in which trainings may run")
-    parser.add_argument("--packages", nargs="+", default=PACKAGES, help="packages whose source is the text")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="time in which trainings may run"
+    )
+    parser.add_argument(
+        "--packages", nargs="+", default=PACKAGES, help="packages whose source is the text"
+    )
     parser.add_argument("--data", help="another text, a file or a folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--summary", action="store_true", help="train nothing")
@@ -430,7 +461,9 @@ def main() -> int:
     records = [json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]
     rows = summarize(records)
     print(table(rows))
-    write(options.json, about=records[0]["machine"] if records else None, rows=rows, records=records)
+    write(
+        options.json, about=records[0]["machine"] if records else None, rows=rows, records=records
+    )
     return 0 if succeeded else 1
 
 

@@ -204,7 +204,8 @@ def print_kernels(run: Callable[[], object], device: torch.device) -> None:
         rows = sorted(averages, key=lambda event: -event.self_device_time_total)[:LISTED_KERNELS]
         for event in rows:
             print(
-                f"{event.self_device_time_total / 1e3:9.3f} ms {event.count:6} {event.key[:110]}", flush=True
+                f"{event.self_device_time_total / 1e3:9.3f} ms {event.count:6} {event.key[:110]}",
+                flush=True,
             )
 
 
@@ -295,7 +296,9 @@ def main() -> None:
     options.add_argument("--json", type=Path)
     options.add_argument("--eager", action="store_true", help="do not compile the layers of pt")
     options.add_argument("--trace", action="store_true", help="print the kernels of a step")
-    options.add_argument("--gathers", action="store_true", help="measure the gathers of parameters alone")
+    options.add_argument(
+        "--gathers", action="store_true", help="measure the gathers of parameters alone"
+    )
     chosen = options.parse_args()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -326,7 +329,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
             if chosen.json:
-                chosen.json.write_text(json.dumps({"torch": torch.__version__, "results": rows}, indent=1))
+                chosen.json.write_text(
+                    json.dumps({"torch": torch.__version__, "results": rows}, indent=1)
+                )
     dist.destroy_process_group()
 
 

@@ -26,7 +26,8 @@ from transformer_engine.pytorch.module import linear, specs
 def microseconds(function: Callable[[], Any], calls: int) -> float:
     """CPU time per call, the best from seven runs."""
     return round(
-        min(timeit.repeat(function, timer=time.process_time, number=calls, repeat=7)) / calls * 1e6, 2
+        min(timeit.repeat(function, timer=time.process_time, number=calls, repeat=7)) / calls * 1e6,
+        2,
     )
 
 
@@ -38,7 +39,9 @@ def main() -> None:
         layer(x)
         (key,) = layer._specs
         spec = layer._specs[key]
-        settings = {field.name: getattr(spec, field.name) for field in dataclasses.fields(LinearSpec)}
+        settings = {
+            field.name: getattr(spec, field.name) for field in dataclasses.fields(LinearSpec)
+        }
         equal = LinearSpec(**settings)
         tensors, options = (layer.weight, layer.bias), (None, False, False)
         figures = {

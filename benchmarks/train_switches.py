@@ -75,7 +75,9 @@ def main() -> None:
     arguments.add_argument("--recipe", choices=RECIPES, default="delayed")
     arguments.add_argument("--steps", type=int)
     arguments.add_argument("--data", help="text to train on, as for te train")
-    arguments.add_argument("--deterministic", action="store_true", help="equal bits from run to run")
+    arguments.add_argument(
+        "--deterministic", action="store_true", help="equal bits from run to run"
+    )
     arguments.add_argument("--small", action="store_true", help="a small model")
     chosen = arguments.parse_args()
     device = "cuda" if torch.cuda.is_available() and not chosen.small else "cpu"
@@ -83,7 +85,9 @@ def main() -> None:
     if chosen.steps is not None:
         sizes["steps"] = chosen.steps
     corpus = load_corpus(chosen.data, sizes["sequence"])
-    print(f"{'variant':24} {'tokens/s':>10} {'of plain':>9} {'loss':>8} {'validation':>10} {'peak MiB':>9}")
+    print(
+        f"{'variant':24} {'tokens/s':>10} {'of plain':>9} {'loss':>8} {'validation':>10} {'peak MiB':>9}"
+    )
     rows: list[dict[str, Any]] = []
     for variant in select_cases(variants(sizes["layers"]), chosen.only):
         config = resolve(device, {**sizes, **variant.options})
@@ -101,7 +105,11 @@ def train_variant(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[s
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     variant.execution.check(config)
-    run = Run(HIGH_PRECISION if variant.name == HIGH_PRECISION else config.recipe, config, variant.execution)
+    run = Run(
+        HIGH_PRECISION if variant.name == HIGH_PRECISION else config.recipe,
+        config,
+        variant.execution,
+    )
     with tempfile.TemporaryDirectory() as folder:
         if variant.execution.observe:
             run.observe(Path(folder) / "observed.jsonl")
@@ -110,11 +118,15 @@ def train_variant(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[s
         if run.observation is not None:
             run.observation.close()
     return {
-        "tokens_s": round(config.tokens_per_step / statistics.median(seconds[LEFT_OUT:] or seconds)),
+        "tokens_s": round(
+            config.tokens_per_step / statistics.median(seconds[LEFT_OUT:] or seconds)
+        ),
         "loss": round(statistics.mean(losses[-LAST:]), 4),
         "validation_loss": round(validation, 4),
         "parameters": run.parameters,
-        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if config.device == "cuda" else None,
+        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20)
+        if config.device == "cuda"
+        else None,
     }
 
 

@@ -74,7 +74,9 @@ def build_shim(wheel: Path, out: Path) -> Path:
         copy = Path(folder)
         for name in ("backend.py", "pyproject.toml"):
             shutil.copy2(SHIM / name, copy / name)
-        (copy / "PKG-INFO").write_text(shim_metadata(metadata_of(wheel)).as_string(), encoding="utf-8")
+        (copy / "PKG-INFO").write_text(
+            shim_metadata(metadata_of(wheel)).as_string(), encoding="utf-8"
+        )
         return out / _run_backend("backend", "build_sdist", copy, out)
 
 
@@ -88,7 +90,9 @@ def shim_metadata(packages: Message) -> Message:
     shim = Message()
     shim["Metadata-Version"] = "2.1"
     shim["Name"], shim["Version"] = ORIGINAL, version()
-    shim["Summary"] = f"Metadata for clients that look for {ORIGINAL}; the import packages are in {NAME}"
+    shim["Summary"] = (
+        f"Metadata for clients that look for {ORIGINAL}; the import packages are in {NAME}"
+    )
     shim["Requires-Python"] = packages["Requires-Python"]
     pinned = f"{NAME}%s=={packages['Version']}"
     shim["Requires-Dist"] = pinned % ""

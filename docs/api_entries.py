@@ -40,11 +40,26 @@ PACKAGES = (
     *(
         f"{PYTORCH}.{name}"
         for name in (
-            "ops", "optimizers", "router", "distributed", "cpu_offload", "conversion", "graph", "quantized_tensor",
-            "custom_recipes.quantizer_factories", "custom_recipes.quantizer_factory_zoo",
-            "custom_recipes.reference_current_scaling", "custom_recipes.reference_nvfp4",
-            "integrations.huggingface", "integrations.megatron", "jit", "triton.cross_entropy",
-            "triton.grouped_dbias_dscales", "triton.mhc", "triton.pad", "triton.permutation",
+            "ops",
+            "optimizers",
+            "router",
+            "distributed",
+            "cpu_offload",
+            "conversion",
+            "graph",
+            "quantized_tensor",
+            "custom_recipes.quantizer_factories",
+            "custom_recipes.quantizer_factory_zoo",
+            "custom_recipes.reference_current_scaling",
+            "custom_recipes.reference_nvfp4",
+            "integrations.huggingface",
+            "integrations.megatron",
+            "jit",
+            "triton.cross_entropy",
+            "triton.grouped_dbias_dscales",
+            "triton.mhc",
+            "triton.pad",
+            "triton.permutation",
         )
     ),
     "transformer_engine.common.recipe",
@@ -52,14 +67,30 @@ PACKAGES = (
     *(
         f"{JAX}.{name}"
         for name in (
-            "flax", "attention", "router", "permutation", "moe", "ep", "activation", "softmax", "dense", "layernorm",
-            "layernorm_dense", "layernorm_mlp", "checkpoint_policies", "cpp_extensions", "nnx", "collective",
-            "debug.experimental", "quantize", "sharding",
+            "flax",
+            "attention",
+            "router",
+            "permutation",
+            "moe",
+            "ep",
+            "activation",
+            "softmax",
+            "dense",
+            "layernorm",
+            "layernorm_dense",
+            "layernorm_mlp",
+            "checkpoint_policies",
+            "cpp_extensions",
+            "nnx",
+            "collective",
+            "debug.experimental",
+            "quantize",
+            "sharding",
         )
     ),
     "transformer_engine_torch",
     "transformer_engine_jax",
-)  # fmt: skip
+)
 
 # {family: {"names": pattern of `package.name`, "arguments": {argument: description}}}
 FAMILIES: dict[str, Any] = json.loads((Path(__file__).parent / "api_arguments.json").read_text())
@@ -138,7 +169,9 @@ class ApiEntries(griffe.Extension):
                 listing = [one for one in definition.parameters if not one.name.startswith("_")]
                 definition.parameters = griffe.Parameters(*listing)
             if definition.docstring is not None:
-                text = re.sub(r"^Example:$", "Examples:", definition.docstring.value, flags=re.MULTILINE)
+                text = re.sub(
+                    r"^Example:$", "Examples:", definition.docstring.value, flags=re.MULTILINE
+                )
                 definition.docstring.value = with_code_spans(text)
         for package in PACKAGES:
             if package.split(".")[0] == pkg.name:
@@ -154,7 +187,11 @@ def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, 
     entry = _find_definition(loader, f"{package}.{name}")
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         members = "Members: " + ", ".join(f"`{member}`" for member in value.__members__) + "."
-        if entry is not None and entry.docstring is not None and members not in entry.docstring.value:
+        if (
+            entry is not None
+            and entry.docstring is not None
+            and members not in entry.docstring.value
+        ):
             entry.docstring.value += f"\n\n{members}\n"
         return
     if not isinstance(entry, griffe.Class):
@@ -167,7 +204,9 @@ def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, 
         first = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
         entry.set_member(
             "__init__",
-            griffe.Function("__init__", parameters=griffe.Parameters(first, *parameters), parent=entry),
+            griffe.Function(
+                "__init__", parameters=griffe.Parameters(first, *parameters), parent=entry
+            ),
         )
 
 
@@ -176,7 +215,10 @@ def _complete_arguments(loader: griffe.GriffeLoader, package: str, name: str, va
     entry = _find_definition(loader, f"{package}.{name}")
     if entry is None or entry.docstring is None or not callable(value):
         return
-    entries = {argument: with_code_spans(text) for argument, text in public_arguments(package, value).items()}
+    entries = {
+        argument: with_code_spans(text)
+        for argument, text in public_arguments(package, value).items()
+    }
     if set(entries) > set(read_descriptions(entry.docstring)):
         text = _with_arguments(entry.docstring.value, entries)
         is_complete = set(parameter_names(value)) <= set(entries)
@@ -220,7 +262,9 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
     """Correct a public name that static analysis resolves to a module, or not at all."""
     entry = _find_definition(loader, f"{package}.{name}")
     is_function = (
-        inspect.isroutine(value) or isinstance(value, functools.partial) or _is_callable_object(value)
+        inspect.isroutine(value)
+        or isinstance(value, functools.partial)
+        or _is_callable_object(value)
     )
     if entry is not None and not entry.is_module and not (entry.is_attribute and is_function):
         _complete_defaults(entry, value)
@@ -250,7 +294,9 @@ def _complete_defaults(entry: griffe.Object, value: Any) -> None:
     """Replace defaults that are private constants by their values."""
     for parameter in entry.parameters if isinstance(entry, griffe.Function) else ():
         if str(parameter.default).startswith("_"):
-            parameter.default = _default_source(inspect.signature(value).parameters[parameter.name].default)
+            parameter.default = _default_source(
+                inspect.signature(value).parameters[parameter.name].default
+            )
 
 
 def _function_entry(module: griffe.Module, name: str, value: Any) -> griffe.Function:
@@ -273,7 +319,9 @@ def _parameter_entries(signature: inspect.Signature, names: list[str]) -> list[g
             name,
             annotation=_annotation_source(parameter.annotation),
             kind=griffe.ParameterKind[parameter.kind.name.lower()],
-            default=None if parameter.default is parameter.empty else _default_source(parameter.default),
+            default=None
+            if parameter.default is parameter.empty
+            else _default_source(parameter.default),
         )
         for name, parameter in signature.parameters.items()
         if name in names
@@ -296,7 +344,11 @@ def _annotation_source(annotation: Any) -> str | None:
     """Annotation source, which is a string in modules with postponed annotations."""
     if annotation is inspect.Signature.empty:
         return None
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return (
+        annotation
+        if isinstance(annotation, str)
+        else getattr(annotation, "__name__", str(annotation))
+    )
 
 
 def public_arguments(package: str, value: Any) -> dict[str, str]:
@@ -317,7 +369,9 @@ def public_arguments(package: str, value: Any) -> dict[str, str]:
             entries.setdefault(argument, description)
     for base in inspect.getmro(value)[1:] if inspect.isclass(value) else ():
         if base.__module__.startswith("transformer_engine"):
-            for argument, description in read_descriptions(griffe.Docstring(base.__doc__ or "")).items():
+            for argument, description in read_descriptions(
+                griffe.Docstring(base.__doc__ or "")
+            ).items():
                 entries.setdefault(argument, description)
     path = f"{package}.{getattr(value, '__name__', '')}"
     for family in FAMILIES.values():

@@ -62,7 +62,9 @@ def masked(name: str, window: tuple[int, int] | None = None, **changes: Any) -> 
 
 def packed(**changes: Any) -> AttentionCall:
     mask = resolve("padding_causal", None, None)
-    return plain(**{"q_format": "thd", "kv_format": "thd", "mask": mask, "same_lengths": True, **changes})
+    return plain(
+        **{"q_format": "thd", "kv_format": "thd", "mask": mask, "same_lengths": True, **changes}
+    )
 
 
 def decoding(**changes: Any) -> AttentionCall:
@@ -95,11 +97,17 @@ ROWS: dict[str, AttentionCall] = {
     "heads of 256": plain(head_dim_qk=256, head_dim_v=256),
     "heads of 192 and 128": plain(head_dim_qk=192),
     "heads of 40": plain(head_dim_qk=40, head_dim_v=40),
-    "heads of 576 and 512, no gradient": plain(head_dim_qk=576, head_dim_v=512, needs_gradient=False),
+    "heads of 576 and 512, no gradient": plain(
+        head_dim_qk=576, head_dim_v=512, needs_gradient=False
+    ),
     "bias and its gradient": plain(bias="post_scale_bias", bias_shape=SQUARE, bias_gradient=True),
-    "bias with lengths": masked("padding", bias="pre_scale_bias", bias_shape=SQUARE, same_lengths=True),
+    "bias with lengths": masked(
+        "padding", bias="pre_scale_bias", bias_shape=SQUARE, same_lengths=True
+    ),
     "ALiBi": plain(bias="alibi", slopes_shape=(16,)),
-    "ALiBi with slopes for every sequence": plain(bias="alibi", slopes_shape=(2, 16), slopes_given=True),
+    "ALiBi with slopes for every sequence": plain(
+        bias="alibi", slopes_shape=(2, 16), slopes_given=True
+    ),
     "`softcap`": plain(softcap=30.0),
     "`softcap`, no mask": masked("no_mask", softcap=30.0),
     "`softcap`, thd": packed(softcap=30.0),
@@ -153,11 +161,11 @@ def measurements() -> str:
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for case in cases:
         found = [cells.get((case, name)) for name in names]
-        times = (f"{x['forward_ms']:.3g} / {x['forward_backward_ms']:.3g}" if x else "" for x in found)
+        times = (
+            f"{x['forward_ms']:.3g} / {x['forward_backward_ms']:.3g}" if x else "" for x in found
+        )
         lines.append(f"| {case.replace('_', ' ')} | {' | '.join(times)} |")
-    versions = (
-        f"torch {measured['torch']}, cuDNN {measured['cudnn']}, flash-attn-4 {measured['flash_attn_4']}"
-    )
+    versions = f"torch {measured['torch']}, cuDNN {measured['cudnn']}, flash-attn-4 {measured['flash_attn_4']}"
     caption = (
         f"\nMilliseconds of the forward pass / of forward and backward on an {measured['device']} ({versions}); "
         "b sequences of s tokens, h query heads and groups of heads, size d.\n"

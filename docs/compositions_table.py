@@ -31,7 +31,8 @@ def table(compositions: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(COLUMNS.values())} |", f"|{' --- |' * len(COLUMNS)}"]
     for row in compositions:
         cells = [
-            {True: "yes", False: "no"}[row[n]] if isinstance(row[n], bool) else str(row[n]) for n in COLUMNS
+            {True: "yes", False: "no"}[row[n]] if isinstance(row[n], bool) else str(row[n])
+            for n in COLUMNS
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -36,7 +36,11 @@ def values(row: Variable) -> str:
         return "`0`, `1`"
     if row.kind is int:
         return "an integer"
-    return "any text" if row.choices is None else ", ".join(value(row, choice) for choice in row.choices)
+    return (
+        "any text"
+        if row.choices is None
+        else ", ".join(value(row, choice) for choice in row.choices)
+    )
 
 
 def read() -> str:
@@ -44,8 +48,15 @@ def read() -> str:
     parts = []
     for group, rows in GROUPS.items():
         saved = [row for row in rows if not row.meaning.startswith(ACCEPTED)]
-        lines = [f"### {TITLES[group]}", "", "| variable | values | unset | meaning |", "|" + " --- |" * 4]
-        lines += [f"| `{r.name}` | {values(r)} | {value(r, r.default)} | {r.meaning} |" for r in saved]
+        lines = [
+            f"### {TITLES[group]}",
+            "",
+            "| variable | values | unset | meaning |",
+            "|" + " --- |" * 4,
+        ]
+        lines += [
+            f"| `{r.name}` | {values(r)} | {value(r, r.default)} | {r.meaning} |" for r in saved
+        ]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

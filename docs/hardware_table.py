@@ -63,7 +63,10 @@ def gpus() -> str:
             row.architecture,
             ", ".join(row.gpus),
             _state(row),
-            *(f"{versions[name]} on" if name in versions else "" for name in ("kernels", "scaled products")),
+            *(
+                f"{versions[name]} on" if name in versions else ""
+                for name in ("kernels", "scaled products")
+            ),
             f"{row.shared_memory >> 10} KiB",
             head,
         )
@@ -87,7 +90,11 @@ def products() -> str:
     ]
     lines += _rows(CHOICES, PRODUCTS)
     emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
-    lines += [f"| {row.architecture} | native: matmul | {emulated} |" for row in ROWS if row.vendor == "amd"]
+    lines += [
+        f"| {row.architecture} | native: matmul | {emulated} |"
+        for row in ROWS
+        if row.vendor == "amd"
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -103,7 +110,9 @@ def jax_products() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Iterable[str]) -> list[str]:
+def _rows(
+    choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Iterable[str]
+) -> list[str]:
     lines = []
     for row in NVIDIA:
         found = choices[row.architecture]
@@ -115,7 +124,11 @@ def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Ite
 
 def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
     found = [
-        ", ".join(dict.fromkeys(backend for name, backend in choice.items() if not name.startswith(OTHERS)))
+        ", ".join(
+            dict.fromkeys(
+                backend for name, backend in choice.items() if not name.startswith(OTHERS)
+            )
+        )
         for choice in (with_library, without)
     ]
     names = found[0] if found[0] == found[1] else f"{found[0]}; else {found[1]}"
@@ -151,7 +164,9 @@ def attention() -> str:
         cells = []
         for capability in ATTENTION.values():
             version = (
-                f" from {'.'.join(map(str, row.cudnn))}" if "cudnn" in capability and any(row.cudnn) else ""
+                f" from {'.'.join(map(str, row.cudnn))}"
+                if "cudnn" in capability and any(row.cudnn)
+                else ""
             )
             cells.append(f"yes{version}" if row.has(capability) else "")  # pyright: ignore[reportArgumentType]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")

@@ -83,7 +83,10 @@ class Walk:
             hidden = attribute.startswith("_") or attribute == "TYPE_CHECKING"
             if hidden or inspect.ismodule(value) or not self._is_own(home):
                 continue
-            self.found[f"{name}.{attribute}"] = [kind(value), parameters(value) if callable(value) else None]
+            self.found[f"{name}.{attribute}"] = [
+                kind(value),
+                parameters(value) if callable(value) else None,
+            ]
             if isinstance(value, type) and value not in self._classes:
                 self._classes.add(value)
                 self._visit_class(f"{name}.{attribute}", value)
@@ -95,7 +98,10 @@ class Walk:
         for attribute, member in list(vars(value).items()):
             function = getattr(member, "__func__", member)  # for static and class methods
             if not attribute.startswith("_") and inspect.isroutine(function):
-                self.found[f"{name}.{attribute}"] = ["method", parameters(getattr(value, attribute))]
+                self.found[f"{name}.{attribute}"] = [
+                    "method",
+                    parameters(getattr(value, attribute)),
+                ]
 
     def removed(self, names: list[str]) -> list[str]:
         """The names that visited packages lack; not those in or below a module that cannot be imported."""

@@ -85,7 +85,9 @@ class Name(NamedTuple):
         parts = self.name.split(".")
         return ".".join(
             parts[
-                : 2 if parts[:2] in (["transformer_engine", "pytorch"], ["transformer_engine", "jax"]) else 1
+                : 2
+                if parts[:2] in (["transformer_engine", "pytorch"], ["transformer_engine", "jax"])
+                else 1
             ]
         )
 
@@ -152,11 +154,17 @@ def weights(names: list[Name]) -> list[str]:
     counts = Counter((row.section, row.weight, row.status) for row in names if row.weight)
     lines = ["| section | subject | weight | names | served | raise | absent |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
-    for section, weight in sorted({key[:2] for key in counts}, key=lambda key: (_number(key[0]), key)):
-        served, raises, absent = (counts[section, weight, word] for word in ("served", "raises", "absent"))
+    for section, weight in sorted(
+        {key[:2] for key in counts}, key=lambda key: (_number(key[0]), key)
+    ):
+        served, raises, absent = (
+            counts[section, weight, word] for word in ("served", "raises", "absent")
+        )
         total = served + raises + absent
         subject = SECTIONS.get(section, "")
-        lines.append(f"| {section} | {subject} | {weight} | {total} | {served} | {raises} | {absent} |")
+        lines.append(
+            f"| {section} | {subject} | {weight} | {total} | {served} | {raises} | {absent} |"
+        )
     return lines
 
 
@@ -171,7 +179,9 @@ def summary(names: list[Name]) -> str:
     lines = ["| package | names | served | raise | absent |", "| --- | --- | --- | --- | --- |"]
     for package in sorted({row.package for row in names}):
         served, raises, absent = (counts[package, word] for word in ("served", "raises", "absent"))
-        lines.append(f"| `{package}` | {served + raises + absent} | {served} | {raises} | {absent} |")
+        lines.append(
+            f"| `{package}` | {served + raises + absent} | {served} | {raises} | {absent} |"
+        )
     lines += ["", *weights(names)]
     used = [row for row in names if row.source in USED]
     share = 100 * sum(row.status == "served" for row in used) / len(used)
@@ -220,12 +230,19 @@ def original_names(directory: Path, names: Iterable[str]) -> Original:
     packages = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
     command = [sys.executable, installed_names.__file__, str(directory), *packages]
     process = subprocess.run(
-        command, env=environment, input=json.dumps(list(names)), capture_output=True, text=True, check=False
+        command,
+        env=environment,
+        input=json.dumps(list(names)),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = process.stdout.splitlines() if process.returncode == 0 else []
     original = Original(**json.loads(lines[-1])) if lines else Original({}, [])
     if not original.found:
-        raise RuntimeError(f"no public name was found in {directory}: {process.stderr.strip()[-2000:]}")
+        raise RuntimeError(
+            f"no public name was found in {directory}: {process.stderr.strip()[-2000:]}"
+        )
     sys.stderr.write(process.stderr)
     return original
 
@@ -258,7 +275,9 @@ def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
             continue
         for index, expected in enumerate(theirs):
             match = ours[index] if index < len(ours) else None
-            same_default = match is not None and (expected[2] in (None, OTHER) or expected[2] == match[2])
+            same_default = match is not None and (
+                expected[2] in (None, OTHER) or expected[2] == match[2]
+            )
             if match is None or match[:2] != expected[:2] or not same_default:
                 lines[name] = f"{name}[{index}]: {expected} in the original, {match} here"
                 break
@@ -309,7 +328,10 @@ def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str])
                 break
             defaults = defaults or literal
             saved.append(parameter)
-        rows[name] = {"section": rows.get(name, {}).get("section", 0), "parameters": parameters_text(saved)}
+        rows[name] = {
+            "section": rows.get(name, {}).get("section", 0),
+            "parameters": parameters_text(saved),
+        }
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -317,16 +339,25 @@ def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str])
 def main() -> int:
     """Update the files and the page, or compare them."""
     parser = argparse.ArgumentParser(description="names of the original and how they stand")
-    parser.add_argument("--check", action="store_true", help="compare the files instead of writing them")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the files instead of writing them"
+    )
     parser.add_argument("--original", type=Path, help="directory with an installed original")
-    parser.add_argument("--signatures", action="store_true", help="enter its signatures that differ")
+    parser.add_argument(
+        "--signatures", action="store_true", help="enter its signatures that differ"
+    )
     options = parser.parse_args()
     names, signatures = read_rows(), SIGNATURES.read_text()
     if options.original is not None:
-        original = original_names(options.original, [*(row.name for row in names), *json.loads(signatures)])
+        original = original_names(
+            options.original, [*(row.name for row in names), *json.loads(signatures)]
+        )
         names = with_installed(names, original.found)
         different = signature_differences(original.found)
-        lines = [*different.values(), *(f"{name}: absent here" for name in absent_methods(original.found))]
+        lines = [
+            *different.values(),
+            *(f"{name}: absent here" for name in absent_methods(original.found)),
+        ]
         lines += [f"{name}: the original has removed it" for name in original.removed]
         print("\n".join(lines))
         if options.signatures:

@@ -40,7 +40,12 @@ def cells(page: str) -> list[tuple[str, str]]:
         end = block.end()
     found.append(("markdown", page[end:]))
     plain = [
-        (kind, re.sub(r"!\[.*?\]\(.*?\)\n|\[(.*?)\]\(.*?\)", r"\1", text) if kind == "markdown" else text)
+        (
+            kind,
+            re.sub(r"!\[.*?\]\(.*?\)\n|\[(.*?)\]\(.*?\)", r"\1", text)
+            if kind == "markdown"
+            else text,
+        )
         for kind, text in found
     ]
     return [(kind, text.strip()) for kind, text in plain if text.strip()]
@@ -87,7 +92,9 @@ def notebook(page: str, outputs: list[list[dict[str, Any]]]) -> str:
         written.append(cell)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return (
-        json.dumps({"cells": written, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1)
+        json.dumps(
+            {"cells": written, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1
+        )
         + "\n"
     )
 
@@ -96,7 +103,9 @@ def read_stored_outputs() -> dict[str, list[dict[str, Any]]]:
     """{code cell source: its outputs} in the stored notebook."""
     if not NOTEBOOK.is_file():
         return {}
-    recognized = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    recognized = [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     return {"".join(cell["source"]): cell["outputs"] for cell in recognized}
 
 
@@ -125,7 +134,10 @@ def main() -> int:
             print(f"{NOTEBOOK.relative_to(ROOT)} is out of date; run python docs/notebook.py")
         return int(stale)
     NOTEBOOK.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # cells write their pictures here
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+    ):  # cells write their pictures here
         NOTEBOOK.write_text(notebook(page, run_cells(sources)))
     return 0
 

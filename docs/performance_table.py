@@ -24,12 +24,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def layers(rows: list[dict[str, Any]]) -> list[str]:
     """GPU, host and plain-loop times, product rate and peak memory per layer."""
-    lines = ["| case | recipe | GPU ms | host ms | wall ms | TFLOP/s | peak MiB |", "|" + " --- |" * 7]
+    lines = [
+        "| case | recipe | GPU ms | host ms | wall ms | TFLOP/s | peak MiB |",
+        "|" + " --- |" * 7,
+    ]
     for row in rows:
         family, recipe, shape = row["case"].split("/")
         times = (f"{row['gpu_ms']:.3f}", f"{row['cpu_ms']:.2f}", f"{row['eager_ms']:.2f}")
         rest = (row.get("rate", ""), row.get("peak_mib", ""))
-        lines.append("| " + " | ".join(map(str, (f"{family} {shape}", recipe, *times, *rest))) + " |")
+        lines.append(
+            "| " + " | ".join(map(str, (f"{family} {shape}", recipe, *times, *rest))) + " |"
+        )
     return lines
 
 
@@ -63,7 +68,8 @@ FILES = {"attention": "attention_te_bench_h200.json"}
 def sections() -> dict[str, str]:
     """Return {name: table} for the page."""
     records = {
-        name: json.loads((RESULTS / FILES.get(name, f"{name}_h200.json")).read_text()) for name in TABLES
+        name: json.loads((RESULTS / FILES.get(name, f"{name}_h200.json")).read_text())
+        for name in TABLES
     }
     return {
         name: "\n".join(table(records[name].get("results") or records[name]["cases"])) + "\n"
@@ -133,9 +139,15 @@ def model_options() -> str:
     record = json.loads((RESULTS / "models_h200.json").read_text())
     rows = {(row["arm"], row["size"]): row for row in (*record["medians"], *record["options"])}
     sizes = {name: SIZES[name] for name in ("1B", "8Bx4")}
-    arms = {"te:current": "default", **{f"te:current+{name}": title for name, title in OPTIONS.items()}}
+    arms = {
+        "te:current": "default",
+        **{f"te:current+{name}": title for name, title in OPTIONS.items()},
+    }
     return _size_table(
-        rows, arms, sizes, lambda row: f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_gib']:.2f} GiB"
+        rows,
+        arms,
+        sizes,
+        lambda row: f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_gib']:.2f} GiB",
     )
 
 
@@ -182,7 +194,10 @@ def conversions() -> str:
     ]
     for size, title in CONVERTED.items():
         rows = [results[size].get(arm) for arm in CONVERSION_ARMS]
-        cells = [f"{row['step_ms']:.1f} ms, {row['peak_gib']:.1f}" if row else "not measured" for row in rows]
+        cells = [
+            f"{row['step_ms']:.1f} ms, {row['peak_gib']:.1f}" if row else "not measured"
+            for row in rows
+        ]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -234,7 +249,11 @@ HIGHLIGHTS = {
     "layernorm_mlp_fb/delayed/swiglu_4096x14336": "a SwiGLU feed-forward block",
     "linear_fb/delayed/8192x4096x28672": "a linear layer",
 }
-RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+RECIPES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+}
 
 
 def _times(record: dict[str, Any]) -> dict[tuple[str, str], float]:

@@ -34,16 +34,21 @@ def headline(path: Path, record: dict[str, Any]) -> None:
     times = {(row["case"], row["provider"]): row["gpu_ms"] for row in record["results"]}
     figure = Figure(figsize=(WIDTH, 4.4), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, (case, title) in zip(figure.subplots(len(HIGHLIGHTS), 1), HIGHLIGHTS.items(), strict=True):
+    for axis, (case, title) in zip(
+        figure.subplots(len(HIGHLIGHTS), 1), HIGHLIGHTS.items(), strict=True
+    ):
         family, _, size = case.split("/")
         bars = {"plain torch, bfloat16": times[f"{family}/bf16/{size}", "torch"]}
         bars["te, bfloat16"] = times[f"{family}/bf16/{size}", "te"]
         bars |= {
-            f"te, {label}": times[f"{family}/{recipe}/{size}", "te"] for recipe, label in RECIPES.items()
+            f"te, {label}": times[f"{family}/{recipe}/{size}", "te"]
+            for recipe, label in RECIPES.items()
         }
         colors = [COLOURS["torch"], *[COLOURS["te"]] * (len(bars) - 1)]
         drawn = axis.barh(range(len(bars)), list(bars.values()), color=colors)
-        axis.bar_label(drawn, labels=[f"{value:.1f}" for value in bars.values()], padding=2, fontsize=LABELS)
+        axis.bar_label(
+            drawn, labels=[f"{value:.1f}" for value in bars.values()], padding=2, fontsize=LABELS
+        )
         axis.set_yticks(range(len(bars)), list(bars), fontsize=LABELS)
         axis.set_title(title, fontsize=LABELS + 1)
         axis.invert_yaxis()
@@ -75,12 +80,21 @@ def models(path: Path, record: dict[str, Any], palette: dict[str, str]) -> None:
     for axis, (size, title) in zip(axes, SIZES.items(), strict=True):
         drawn = [rows[arm, size] for arm in DRAWN]
         rates = [row["tokens_per_second"] / 1e3 for row in drawn]
-        bars = axis.barh(range(len(DRAWN)), rates, color=[palette[arm.split(":")[0]] for arm in DRAWN])
-        texts = [f"{rate:,.0f}k, {row['peak_gib']:.1f} GiB" for rate, row in zip(rates, drawn, strict=True)]
+        bars = axis.barh(
+            range(len(DRAWN)), rates, color=[palette[arm.split(":")[0]] for arm in DRAWN]
+        )
+        texts = [
+            f"{rate:,.0f}k, {row['peak_gib']:.1f} GiB"
+            for rate, row in zip(rates, drawn, strict=True)
+        ]
         axis.bar_label(bars, labels=texts, padding=3, fontsize=LABELS, color=palette["text"])
-        axis.set_yticks(range(len(DRAWN)), [ARMS[arm].replace("`", "") for arm in DRAWN], fontsize=LABELS)
+        axis.set_yticks(
+            range(len(DRAWN)), [ARMS[arm].replace("`", "") for arm in DRAWN], fontsize=LABELS
+        )
         axis.set_title(
-            f"{title.removesuffix(' tokens')} tokens per step", fontsize=LABELS + 1, color=palette["text"]
+            f"{title.removesuffix(' tokens')} tokens per step",
+            fontsize=LABELS + 1,
+            color=palette["text"],
         )
         axis.invert_yaxis()
         axis.set_axisbelow(True)

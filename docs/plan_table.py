@@ -58,14 +58,21 @@ def accuracy(found: list[Any]) -> str:
 def exceptions(found: list[Any]) -> str:
     """One table per reason, with the measurements for which no accuracy is claimed."""
     lines: list[str] = []
-    for reason in dict.fromkeys(ACCURACY["NOT_CLAIMED"].values()):  # several patterns may share a reason
+    for reason in dict.fromkeys(
+        ACCURACY["NOT_CLAIMED"].values()
+    ):  # several patterns may share a reason
         rows = [
             f"| {check.group}: `{check.case}` | {check.measured:.4g} | {check.predicted:.4g} | {check.error:+.0%} |"
             for check in found
             if check.reason == reason
         ]
         lines += [f"**{reason[0].upper()}{reason[1:]}.**", ""]
-        lines += ["| measurement | measured | predicted | error |", "| --- | --- | --- | --- |", *rows, ""]
+        lines += [
+            "| measurement | measured | predicted | error |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -70,7 +70,9 @@ def develop(root: Path, local: str) -> None:
 
 def _current(root: Path) -> str:
     """Package version, such as "2.20.2+py0.3.0" or "2.20.2+py0.4.0.dev0"."""
-    found = re.search(r'"([\d.]+\+py[\d.]+(?:\.dev0)?)"', (root / VERSION).read_text(encoding="utf-8"))
+    found = re.search(
+        r'"([\d.]+\+py[\d.]+(?:\.dev0)?)"', (root / VERSION).read_text(encoding="utf-8")
+    )
     assert found is not None, VERSION
     return found[1]
 
@@ -98,7 +100,9 @@ def _replace_once(root: Path, path: Path, before: str, after: str) -> str:
 
 
 def _changelog(root: Path, former: str, local: str, title: str) -> str:
-    introduction, _, rest = (root / "CHANGELOG.md").read_text(encoding="utf-8").partition("## Unreleased\n")
+    introduction, _, rest = (
+        (root / "CHANGELOG.md").read_text(encoding="utf-8").partition("## Unreleased\n")
+    )
     if "\n- " not in rest.partition("\n## ")[0]:
         raise ValueError("CHANGELOG.md lists no change under Unreleased")
     return f"{introduction.replace(f'`py{former}`', f'`py{local}`')}## Unreleased\n\n## {title}\n{rest}"

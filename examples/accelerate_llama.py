@@ -30,8 +30,12 @@ def main(argv: list[str] | None = None) -> list[float]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="a folder, or an id on the Hugging Face hub")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--state", help="folder for the state of the training, with scales and histories")
+    parser.add_argument(
+        "--steps", type=int, default=50, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--state", help="folder for the state of the training, with scales and histories"
+    )
     options = parser.parse_args(argv)
 
     scaling = TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max")

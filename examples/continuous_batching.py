@@ -43,11 +43,17 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN, device=device)
         self.layers = nn.ModuleList(
             te.TransformerLayer(
-                HIDDEN, 4 * HIDDEN, HEADS, num_gqa_groups=KEY_VALUE_HEADS, layer_number=number + 1,
-                attn_input_format="bshd", self_attn_mask_type="causal", device=device,
+                HIDDEN,
+                4 * HIDDEN,
+                HEADS,
+                num_gqa_groups=KEY_VALUE_HEADS,
+                layer_number=number + 1,
+                attn_input_format="bshd",
+                self_attn_mask_type="causal",
+                device=device,
             )
             for number in range(layers)
-        )  # fmt: skip
+        )
         self.head = nn.Linear(HIDDEN, VOCABULARY, device=device)
         self.angles = te.attention.RotaryPositionEmbedding(HIDDEN // HEADS)(LONGEST).to(device)
 
@@ -64,9 +70,15 @@ def generate(model: Decoder, requests: list[Request], places: int, pages: int) -
     """Complete all requests with at most `places` sequences and `pages` pages at a time; return the steps."""
     device = model.head.weight.device
     cache = te.InferenceParams(
-        max_batch_size=places, max_sequence_length=LONGEST, num_heads_kv=KEY_VALUE_HEADS,
-        head_dim_k=HIDDEN // HEADS, dtype=torch.float32, is_paged=True, page_size=PAGE, total_num_pages=pages,
-    )  # fmt: skip
+        max_batch_size=places,
+        max_sequence_length=LONGEST,
+        num_heads_kv=KEY_VALUE_HEADS,
+        head_dim_k=HIDDEN // HEADS,
+        dtype=torch.float32,
+        is_paged=True,
+        page_size=PAGE,
+        total_num_pages=pages,
+    )
     waiting, running, steps = deque(requests), list[Request](), 0
     while waiting or running:
         used = sum(request.pages for request in running)
@@ -96,11 +108,18 @@ def main(argv: list[str] | None = None) -> dict[int, list[int]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--requests", type=int, default=8, help="requests that join the batch (default: %(default)s)"
+        "--requests",
+        type=int,
+        default=8,
+        help="requests that join the batch (default: %(default)s)",
     )
     parser.add_argument("--places", type=int, default=4, help="sequences per step")
-    parser.add_argument("--pages", type=int, default=16, help="pages of the cache, shared by the sequences")
-    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
+    parser.add_argument(
+        "--pages", type=int, default=16, help="pages of the cache, shared by the sequences"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="Transformer layers (default: %(default)s)"
+    )
     options = parser.parse_args(argv)
 
     torch.manual_seed(0)
@@ -118,7 +137,9 @@ def main(argv: list[str] | None = None) -> dict[int, list[int]]:
     ]
     steps = generate(model, requests, options.places, options.pages)
     for request in requests:
-        print(f"request {request.name}: {len(request.prompt):2} prompt tokens -> {request.generated}")
+        print(
+            f"request {request.name}: {len(request.prompt):2} prompt tokens -> {request.generated}"
+        )
     print(f"{steps} steps for {sum(request.count for request in requests)} tokens")
     return {request.name: request.generated for request in requests}
 

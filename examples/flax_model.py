@@ -33,11 +33,19 @@ class Decoder(nn.Module):
         x = nn.Embed(VOCABULARY, self.hidden)(tokens)
         for _ in range(self.layers):
             x = te_flax.TransformerLayer(
-                hidden_size=self.hidden, mlp_hidden_size=2 * self.hidden, num_attention_heads=4,
-                layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), hidden_dropout=0.0,
-                attention_dropout=0.0, self_attn_mask_type="causal", enable_relative_embedding=False,
-                enable_rotary_pos_emb=True, scale_attn_logits=True, scaled_query_init=False,
-            )(x, deterministic=True)  # fmt: skip
+                hidden_size=self.hidden,
+                mlp_hidden_size=2 * self.hidden,
+                num_attention_heads=4,
+                layernorm_type="rmsnorm",
+                mlp_activations=("silu", "linear"),
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                self_attn_mask_type="causal",
+                enable_relative_embedding=False,
+                enable_rotary_pos_emb=True,
+                scale_attn_logits=True,
+                scaled_query_init=False,
+            )(x, deterministic=True)
         return nn.Dense(VOCABULARY)(te_flax.LayerNorm(layernorm_type="rmsnorm")(x))
 
 
@@ -53,19 +61,27 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=1, help="Transformer layers (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=1, help="Transformer layers (default: %(default)s)"
+    )
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default: %(default)s)")
     options = parser.parse_args(argv)
     model, optimizer = Decoder(options.layers, options.hidden), optax.adamw(3e-3)
 
     @jax.jit
-    def step_of(params: Any, state: Any, moments: Any, key: jax.Array) -> tuple[Any, Any, Any, jax.Array]:
+    def step_of(
+        params: Any, state: Any, moments: Any, key: jax.Array
+    ) -> tuple[Any, Any, Any, jax.Array]:
         tokens = rows_of(key)
 
         def loss_of(params: Any, state: Any) -> jax.Array:
             logits: Any = model.apply({"params": params, **state}, tokens[:, :-1])
-            losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+                logits, tokens[:, 1:]
+            )
             return losses.mean()
 
         loss, (gradients, state) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, state)

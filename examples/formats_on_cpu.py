@@ -50,7 +50,9 @@ def sqnr(x: Tensor, approximation: Tensor) -> float:
 def trained(name: str, steps: int) -> float:
     """Train a small network under a recipe, or in float32 for "none"; return the last loss."""
     torch.manual_seed(0)
-    model = nn.Sequential(te.LayerNormMLP(128, 256, device="cpu"), te.Linear(128, 128, device="cpu"))
+    model = nn.Sequential(
+        te.LayerNormMLP(128, 256, device="cpu"), te.Linear(128, 128, device="cpu")
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loss = torch.tensor(math.nan)
     for step in range(steps):
@@ -68,7 +70,9 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, dict[str, float]], di
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=50, help="optimizer steps (default: %(default)s)"
+    )
     options = parser.parse_args(argv)
 
     errors = {

@@ -23,15 +23,23 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hidden", type=int, default=128, help="hidden size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="Transformer layers (default: %(default)s)"
+    )
     options = parser.parse_args(argv)
 
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    )
     if on_gpu:
         torch.cuda.set_device(device)
 
@@ -53,7 +61,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(options.steps):
         # Each rank draws its own batch; FSDP2 averages the gradients.
-        x = torch.randn(64, options.hidden, generator=torch.Generator().manual_seed(step * ranks + rank))
+        x = torch.randn(
+            64, options.hidden, generator=torch.Generator().manual_seed(step * ranks + rank)
+        )
         x = x.to(device)
         with te.autocast(recipe=recipe):
             loss = (model(x) - x.roll(1, dims=1)).square().mean()

@@ -40,8 +40,12 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the data (default: %(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary of the model")
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="passes over the data (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress bar and no summary of the model"
+    )
     options = parser.parse_args(argv)
 
     lightning.seed_everything(0, verbose=False)

@@ -30,9 +30,13 @@ VOCABULARY = 256  # bytes
 class Llama(nn.Module):
     """A causal language model: logits [batch, sequence, VOCABULARY] of tokens [batch, sequence]."""
 
-    def __init__(self, hidden: int, layers: int, heads: int, key_value_heads: int, dtype: torch.dtype):
+    def __init__(
+        self, hidden: int, layers: int, heads: int, key_value_heads: int, dtype: torch.dtype
+    ):
         super().__init__()
-        ffn = -(-hidden * 8 // (3 * 128)) * 128  # 8/3 of hidden, a multiple of 128 for every block format
+        ffn = (
+            -(-hidden * 8 // (3 * 128)) * 128
+        )  # 8/3 of hidden, a multiple of 128 for every block format
         self.embedding = nn.Embedding(VOCABULARY, hidden, dtype=dtype)
         self.layers = nn.ModuleList(
             te.TransformerLayer(
@@ -53,7 +57,9 @@ class Llama(nn.Module):
             for number in range(layers)
         )
         self.norm = te.RMSNorm(hidden, dtype=dtype)
-        self.head = nn.Linear(hidden, VOCABULARY, bias=False, dtype=dtype)  # high precision, as usual
+        self.head = nn.Linear(
+            hidden, VOCABULARY, bias=False, dtype=dtype
+        )  # high precision, as usual
         self.rotary = te.attention.RotaryPositionEmbedding(hidden // heads)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
@@ -68,7 +74,9 @@ class Llama(nn.Module):
 
 def batch_of(text: Tensor, step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Random windows of the text and their next bytes [batch, length]; they depend on the step only."""
-    starts = torch.randint(len(text) - length - 1, (batch,), generator=torch.Generator().manual_seed(step))
+    starts = torch.randint(
+        len(text) - length - 1, (batch,), generator=torch.Generator().manual_seed(step)
+    )
     windows = torch.stack([text[start : start + length + 1] for start in starts])
     return windows[:, :-1], windows[:, 1:]
 
@@ -84,13 +92,27 @@ def main(argv: list[str] | None = None) -> list[float]:
         default="delayed",
         help="recipe of the matrix products; none: high precision (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=64, help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=Path(__file__), help="text file (default: this program)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=64, help="tokens per sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hidden", type=int, default=128, help="hidden size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="Transformer layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heads", type=int, default=4, help="attention heads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path(__file__), help="text file (default: this program)"
+    )
     parser.add_argument("--checkpoint", type=Path, help="written after the last step")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     options = parser.parse_args(argv)
@@ -98,7 +120,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    model = Llama(options.hidden, options.layers, options.heads, options.heads // 2, dtype).to(device)
+    model = Llama(options.hidden, options.layers, options.heads, options.heads // 2, dtype).to(
+        device
+    )
     # Master weights keep small updates of bfloat16 parameters; float32 parameters are their own masters.
     optimizer = te.optimizers.FusedAdam(
         model.parameters(), lr=2e-3, weight_decay=0.1, master_weights=dtype is torch.bfloat16
@@ -111,7 +135,9 @@ def main(argv: list[str] | None = None) -> list[float]:
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
 
-    text = torch.frombuffer(bytearray(options.data.read_bytes()), dtype=torch.uint8).long().to(device)
+    text = (
+        torch.frombuffer(bytearray(options.data.read_bytes()), dtype=torch.uint8).long().to(device)
+    )
     losses = []
     for step in range(first, options.steps):
         inputs, targets = batch_of(text, step, options.batch, options.length)
@@ -126,7 +152,11 @@ def main(argv: list[str] | None = None) -> list[float]:
         if step % 20 == 0 or step == options.steps - 1:
             print(f"step {step + 1:4}  loss {losses[-1]:.3f}")
     if options.checkpoint is not None:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": options.steps}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": options.steps,
+        }
         torch.save(state, options.checkpoint)
     return losses
 

@@ -21,7 +21,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="optimizer steps (default: %(default)s)"
+    )
     parser.add_argument(
         "--rank", type=int, default=8, help="rank of the LoRA adapters (default: %(default)s)"
     )
@@ -32,7 +34,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     recipe = Float8CurrentScaling()
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=recipe):
-        network = nn.Sequential(te.LayerNormMLP(64, 256, device=device), te.Linear(64, 64, device=device))
+        network = nn.Sequential(
+            te.LayerNormMLP(64, 256, device=device), te.Linear(64, 64, device=device)
+        )
     model = peft.get_peft_model(network, peft.LoraConfig(r=options.rank, target_modules=["0", "1"]))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     total = sum(parameter.numel() for parameter in model.parameters())

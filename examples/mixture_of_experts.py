@@ -38,7 +38,9 @@ class MixtureOfExperts(nn.Module):
         )
         counts = routing_map.sum(0)
         _, scores = te.router.fused_compute_score_for_moe_aux_loss(logits, CHOSEN, "softmax")
-        balance = te.router.fused_moe_aux_loss(scores, counts, len(x), self.experts, CHOSEN, BALANCE)
+        balance = te.router.fused_moe_aux_loss(
+            scores, counts, len(x), self.experts, CHOSEN, BALANCE
+        )
 
         rows, row_id_map = te.moe_permute(x, routing_map, len(x) * CHOSEN)  # sorted by expert
         splits = counts.tolist()
@@ -53,8 +55,12 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=8, help="experts of the layer (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--experts", type=int, default=8, help="experts of the layer (default: %(default)s)"
+    )
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default: %(default)s)")
     options = parser.parse_args(argv)
 

@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="optimizer steps (default: %(default)s)"
+    )
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default: %(default)s)")
     options = parser.parse_args(argv)
 

@@ -61,10 +61,14 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.head = hidden // heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(hidden, hidden, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y: Tensor = self.wo(heads.transpose(1, 2).flatten(2))
         return y
@@ -90,7 +94,10 @@ class Llama(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleDict({str(number): Block(hidden, heads) for number in range(layers)})
-        self.norm, self.output = nn.RMSNorm(hidden, eps=1e-5), nn.Linear(hidden, vocabulary, bias=False)
+        self.norm, self.output = (
+            nn.RMSNorm(hidden, eps=1e-5),
+            nn.Linear(hidden, vocabulary, bias=False),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok_embeddings(tokens)
@@ -117,9 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
-    options.add_argument("--hidden", type=int, default=128, help="hidden size (default: %(default)s)")
-    options.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
+    options.add_argument(
+        "--steps", type=int, default=20, help="optimizer steps (default: %(default)s)"
+    )
+    options.add_argument(
+        "--hidden", type=int, default=128, help="hidden size (default: %(default)s)"
+    )
+    options.add_argument(
+        "--layers", type=int, default=2, help="Transformer layers (default: %(default)s)"
+    )
     options.add_argument(
         "--recipe",
         default=EngineConfig.recipe,

@@ -30,7 +30,10 @@ def _import_framework(framework: frameworks.Framework) -> Any:
 
 absent.install_getter(
     __name__,
-    {name: functools.partial(_import_framework, framework) for name, framework in _FRAMEWORKS.items()},
+    {
+        name: functools.partial(_import_framework, framework)
+        for name, framework in _FRAMEWORKS.items()
+    },
 )
 absent.install()
 

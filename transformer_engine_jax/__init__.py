@@ -19,7 +19,7 @@ from .enums import (
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
-)  # fmt: skip
+)
 from .machine import (
     get_cgemm_num_max_streams,
     get_cublasLt_version,

@@ -12,7 +12,7 @@ from transformer_engine.common.enums import (
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
-)  # fmt: skip
+)
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from transformer_engine.jax.cpp_extensions.attention import FusedAttnHelper
 
@@ -43,11 +43,24 @@ def nvte_get_qkv_format(qkv_layout: NVTE_QKV_Layout) -> NVTE_QKV_Format:
 
 
 def get_fused_attn_backend(
-    is_training: bool, q_dtype: DType, kv_dtype: DType, qkv_layout: NVTE_QKV_Layout, bias_type: NVTE_Bias_Type,
-    attn_mask_type: NVTE_Mask_Type, softmax_type: NVTE_Softmax_Type, dropout_probability: float,
-    q_attn_heads: int, kv_attn_heads: int, q_max_seqlen: int, kv_max_seqlen: int, qk_head_dim: int, v_head_dim: int,
-    window_size_left: int = -1, window_size_right: int = -1, deterministic: bool = False,
-) -> NVTE_Fused_Attn_Backend:  # fmt: skip
+    is_training: bool,
+    q_dtype: DType,
+    kv_dtype: DType,
+    qkv_layout: NVTE_QKV_Layout,
+    bias_type: NVTE_Bias_Type,
+    attn_mask_type: NVTE_Mask_Type,
+    softmax_type: NVTE_Softmax_Type,
+    dropout_probability: float,
+    q_attn_heads: int,
+    kv_attn_heads: int,
+    q_max_seqlen: int,
+    kv_max_seqlen: int,
+    qk_head_dim: int,
+    v_head_dim: int,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    deterministic: bool = False,
+) -> NVTE_Fused_Attn_Backend:
     """Return the kind of backend, other than the reference, that supports an attention call.
 
     The sizes are those of query, key and value. Attention with ALiBi or with dtypes other than float32, float16 and
@@ -66,16 +79,33 @@ def get_fused_attn_backend(
             f"qkv_layout={described(qkv_layout)}; choose one of {', '.join(layout.name for layout in _LAYOUTS)}"
         )
     for name, value, kind in (
-        ("bias_type", bias_type, NVTE_Bias_Type), ("attn_mask_type", attn_mask_type, NVTE_Mask_Type),
-        ("softmax_type", softmax_type, NVTE_Softmax_Type), ("q_dtype", q_dtype, DType), ("kv_dtype", kv_dtype, DType),
-    ):  # fmt: skip
+        ("bias_type", bias_type, NVTE_Bias_Type),
+        ("attn_mask_type", attn_mask_type, NVTE_Mask_Type),
+        ("softmax_type", softmax_type, NVTE_Softmax_Type),
+        ("q_dtype", q_dtype, DType),
+        ("kv_dtype", kv_dtype, DType),
+    ):
         if not isinstance(value, Integral) or int(value) not in {*kind}:
-            raise ValueError(f"{name}={described(value)}; choose one of {', '.join(kind.__members__)}")
+            raise ValueError(
+                f"{name}={described(value)}; choose one of {', '.join(kind.__members__)}"
+            )
     if q_dtype not in _NAMES or kv_dtype not in _NAMES or bias_type == NVTE_Bias_Type.NVTE_ALIBI:
         return NVTE_Fused_Attn_Backend.NVTE_No_Backend
     helper = FusedAttnHelper(
-        is_training, _NAMES[q_dtype], _NAMES[kv_dtype], _LAYOUTS[qkv_layout], AttnBiasType(int(bias_type)),
-        AttnMaskType(int(attn_mask_type)), AttnSoftmaxType(int(softmax_type)), dropout_probability, q_attn_heads,
-        kv_attn_heads, q_max_seqlen, kv_max_seqlen, qk_head_dim, v_head_dim, (window_size_left, window_size_right),
-    )  # fmt: skip
+        is_training,
+        _NAMES[q_dtype],
+        _NAMES[kv_dtype],
+        _LAYOUTS[qkv_layout],
+        AttnBiasType(int(bias_type)),
+        AttnMaskType(int(attn_mask_type)),
+        AttnSoftmaxType(int(softmax_type)),
+        dropout_probability,
+        q_attn_heads,
+        kv_attn_heads,
+        q_max_seqlen,
+        kv_max_seqlen,
+        qk_head_dim,
+        v_head_dim,
+        (window_size_left, window_size_right),
+    )
     return NVTE_Fused_Attn_Backend(helper.get_fused_attn_backend())

@@ -11,13 +11,22 @@ from transformer_engine.common.enums import (
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
-)  # fmt: skip
+)
 
 __all__ = [
-    "DType", "JAXX_Collective_Op", "JAXX_Quantize_Layout", "JAXX_Routing_Map_Format", "JAXX_Scaling_Mode",
-    "JAXX_Score_Function", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format",
-    "NVTE_QKV_Layout", "NVTE_Softmax_Type",
-]  # fmt: skip
+    "DType",
+    "JAXX_Collective_Op",
+    "JAXX_Quantize_Layout",
+    "JAXX_Routing_Map_Format",
+    "JAXX_Scaling_Mode",
+    "JAXX_Score_Function",
+    "NVTE_Bias_Type",
+    "NVTE_Fused_Attn_Backend",
+    "NVTE_Mask_Type",
+    "NVTE_QKV_Format",
+    "NVTE_QKV_Layout",
+    "NVTE_Softmax_Type",
+]
 
 
 class NVTE_Activation_Type(enum.IntEnum):

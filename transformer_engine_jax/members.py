@@ -15,7 +15,7 @@ from .enums import (
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
-)  # fmt: skip
+)
 
 __all__ = [
     "ALL_GATHER",

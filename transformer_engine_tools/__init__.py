@@ -33,7 +33,11 @@ COMMANDS = {
     "train": Command(
         ".train",
         "Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses.",
-        ("--recipe current --steps 200", "--data my_text/ --name mine", "--name mine --steps 400 --resume"),
+        (
+            "--recipe current --steps 200",
+            "--data my_text/ --name mine",
+            "--name mine --steps 400 --resume",
+        ),
         without_torch=True,
     ),
     "generate": Command(
@@ -118,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _overview(complete: bool = False) -> Parser:
     """Build the parser for `te --help`, which lists the commands; with `complete`, each has its options."""
-    parser = Parser("te" if complete else program(), "Train and run Transformers in FP8 and FP4.", OVERVIEW)
+    parser = Parser(
+        "te" if complete else program(), "Train and run Transformers in FP8 and FP4.", OVERVIEW
+    )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument(
         "--completion", choices=SHELLS, help="print a script that completes commands and options"

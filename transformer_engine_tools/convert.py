@@ -19,7 +19,13 @@ from .options import add_choice
 DTYPES = ("float32", "bfloat16", "float16")
 GIGABYTE = 1_000_000_000
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
-DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # settings, weights, tokenizers
+DOWNLOADED = (
+    "*.json",
+    "*.safetensors",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+)  # settings, weights, tokenizers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a quantized Hugging Face checkpoint for servers (default: unquantized)",
     )
     parser.add_argument(
-        "--shard-size", type=float, default=5.0, help="maximum gigabytes per file of weights (default: 5)"
+        "--shard-size",
+        type=float,
+        default=5.0,
+        help="maximum gigabytes per file of weights (default: 5)",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a checkpoint on the hub")
 
@@ -43,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Convert a Hugging Face checkpoint to TransformerLayer stacks, or back."""
     console = Console(highlight=False)
-    with reporting(console), writing(args.folder, "free some space there, or choose another folder"):
+    with (
+        reporting(console),
+        writing(args.folder, "free some space there, or choose another folder"),
+    ):
         if not 0 < args.shard_size < float("inf"):
             raise ValueError(
                 f"--shard-size {args.shard_size:g} is not a positive number; give gigabytes, for example 5"
@@ -69,7 +81,10 @@ def run(args: argparse.Namespace) -> None:
     kind = f"{family} of Hugging Face" if checkpoint.ours else "TransformerLayer stack"
     counted = f"{read} tensors made {written}"
     if args.quantize is not None:
-        kind, counted = f"{family} of Hugging Face", f"{read} tensors read, quantized to {args.quantize}"
+        kind, counted = (
+            f"{family} of Hugging Face",
+            f"{read} tensors read, quantized to {args.quantize}",
+        )
     console.print(
         f"{family}: {parameters:,} parameters, {counted}\nwrote {escape(str(args.folder))}, a {kind}",
         soft_wrap=True,

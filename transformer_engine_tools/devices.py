@@ -64,7 +64,9 @@ def launch(function: Callable[..., None], devices: int, *arguments: Any, restart
         elastic_launch(config, function)(*arguments)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        message = first.message if isinstance(first.message, str) else first.message.get("message", "")
+        message = (
+            first.message if isinstance(first.message, str) else first.message.get("message", "")
+        )
         raise Failure(f"rank {rank} failed with exit code {first.exitcode}: {message}") from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval.value) from None

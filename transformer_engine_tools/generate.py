@@ -26,14 +26,20 @@ WARM_UP = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
-    parser.add_argument("prompt", nargs="?", default="def ", help="text to continue (default: %(default)r)")
     parser.add_argument(
-        "--count", type=int, help="bytes to generate (default: up to the sequence length of the model)"
+        "prompt", nargs="?", default="def ", help="text to continue (default: %(default)r)"
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        help="bytes to generate (default: up to the sequence length of the model)",
     )
     parser.add_argument(
         "--name", default="delayed", help="name of the run that te train saved (default: delayed)"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)"
+    )
     add_flag(parser, "--high-precision", "use the high-precision model of the run")
     parser.add_argument(
         "--temperature",
@@ -88,7 +94,9 @@ def run(args: argparse.Namespace) -> None:
         if args.page_size
         else "KV cache"
     )
-    console.print(f"\n{len(drawn)} bytes on {config.device}, {kind}{display.speed()}", soft_wrap=True)
+    console.print(
+        f"\n{len(drawn)} bytes on {config.device}, {kind}{display.speed()}", soft_wrap=True
+    )
 
 
 class _Shown:
@@ -105,7 +113,9 @@ class _Shown:
     def __call__(self, byte: int) -> None:
         self.times.append(time.perf_counter())
         if len(self.times) == 1:
-            self.console.print(f"[bold]{escape(printable(self.prompt))}[/bold]", end="", soft_wrap=True)
+            self.console.print(
+                f"[bold]{escape(printable(self.prompt))}[/bold]", end="", soft_wrap=True
+            )
         text = self.decoder.decode(bytes([byte]))
         if text:
             self.console.print(escape(printable(text.encode())), end="", soft_wrap=True)
@@ -129,12 +139,16 @@ def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunCon
 
     device_type = torch_device(device).type
     state: dict[str, Any] = checkpoint.load(path)
-    config = replace(read_saved_config({**state["config"], "device": "cpu"}, str(path)), device=device_type)
+    config = replace(
+        read_saved_config({**state["config"], "device": "cpu"}, str(path)), device=device_type
+    )
     run = HIGH_PRECISION if high_precision else config.runs[0]
     model = ByteGPT(config)
     saved = state["runs"].get(run)
     mismatch = (
-        "it has no such run" if saved is None else checkpoint.misfit(saved["model"], model.state_dict())
+        "it has no such run"
+        if saved is None
+        else checkpoint.misfit(saved["model"], model.state_dict())
     )
     if mismatch is not None:
         raise ValueError(

@@ -9,7 +9,9 @@ from .options import add_flag
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
-    add_flag(parser, "--why", "also print why each other backend is not used, and the unused operations")
+    add_flag(
+        parser, "--why", "also print why each other backend is not used, and the unused operations"
+    )
     add_flag(parser, "--json", "print everything as JSON for programs")
 
 

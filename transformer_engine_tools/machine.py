@@ -75,7 +75,8 @@ def print_report(console: Console, why: bool) -> None:
     else:
         _print_backends(console, found)
         console.print(
-            f"{program()} info --why prints the reason that each other backend is not used.", soft_wrap=True
+            f"{program()} info --why prints the reason that each other backend is not used.",
+            soft_wrap=True,
         )
 
 
@@ -102,12 +103,21 @@ def machine() -> MachineReport:
         torch.__version__
     )  # with its build, which the distribution's metadata may leave out
     versions["CUDA"] = _format_version(cuda_version(), "none: this torch is built without CUDA")
-    versions["cuDNN"] = _format_version(get_cudnn_version(), "none: torch loads it with a CUDA device only")
+    versions["cuDNN"] = _format_version(
+        get_cudnn_version(), "none: torch loads it with a CUDA device only"
+    )
     # JAX makes the last GPU that it finds the current device of the thread.
     with torch.cuda.device(torch.cuda.current_device()) if has_cuda() else nullcontext():
         of_jax = jax_machine()
     return MachineReport(
-        __version__, platform.python_version(), device, capability, hardware, memory, versions, of_jax
+        __version__,
+        platform.python_version(),
+        device,
+        capability,
+        hardware,
+        memory,
+        versions,
+        of_jax,
     )
 
 
@@ -132,7 +142,11 @@ def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
 def _host_memory() -> str:
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # no such number on this system, for example on Windows
+    except (
+        AttributeError,
+        OSError,
+        ValueError,
+    ):  # no such number on this system, for example on Windows
         return "host memory"
     return f"{size / 2**30:.0f} GiB of host memory"
 
@@ -149,7 +163,9 @@ def _format_version(version: tuple[int, ...], sentence: str) -> str:
 
 
 def _print_machine(console: Console, described: MachineReport) -> None:
-    table = Table(title=f"transformer-engine {described.version}", show_header=False, title_justify="left")
+    table = Table(
+        title=f"transformer-engine {described.version}", show_header=False, title_justify="left"
+    )
     rows = {
         "device": described.device,
         "memory": described.memory,
@@ -264,7 +280,9 @@ def jax_machine() -> JaxMachine:
     from transformer_engine.jax.primitives.gemm.float8 import FLAG
     from transformer_engine.jax.runtime import platform
 
-    devices = ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
+    devices = ", ".join(
+        f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices()
+    )
     row = platform.hardware() if platform.has_gpu() else NO_GPU
     return JaxMachine(versions, devices, fp8_route(row, FLAG, platform.xla_flag(FLAG)))
 

@@ -64,7 +64,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message, a similar option or choice, and the command that prints the help; exit with code 2."""
         # argparse reports a missing argument before an unknown one, which can be the missing one with a misspelling.
-        names = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
+        names = [
+            word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"
+        ]
         unknown = [name for name in names if name not in self._option_string_actions]
         if unknown and "are required: " in message:
             message = f"unrecognized arguments: {' '.join(unknown)}"
@@ -119,7 +121,9 @@ def add_choice(
 
 def add_device(parser: argparse._ActionsContainer) -> None:
     """Add --device."""
-    add_choice(parser, "--device", DEVICES, "auto: CUDA, or the CPU without a GPU (default: auto)", "auto")
+    add_choice(
+        parser, "--device", DEVICES, "auto: CUDA, or the CPU without a GPU (default: auto)", "auto"
+    )
 
 
 def torch_device(name: str) -> torch.device:

@@ -38,7 +38,11 @@ _SIZES = (
 _LINKS = ("devices_per_host", "network")
 OPTIONAL = (*_AXES, "recompute", *_SIZES)
 # Arguments of `te.plan` and of its links that are options of the command: `model` and `links` appear in no message.
-_NAMED = (*(inspect.signature(predicted).parameters.keys() - {"model", "links", "sizes"}), *_SIZES, *_LINKS)
+_NAMED = (
+    *(inspect.signature(predicted).parameters.keys() - {"model", "links", "sizes"}),
+    *_SIZES,
+    *_LINKS,
+)
 _ARGUMENT = re.compile(rf"(?<![\w-])({'|'.join(sorted(_NAMED))})(?![\w-])(=\w[^\s,;()]*|='[^']*')?")
 
 
@@ -92,7 +96,10 @@ def _add_mesh(group: argparse._ArgumentGroup) -> None:
         group.add_argument(option, type=int, help=text)
     _add_named(group, "--scheme", get_args(Scheme), "exchange of keys and values", "p2p")
     group.add_argument(
-        "--devices-per-host", type=int, default=8, help="GPUs per host, connected by NVLink (default: 8)"
+        "--devices-per-host",
+        type=int,
+        default=8,
+        help="GPUs per host, connected by NVLink (default: 8)",
     )
     group.add_argument(
         "--network",
@@ -102,7 +109,10 @@ def _add_mesh(group: argparse._ArgumentGroup) -> None:
     )
     add_flag(group, "--search", "find the fastest mesh that fits; axes with a value are fixed")
     group.add_argument(
-        "--count", type=minimum_converter(1), default=5, help="number of plans of a search (default: 5)"
+        "--count",
+        type=minimum_converter(1),
+        default=5,
+        help="number of plans of a search (default: 5)",
     )
 
 
@@ -127,7 +137,9 @@ def run(args: argparse.Namespace) -> None:
     The exit code is 1 if the step does not fit into the memory of a GPU.
     """
     settings = vars(args)
-    options: dict[str, Any] = {name: settings[name] for name in OPTIONAL if settings[name] is not None}
+    options: dict[str, Any] = {
+        name: settings[name] for name in OPTIONAL if settings[name] is not None
+    }
     console = Console(highlight=False)
     with reporting(console, _in_options):
         options |= {
@@ -138,7 +150,9 @@ def run(args: argparse.Namespace) -> None:
             "attention": args.attention,
             "graphs": args.graphs,
             "links": host_links(
-                gpu_named(args.gpu), devices_per_host=args.devices_per_host, network=1e6 * args.network
+                gpu_named(args.gpu),
+                devices_per_host=args.devices_per_host,
+                network=1e6 * args.network,
             ),
         }
         model = _custom_model(options) if args.model is None else args.model
@@ -162,7 +176,9 @@ def _custom_model(options: Mapping[str, Any]) -> str:
     """Name of a model that the options describe by sizes alone."""
     if {"hidden", "layers", "heads"} <= options.keys():
         return "custom"
-    raise ValueError(f"no model; give --model, one of {', '.join(MODELS)}, or hidden, layers and heads")
+    raise ValueError(
+        f"no model; give --model, one of {', '.join(MODELS)}, or hidden, layers and heads"
+    )
 
 
 def _in_options(message: str) -> str:

@@ -48,7 +48,11 @@ def describe(console: Console, trainer: Trainer) -> None:
 
 
 def train_with_progress(
-    console: Console, trainer: Trainer, stop: Callable[[], bool], log_every: int | None, tensorboard: bool
+    console: Console,
+    trainer: Trainer,
+    stop: Callable[[], bool],
+    log_every: int | None,
+    tensorboard: bool,
 ) -> bool:
     """Train with a progress bar or progress lines; return whether the run has finished."""
     every = log_every or max(1, trainer.config.steps // 20)
@@ -64,7 +68,9 @@ def train_with_progress(
 
 def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
     """Format the losses of a step and its token rate, as text."""
-    losses = "  ".join(f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items())
+    losses = "  ".join(
+        f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items()
+    )
     tokens = len(record.loss) * trainer.config.tokens_per_step / sum(record.seconds.values())
     return losses, f"{tokens:,.0f} tokens/s"
 
@@ -80,7 +86,9 @@ def _bar(console: Console, trainer: Trainer) -> Iterator[Callable[[Record], None
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=trainer.config.steps, completed=trainer.step, losses="", speed="")
+        task = bar.add_task(
+            "", total=trainer.config.steps, completed=trainer.step, losses="", speed=""
+        )
 
         def show(record: Record) -> None:
             losses, speed = _progress(trainer, record)
@@ -102,7 +110,9 @@ def _lines(console: Console, trainer: Trainer, every: int) -> Iterator[Callable[
         due = (record.step // every + 1) * every
         left = (time.perf_counter() - start) / (record.step - first) * (steps - record.step)
         remaining = timedelta(seconds=round(left))
-        text = "  ".join((f"step {record.step}/{steps}", *_progress(trainer, record), f"{remaining} left"))
+        text = "  ".join(
+            (f"step {record.step}/{steps}", *_progress(trainer, record), f"{remaining} left")
+        )
         console.print(text, soft_wrap=True)
 
     yield show
@@ -132,7 +142,10 @@ def _scalars(trainer: Trainer, enabled: bool) -> Iterator[Callable[[], None]]:
         def write() -> None:
             nonlocal written
             for record in trainer.history[written:]:
-                for kind, losses in (("train", record.loss), ("validation", record.validation or {})):
+                for kind, losses in (
+                    ("train", record.loss),
+                    ("validation", record.validation or {}),
+                ):
                     for name, loss in losses.items():
                         writer.add_scalar(f"{kind}/{trainer.config.label(name)}", loss, record.step)
                 writer.add_scalar("learning rate", record.learning_rate, record.step)
@@ -167,4 +180,6 @@ def results_table(trainer: Trainer) -> Table:
 def printable(text: bytes) -> str:
     """Decode bytes to text; bytes that are not UTF-8 and control characters become the replacement character."""
     characters = text.decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters
+    )

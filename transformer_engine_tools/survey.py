@@ -60,7 +60,10 @@ class Survey:
 def _unique_requests(recipe: str, device: str) -> list[tuple[str, Any]]:
     """Operations and requests of one training step, each pair once, in the order of first use."""
     unique: dict[tuple[str, Any], None] = {}
-    with te.emulate(), observing(lambda operation, request: unique.setdefault((operation, request))):
+    with (
+        te.emulate(),
+        observing(lambda operation, request: unique.setdefault((operation, request))),
+    ):
         _training_step(recipe, device)
     return list(unique)
 
@@ -71,7 +74,10 @@ def survey(device: str) -> Survey:
     recipes_by_answer: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
     for name in RECIPES:
         requests = _unique_requests(name, device)
-        answers = [(operation, tuple(tables[operation].explain(request))) for operation, request in requests]
+        answers = [
+            (operation, tuple(tables[operation].explain(request)))
+            for operation, request in requests
+        ]
         for answer in dict.fromkeys(answers):
             recipes_by_answer.setdefault(answer, []).append(name)
         reports.append(_report(name, requests))
@@ -112,7 +118,9 @@ def _report(name: str, requests: list[tuple[str, Any]]) -> RecipeReport:
     backends = _backends([request for request in products if request.a_format is not None])
     support = format_support(KINDS[name])
     if not support.native:
-        return RecipeReport(name, "emulated" if support.emulated else "on request", backends, support.reason)
+        return RecipeReport(
+            name, "emulated" if support.emulated else "on request", backends, support.reason
+        )
     emulated = [backend for backend in backends if backend in DEQUANTIZING]
     if emulated:
         reason = f"the hardware has the format, the backend {emulated[0]} does not use it"

@@ -39,7 +39,9 @@ ELSEWHERE = "choose another folder with --out, or make this one writable"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
-    add_choice(parser, "--recipe", RECIPES, "recipe that quantizes the matrix products (default: delayed)")
+    add_choice(
+        parser, "--recipe", RECIPES, "recipe that quantizes the matrix products (default: delayed)"
+    )
     add_choice(
         parser,
         "--framework",
@@ -68,7 +70,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     _add_sized(group, "--hidden", "hidden", "width, a multiple of 32 (128 suits block scaling)")
     _add_sized(group, "--heads", "heads", "attention heads")
     group.add_argument(
-        "--experts", type=int, help="experts per layer, two of which compute each byte (default: 0, none)"
+        "--experts",
+        type=int,
+        help="experts per layer, two of which compute each byte (default: 0, none)",
     )
 
 
@@ -77,8 +81,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     _add_sized(group, "--batch", "batch", "sequences per step")
     _add_sized(group, "--seq", "sequence", "bytes per sequence, a multiple of 32")
     _add_sized(group, "--lr", "learning_rate", "peak learning rate")
-    group.add_argument("--seed", type=int, help="seed of weights and batches, -2^40 to 2^40 (default: 0)")
-    group.add_argument("--data", help="text file or folder (default: this Python's standard library)")
+    group.add_argument(
+        "--seed", type=int, help="seed of weights and batches, -2^40 to 2^40 (default: 0)"
+    )
+    group.add_argument(
+        "--data", help="text file or folder (default: this Python's standard library)"
+    )
     add_choice(
         group,
         "--optimizer",
@@ -88,20 +96,34 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_execution(group: argparse._ArgumentGroup) -> None:
-    add_switch(group, "--graphs", "capture training steps in CUDA graphs (default: on CUDA, without experts)")
+    add_switch(
+        group,
+        "--graphs",
+        "capture training steps in CUDA graphs (default: on CUDA, without experts)",
+    )
     group.add_argument(
         "--offload-layers",
         type=int,
         default=0,
         help="layers whose activations are offloaded to host memory until the backward pass (default: 0)",
     )
-    add_flag(group, "--observe", "report underflow, saturation and error of every tensor, every tenth step")
+    add_flag(
+        group,
+        "--observe",
+        "report underflow, saturation and error of every tensor, every tenth step",
+    )
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--name", help="name of the run and of its folder (default: the name of the recipe)")
-    group.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
-    add_flag(group, "--resume", "continue from the checkpoint of the run; --steps extends a finished run")
+    group.add_argument(
+        "--name", help="name of the run and of its folder (default: the name of the recipe)"
+    )
+    group.add_argument(
+        "--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)"
+    )
+    add_flag(
+        group, "--resume", "continue from the checkpoint of the run; --steps extends a finished run"
+    )
     add_flag(group, "--overwrite", "start again and replace the checkpoint of the run")
     group.add_argument(
         "--log-every",
@@ -113,7 +135,9 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 def _add_devices(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--devices", type=minimum_converter(1), help="number of GPUs, or of CPU processes, to train on"
+        "--devices",
+        type=minimum_converter(1),
+        help="number of GPUs, or of CPU processes, to train on",
     )
     add_flag(group, "--distributed", "train on the processes that torchrun has started")
     for option, text in (
@@ -121,7 +145,9 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
         ("--cp", "ranks that shard each sequence"),
         ("--fsdp", "ranks that shard parameters and optimizer states"),
     ):
-        group.add_argument(option, type=minimum_converter(1), default=1, help=f"{text} (default: 1)")
+        group.add_argument(
+            option, type=minimum_converter(1), default=1, help=f"{text} (default: 1)"
+        )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -142,7 +168,9 @@ def run(args: argparse.Namespace) -> None:
         "optimizer": args.optimizer,
         "framework": args.framework,
     }
-    execution = Execution(graphs=args.graphs, offload_layers=args.offload_layers, observe=args.observe)
+    execution = Execution(
+        graphs=args.graphs, offload_layers=args.offload_layers, observe=args.observe
+    )
     suffix = "-jax" if (options["framework"] or default_framework()) == "jax" else ""
     folder = args.out / (args.name or (options["recipe"] or "delayed") + suffix)
     with reporting(console), fitting(SMALLER):
@@ -151,7 +179,9 @@ def run(args: argparse.Namespace) -> None:
                 f"--name {args.name!r} is a path; pass a name without separators, and the parent folder as --out"
             )
         if args.log_every is not None and args.log_every < 1:
-            raise ValueError(f"--log-every {args.log_every} is below 1; give a positive number of steps")
+            raise ValueError(
+                f"--log-every {args.log_every} is below 1; give a positive number of steps"
+            )
         if args.tensorboard:
             check_tensorboard()
         # torchrun starts the same command again after the failure of a rank.
@@ -170,7 +200,9 @@ def run(args: argparse.Namespace) -> None:
             train_on_devices(request, args.devices, args.distributed)
             return
         if max(args.tp, args.cp, args.fsdp) > 1:
-            raise ValueError("--tp, --cp and --fsdp need several devices; add --devices or --distributed")
+            raise ValueError(
+                "--tp, --cp and --fsdp need several devices; add --devices or --distributed"
+            )
         trainer = _prepare(folder, args.device, options, execution, args.resume)
     describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
@@ -270,16 +302,24 @@ def _conclude(console: Console, trainer: Trainer) -> None:
         )
     from .demo.plot import plot_losses
 
-    with writing(folder / "loss.png", f"free some space there; {program()} train --resume draws it again"):
+    with writing(
+        folder / "loss.png", f"free some space there; {program()} train --resume draws it again"
+    ):
         plot_losses(folder / "loss.png", config, trainer.history)
     console.print(results_table(trainer))
     _show_observed(console, trainer)
     prompt = bytes(trainer.corpus.validation[: min(32, config.sequence // 2)].tolist())
     run = trainer.runs[config.runs[0]]
     text = run.sample(prompt, config.sequence - len(prompt))
-    console.print(f"sample of the {config.label(config.runs[0])} model, after {len(prompt)} bytes of prompt:")
-    console.print(f"[bold]{escape(printable(prompt))}[/bold]{escape(printable(text))}", soft_wrap=True)
-    console.print(f"wrote {escape(str(folder))}/{{loss.png,metrics.jsonl,checkpoint}}", soft_wrap=True)
+    console.print(
+        f"sample of the {config.label(config.runs[0])} model, after {len(prompt)} bytes of prompt:"
+    )
+    console.print(
+        f"[bold]{escape(printable(prompt))}[/bold]{escape(printable(text))}", soft_wrap=True
+    )
+    console.print(
+        f"wrote {escape(str(folder))}/{{loss.png,metrics.jsonl,checkpoint}}", soft_wrap=True
+    )
 
 
 def _show_observed(console: Console, trainer: Trainer) -> None:
@@ -292,4 +332,6 @@ def _show_observed(console: Console, trainer: Trainer) -> None:
     path = trainer.folder / "observed.png"
     with writing(path, "free some space there"):
         observation.plot(path)
-    console.print(f"wrote {escape(str(trainer.observation_path))} and {escape(str(path))}", soft_wrap=True)
+    console.print(
+        f"wrote {escape(str(trainer.observation_path))} and {escape(str(path))}", soft_wrap=True
+    )

@@ -98,7 +98,9 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
         reporting_failures(console),
         _interrupts(device) as stop,
     ):
-        trainer = _prepare_trainer(request, Ranks(request.parallelism(dist.get_world_size()), device), clears)
+        trainer = _prepare_trainer(
+            request, Ranks(request.parallelism(dist.get_world_size()), device), clears
+        )
         describe(console, trainer)
         console.print(
             f"ranks   {dist.get_world_size()}: tp {request.tp}, cp {request.cp}, fsdp {request.fsdp}"
@@ -107,7 +109,9 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
             console, trainer, stop, request.log_every, request.tensorboard and dist.get_rank() == 0
         )
         if not finished:
-            console.print(f"stopped after step {trainer.step}; continue with the same command and --resume")
+            console.print(
+                f"stopped after step {trainer.step}; continue with the same command and --resume"
+            )
             raise SystemExit(130)
         if dist.get_rank() == 0:
             path = trainer.folder / "loss.png"
@@ -115,7 +119,8 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
                 plot_losses(path, trainer.config, trainer.history)
             console.print(results_table(trainer))
             console.print(
-                f"wrote {escape(str(request.folder))}/{{loss.png,metrics.jsonl,checkpoints}}", soft_wrap=True
+                f"wrote {escape(str(request.folder))}/{{loss.png,metrics.jsonl,checkpoints}}",
+                soft_wrap=True,
             )
 
 

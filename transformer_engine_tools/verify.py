@@ -25,20 +25,33 @@ OPTIONAL = ("loss_fn", "shard_fn", "reduce_fn")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line options."""
     parser.add_argument(
-        "file", type=Path, nargs="?", help="Python file with the functions model_fn(mesh) and batch()"
+        "file",
+        type=Path,
+        nargs="?",
+        help="Python file with the functions model_fn(mesh) and batch()",
     )
-    add_flag(parser, "--casts", "compare the casts of this machine with their definition, instead of a model")
+    add_flag(
+        parser,
+        "--casts",
+        "compare the casts of this machine with their definition, instead of a model",
+    )
     add_flag(parser, "--complete", "with --casts: all float32 numbers instead of a sample")
     parser.add_argument("--json", type=Path, help="with --casts: file for the comparisons as JSON")
-    add_choice(parser, "--recipe", RECIPES, "recipe that quantizes the matrix products (default: none)")
+    add_choice(
+        parser, "--recipe", RECIPES, "recipe that quantizes the matrix products (default: none)"
+    )
     for option, text in (
         ("--dp", "data-parallel ranks"),
         ("--fsdp", "ranks that shard parameters with fully_shard"),
         ("--cp", "context-parallel ranks"),
         ("--tp", "tensor-parallel ranks"),
     ):
-        parser.add_argument(option, type=minimum_converter(1), default=1, help=f"{text} (default: 1)")
-    add_flag(parser, "--sequence-parallel", "inputs and outputs are sharded along the tokens over tp")
+        parser.add_argument(
+            option, type=minimum_converter(1), default=1, help=f"{text} (default: 1)"
+        )
+    add_flag(
+        parser, "--sequence-parallel", "inputs and outputs are sharded along the tokens over tp"
+    )
     add_device(parser)
 
 
@@ -51,7 +64,9 @@ def run(args: argparse.Namespace) -> None:
     sizes = {"dp": args.dp, "fsdp": args.fsdp, "cp": args.cp, "tp": args.tp}
     with reporting(console):
         if args.file is None:
-            raise ValueError(f"no file was given; pass a Python file ({page('verify')} shows one) or --casts")
+            raise ValueError(
+                f"no file was given; pass a Python file ({page('verify')} shows one) or --casts"
+            )
         if not args.file.is_file():
             raise ValueError(
                 f"{args.file} does not exist; pass a Python file that defines {' and '.join(REQUIRED)}"
@@ -66,7 +81,9 @@ def run(args: argparse.Namespace) -> None:
 
         from transformer_engine.pytorch.inspect.verification import verify as compare
 
-        mesh = _mesh({name: size for name, size in sizes.items() if size > 1}, torch_device(args.device).type)
+        mesh = _mesh(
+            {name: size for name, size in sizes.items() if size > 1}, torch_device(args.device).type
+        )
         try:
             verification = compare(
                 functions["model_fn"],

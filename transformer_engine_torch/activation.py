@@ -90,7 +90,9 @@ def _backward(name: str) -> Backward:
         return quantize_or_copy(activation_backward(name, grad, fwd_input), quantizer)
 
     return _name_function(
-        backward, f"d{name}", f"Return the gradient of the input of {name}, quantized by `quantizer`."
+        backward,
+        f"d{name}",
+        f"Return the gradient of the input of {name}, quantized by `quantizer`.",
     )
 
 
@@ -111,7 +113,9 @@ def _check(name: str, argument: str, x: Any, quantizer: Any) -> None:
     quantizer_or_none(quantizer)
     floating(argument, x)
     if _is_gated(name) and (x.dim() == 0 or x.shape[-1] % 2):
-        raise ValueError(f"{argument} is {list(x.shape)}; {name} halves the last axis, give it an even size")
+        raise ValueError(
+            f"{argument} is {list(x.shape)}; {name} halves the last axis, give it an even size"
+        )
 
 
 def _is_gated(name: str) -> bool:
@@ -156,7 +160,11 @@ dbias_dsilu = _backward_with_bias("silu")
 
 
 def clamped_swiglu(
-    input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
+    input: Tensor,
+    quantizer: Any,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
 ) -> Any:
     """Compute clamped_swiglu(input [..., 2 F]): both halves are clamped, `glu_linear_offset` is added to the second."""
     _check("clamped_swiglu", "input", input, quantizer)
@@ -179,7 +187,9 @@ def clamped_dswiglu(
     params = ActivationParams.from_mapping(
         {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
     )
-    return quantize_or_copy(activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer)
+    return quantize_or_copy(
+        activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer
+    )
 
 
 def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
@@ -195,7 +205,9 @@ def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25
     return quantize_or_copy(situ_glu(input, (beta1, beta2)), quantizer)
 
 
-def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
+def dsituglu(
+    grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0
+) -> Any:
     """Compute the input gradient for situglu.
 
     Args:
@@ -237,9 +249,13 @@ def _scaled_forward(name: str) -> Forward:
     kind, defaults = _SCALED[name]
 
     def forward(
-        input: Tensor, act_scales: Tensor, quantizer: Any, *constants: float, glu_interleave_size: int = 0,
+        input: Tensor,
+        act_scales: Tensor,
+        quantizer: Any,
+        *constants: float,
+        glu_interleave_size: int = 0,
         **named: float,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         _check(kind or "situglu", "input", input, quantizer)
         rows = _split_halves(input, glu_interleave_size)
         value, _ = _functions(kind, _constants(name, defaults, constants, named))
@@ -259,9 +275,15 @@ def _scaled_backward(name: str) -> Backward:
     kind, defaults = _SCALED[name]
 
     def backward(
-        grad: Tensor, fwd_input: Tensor, act_scales: Tensor, quantizer: Any, *constants: float,
-        glu_interleave_size: int = 0, compute_scale_grad: bool = True, **named: float,
-    ) -> tuple[Any, Tensor | None]:  # fmt: skip
+        grad: Tensor,
+        fwd_input: Tensor,
+        act_scales: Tensor,
+        quantizer: Any,
+        *constants: float,
+        glu_interleave_size: int = 0,
+        compute_scale_grad: bool = True,
+        **named: float,
+    ) -> tuple[Any, Tensor | None]:
         grad = _gradient(kind or "situglu", grad, fwd_input, quantizer)
         rows = _split_halves(fwd_input, glu_interleave_size)
         value, gradient = _functions(kind, _constants(name, defaults, constants, named))
@@ -274,7 +296,9 @@ def _scaled_backward(name: str) -> Backward:
         made = quantize_or_copy(dx.view(fwd_input.shape), quantizer)
         return made, dscales.view(act_scales.shape) if compute_scale_grad else None
 
-    keywords = ", ".join(("grad", "fwd_input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0"))
+    keywords = ", ".join(
+        ("grad", "fwd_input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0")
+    )
     return _name_function(
         backward,
         f"scaled_d{name}",

@@ -21,7 +21,11 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     fused_attention_support,
 )
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
-from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
+from transformer_engine.pytorch.primitives.attention.call import (
+    Attended,
+    AttentionCall,
+    AttentionInputs,
+)
 from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.primitives.attention.mask import NAMES as MASKS
 from transformer_engine.pytorch.primitives.attention.mask import resolve as resolve_mask
@@ -33,7 +37,13 @@ from .attention_checks import check_call, check_question, whole_window
 from .attention_sequences import describe_sequences
 from .cast import torch_dtype
 from .checks import member, quantizer_or_none
-from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
+from .enums import (
+    NVTE_Bias_Type,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)
 from .layout import Layout, reorder_axes, requested_order
 
 __all__ = [
@@ -42,25 +52,48 @@ __all__ = [
     "get_fused_attn_backend",
 ]
 
-_BIASES = dict(zip(NVTE_Bias_Type, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"), strict=True))
+_BIASES = dict(
+    zip(NVTE_Bias_Type, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"), strict=True)
+)
 _MASKS = dict(zip(NVTE_Mask_Type, MASKS[:-1], strict=True))  # "arbitrary" has no number
 _SOFTMAXES = dict(zip(NVTE_Softmax_Type, ("vanilla", "off-by-one", "learnable"), strict=True))
 
 
 def fused_attn_fwd(
-    max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, attn_scale: float, p_dropout: float,
-    set_zero: bool, qkv_layout: NVTE_QKV_Layout | int, bias_type: NVTE_Bias_Type | int,
-    attn_mask_type: NVTE_Mask_Type | int, softmax_type: NVTE_Softmax_Type | int,
-    window_size: Sequence[int], cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, Q: Any, K: Any, V: Any,
-    fake_dtype: torch.dtype, cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None, page_table_k: Tensor | None = None,
-    page_table_v: Tensor | None = None, s_quantizer: Any = None, o_quantizer: Any = None,
-    Bias: Tensor | None = None, SoftmaxOffset: Tensor | None = None,
-    rng_gen: torch.Generator | None = None, rng_elts_per_thread: int = 0,
-    return_max_logit: bool = False, cuda_graph: bool = False, *,
-    bottom_right_diagonal: bool | None = None, o_format: NVTE_QKV_Format | int | str | None = None,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_training: bool,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: NVTE_QKV_Layout | int,
+    bias_type: NVTE_Bias_Type | int,
+    attn_mask_type: NVTE_Mask_Type | int,
+    softmax_type: NVTE_Softmax_Type | int,
+    window_size: Sequence[int],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Any,
+    K: Any,
+    V: Any,
+    fake_dtype: torch.dtype,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    page_table_k: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    s_quantizer: Any = None,
+    o_quantizer: Any = None,
+    Bias: Tensor | None = None,
+    SoftmaxOffset: Tensor | None = None,
+    rng_gen: torch.Generator | None = None,
+    rng_elts_per_thread: int = 0,
+    return_max_logit: bool = False,
+    cuda_graph: bool = False,
+    *,
+    bottom_right_diagonal: bool | None = None,
+    o_format: NVTE_QKV_Format | int | str | None = None,
     qkv_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Scaled dot-product attention: [O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)].
 
     `O` [.., h, d_v] has the order `o_format`. `lse` is float32 [b, h, s_q, 1], or [t, h, 1] for packed tokens: the
@@ -71,7 +104,10 @@ def fused_attn_fwd(
         ValueError: Lengths or pages do not fit the tensors. Those on a GPU are checked with TE_CHECK=1 only.
     """
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
-    own, wanted = requested_order(None, layout, "o_format"), requested_order(o_format, layout, "o_format")
+    own, wanted = (
+        requested_order(None, layout, "o_format"),
+        requested_order(o_format, layout, "o_format"),
+    )
     _warn_of_scale_formats("fused_attn_fwd", qkv_scale_inv_format=qkv_scale_inv_format)
     quantizer_or_none(o_quantizer, "o_quantizer")
     call, inputs = _call(
@@ -103,9 +139,14 @@ def fused_attn_fwd(
         if o_quantizer is not None:
             output = o_quantizer(output.contiguous())
     device = inputs.q.device
-    lse = torch.empty(0, dtype=torch.float32, device=device) if attended.lse is None else attended.lse
+    lse = (
+        torch.empty(0, dtype=torch.float32, device=device) if attended.lse is None else attended.lse
+    )
     state = attended.rng_state
-    results = [output, lse.t().unsqueeze(-1) if call.packed and lse.dim() == 2 else lse.unsqueeze(-1)]
+    results = [
+        output,
+        lse.t().unsqueeze(-1) if call.packed and lse.dim() == 2 else lse.unsqueeze(-1),
+    ]
     if return_max_logit:
         results.append(attended.max_logit)
     results.append(torch.zeros(2, dtype=torch.int64, device=device) if state is None else state)
@@ -151,10 +192,19 @@ def fused_attn_bwd(
     """Return [dQ, dK, dV, dBias or None, dSoftmaxOffset or None] of `fused_attn_fwd` for the gradient dO."""
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
     own = requested_order(None, layout, "o_format")
-    orders = requested_order(o_format, layout, "o_format"), requested_order(do_format, layout, "do_format")
-    into = layout if dqkv_layout is None else Layout.of(member("dqkv_layout", NVTE_QKV_Layout, dqkv_layout))
+    orders = (
+        requested_order(o_format, layout, "o_format"),
+        requested_order(do_format, layout, "do_format"),
+    )
+    into = (
+        layout
+        if dqkv_layout is None
+        else Layout.of(member("dqkv_layout", NVTE_QKV_Layout, dqkv_layout))
+    )
     _warn_of_scale_formats(
-        "fused_attn_bwd", qkv_scale_inv_format=qkv_scale_inv_format, do_scale_inv_format=do_scale_inv_format
+        "fused_attn_bwd",
+        qkv_scale_inv_format=qkv_scale_inv_format,
+        do_scale_inv_format=do_scale_inv_format,
     )
     lse, state, *extras = Aux_CTX_Tensors
     has_bias = NVTE_Bias_Type(bias_type) in (
@@ -181,7 +231,9 @@ def fused_attn_bwd(
         False,
         bottom_right_diagonal,
     )
-    call = replace(call, deterministic=call.deterministic or deterministic, bias_gradient=bias is not None)
+    call = replace(
+        call, deterministic=call.deterministic or deterministic, bias_gradient=bias is not None
+    )
     attended = Attended(
         layout.queries(reorder_axes(_wide(O, fake_dtype), orders[0], own, "o_format")).contiguous(),
         lse.squeeze(-1).t() if call.packed and lse.dim() == 3 else lse.squeeze(-1),
@@ -222,7 +274,9 @@ def _warn_of_scale_formats(function: str, **formats: NVTE_QKV_Format | int | str
             )
 
 
-def get_fused_attn_backend(fused_attn_params: Any = None, *former: Any, **former_by_name: Any) -> Any:
+def get_fused_attn_backend(
+    fused_attn_params: Any = None, *former: Any, **former_by_name: Any
+) -> Any:
     """Select the fused attention that supports a call, with the reason if none does.
 
     Args:
@@ -249,13 +303,26 @@ def get_fused_attn_backend(fused_attn_params: Any = None, *former: Any, **former
 
 
 def _fused_kind(
-    is_training: bool, q_dtype: DType | int, kv_dtype: DType | int, qkv_layout: NVTE_QKV_Layout | int,
-    bias_type: NVTE_Bias_Type | int, attn_mask_type: NVTE_Mask_Type | int,
-    softmax_type: NVTE_Softmax_Type | int, p_dropout: float, num_attn_heads: int, num_gqa_groups: int,
-    max_seqlen_q: int, max_seqlen_kv: int, head_dim_qk: int, head_dim_v: int, window_size_left: int,
-    window_size_right: int, return_max_logit: bool = False, cuda_graph: bool = False,
+    is_training: bool,
+    q_dtype: DType | int,
+    kv_dtype: DType | int,
+    qkv_layout: NVTE_QKV_Layout | int,
+    bias_type: NVTE_Bias_Type | int,
+    attn_mask_type: NVTE_Mask_Type | int,
+    softmax_type: NVTE_Softmax_Type | int,
+    p_dropout: float,
+    num_attn_heads: int,
+    num_gqa_groups: int,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    head_dim_v: int,
+    window_size_left: int,
+    window_size_right: int,
+    return_max_logit: bool = False,
+    cuda_graph: bool = False,
     deterministic: bool = False,
-) -> NVTE_Fused_Attn_Backend:  # fmt: skip
+) -> NVTE_Fused_Attn_Backend:
     """Fused attention that supports a call with release 2.11 arguments; NVTE_No_Backend if none does."""
     dtype = torch_dtype(member("q_dtype", DType, q_dtype))
     check_question(
@@ -298,18 +365,31 @@ def _fused_kind(
 
 
 def _call(
-    layout: Layout, max_seqlens: tuple[int, int], is_training: bool, scale: float, dropout: float,
+    layout: Layout,
+    max_seqlens: tuple[int, int],
+    is_training: bool,
+    scale: float,
+    dropout: float,
     kinds: tuple[NVTE_Bias_Type | int, NVTE_Mask_Type | int, NVTE_Softmax_Type | int],
-    window: Sequence[int], cu_seqlens: tuple[Tensor, Tensor], qkv: tuple[Any, Any, Any],
-    dtype: torch.dtype, starts: tuple[Tensor | None, Tensor | None], page_table: Tensor | None,
-    bias: Tensor | None, offset: Tensor | None, max_logit: bool, bottom_right: bool | None,
-) -> tuple[AttentionCall, AttentionInputs]:  # fmt: skip
+    window: Sequence[int],
+    cu_seqlens: tuple[Tensor, Tensor],
+    qkv: tuple[Any, Any, Any],
+    dtype: torch.dtype,
+    starts: tuple[Tensor | None, Tensor | None],
+    page_table: Tensor | None,
+    bias: Tensor | None,
+    offset: Tensor | None,
+    max_logit: bool,
+    bottom_right: bool | None,
+) -> tuple[AttentionCall, AttentionInputs]:
     """Return the call and its tensors, after every check."""
     scale, dropout = to_float("attn_scale", scale), to_float("p_dropout", dropout)
     left, right = whole_window(window)
     check_call(layout, qkv, cu_seqlens, scale, dropout, dtype, bias, offset)
     if layout.paged != (page_table is not None):
-        raise ValueError(f"qkv_layout={layout.name!r} {'needs' if layout.paged else 'takes no'} page_table_k")
+        raise ValueError(
+            f"qkv_layout={layout.name!r} {'needs' if layout.paged else 'takes no'} page_table_k"
+        )
     q = layout.queries(_wide(qkv[0], dtype))
     k, v = (layout.keys(_wide(x, dtype)) for x in qkv[1:])
     bias_name = _BIASES[member("bias_type", NVTE_Bias_Type, kinds[0])]
@@ -323,7 +403,9 @@ def _call(
     mask_name = _MASKS[member("attn_mask_type", NVTE_Mask_Type, kinds[1])]
     # Callers leave the right side of a causal window open; the mask closes it.
     mask = resolve_mask(mask_name, (left, 0 if "causal" in mask_name else right), bottom_right)
-    sequences = describe_sequences(layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table)
+    sequences = describe_sequences(
+        layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table
+    )
     sink = None if offset is None else offset.reshape(-1)
     if sink is None and softmax != "vanilla":
         sink = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)
@@ -359,7 +441,9 @@ def _call(
         padded_between=sequences.padded_between,
         max_logit=max_logit,
         needs_gradient=is_training,
-        bias_gradient=torch.is_grad_enabled() and inputs.bias is not None and inputs.bias.requires_grad,
+        bias_gradient=torch.is_grad_enabled()
+        and inputs.bias is not None
+        and inputs.bias.requires_grad,
         same_lengths=inputs.lengths_q is not None and inputs.lengths_q is inputs.lengths_kv,
         cached=layout.paged,
     )

@@ -33,13 +33,18 @@ def check_call(
         quantized = hasattr(x, "get_usages")
         if not quantized:
             floating(name, x)
-        if len(x.shape) != (4 if layout.paged and name != "Q" else len(layout_format)) and not layout.turned:
+        if (
+            len(x.shape) != (4 if layout.paged and name != "Q" else len(layout_format))
+            and not layout.turned
+        ):
             raise ValueError(
                 f"{name} is {list(x.shape)}; qkv_layout={layout.name!r} needs {layout_format}, give that"
             )
     head, *others = (x.shape[-1] for x in qkv[:2])
     if others != [head]:
-        raise ValueError(f"Q is {list(qkv[0].shape)}, K {list(qkv[1].shape)}; give both the same head size")
+        raise ValueError(
+            f"Q is {list(qkv[0].shape)}, K {list(qkv[1].shape)}; give both the same head size"
+        )
     if qkv[1].shape[:-1] != qkv[2].shape[:-1]:
         raise ValueError(
             f"K is {list(qkv[1].shape)}, V {list(qkv[2].shape)}; give both the same tokens and heads"
@@ -79,7 +84,9 @@ def check_question(
         to_int(name, length, 0)
     heads, groups = sizes["num_attn_heads"], sizes["num_gqa_groups"]
     if heads % groups:
-        raise ValueError(f"num_gqa_groups={groups} does not divide num_attn_heads={heads}; give a divisor")
+        raise ValueError(
+            f"num_gqa_groups={groups} does not divide num_attn_heads={heads}; give a divisor"
+        )
     drop_rate("p_dropout", dropout)
     for name, side in zip(("window_size_left", "window_size_right"), window, strict=True):
         to_int(name, side)

@@ -48,7 +48,9 @@ def describe_sequences(
         extent_kv = page_table.shape[1] * k.shape[1]
         demand(has_pages, (page_table, cu_seqlens[1]), *k.shape[:2])
     if needed:
-        tokens_q, tokens_kv = (x.shape[0] if p else None for x, p in ((q, packed_q), (k, packed_kv)))
+        tokens_q, tokens_kv = (
+            x.shape[0] if p else None for x, p in ((q, packed_q), (k, packed_kv))
+        )
         demand(are_bounds, (cu_seqlens[0], starts[0]), "cu_seqlens_q", tokens_q, extent_q)
         if not (same and starts[1] is starts[0] and (tokens_kv, extent_kv) == (tokens_q, extent_q)):
             demand(are_bounds, (cu_seqlens[1], starts[1]), "cu_seqlens_kv", tokens_kv, extent_kv)
@@ -56,7 +58,8 @@ def describe_sequences(
         batch=cu_seqlens[0].shape[0] - 1,
         max_q=extent_q,
         max_kv=extent_kv,
-        padded_between=(packed_q and starts[0] is not None) or (packed_kv and starts[1] is not None),
+        padded_between=(packed_q and starts[0] is not None)
+        or (packed_kv and starts[1] is not None),
         lengths_q=lengths_q,
         lengths_kv=lengths_kv,
         starts_q=(cu_seqlens[0] if starts[0] is None else starts[0]) if packed_q else None,

@@ -59,7 +59,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 def dequantize(input: Any, otype: DType | int | torch.dtype) -> Tensor:
     """Dequantize a tensor."""
     if not hasattr(input, "get_usages"):
-        raise TypeError(f"input={described(input)} is {with_article(type(input))}; give a quantized tensor")
+        raise TypeError(
+            f"input={described(input)} is {with_article(type(input))}; give a quantized tensor"
+        )
     return input.dequantize(dtype=torch_dtype(otype))
 
 
@@ -68,11 +70,15 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
     quantizer_or_none(quantizer)
     values(input=input)
     with_axes("input", input, 1)
-    bias_gradient = input.reshape(-1, input.shape[-1]).sum(dim=0, dtype=torch.float32).to(input.dtype)
+    bias_gradient = (
+        input.reshape(-1, input.shape[-1]).sum(dim=0, dtype=torch.float32).to(input.dtype)
+    )
     return [bias_gradient, quantize_or_copy(input, quantizer)]
 
 
-def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
+def multi_tensor_quantize(
+    tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]
+) -> list[Any]:
     """Quantize every tensor by the quantizer at its index."""
     for name, given in (("tensor_list", tensor_list), ("quantizer_list", quantizer_list)):
         sequence(name, given)
@@ -125,7 +131,9 @@ def create_empty_quantized_tensor(
     if quantizer is None:
         raise TypeError("quantizer=None makes no tensor; give an instance of a Quantizer")
     quantizer_or_none(quantizer)
-    return quantizer.make_empty(shape, dtype=torch_dtype(dtype), device=device, pin_memory=pin_memory)
+    return quantizer.make_empty(
+        shape, dtype=torch_dtype(dtype), device=device, pin_memory=pin_memory
+    )
 
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:

@@ -37,8 +37,12 @@ def with_axes(name: str, value: Any, least: int) -> None:
 
 def quantizer_or_none(quantizer: Any, name: str = "quantizer") -> None:
     """Raise TypeError unless the value is None or has a method `quantize`."""
-    if quantizer is not None and (isinstance(quantizer, type) or not hasattr(quantizer, "quantize")):
-        raise TypeError(f"{name}={described(quantizer)} is not a Quantizer; give an instance of one, or None")
+    if quantizer is not None and (
+        isinstance(quantizer, type) or not hasattr(quantizer, "quantize")
+    ):
+        raise TypeError(
+            f"{name}={described(quantizer)} is not a Quantizer; give an instance of one, or None"
+        )
 
 
 def output_or_none(name: str, value: Any, like: Tensor | None) -> None:
@@ -56,12 +60,18 @@ def output_or_none(name: str, value: Any, like: Tensor | None) -> None:
 def sequence(name: str, value: Any) -> None:
     """Raise TypeError unless the value is a sequence such as a list or a tuple."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TypeError(f"{name}={described(value)} is {with_article(type(value))}; give a list of tensors")
+        raise TypeError(
+            f"{name}={described(value)} is {with_article(type(value))}; give a list of tensors"
+        )
 
 
 def member(name: str, kind: type[E], value: Any) -> E:
     """Convert another enumeration's member, or a number, to a `kind` member."""
-    if isinstance(value, (str, float)) or not hasattr(value, "__int__") or int(value) not in list(kind):
+    if (
+        isinstance(value, (str, float))
+        or not hasattr(value, "__int__")
+        or int(value) not in list(kind)
+    ):
         raise ValueError(
             f"{name}={described(value)} is not {with_article(kind)}; give one of {', '.join(kind.__members__)}"
         )

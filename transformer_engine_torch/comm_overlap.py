@@ -37,12 +37,19 @@ from transformer_engine.pytorch.distributed.symmetric_memory import allocate_tog
 from transformer_engine.pytorch.runtime.checks import extents, group_or_none, tensor
 from transformer_engine.pytorch.runtime.device import canonical_device
 from transformer_engine.pytorch.runtime.warn_once import warn_once
-from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
+    QuantizedTensorStorage,
+)
 
 from .checks import member
 from .enums import CommOverlapType
 
-__all__ = ["CommOverlap", "CommOverlapHelper", "CommOverlapP2P", "bulk_overlap_ag_with_external_gemm"]
+__all__ = [
+    "CommOverlap",
+    "CommOverlapHelper",
+    "CommOverlapP2P",
+    "bulk_overlap_ag_with_external_gemm",
+]
 
 
 class CommOverlapHelper:
@@ -54,7 +61,9 @@ class CommOverlapHelper:
     """
 
     def __init__(
-        self, world_group: dist_group_type | None = None, intra_node_group: dist_group_type | None = None
+        self,
+        world_group: dist_group_type | None = None,
+        intra_node_group: dist_group_type | None = None,
     ) -> None:
         group_or_none("world_group", world_group)
         group_or_none("intra_node_group", intra_node_group)
@@ -123,18 +132,37 @@ class CommOverlap:
     _P2P = False  # the original sends chunks from rank to rank
 
     def __init__(
-        self, buffer_shape: Sequence[int], buffer_dtype: torch.dtype, helper: CommOverlapHelper, tp_size: int,
-        use_cublasmp: bool = False, comm_type: CommOverlapType | int = CommOverlapType.RS, num_splits: int = 4,
-        num_max_streams: int = 3, comm_cga_size: int = 2, gemm_priority: int = 0, comm_priority: int = 0,
-        num_comm_sm: int = 16, set_sm_margin: bool = True, atomic_gemm: bool = False,
+        self,
+        buffer_shape: Sequence[int],
+        buffer_dtype: torch.dtype,
+        helper: CommOverlapHelper,
+        tp_size: int,
+        use_cublasmp: bool = False,
+        comm_type: CommOverlapType | int = CommOverlapType.RS,
+        num_splits: int = 4,
+        num_max_streams: int = 3,
+        comm_cga_size: int = 2,
+        gemm_priority: int = 0,
+        comm_priority: int = 0,
+        num_comm_sm: int = 16,
+        set_sm_margin: bool = True,
+        atomic_gemm: bool = False,
         rs_overlap_first_gemm: bool = False,
-    ) -> None:  # fmt: skip
-        self._allocate(buffer_shape, buffer_dtype, helper, tp_size, comm_type, comm_priority, atomic_gemm)
+    ) -> None:
+        self._allocate(
+            buffer_shape, buffer_dtype, helper, tp_size, comm_type, comm_priority, atomic_gemm
+        )
 
     def _allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, helper: CommOverlapHelper, tp_size: int,
-        comm_type: Any, priority: int, atomic: Any,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        helper: CommOverlapHelper,
+        tp_size: int,
+        comm_type: Any,
+        priority: int,
+        atomic: Any,
+    ) -> None:
         sizes = extents("buffer_shape", shape)
         if len(sizes) != 2 or sizes[0] % to_int("tp_size", tp_size, 1):
             raise ValueError(
@@ -236,12 +264,26 @@ class CommOverlapP2P(CommOverlap):
     _P2P = True
 
     def __init__(
-        self, buffer_shape: Sequence[int], buffer_dtype: torch.dtype, helper: CommOverlapHelper, tp_size: int,
-        comm_type: CommOverlapType | int, num_max_streams: int = 3, comm_cga_size: int = 1,
-        gemm_priority: int = 0, comm_priority: int = 0, num_comm_sm: int = 1, set_sm_margin: bool = False,
-        atomic_gemm: bool = False, use_ce: bool = True, aggregate: bool = False, use_cublasmp: bool = False,
-    ) -> None:  # fmt: skip
-        self._allocate(buffer_shape, buffer_dtype, helper, tp_size, comm_type, comm_priority, atomic_gemm)
+        self,
+        buffer_shape: Sequence[int],
+        buffer_dtype: torch.dtype,
+        helper: CommOverlapHelper,
+        tp_size: int,
+        comm_type: CommOverlapType | int,
+        num_max_streams: int = 3,
+        comm_cga_size: int = 1,
+        gemm_priority: int = 0,
+        comm_priority: int = 0,
+        num_comm_sm: int = 1,
+        set_sm_margin: bool = False,
+        atomic_gemm: bool = False,
+        use_ce: bool = True,
+        aggregate: bool = False,
+        use_cublasmp: bool = False,
+    ) -> None:
+        self._allocate(
+            buffer_shape, buffer_dtype, helper, tp_size, comm_type, comm_priority, atomic_gemm
+        )
 
 
 def _buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
@@ -251,9 +293,13 @@ def _buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
             return allocate_together(size, torch.uint8, device, group)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except RuntimeError as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
+        except (
+            RuntimeError
+        ) as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
             warn_once(
-                "CommOverlap without symmetric memory", f"the buffer is not in symmetric memory: {error}", 5
+                "CommOverlap without symmetric memory",
+                f"the buffer is not in symmetric memory: {error}",
+                5,
             )
     return torch.zeros(size, dtype=torch.uint8, device=device), None
 
@@ -277,7 +323,11 @@ class ProductExchange:
             raise TypeError(
                 f"comm_overlap={described(buffer)} has no buffer; give a CommOverlap or CommOverlapP2P, or leave it out"
             )
-        kind = buffer.comm_type if comm_type is None else member("comm_type", CommOverlapType, comm_type)
+        kind = (
+            buffer.comm_type
+            if comm_type is None
+            else member("comm_type", CommOverlapType, comm_type)
+        )
         self.buffer, self.gathers, self.bulk = (
             buffer,
             kind is CommOverlapType.AG,
@@ -332,13 +382,17 @@ class ProductExchange:
         if self._handle is not None:
             self._handle.wait()
         if self.bulk and not self.gathers:
-            target = self.buffer.get_buffer(True) if self.extra_output is None else self.extra_output
+            target = (
+                self.buffer.get_buffer(True) if self.extra_output is None else self.extra_output
+            )
             assert self._scattered is not None
             target.copy_(self._scattered.view(target.shape))
         elif self.gathers and self.extra_output is not None:
             whole = self.extra_output.numel() == self.buffer.get_buffer().numel()
             rows = self.buffer.get_buffer(local_chunk=not whole)
-            self.extra_output.copy_(rows.view(self.extra_output.dtype).view(self.extra_output.shape))
+            self.extra_output.copy_(
+                rows.view(self.extra_output.dtype).view(self.extra_output.shape)
+            )
         elif not self.gathers:
             assert self.extra_output is not None
             values = result.dequantize() if isinstance(result, QuantizedTensorStorage) else result

@@ -80,14 +80,18 @@ def thd_out_correction(
     """Compute out += out_per_step * exp(lse_per_step - lse) in place, in float32."""
     rows = out_per_step.shape[0]
     bounds = cu_seqlens // 2 if only_second_half else cu_seqlens
-    where = _half(cu_seqlens, rows, 1) if only_second_half else torch.arange(rows, device=out.device)
+    where = (
+        _half(cu_seqlens, rows, 1) if only_second_half else torch.arange(rows, device=out.device)
+    )
     if lse_packed:
         weight = torch.exp(lse_per_step[:, :rows] - lse.index_select(1, where)).t()
     else:
         sequence, place = places(bounds, rows)
         start = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[sequence] // 2 if only_second_half else 0
         whole = lse[sequence, :, (place + start).clamp(max=lse.shape[-1] - 1)]
-        weight = torch.exp(lse_per_step[sequence, :, place.clamp(max=lse_per_step.shape[-1] - 1)] - whole)
+        weight = torch.exp(
+            lse_per_step[sequence, :, place.clamp(max=lse_per_step.shape[-1] - 1)] - whole
+        )
     real = (torch.arange(rows, device=out.device) < bounds[-1])[:, None, None]
     added = torch.where(real, out_per_step.float() * weight[:, :, None], 0.0)
     out.index_copy_(0, where, (out.index_select(0, where).float() + added).to(out.dtype))
@@ -114,7 +118,9 @@ def thd_grad_correction(
             grad.index_copy_(axis, where, part.to(grad.dtype))
 
 
-def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
+def thd_get_partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
+) -> Tensor:
     """A rank's token indices, int32 [total_tokens / world_size].
 
     Each packed sequence has 2 * world_size equal chunks. A rank has the chunks `rank` and 2 * world_size - 1 - rank.
@@ -165,7 +171,9 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     sequence, place = places(cu_seqlens_padded, out.shape[0])
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     row = torch.arange(out.shape[0], device=out.device)
-    inside = (place < lengths[sequence]) & (row < cu_seqlens_padded[-1]) & (row >= cu_seqlens_padded[0])
+    inside = (
+        (place < lengths[sequence]) & (row < cu_seqlens_padded[-1]) & (row >= cu_seqlens_padded[0])
+    )
     out.copy_(torch.where(inside.view(-1, *[1] * (out.dim() - 1)), inp, out))
 
 

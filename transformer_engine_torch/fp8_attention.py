@@ -11,7 +11,11 @@ from transformer_engine.pytorch.functions.attention.fp8_attention import (
     FP8Attention,
     FP8Passes,
 )
-from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
+from transformer_engine.pytorch.primitives.attention.call import (
+    Attended,
+    AttentionCall,
+    AttentionInputs,
+)
 from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
@@ -58,7 +62,9 @@ def forward(
     quantizers = AttentionQuantizers(unused, output, softmax, unused, unused, unused)
     # Kernels write codes; without a quantizer for them the attention is emulated.
     forward: Any = (
-        fp8_emulation.forward if o_quantizer is None else fp8.FORWARD.bind(replace(call, fp8=scaling))
+        fp8_emulation.forward
+        if o_quantizer is None
+        else fp8.FORWARD.bind(replace(call, fp8=scaling))
     )
     passes = FP8Passes(forward, fp8.high_precision, choose_passes(call), True)
     attention = FP8Attention(call, scaling, quantizers, None, passes, o_quantizer is not None, None)

@@ -240,7 +240,9 @@ def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
     if D is not None and math.prod(D.shape) != b.rows * a.rows:
         raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}, give its shape")
     if bias is not None and tuple(bias.shape) not in ((a.rows,), (1, a.rows)):
-        raise ValueError(f"the bias has shape {tuple(bias.shape)}; give [{a.rows}] or [1, {a.rows}]")
+        raise ValueError(
+            f"the bias has shape {tuple(bias.shape)}; give [{a.rows}] or [1, {a.rows}]"
+        )
 
 
 def _check_blocks(a: Operand, b: Operand, sums_bias: bool, split: bool) -> None:
@@ -297,7 +299,9 @@ def te_general_grouped_gemm(
         ValueError: D is None, or the operands and results do not fit.
     """
     if D is None:
-        raise ValueError("D=None: the results are written; give a list of tensors, or one with single_output")
+        raise ValueError(
+            "D=None: the results are written; give a list of tensors, or one with single_output"
+        )
     for name, given in (("A", A), ("B", B), ("D", D)):
         sequence(name, given)
     splits = [] if m_splits is None else to_ints("m_splits", m_splits)
@@ -320,7 +324,9 @@ def te_general_grouped_gemm(
         before = None if not pre_gelu_out or pre_gelu_out[i].numel() == 0 else pre_gelu_out[i]
         given = None if not bias or bias[i] is None or bias[i].numel() == 0 else bias[i]
         options = (None, out.dtype, given, bias_type, before is not None, before, grad, None, 0)
-        done = generic_gemm(left, transa, right, transb, out, *options, accumulate, use_split_accumulator)
+        done = generic_gemm(
+            left, transa, right, transb, out, *options, accumulate, use_split_accumulator
+        )
         if before is not None and not grad:
             before.copy_(done[2].view(before.shape))
         gradients.append(done[1])
@@ -329,7 +335,10 @@ def te_general_grouped_gemm(
 
 def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Operand]:
     """Arrange operands (b, a) with D = b @ a.T; plain matrices with two dtypes are converted to the wider one."""
-    b, a = _operand(B, COLUMNWISE if transB else ROWWISE), _operand(A, ROWWISE if transA else COLUMNWISE)
+    b, a = (
+        _operand(B, COLUMNWISE if transB else ROWWISE),
+        _operand(A, ROWWISE if transA else COLUMNWISE),
+    )
     if a.format is None and b.format is None and a.codes.dtype != b.codes.dtype:
         wide = torch.promote_types(a.codes.dtype, b.codes.dtype)
         a, b = plain(a.codes.to(wide)), plain(b.codes.to(wide))

@@ -14,13 +14,20 @@ from transformer_engine.common.numbers import to_ints, with_article
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.primitives.grouped_quantize import row_sums
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+)
 from transformer_engine.pytorch.tensor.grouped_rows import (
     quantize_blocks_of_stack,
     quantize_rows,
     quantize_stack,
 )
-from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, StackQuantizer, stack_quantizer
+from transformer_engine.pytorch.tensor.grouped_tensor import (
+    GroupedTensor,
+    StackQuantizer,
+    stack_quantizer,
+)
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
@@ -80,7 +87,9 @@ def group_quantize(
         )
     x = tensor.detach().reshape(prod(tensor.shape[:-1]), tensor.shape[-1])
     if output is not None:
-        return _quantize_group_into(output, x, quantizer, num_tensors, first_dims, last_dims, noop_flag)
+        return _quantize_group_into(
+            output, x, quantizer, num_tensors, first_dims, last_dims, noop_flag
+        )
     columns = x.shape[1]
     firsts, lasts = _extents_tensor(x.device, num_tensors, first_dims, last_dims)
     if firsts is not None and lasts is None and _stays_on_device(quantizer):
@@ -95,7 +104,9 @@ def group_quantize(
             one_scale = isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer)
             return (quantize_stack if one_scale else quantize_blocks_of_stack)(stacked, quantizer)
         stack = stack_quantizer(quantizer, shapes)
-        return stack.wrap(stack.encode(stacked, quantizer.rowwise_usage, quantizer.columnwise_usage))
+        return stack.wrap(
+            stack.encode(stacked, quantizer.rowwise_usage, quantizer.columnwise_usage)
+        )
     stack = stack_quantizer(quantizer, shapes, stacked=False)
     group = stack.encode(flat, quantizer.rowwise_usage, quantizer.columnwise_usage)
     group.count_as_varying((firsts is not None, lasts is not None))
@@ -117,7 +128,9 @@ def _extents_tensor(
     device: torch.device, count: int, first_dims: Extents, last_dims: Extents
 ) -> tuple[Tensor | None, ...]:
     pairs = (("first_dims", first_dims), ("last_dims", last_dims))
-    return tuple([None if dims is None else _extents(name, dims, count, device) for name, dims in pairs])
+    return tuple(
+        [None if dims is None else _extents(name, dims, count, device) for name, dims in pairs]
+    )
 
 
 def _stays_on_device(quantizer: Any) -> bool:
@@ -188,8 +201,15 @@ def _quantize_group_into(
             f"is {list(x.shape)} for num_tensors={num_tensors}; give a group of the same shapes"
         )
     stack = x.reshape(num_tensors, *output.tensor_shapes[0])
-    records = isinstance(quantizer, Float8Quantizer) and noop_flag is not None  # unless the flag is set
-    if output.scale is not None and output.amax is not None and _stays_on_device(quantizer) and not records:
+    records = (
+        isinstance(quantizer, Float8Quantizer) and noop_flag is not None
+    )  # unless the flag is set
+    if (
+        output.scale is not None
+        and output.amax is not None
+        and _stays_on_device(quantizer)
+        and not records
+    ):
         output.copy_from_storage(quantize_stack(stack, quantizer), noop_flag=noop_flag)
         return output
     for member, values_ in zip(output.members(), stack.unbind(0), strict=True):
@@ -197,7 +217,9 @@ def _quantize_group_into(
     return output
 
 
-def group_dequantize(input: GroupedTensorStorage, otype: DType | int | torch.dtype) -> GroupedTensor:
+def group_dequantize(
+    input: GroupedTensorStorage, otype: DType | int | torch.dtype
+) -> GroupedTensor:
     """Dequantize a group to a group with plain matrices in a dtype.
 
     Args:
@@ -205,7 +227,9 @@ def group_dequantize(input: GroupedTensorStorage, otype: DType | int | torch.dty
         otype: Value dtype.
     """
     if not isinstance(input, GroupedTensorStorage):
-        raise TypeError(f"input={described(input)} is {with_article(type(input))}; give a GroupedTensor")
+        raise TypeError(
+            f"input={described(input)} is {with_article(type(input))}; give a GroupedTensor"
+        )
     dtype = torch_dtype(otype)
     matrices = [
         m.dequantize(dtype=dtype) if isinstance(m, QuantizedTensorStorage) else m.to(dtype)

@@ -85,7 +85,9 @@ def splits_to_offsets_multi(
             "one of each per table"
         )
     if not set(dtypes) <= {torch.int32, torch.int64}:
-        raise ValueError(f"dtypes={list(dtypes)}; give torch.int32 or torch.int64 for each table of offsets")
+        raise ValueError(
+            f"dtypes={list(dtypes)}; give torch.int32 or torch.int64 for each table of offsets"
+        )
     sizes = sizes.to(device=place, dtype=torch.int64)
     tables = []
     for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
@@ -127,7 +129,9 @@ def bulk_allocate(
 _bulk_allocate = bulk_allocate  # splits_to_offsets_multi has an argument with this name
 
 
-def copy_data_ptrs_to_device(tensors: Sequence[Tensor], device: torch.device | str | None = None) -> Tensor:
+def copy_data_ptrs_to_device(
+    tensors: Sequence[Tensor], device: torch.device | str | None = None
+) -> Tensor:
     """Tensor addresses as int64 [n] on a device.
 
     Args:
@@ -150,7 +154,9 @@ def nvfp4_data_transpose(input: Tensor, output: Tensor | None = None) -> Tensor:
         ValueError: `input` is not such a matrix, or M is odd.
     """
     if input.dim() != 2 or input.dtype != torch.uint8 or input.shape[0] % 2:
-        raise ValueError(f"input is {input.dtype} {list(input.shape)}; give uint8 [M, K / 2] with an even M")
+        raise ValueError(
+            f"input is {input.dtype} {list(input.shape)}; give uint8 [M, K / 2] with an even M"
+        )
     codes = torch.stack((input & 0xF, input >> 4), dim=-1).flatten(-2).t()
     packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
     return packed if output is None else output.copy_(packed)

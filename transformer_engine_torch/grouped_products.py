@@ -35,9 +35,17 @@ def _members(group: Group) -> list[Any]:
 
 
 def _products(
-    A: Group, transa: bool, B: Group, transb: bool, D: Group, bias: GroupedTensorStorage | None,
-    bias_scale: Tensor | None, alpha: Tensor, beta: Tensor, use_split_accumulator: bool,
-) -> Any:  # fmt: skip
+    A: Group,
+    transa: bool,
+    B: Group,
+    transb: bool,
+    D: Group,
+    bias: GroupedTensorStorage | None,
+    bias_scale: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    use_split_accumulator: bool,
+) -> Any:
     left, right, results = _members(A), _members(B), _members(D)
     if not len(left) == len(right) == len(results) == alpha.numel() == beta.numel():
         raise ValueError(
@@ -50,15 +58,31 @@ def _products(
         rows = out.shape[0]
         if out.numel():
             y = generic_gemm(
-                a, transa, b, transb, None, None, torch.float32, None, None, False, None, False, None, 0, False,
+                a,
+                transa,
+                b,
+                transb,
+                None,
+                None,
+                torch.float32,
+                None,
+                None,
+                False,
+                None,
+                False,
+                None,
+                0,
+                False,
                 use_split_accumulator,
-            )[0]  # fmt: skip
+            )[0]
             y = y * alpha.reshape(-1)[i] + torch.where(
                 beta.reshape(-1)[i] == 0, 0.0, beta.reshape(-1)[i] * out.float()
             )
             if added is not None:
                 scales = (
-                    1.0 if bias_scale is None else bias_scale.reshape(-1)[start : start + rows, None].float()
+                    1.0
+                    if bias_scale is None
+                    else bias_scale.reshape(-1)[start : start + rows, None].float()
                 )
                 y = y + added.float().reshape(1, -1) * scales
             with torch.no_grad():
@@ -68,11 +92,20 @@ def _products(
 
 
 def te_general_grouped_gemm_for_grouped_tensor(
-    A: GroupedTensorStorage, transa: bool, B: GroupedTensorStorage, transb: bool, D: GroupedTensorStorage,
-    bias: GroupedTensorStorage | None, bias_scale: Tensor | None, alpha: Tensor, beta: Tensor,
-    workspace_setup: Any = None, workspace_cublas: Any = None, use_split_accumulator: bool = False,
+    A: GroupedTensorStorage,
+    transa: bool,
+    B: GroupedTensorStorage,
+    transb: bool,
+    D: GroupedTensorStorage,
+    bias: GroupedTensorStorage | None,
+    bias_scale: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    workspace_setup: Any = None,
+    workspace_cublas: Any = None,
+    use_split_accumulator: bool = False,
     math_sm_count: int = 0,
-) -> Any:  # fmt: skip
+) -> Any:
     """Compute D_i = alpha_i * product of A_i and B_i + beta_i * D_i + bias_i * bias_scale, as `generic_gemm` does.
 
     Args:
@@ -102,9 +135,14 @@ te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_t
 
 
 def group_requantize_inplace(
-    grouped_x: GroupedTensorStorage, quantizer: Any, num_tensors: int, first_dims: Extents, otype: Any,
-    tensor_offsets: Tensor | None = None, return_dequantized: bool = False,
-) -> Tensor | None:  # fmt: skip
+    grouped_x: GroupedTensorStorage,
+    quantizer: Any,
+    num_tensors: int,
+    first_dims: Extents,
+    otype: Any,
+    tensor_offsets: Tensor | None = None,
+    return_dequantized: bool = False,
+) -> Tensor | None:
     """Add column-wise codes to a group that has row-wise codes, computed from the decoded values, in place.
 
     Args:
@@ -155,9 +193,14 @@ def _columnwise(quantizer: Any) -> Any:
 
 
 def group_scaled_swiglu(
-    input_2h: Tensor, prob: Tensor, quantizer: Any, num_tensors: int, first_dims: Extents = None,
-    last_dims: Extents = None, tensor_offsets: Tensor | None = None,
-) -> GroupedTensor:  # fmt: skip
+    input_2h: Tensor,
+    prob: Tensor,
+    quantizer: Any,
+    num_tensors: int,
+    first_dims: Extents = None,
+    last_dims: Extents = None,
+    tensor_offsets: Tensor | None = None,
+) -> GroupedTensor:
     """Column-wise codes for `scaled_swiglu(input_2h, prob)`, by group.
 
     Args:
@@ -170,14 +213,23 @@ def group_scaled_swiglu(
         tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1].
     """
     values = scaled_swiglu(input_2h, prob, None)
-    return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
+    return group_quantize(
+        values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets
+    )
 
 
 def group_scaled_clamped_swiglu(
-    input_2h: Tensor, prob: Tensor, quantizer: Any, num_tensors: int, limit: float, alpha: float = 1.702,
-    glu_linear_offset: float = 1.0, first_dims: Extents = None, last_dims: Extents = None,
+    input_2h: Tensor,
+    prob: Tensor,
+    quantizer: Any,
+    num_tensors: int,
+    limit: float,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
+    first_dims: Extents = None,
+    last_dims: Extents = None,
     tensor_offsets: Tensor | None = None,
-) -> GroupedTensor:  # fmt: skip
+) -> GroupedTensor:
     """Column-wise codes for `scaled_clamped_swiglu(input_2h, prob)`, by group.
 
     Args:
@@ -188,7 +240,9 @@ def group_scaled_clamped_swiglu(
     The other arguments are as in `group_scaled_swiglu`.
     """
     values = scaled_clamped_swiglu(input_2h, prob, None, limit, alpha, glu_linear_offset)
-    return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
+    return group_quantize(
+        values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets
+    )
 
 
 def multi_tensor_transpose_to_bhsd(
@@ -230,4 +284,6 @@ def multi_tensor_pad_last_dim(inputs: Sequence[Tensor], alignment: int) -> list[
 def is_row_scaled(group: Group) -> bool:
     """Whether a group has NVFP4 codes with a maximum per row."""
     members = [group] if isinstance(group, GroupedTensorStorage) else list(group)
-    return any(getattr(m, "row_scaled_nvfp4", getattr(m, "_row_scaled_nvfp4", False)) for m in members)
+    return any(
+        getattr(m, "row_scaled_nvfp4", getattr(m, "_row_scaled_nvfp4", False)) for m in members
+    )

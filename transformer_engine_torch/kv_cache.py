@@ -73,7 +73,9 @@ def copy_to_kv_cache(
     if is_non_paged:
         table = None
     elif page_table is None:
-        raise ValueError("a paged cache needs page_table [b, max_pages_per_seq]; or set is_non_paged=True")
+        raise ValueError(
+            "a paged cache needs page_table [b, max_pages_per_seq]; or set is_non_paged=True"
+        )
     else:
         table = page_table[:b, :max_pages_per_seq]
     cu_new, cu_cached = cu_new_lens[: b + 1], cu_cached_lens[: b + 1]
@@ -129,7 +131,9 @@ def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
     """
     tensor("qkvi", qkvi)
     if qkvi.dim() != 4:
-        raise ValueError(f"qkvi is {list(qkvi.shape)}; give [s, b, h, 3 d], or its queries as a view of it")
+        raise ValueError(
+            f"qkvi is {list(qkvi.shape)}; give [s, b, h, 3 d], or its queries as a view of it"
+        )
     size = qkvi.shape[-1]
     if qkvi.stride(2) == 3 * size:
         qkvi = qkvi.as_strided((*qkvi.shape[:3], 3 * size), qkvi.stride())

@@ -44,12 +44,16 @@ class Layout:
         """Look up the layout for an enumeration member or its number."""
         name = NVTE_QKV_Layout(qkv_layout).name.removeprefix("NVTE_").lower()
         parts = name.removeprefix("paged_kv_").split("_")
-        q_format, kv_format = ("".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1]))
+        q_format, kv_format = (
+            "".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1])
+        )
         packed = next((digit for digit in "32" if digit in parts[-1]), "0")
         paged, transposed = name.startswith("paged"), q_format == "bhsd"
         if transposed:
             q_format = kv_format = "bshd"
-        seen = kv_format if kv_format == "thd" else "bshd" if paged or q_format == "thd" else q_format
+        seen = (
+            kv_format if kv_format == "thd" else "bshd" if paged or q_format == "thd" else q_format
+        )
         return Layout(
             name,
             q_format,
@@ -124,5 +128,7 @@ def requested_order(given: NVTE_QKV_Format | int | str | None, layout: Layout, n
     if order == "qkv_format_not_set":
         return own
     if order not in ("sbhd", "bshd", "thd", "bhsd"):
-        raise ValueError(f"{name}={given!r} is not an order of axes; give 'sbhd', 'bshd', 'bhsd' or 'thd'")
+        raise ValueError(
+            f"{name}={given!r} is not an order of axes; give 'sbhd', 'bshd', 'bhsd' or 'thd'"
+        )
     return order

@@ -28,21 +28,37 @@ __all__ = [
 
 
 def layernorm_fwd(
-    input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, ln_out: Any, quantizer: Any,
-    otype: DType | int, sm_margin: int, zero_centered_gamma: bool,
-) -> list[Any]:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: DType | int,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
     """Return [out, mean, rstdev]; `out` has the type `otype`, is quantized by `quantizer`, and written to `ln_out`."""
     _check_forward(input, weight, bias, ln_out, quantizer, otype)
-    rows, eps, centered = _rows(input), _epsilon(eps), to_bool("zero_centered_gamma", zero_centered_gamma)
+    rows, eps, centered = (
+        _rows(input),
+        _epsilon(eps),
+        to_bool("zero_centered_gamma", zero_centered_gamma),
+    )
     y, mean, rstdev = norm.layernorm_forward(rows, weight, bias, eps, centered)
     y = y.to(torch_dtype(otype)).view(input.shape)
     return [quantize_or_copy(y, quantizer, ln_out), mean, rstdev]
 
 
 def layernorm_bwd(
-    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int,
+    dz: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    sm_margin: int,
     zero_centered_gamma: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Return [dx, dgamma, dbeta]."""
     floating("mu", mu)
     _check_backward(dz, x, mu, rsigma, gamma, None)
@@ -52,12 +68,22 @@ def layernorm_bwd(
 
 
 def rmsnorm_fwd(
-    input: Tensor, weight: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: DType | int,
-    sm_margin: int, zero_centered_gamma: bool,
-) -> list[Any]:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: DType | int,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
     """Return [out, None, rstdev]; see `layernorm_fwd`."""
     _check_forward(input, weight, None, ln_out, quantizer, otype)
-    rows, eps, centered = _rows(input), _epsilon(eps), to_bool("zero_centered_gamma", zero_centered_gamma)
+    rows, eps, centered = (
+        _rows(input),
+        _epsilon(eps),
+        to_bool("zero_centered_gamma", zero_centered_gamma),
+    )
     y, rstdev = norm.rmsnorm_forward(rows, weight, eps, centered)
     y = y.to(torch_dtype(otype)).view(input.shape)
     return [quantize_or_copy(y, quantizer, ln_out), None, rstdev]
@@ -71,16 +97,26 @@ def rmsnorm_bwd(
 
 
 def rmsnorm_bwd_add(
-    dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int,
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    sm_margin: int,
     zero_centered_gamma: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Return [dx + add, dgamma]."""
     floating("add", add)
     return _rmsnorm_backward(dz, x, add, rsigma, gamma, zero_centered_gamma)
 
 
 def _rmsnorm_backward(
-    dz: Tensor, x: Tensor, add: Tensor | None, rsigma: Tensor, gamma: Tensor, zero_centered_gamma: bool
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor | None,
+    rsigma: Tensor,
+    gamma: Tensor,
+    zero_centered_gamma: bool,
 ) -> list[Tensor]:
     _check_backward(dz, x, None, rsigma, gamma, add)
     centered = to_bool("zero_centered_gamma", zero_centered_gamma)
@@ -100,7 +136,9 @@ def _epsilon(given: float) -> float:
     return eps
 
 
-def _check_forward(input: Any, weight: Any, bias: Any, ln_out: Any, quantizer: Any, otype: Any) -> None:
+def _check_forward(
+    input: Any, weight: Any, bias: Any, ln_out: Any, quantizer: Any, otype: Any
+) -> None:
     floating("input", input)
     with_axes("input", input, 1)
     vector("weight", weight, input.shape[-1])

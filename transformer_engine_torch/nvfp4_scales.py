@@ -78,7 +78,12 @@ def nvfp4_compute_per_block_scale(block_amax: Tensor, scale: Tensor, global_amax
 
 
 def nvfp4_expand_scale_to_fp8(
-    input: Tensor, output: Tensor, tile_rows: int, tile_cols: int, rows_padded: int, block_len: int = _BLOCK
+    input: Tensor,
+    output: Tensor,
+    tile_rows: int,
+    tile_cols: int,
+    rows_padded: int,
+    block_len: int = _BLOCK,
 ) -> None:
     """Round block scales to E4M3 and repeat each for its block's rows; padding has scale 0.
 
@@ -103,9 +108,16 @@ def nvfp4_expand_scale_to_fp8(
 
 
 def nvfp4_fused_scale(
-    block_amax: Tensor, global_amax: Tensor, per_block_scale: Tensor, target_scale: Tensor, target_amax: Tensor,
-    tile_rows: int, tile_cols: int, rows_padded: int, block_len: int = _BLOCK,
-) -> None:  # fmt: skip
+    block_amax: Tensor,
+    global_amax: Tensor,
+    per_block_scale: Tensor,
+    target_scale: Tensor,
+    target_amax: Tensor,
+    tile_rows: int,
+    tile_cols: int,
+    rows_padded: int,
+    block_len: int = _BLOCK,
+) -> None:
     """Compute the block scales, their E4M3 copies for each row, and the quantized weight's maximum.
 
     Args:
@@ -120,7 +132,9 @@ def nvfp4_fused_scale(
         block_len: See `nvfp4_expand_scale_to_fp8`.
     """
     nvfp4_compute_per_block_scale(block_amax, per_block_scale, global_amax)
-    nvfp4_expand_scale_to_fp8(per_block_scale, target_scale, tile_rows, tile_cols, rows_padded, block_len)
+    nvfp4_expand_scale_to_fp8(
+        per_block_scale, target_scale, tile_rows, tile_cols, rows_padded, block_len
+    )
     target_amax.copy_(global_amax.reshape(target_amax.shape))
 
 
@@ -146,14 +160,19 @@ def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tile
 
 def _check_minimum(name: str, matrix: Tensor, rows: int, columns: int) -> None:
     if matrix.dim() != 2 or matrix.shape[0] < rows or matrix.shape[1] < columns:
-        raise ValueError(f"{name} is {list(matrix.shape)}; give a matrix of at least [{rows}, {columns}]")
+        raise ValueError(
+            f"{name} is {list(matrix.shape)}; give a matrix of at least [{rows}, {columns}]"
+        )
 
 
 def nvfp4_2d_multi_tensor_transpose(
-    rowwise_data_list: Sequence[Tensor], columnwise_data_list: Sequence[Tensor],
-    rowwise_scale_inv_list: Sequence[Tensor], columnwise_scale_inv_list: Sequence[Tensor],
-    M_list: Sequence[int], K_list: Sequence[int],
-) -> None:  # fmt: skip
+    rowwise_data_list: Sequence[Tensor],
+    columnwise_data_list: Sequence[Tensor],
+    rowwise_scale_inv_list: Sequence[Tensor],
+    columnwise_scale_inv_list: Sequence[Tensor],
+    M_list: Sequence[int],
+    K_list: Sequence[int],
+) -> None:
     """Transpose codes and block scales for several weights [M, K].
 
     Args:
@@ -165,20 +184,28 @@ def nvfp4_2d_multi_tensor_transpose(
         K_list: Columns per weight.
     """
     for codes, codes_t, scale, scale_t, m, k in _each(
-        rowwise_data_list=rowwise_data_list, columnwise_data_list=columnwise_data_list,
-        rowwise_scale_inv_list=rowwise_scale_inv_list, columnwise_scale_inv_list=columnwise_scale_inv_list,
-        M_list=M_list, K_list=K_list,
-    ):  # fmt: skip
+        rowwise_data_list=rowwise_data_list,
+        columnwise_data_list=columnwise_data_list,
+        rowwise_scale_inv_list=rowwise_scale_inv_list,
+        columnwise_scale_inv_list=columnwise_scale_inv_list,
+        M_list=M_list,
+        K_list=K_list,
+    ):
         nvfp4_data_transpose(codes.view(m, k // 2), codes_t.view(k, m // 2))
         nvfp4_2d_scale_transpose(scale, scale_t, -(-m // _BLOCK), -(-k // _BLOCK))
 
 
 def nvfp4_multi_tensor_fused_scale(
-    block_amax_list: Sequence[Tensor], global_amax_list: Sequence[Tensor],
-    per_block_scale_list: Sequence[Tensor], target_scale_list: Sequence[Tensor],
-    target_amax_list: Sequence[Tensor], tile_rows_list: Sequence[int], tile_cols_list: Sequence[int],
-    rows_padded_list: Sequence[int], block_len: int = _BLOCK,
-) -> None:  # fmt: skip
+    block_amax_list: Sequence[Tensor],
+    global_amax_list: Sequence[Tensor],
+    per_block_scale_list: Sequence[Tensor],
+    target_scale_list: Sequence[Tensor],
+    target_amax_list: Sequence[Tensor],
+    tile_rows_list: Sequence[int],
+    tile_cols_list: Sequence[int],
+    rows_padded_list: Sequence[int],
+    block_len: int = _BLOCK,
+) -> None:
     """Run `nvfp4_fused_scale` on several weights.
 
     Args:
@@ -193,19 +220,27 @@ def nvfp4_multi_tensor_fused_scale(
         block_len: Rows of a block.
     """
     for arguments in _each(
-        block_amax_list=block_amax_list, global_amax_list=global_amax_list,
-        per_block_scale_list=per_block_scale_list, target_scale_list=target_scale_list,
-        target_amax_list=target_amax_list, tile_rows_list=tile_rows_list, tile_cols_list=tile_cols_list,
+        block_amax_list=block_amax_list,
+        global_amax_list=global_amax_list,
+        per_block_scale_list=per_block_scale_list,
+        target_scale_list=target_scale_list,
+        target_amax_list=target_amax_list,
+        tile_rows_list=tile_rows_list,
+        tile_cols_list=tile_cols_list,
         rows_padded_list=rows_padded_list,
-    ):  # fmt: skip
+    ):
         nvfp4_fused_scale(*arguments, block_len=block_len)
 
 
 def nvfp4_multi_tensor_compute_partial_amax(
-    master_weight_list: Sequence[Tensor], partial_amax_list: Sequence[Tensor],
-    global_amax_list: Sequence[Tensor], h_list: Sequence[int], w_list: Sequence[int],
-    start_offset_list: Sequence[int], block_len: int = _BLOCK,
-) -> None:  # fmt: skip
+    master_weight_list: Sequence[Tensor],
+    partial_amax_list: Sequence[Tensor],
+    global_amax_list: Sequence[Tensor],
+    h_list: Sequence[int],
+    w_list: Sequence[int],
+    start_offset_list: Sequence[int],
+    block_len: int = _BLOCK,
+) -> None:
     """Compute per-block and global maxima for several weights over their shards' elements.
 
     Args:
@@ -218,18 +253,27 @@ def nvfp4_multi_tensor_compute_partial_amax(
         block_len: Rows and columns of a block.
     """
     for shard, amax, largest, h, w, start in _each(
-        master_weight_list=master_weight_list, partial_amax_list=partial_amax_list,
-        global_amax_list=global_amax_list, h_list=h_list, w_list=w_list, start_offset_list=start_offset_list,
-    ):  # fmt: skip
+        master_weight_list=master_weight_list,
+        partial_amax_list=partial_amax_list,
+        global_amax_list=global_amax_list,
+        h_list=h_list,
+        w_list=w_list,
+        start_offset_list=start_offset_list,
+    ):
         nvfp4_2d_compute_partial_amax(shard, amax, h, w, start, block_len)
         largest.copy_(amax.max().reshape(largest.shape))
 
 
 def nvfp4_multi_tensor_2d_partial_cast(
-    inp_list: Sequence[Tensor], out_list: Sequence[Tensor], scale_list: Sequence[Tensor],
-    global_scale_list: Sequence[Tensor], h_list: Sequence[int], w_list: Sequence[int],
-    start_offset_list: Sequence[int], block_len: int = _BLOCK,
-) -> None:  # fmt: skip
+    inp_list: Sequence[Tensor],
+    out_list: Sequence[Tensor],
+    scale_list: Sequence[Tensor],
+    global_scale_list: Sequence[Tensor],
+    h_list: Sequence[int],
+    w_list: Sequence[int],
+    start_offset_list: Sequence[int],
+    block_len: int = _BLOCK,
+) -> None:
     """Cast shards from several weights to FP4; see `nvfp4_2d_partial_cast`.
 
     Each shard has the four tensors for one call; weights may have several shards in the lists.
@@ -243,9 +287,14 @@ def nvfp4_multi_tensor_2d_partial_cast(
     The other arguments are as in `nvfp4_multi_tensor_compute_partial_amax`.
     """
     for arguments in _each(
-        inp_list=inp_list, out_list=out_list, scale_list=scale_list, global_scale_list=global_scale_list,
-        h_list=h_list, w_list=w_list, start_offset_list=start_offset_list,
-    ):  # fmt: skip
+        inp_list=inp_list,
+        out_list=out_list,
+        scale_list=scale_list,
+        global_scale_list=global_scale_list,
+        h_list=h_list,
+        w_list=w_list,
+        start_offset_list=start_offset_list,
+    ):
         nvfp4_2d_partial_cast(*arguments, block_len=block_len)
 
 
@@ -260,7 +309,10 @@ def _each(**lists: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def nvfp4_quantize_with_amax(
-    tensor: Tensor, quantizer: Any, rowwise_amax: Tensor | None = None, columnwise_amax: Tensor | None = None
+    tensor: Tensor,
+    quantizer: Any,
+    rowwise_amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
 ) -> Any:
     """Quantize a tensor to NVFP4 with given maxima.
 
@@ -274,17 +326,26 @@ def nvfp4_quantize_with_amax(
         ValueError: The quantizer rounds stochastically.
     """
     if quantizer.stochastic_rounding:
-        raise ValueError("nvfp4_quantize_with_amax draws no random numbers; set stochastic_rounding=False")
+        raise ValueError(
+            "nvfp4_quantize_with_amax draws no random numbers; set stochastic_rounding=False"
+        )
     spec = quantizer.spec(quantizer.rowwise_usage, quantizer.columnwise_usage)
-    made = quantize_matrix(plain_matrix(tensor.detach()), spec, amax=rowwise_amax, amax_t=columnwise_amax)
+    made = quantize_matrix(
+        plain_matrix(tensor.detach()), spec, amax=rowwise_amax, amax_t=columnwise_amax
+    )
     return quantizer.wrap(quantizer._packed(made, tensor.shape, tensor.dtype))
 
 
 def nvfp4_group_quantize_with_amax(
-    tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: Extents, last_dims: Extents = None,
-    rowwise_amax: Tensor | None = None, columnwise_amax: Tensor | None = None,
+    tensor: Tensor,
+    quantizer: Any,
+    num_tensors: int,
+    first_dims: Extents,
+    last_dims: Extents = None,
+    rowwise_amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
     tensor_offsets: Tensor | None = None,
-) -> GroupedTensor:  # fmt: skip
+) -> GroupedTensor:
     """Quantize a group's matrices to NVFP4 with known maxima; the host reads their shapes.
 
     Args:
@@ -318,7 +379,9 @@ def nvfp4_group_quantize_with_amax(
     stack = stack_quantizer(quantizer, shapes, stacked=not any(varies))
     group = GroupedTensorStorage.of(members, stack, tensor.dtype)
     layout = GroupLayout.of(group._members, varies)
-    vars(group).update(varying_extents(layout, x.device), _layout=layout, first_dims=firsts, last_dims=lasts)
+    vars(group).update(
+        varying_extents(layout, x.device), _layout=layout, first_dims=firsts, last_dims=lasts
+    )
     if tensor_offsets is not None:
         group.tensor_offsets = tensor_offsets
     return GroupedTensor.from_storage(group)

@@ -13,7 +13,12 @@ from torch import Tensor
 from transformer_engine.common.formats import E4M3, E5M2
 from transformer_engine.common.numbers import to_int
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.primitives.quantize import cast, e8m0_to_float, encode_e2m1, pack_fp4
+from transformer_engine.pytorch.primitives.quantize import (
+    cast,
+    e8m0_to_float,
+    encode_e2m1,
+    pack_fp4,
+)
 
 from .checks import member, values
 
@@ -105,7 +110,12 @@ def fp8_block_scaling_partial_cast(
 
 
 def mxfp8_scaling_compute_partial_amax(
-    input: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
+    input: Tensor,
+    amax_rowwise: Tensor,
+    amax_colwise: Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
 ) -> None:
     """Compute maxima per 32-element block in both directions over a shard's elements.
 
@@ -127,9 +137,15 @@ def mxfp8_scaling_compute_partial_amax(
 
 
 def mxfp8_scaling_partial_cast(
-    input: Tensor, output_rowwise: Tensor, output_colwise: Tensor, scale_inv_rowwise: Tensor,
-    scale_inv_colwise: Tensor, rows: int, cols: int, start_offset: int,
-) -> None:  # fmt: skip
+    input: Tensor,
+    output_rowwise: Tensor,
+    output_colwise: Tensor,
+    scale_inv_rowwise: Tensor,
+    scale_inv_colwise: Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
+) -> None:
     """Cast a shard to E4M3 with its block exponents in both directions.
 
     Args:
@@ -153,7 +169,9 @@ def mxfp8_scaling_partial_cast(
         (output_colwise, scale_inv_colwise[row // _MXFP8_BLOCK, column]),
     ):
         # 2^(127 - e), the inverse of the factor 2^(e - 127); NaN (255) stays NaN.
-        inverse = e8m0_to_float(torch.where(exponents == 255, 255, 254 - exponents.int()).to(torch.uint8))
+        inverse = e8m0_to_float(
+            torch.where(exponents == 255, 255, 254 - exponents.int()).to(torch.uint8)
+        )
         output.view(-1).copy_(cast(flat * inverse, E4M3).view(torch.uint8))
 
 
@@ -174,9 +192,15 @@ def nvfp4_2d_compute_partial_amax(
 
 
 def nvfp4_2d_partial_cast(
-    inp: Tensor, out: Tensor, scale: Tensor, global_scale: Tensor, h: int, w: int, start_offset: int,
+    inp: Tensor,
+    out: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    h: int,
+    w: int,
+    start_offset: int,
     block_len: int = _NVFP4_BLOCK,
-) -> None:  # fmt: skip
+) -> None:
     """Cast a shard to FP4: out = e2m1(inp / (e4m3(block scale) / global_scale)), two codes per byte.
 
     Args:

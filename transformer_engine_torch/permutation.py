@@ -68,7 +68,12 @@ def moe_permute_fwd(
 
 
 def moe_permute_bwd(
-    input: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None, num_tokens: int, topK: int
+    input: Tensor,
+    dtype: DType | int,
+    row_id_map: Tensor,
+    prob: Tensor | None,
+    num_tokens: int,
+    topK: int,
 ) -> Tensor:
     """Compute dx [num_tokens, H] of `moe_permute_fwd`: the gradient sum over each token's rows.
 
@@ -79,7 +84,12 @@ def moe_permute_bwd(
 
 
 def moe_unpermute_fwd(
-    input: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None, num_tokens: int, topK: int
+    input: Tensor,
+    dtype: DType | int,
+    row_id_map: Tensor,
+    prob: Tensor | None,
+    num_tokens: int,
+    topK: int,
 ) -> Tensor:
     """Compute x [num_tokens, H], the sum over a token's routes of prob [num_tokens, topK] * input[row], in float32.
 
@@ -92,7 +102,11 @@ def moe_unpermute_fwd(
 
 
 def moe_unpermute_bwd(
-    input_bwd: Tensor, input_fwd: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None
+    input_bwd: Tensor,
+    input_fwd: Tensor,
+    dtype: DType | int,
+    row_id_map: Tensor,
+    prob: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients for `moe_unpermute_fwd` from its result gradient input_bwd [T, H].
 
@@ -107,14 +121,19 @@ def moe_unpermute_bwd(
     routes = _routes(row_id_map, input_bwd.shape[0], 1 if prob is None else prob.shape[-1])
     weights = _probs(prob, routes)
     if weights is None:
-        return send(input_bwd, routes, input_fwd.shape[0])[0], input_bwd.new_empty(0, dtype=torch.float32)
+        return send(input_bwd, routes, input_fwd.shape[0])[0], input_bwd.new_empty(
+            0, dtype=torch.float32
+        )
     gradient, of_weights = send_weighted(input_bwd, routes, input_fwd.shape[0], weights, input_fwd)
     assert of_weights is not None
     return gradient, of_weights
 
 
 def fused_multi_row_padding(
-    input: Tensor, output: Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
+    input: Tensor,
+    output: Tensor,
+    input_row_list: Sequence[int],
+    padded_input_row_list: Sequence[int],
 ) -> None:
     """Write the groups in input [total rows, K], each followed by zeros, to output [total padded rows, K].
 
@@ -129,7 +148,10 @@ def fused_multi_row_padding(
 
 
 def fused_multi_row_unpadding(
-    input: Tensor, output: Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
+    input: Tensor,
+    output: Tensor,
+    input_row_list: Sequence[int],
+    unpadded_input_row_list: Sequence[int],
 ) -> None:
     """Write each group's first rows in input [total rows, K] to output [total unpadded rows, K].
 
@@ -175,8 +197,12 @@ def _checked_rows(
     """Convert the group rows to ints; raise ValueError, before a write, unless they fit the matrices."""
     _matrix("the unpadded matrix", short)
     _matrix("the padded matrix", long)
-    rows, padded = (to_ints("the rows of the groups", given) for given in (given_rows, given_padded))
-    fits = (sum(rows), sum(padded)) == (short.shape[0], long.shape[0]) and short.shape[1] == long.shape[1]
+    rows, padded = (
+        to_ints("the rows of the groups", given) for given in (given_rows, given_padded)
+    )
+    fits = (sum(rows), sum(padded)) == (short.shape[0], long.shape[0]) and short.shape[
+        1
+    ] == long.shape[1]
     if (
         len(rows) != len(padded)
         or not fits

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from transformer_engine.common.numbers import to_bool, to_int
 from transformer_engine.pytorch.primitives import rope
-from transformer_engine.pytorch.primitives.rope import Positions, RopeSpec, check_rotation, three_sizes
+from transformer_engine.pytorch.primitives.rope import (
+    Positions,
+    RopeSpec,
+    check_rotation,
+    three_sizes,
+)
 
 from .enums import NVTE_QKV_Format
 from .kv_cache import format_name
@@ -24,18 +29,32 @@ Format = NVTE_QKV_Format | int | str
 
 
 def fused_rope_forward(
-    input: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format, interleaved: bool,
-    cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_format: Format,
+    interleaved: bool,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor:
     """Rotate input [.., h, d] by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
-    return rope.rope_forward(*_check_rotation(input, freqs, Positions(start_positions, cu_seqlens), spec))
+    return rope.rope_forward(
+        *_check_rotation(input, freqs, Positions(start_positions, cu_seqlens), spec)
+    )
 
 
 def fused_rope_backward(
-    output_grads: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format,
-    interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
-) -> Tensor:  # fmt: skip
+    output_grads: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_format: Format,
+    interleaved: bool,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor:
     """Compute the input gradient for fused_rope_forward."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     return rope.rope_backward(
@@ -44,10 +63,16 @@ def fused_rope_backward(
 
 
 def fused_qkv_rope_forward(
-    qkv_input: Tensor, q_freqs: Tensor, k_freqs: Tensor, start_positions: Tensor | None,
-    qkv_split_arg_list: Sequence[int], qkv_format: Format, interleaved: bool, cp_size: int,
+    qkv_input: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_split_arg_list: Sequence[int],
+    qkv_format: Format,
+    interleaved: bool,
+    cp_size: int,
     cp_rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv [.., groups, q_size + k_size + v_size] into q, k, v and rotate q and k; a head has k_size features."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     sizes = three_sizes(qkv_split_arg_list)
@@ -65,10 +90,19 @@ def fused_qkv_rope_forward(
 
 
 def fused_qkv_rope_backward(
-    q_grad_out: Tensor, k_grad_out: Tensor, v_grad_out: Tensor, q_freqs: Tensor, k_freqs: Tensor,
-    qkv_split_arg_list: Sequence[int], qkv_format: Format, interleaved: bool, cp_size: int,
-    cp_rank: int, *, start_positions: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q_grad_out: Tensor,
+    k_grad_out: Tensor,
+    v_grad_out: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: Sequence[int],
+    qkv_format: Format,
+    interleaved: bool,
+    cp_size: int,
+    cp_rank: int,
+    *,
+    start_positions: Tensor | None = None,
+) -> Tensor:
     """Compute the input gradient for fused_qkv_rope_forward, with its start_positions."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     sizes = three_sizes(qkv_split_arg_list)

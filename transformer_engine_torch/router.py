@@ -51,13 +51,21 @@ NVTERoutingMapFormat = RoutingMapFormat
 
 
 def fused_topk_with_score_function_fwd(
-    logits: Tensor, topk: int, use_pre_softmax: bool, num_groups: int | None, group_topk: int | None,
-    scaling_factor: float | None, score_function: str, expert_bias: Tensor | None,
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: Tensor | None,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
     topk_indices: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return `(probs [..., E], routing map or topk_indices, intermediate float32 [T, E] for the gradient)`."""
-    topk, groups, scale = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
+    topk, groups, scale = check_choice(
+        logits, topk, num_groups, group_topk, scaling_factor, score_function
+    )
     expert_bias = check_bias(expert_bias, logits, score_function)
     map, indices = map_format(routing_map_format), None
     if topk_indices is not None:
@@ -96,11 +104,17 @@ def fused_topk_with_score_function_bwd(
 
 
 def fused_topk_with_score_function_qb_fwd(
-    logits: Tensor, topk: int, scaling_factor: float | None, expert_bias: Tensor,
-    routing_map_format: RoutingMapFormat | int | str, topk_indices: Tensor | None, histogram: Tensor,
-    bin_bounds: Tensor, histogram_mode: NVTEQBHistogramMode | QBHistogramMode | int | str,
+    logits: Tensor,
+    topk: int,
+    scaling_factor: float | None,
+    expert_bias: Tensor,
+    routing_map_format: RoutingMapFormat | int | str,
+    topk_indices: Tensor | None,
+    histogram: Tensor,
+    bin_bounds: Tensor,
+    histogram_mode: NVTEQBHistogramMode | QBHistogramMode | int | str,
     bin_bounds_validated: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Choose experts by sigmoid scores, and count the quantile-balancing margins.
 
     Args:
@@ -130,10 +144,21 @@ def fused_topk_with_score_function_qb_fwd(
     check_margins(checked.topk, None, "sigmoid", bias, logits)
     assert bias is not None and counted is not None
     probs, routing, scores = fused_topk_with_score_function_fwd(
-        logits, topk, False, None, None, scaling_factor, "sigmoid", bias, routing_map_format, topk_indices
+        logits,
+        topk,
+        False,
+        None,
+        None,
+        scaling_factor,
+        "sigmoid",
+        bias,
+        routing_map_format,
+        topk_indices,
     )
     cutoff = (scores + bias).topk(checked.topk + 1, dim=-1).values[:, checked.topk]
-    count_margins(logits.detach().reshape(-1, logits.shape[-1]), bias.detach(), checked.topk, *counted)
+    count_margins(
+        logits.detach().reshape(-1, logits.shape[-1]), bias.detach(), checked.topk, *counted
+    )
     return probs, routing, scores, cutoff, histogram
 
 
@@ -162,9 +187,15 @@ def fused_score_for_moe_aux_loss_bwd(
 
 
 def fused_moe_aux_loss_fwd(
-    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, num_experts: int, num_rows: int,
-    num_cols: int, topk: int, coeff: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int | Tensor,
+    num_experts: int,
+    num_rows: int,
+    num_cols: int,
+    topk: int,
+    coeff: float,
+) -> tuple[Tensor, Tensor]:
     """Return `(loss, C)`, with C = num_experts * coeff / (topk * total_num_tokens^2) as float32 [1].
 
     Args:
@@ -175,7 +206,11 @@ def fused_moe_aux_loss_fwd(
     tensor("tokens_per_expert", tokens_per_expert)
     num_experts, topk = to_int("num_experts", num_experts, 1), to_int("topk", topk, 1)
     coeff = finite("coeff", coeff)
-    if tuple(probs.shape) != shape or tokens_per_expert.numel() != shape[1] or shape[1] % num_experts:
+    if (
+        tuple(probs.shape) != shape
+        or tokens_per_expert.numel() != shape[1]
+        or shape[1] % num_experts
+    ):
         raise ValueError(
             f"probs is {list(probs.shape)} and tokens_per_expert {list(tokens_per_expert.shape)}; give {list(shape)} "
             f"and [{shape[1]}], a multiple of num_experts={num_experts}"
@@ -194,7 +229,11 @@ fused_moe_aux_loss_fwd_graph_safe = fused_moe_aux_loss_fwd
 
 
 def fused_moe_aux_loss_bwd(
-    Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int, grad_aux_loss: Tensor
+    Const_buf: Tensor,
+    tokens_per_expert: Tensor,
+    num_rows: int,
+    num_cols: int,
+    grad_aux_loss: Tensor,
 ) -> Tensor:
     """Compute C * tokens_per_expert * grad_aux_loss in every row of [num_rows, num_cols]; C is Const_buf[0]."""
     floating("Const_buf", Const_buf)
@@ -212,7 +251,11 @@ def _kind(score_function: str, use_pre_softmax: bool) -> str:
 
 
 def _gradient(
-    map: Tensor | None, intermediate: Tensor, grad_probs: Tensor, grad_logits: Tensor, choice: Choice
+    map: Tensor | None,
+    intermediate: Tensor,
+    grad_probs: Tensor,
+    grad_logits: Tensor,
+    choice: Choice,
 ) -> None:
     floating("intermediate", intermediate)
     floating("grad_probs", grad_probs)

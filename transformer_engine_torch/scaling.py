@@ -81,5 +81,10 @@ def fused_amax_and_scale_update_after_reduction(
     for history, reduced in zip(amax_histories, parts, strict=True):
         history[0].copy_(torch.where(reduced != 0, reduced, history[0]))
     advance_scales(
-        list(amax_histories), list(scales), amax_compute_algo, _MAXIMUM[dtype], powers, keep_idle=True
+        list(amax_histories),
+        list(scales),
+        amax_compute_algo,
+        _MAXIMUM[dtype],
+        powers,
+        keep_idle=True,
     )

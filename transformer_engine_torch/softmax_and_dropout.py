@@ -10,7 +10,9 @@ from torch import Tensor
 from transformer_engine.common.checks import number
 from transformer_engine.common.numbers import to_float
 from transformer_engine.pytorch.primitives.dropout import dropout_backward, dropout_forward
-from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward as softmax_backward
+from transformer_engine.pytorch.primitives.softmax import (
+    scaled_softmax_backward as softmax_backward,
+)
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_forward as softmax_forward
 from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
 
@@ -36,7 +38,9 @@ def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     return softmax_forward(input, scale)
 
 
-def scaled_softmax_backward(output_grad: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
+def scaled_softmax_backward(
+    output_grad: Tensor, softmax_results: Tensor, scale_factor: float
+) -> Tensor:
     """Compute the logit gradient scale * y * (dy - sum(dy * y))."""
     scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
     return softmax_backward(output_grad, softmax_results, scale)
@@ -104,7 +108,9 @@ def _scale(scale_factor: float, **scores: Tensor) -> float:
     return scale
 
 
-def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
+def dropout_fwd(
+    input: Tensor, dropout_probability: float, out: Tensor | None = None
+) -> list[Tensor]:
     """Return [y, mask] with y = input / (1 - p) where an element is kept, and 0 elsewhere.
 
     Args:
@@ -139,5 +145,7 @@ def dropout_bwd(
 def _probability(dropout_probability: float) -> float:
     p = to_float("dropout_probability", dropout_probability)
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout_probability={p} is outside 0 .. 1; give the share of elements to drop")
+        raise ValueError(
+            f"dropout_probability={p} is outside 0 .. 1; give the share of elements to drop"
+        )
     return p

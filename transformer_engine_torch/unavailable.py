@@ -38,7 +38,9 @@ _EP = (
     "the communicator of the original's expert parallelism is not part of this package; call the functions of "
     "transformer_engine.pytorch.ep"
 )
-_CUSOLVERMP = "cuSolverMp is not part of this package; call te.newton_schulz with te.CusolverMpCtx(group)"
+_CUSOLVERMP = (
+    "cuSolverMp is not part of this package; call te.newton_schulz with te.CusolverMpCtx(group)"
+)
 _UNREAD = "Args:\n    args: Are not read.\n    kwargs: Are not read."
 
 

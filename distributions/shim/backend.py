@@ -57,7 +57,9 @@ def _stem() -> str:
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
     stem = _stem()
-    with tarfile.open(Path(sdist_directory) / f"{stem}.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(
+        Path(sdist_directory) / f"{stem}.tar.gz", "w:gz", format=tarfile.PAX_FORMAT
+    ) as archive:
         for name in ("PKG-INFO", "backend.py", "pyproject.toml"):
             content = Path(name).read_bytes()
             entry = tarfile.TarInfo(f"{stem}/{name}")

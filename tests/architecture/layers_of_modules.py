@@ -23,7 +23,11 @@ PYTORCH = (
         "transformer_engine.pytorch transformer_engine_torch",
         "the public names; names and call shapes of the original's extension",
     ),
-    (10, "transformer_engine.pytorch.integrations", "layers for models of other libraries, a folder each"),
+    (
+        10,
+        "transformer_engine.pytorch.integrations",
+        "layers for models of other libraries, a folder each",
+    ),
     (
         10,
         "transformer_engine.pytorch.inspect",
@@ -148,8 +152,16 @@ JAX = (
         "transformer_engine.jax.context_parallel",
         "attention over several devices",
     ),
-    (4, "transformer_engine.jax.quantize", "quantizers, scaled tensors, recipes as collections of Flax"),
-    (2, "transformer_engine.jax.primitives", "stateless operations, one table of backends for each"),
+    (
+        4,
+        "transformer_engine.jax.quantize",
+        "quantizers, scaled tensors, recipes as collections of Flax",
+    ),
+    (
+        2,
+        "transformer_engine.jax.primitives",
+        "stateless operations, one table of backends for each",
+    ),
     (
         1,
         "transformer_engine.jax.runtime transformer_engine.jax.sharding",

@@ -32,7 +32,9 @@ def test_a_kernel_adds_in_a_fixed_order_or_its_backend_declares_it():
     import transformer_engine.pytorch  # noqa: F401 - registers the tables
 
     unordered = {name: found for name in KERNELS if (found := find_unordered_atomics(name))}
-    assert unordered.keys() == VARYING.keys(), "a row of VARYING for each kernel without a fixed order"
+    assert unordered.keys() == VARYING.keys(), (
+        "a row of VARYING for each kernel without a fixed order"
+    )
     silent = {
         name: unordered[name]
         for name, (operation, backend) in VARYING.items()

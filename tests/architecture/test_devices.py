@@ -10,9 +10,24 @@ from tests.architecture.source import modules, nodes
 
 # torch's functions that create a tensor from numbers alone, on the default device.
 MAKERS = {
-    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
-    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
-}  # fmt: skip
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
 
 
 def nowhere(tree_nodes) -> list[int]:

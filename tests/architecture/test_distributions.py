@@ -18,7 +18,9 @@ from transformer_engine import __version__
 
 BUILD = ROOT / "distributions" / "build.py"
 OWN = "transformer-engine-python"
-BUILD_WHEEL = "import sys; sys.path.insert(0, '.'); import backend; print(backend.build_wheel(sys.argv[1]))"
+BUILD_WHEEL = (
+    "import sys; sys.path.insert(0, '.'); import backend; print(backend.build_wheel(sys.argv[1]))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     out = tmp_path_factory.mktemp("distributions")
     environment = os.environ | {"REPOSITORY_URL": ""}
     subprocess.run(
-        [sys.executable, str(BUILD), "--out", str(out)], env=environment, check=True, capture_output=True
+        [sys.executable, str(BUILD), "--out", str(out)],
+        env=environment,
+        check=True,
+        capture_output=True,
     )
     (wheel,), (source,) = out.glob("*.whl"), out.glob("*.tar.gz")
     with tarfile.open(source) as archive:
@@ -38,7 +43,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """Python from a fresh environment without pip."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+    )
     return tmp_path / "venv" / "bin" / "python"
 
 
@@ -95,10 +102,15 @@ def test_shim_does_not_hide_an_installed_original(
     install_metadata(python, name, "2.20.2")
     done = build_shim(python, built[1], tmp_path)
     assert done.returncode != 0 and not list(tmp_path.glob("*.whl"))
-    assert f"{name.replace('_', '-')} 2.20.2 of the original Transformer Engine is installed" in done.stderr
+    assert (
+        f"{name.replace('_', '-')} 2.20.2 of the original Transformer Engine is installed"
+        in done.stderr
+    )
     assert "pip uninstall" in done.stderr
 
 
-def test_shim_replaces_its_own_earlier_version(built: tuple[Path, Path], python: Path, tmp_path: Path):
+def test_shim_replaces_its_own_earlier_version(
+    built: tuple[Path, Path], python: Path, tmp_path: Path
+):
     install_metadata(python, "transformer-engine", "2.19.0+py0.1.0")
     assert build_shim(python, built[1], tmp_path).returncode == 0

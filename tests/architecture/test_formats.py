@@ -80,10 +80,14 @@ def test_few_files_name_a_format(word):
     naming = [
         name
         for name in modules()
-        if name not in LISTS and not name.startswith(NAMED_BY_THE_ORIGINAL) and names_in_code(name, word)
+        if name not in LISTS
+        and not name.startswith(NAMED_BY_THE_ORIGINAL)
+        and names_in_code(name, word)
     ]
     of_jax = [
-        name for name in naming if name.startswith(("transformer_engine.jax", "transformer_engine_jax"))
+        name
+        for name in naming
+        if name.startswith(("transformer_engine.jax", "transformer_engine_jax"))
     ]
     assert len(naming) - len(of_jax) <= MOST, naming
     assert len(of_jax) <= MOST_OF_JAX, of_jax
@@ -92,7 +96,11 @@ def test_few_files_name_a_format(word):
 def test_only_recipe_family_rows_check_the_recipe_type():
     for name, path in modules().items():
         for node in nodes(path):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and not node.args
+            ):
                 owner = ast.unparse(node.func.value)
                 asks = node.func.attr in PREDICATES and "recipe" in owner
                 assert not asks, (
@@ -105,6 +113,7 @@ def test_no_format_name_is_compared():
     comparing = {
         name: match.group(0)
         for name, path in modules().items()
-        if name.startswith("transformer_engine.pytorch.") and (match := comparison.search(text(path)))
+        if name.startswith("transformer_engine.pytorch.")
+        and (match := comparison.search(text(path)))
     }
     assert not comparing, f"ask the format's row: {comparing}"

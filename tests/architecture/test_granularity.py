@@ -22,7 +22,9 @@ def code_lines(source: str, nodes: Iterable[ast.AST]) -> int:
     documented: set[int] = set()
     strings: set[int] = set()
     for node in nodes:
-        documents = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        documents = isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        )
         if documents and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
             documented.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
@@ -38,7 +40,9 @@ def code_lines(source: str, nodes: Iterable[ast.AST]) -> int:
 
 def functions(name: str) -> list[ast.AST]:
     return [
-        node for node in nodes(modules()[name]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        node
+        for node in nodes(modules()[name])
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
 
 
@@ -50,13 +54,21 @@ def test_lines_of_code_leave_out_comments_and_docstrings():
 def test_functions_are_worth_their_names():
     count = sum(len(functions(name)) for name in modules())
     lines = sum(code_lines(text(path), nodes(path)) for path in modules().values())
-    assert 1000 * count <= FUNCTIONS_PER_1000_LINES * lines, f"{count} functions in {lines} lines of code"
+    assert 1000 * count <= FUNCTIONS_PER_1000_LINES * lines, (
+        f"{count} functions in {lines} lines of code"
+    )
 
 
 def test_few_files_are_small():
     """Original paths that only contain names ("Alias of ..") do not count."""
-    local = {name: text(path) for name, path in modules().items() if not text(path).startswith('"""Alias of')}
-    small = [name for name, content in local.items() if len(content.splitlines()) <= SMALL_FILE_LINES]
+    local = {
+        name: text(path)
+        for name, path in modules().items()
+        if not text(path).startswith('"""Alias of')
+    }
+    small = [
+        name for name, content in local.items() if len(content.splitlines()) <= SMALL_FILE_LINES
+    ]
     assert len(small) <= SMALL_FILES * len(local), small
 
 
@@ -69,7 +81,9 @@ def test_a_class_name_has_one_meaning():
             if isinstance(node, ast.ClassDef):
                 defined[framework, node.name].append(name)
     twice = {
-        name: places for (_, name), places in defined.items() if len(places) > 1 and name not in PUBLIC_TWICE
+        name: places
+        for (_, name), places in defined.items()
+        if len(places) > 1 and name not in PUBLIC_TWICE
     }
     assert not twice, twice
 

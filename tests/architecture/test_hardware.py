@@ -40,7 +40,9 @@ def _is_capability(node: ast.expr) -> bool:
         return node.id in NAMES
     if isinstance(node, (ast.Tuple, ast.List)):
         return any(map(_is_capability, node.elts))
-    return isinstance(node, ast.Attribute) and (node.attr in NAMES | PARTS or _is_capability(node.value))
+    return isinstance(node, ast.Attribute) and (
+        node.attr in NAMES | PARTS or _is_capability(node.value)
+    )
 
 
 def comparisons(tree_nodes) -> list[int]:

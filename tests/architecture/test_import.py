@@ -88,7 +88,10 @@ def test_pytorch_package_does_not_load_its_adapters_or_checkpoint_conversion(loa
     found = loaded["pytorch"]
     assert "transformer_engine.pytorch" in found
     lazy = ("conversion", "cpp_extensions", "integrations")
-    packages = ("transformer_engine_torch", *(f"transformer_engine.pytorch.{name}" for name in lazy))
+    packages = (
+        "transformer_engine_torch",
+        *(f"transformer_engine.pytorch.{name}" for name in lazy),
+    )
     assert not sorted(name for name in found if is_in_packages(name, packages))
 
 
@@ -98,7 +101,9 @@ def test_lazy_names_are_public_attributes(loaded):
     assert te.convert_hf is te.integrations.huggingface.convert_hf
 
 
-MEGATRON = "transformer_engine.pytorch.integrations.megatron"  # importing Megatron takes four seconds
+MEGATRON = (
+    "transformer_engine.pytorch.integrations.megatron"  # importing Megatron takes four seconds
+)
 
 
 @pytest.mark.parametrize("of_megatron", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -164,6 +169,10 @@ assert exported.fp8_quantize is torch.ops.tex.fp8_quantize.default
 
 def test_package_is_imported_again_after_its_modules_are_removed():
     ran = subprocess.run(
-        [sys.executable, "-c", IMPORTED_AGAIN], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", IMPORTED_AGAIN],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr

@@ -10,7 +10,9 @@ import pytest
 from tests.architecture.source import ROOT
 
 PROJECT = (ROOT / "pyproject.toml").read_text()
-EXTRAS = set(re.findall(r"^([\w-]+) = \[", PROJECT.split("[project.optional-dependencies]")[1], re.M))
+EXTRAS = set(
+    re.findall(r"^([\w-]+) = \[", PROJECT.split("[project.optional-dependencies]")[1], re.M)
+)
 INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "CMD"}
 
 
@@ -22,11 +24,15 @@ def is_supported(version: str) -> bool:
 
 def extract_extras(text: str) -> set[str]:
     """Extras of this package in lines such as `pip install ".[cli,cuda]"`."""
-    return {name for extras in re.findall(r"\"\.\[([\w,-]+)\]\"", text) for name in extras.split(",")}
+    return {
+        name for extras in re.findall(r"\"\.\[([\w,-]+)\]\"", text) for name in extras.split(",")
+    }
 
 
 def test_the_container_recipe_has_both_images_and_known_instructions():
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if line and line[0] != "#"]
+    lines = [
+        line for line in (ROOT / "Dockerfile").read_text().splitlines() if line and line[0] != "#"
+    ]
     assert {line.split()[0] for line in lines} == INSTRUCTIONS
     stages = {line.split()[-1]: line.split()[1] for line in lines if line.startswith("FROM")}
     assert stages == {"base": "python:${PYTHON}-slim", "cpu": "base", "cuda": "base"}

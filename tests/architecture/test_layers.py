@@ -34,10 +34,11 @@ def test_the_engine_imports_no_tools():
         f"{name}:{line} imports {target}"
         for name in modules()
         for target, line in imports(name)
-        if target.startswith("transformer_engine_tools") and not name.startswith("transformer_engine_tools")
+        if target.startswith("transformer_engine_tools")
+        and not name.startswith("transformer_engine_tools")
     ]
-    assert [line.partition(":")[0] for line in importing] == ["transformer_engine.__main__"], "\n".join(
-        importing
+    assert [line.partition(":")[0] for line in importing] == ["transformer_engine.__main__"], (
+        "\n".join(importing)
     )
 
 
@@ -69,7 +70,9 @@ def test_dynamic_imports_count_as_imports(tmp_path, monkeypatch):
         "d = importlib.import_module(f'{b}.d')\n"
     )
     names = ("transformer_engine.inner.c", "transformer_engine.other.b")
-    found = dict.fromkeys(names, tmp_path / "other.py") | {"transformer_engine.inner.a": tmp_path / "a.py"}
+    found = dict.fromkeys(names, tmp_path / "other.py") | {
+        "transformer_engine.inner.a": tmp_path / "a.py"
+    }
     monkeypatch.setattr(source, "modules", lambda: found)
     assert imports("transformer_engine.inner.a") == [
         ("transformer_engine.inner.other.b", 2),
@@ -104,13 +107,17 @@ def _top_level_names(name: str) -> set[str]:
 
 def test_the_jax_side_does_not_import_pytorch():
     for name in _below("transformer_engine.jax"):
-        assert not any(target.startswith("transformer_engine.pytorch") for target, _ in imports(name)), name
+        assert not any(
+            target.startswith("transformer_engine.pytorch") for target, _ in imports(name)
+        ), name
         assert "torch" not in _top_level_names(name), name
 
 
 def test_the_pytorch_side_does_not_import_jax():
     for name in _below("transformer_engine.pytorch"):
-        assert not any(target.startswith("transformer_engine.jax") for target, _ in imports(name)), name
+        assert not any(
+            target.startswith("transformer_engine.jax") for target, _ in imports(name)
+        ), name
         assert not _top_level_names(name) & {"jax", "flax"}, name
 
 
@@ -130,7 +137,8 @@ def test_no_files_import_each_other_in_a_circle():
 def test_no_module_is_loaded_while_it_waits_for_another_to_load():
     """A circular import works or fails depending on which of its modules a program imports first."""
     remaining = [
-        sorted(circle) for circle in circles({name: find_loaded_modules(name) for name in modules()})
+        sorted(circle)
+        for circle in circles({name: find_loaded_modules(name) for name in modules()})
     ]
     assert not remaining, f"these load each other: {remaining}"
 
@@ -148,7 +156,9 @@ def test_loading_a_module_loads_its_imports_packages(tmp_path, monkeypatch):
         "transformer_engine.outer.inner.b",
     )
     names = ("transformer_engine", "transformer_engine.types", "transformer_engine.late", *rest)
-    found = dict.fromkeys(names, tmp_path / "__init__.py") | {"transformer_engine.a": tmp_path / "a.py"}
+    found = dict.fromkeys(names, tmp_path / "__init__.py") | {
+        "transformer_engine.a": tmp_path / "a.py"
+    }
     monkeypatch.setattr(source, "modules", lambda: found)
     assert find_loaded_modules("transformer_engine.a") == set(rest)
 
@@ -158,7 +168,10 @@ def test_loading_a_module_loads_its_imports_packages(tmp_path, monkeypatch):
     [
         ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
         ({"a": {"b"}, "b": {"a"}}, [{"a", "b"}]),
-        ({"a": {"b", "d"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"d"}}, [{"d", "e"}, {"a", "b", "c"}]),
+        (
+            {"a": {"b", "d"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"d"}},
+            [{"d", "e"}, {"a", "b", "c"}],
+        ),
         ({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}, []),
     ],
 )

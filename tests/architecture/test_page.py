@@ -44,7 +44,8 @@ def test_a_file_that_the_page_names_exists(named):
 
 
 @pytest.mark.parametrize(
-    ("named", "names"), [(match[1], match["names"]) for match in FILE_AND_NAMES.finditer(PAGE.read_text())]
+    ("named", "names"),
+    [(match[1], match["names"]) for match in FILE_AND_NAMES.finditer(PAGE.read_text())],
 )
 def test_a_file_defines_the_names_that_the_page_lists(named, names):
     path = find_file(named)

@@ -57,7 +57,9 @@ def paragraphs(page: str) -> Iterator[str]:
     """Paragraphs in a Markdown page, without code, tables, headings and link lists."""
     page = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
     for block in re.split(r"\n\s*\n", page):
-        lines = [line for line in block.splitlines() if not re.match(r"\s*(\||#|!!!|\?\?\?|:::|<)", line)]
+        lines = [
+            line for line in block.splitlines() if not re.match(r"\s*(\||#|!!!|\?\?\?|:::|<)", line)
+        ]
         yield re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(lines)).strip()
 
 
@@ -74,7 +76,9 @@ def report_folder(path: Path) -> str:
     """Two folder levels, such as transformer_engine/jax; three in pytorch/ and common/, one in docs/."""
     parts = path.relative_to(ROOT).parent.parts
     return "/".join(
-        parts[: 1 if parts[:1] == ("docs",) else 3 if parts[1:2] in (("pytorch",), ("common",)) else 2]
+        parts[
+            : 1 if parts[:1] == ("docs",) else 3 if parts[1:2] in (("pytorch",), ("common",)) else 2
+        ]
     )
 
 
@@ -105,7 +109,11 @@ def above_the_limit(texts: dict[str, list[str]]) -> dict[str, float]:
 
 def test_code_is_described_in_standard_technical_english():
     found: dict[str, list[str]] = defaultdict(list)
-    rest = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    rest = [
+        path
+        for folder in ("tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     for path in [*modules().values(), *rest]:
         found[report_folder(path)] += prose_of_code(text(path))
     assert not above_the_limit(found), "use the words on the right of PHRASES"

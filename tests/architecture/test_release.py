@@ -14,7 +14,9 @@ from tests.architecture.source import ROOT
 from transformer_engine import __version__
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-RELEASED = re.findall(r"^## (.+) \(\d{4}-\d\d-\d\d\)$", CHANGELOG, re.M)[0]  # such as "2.20.2+py0.3.0"
+RELEASED = re.findall(r"^## (.+) \(\d{4}-\d\d-\d\d\)$", CHANGELOG, re.M)[
+    0
+]  # such as "2.20.2+py0.3.0"
 API, _, OWN = RELEASED.partition("+py")
 
 
@@ -44,7 +46,9 @@ def test_the_release_has_its_date_and_versions_in_the_table_and_the_citation():
 
 def test_pages_name_the_latest_release():
     for page in ("install.md", "from_the_original.md", "releases.md"):
-        named = set(re.findall(r"\d+\.\d+\.\d+\+py\d+\.\d+\.\d+", (ROOT / "docs" / page).read_text()))
+        named = set(
+            re.findall(r"\d+\.\d+\.\d+\+py\d+\.\d+\.\d+", (ROOT / "docs" / page).read_text())
+        )
         assert named == {RELEASED}, page
 
 
@@ -74,7 +78,9 @@ def checkout(cut: ModuleType, tmp_path: Path) -> Path:
 
 def test_a_release_is_written_wherever_the_version_is_stated(cut: ModuleType, checkout: Path):
     cut.release(checkout, "99.1.2", "2030-01-31")
-    texts = {path: path.read_text(encoding="utf-8") for path in checkout.rglob("*") if path.is_file()}
+    texts = {
+        path: path.read_text(encoding="utf-8") for path in checkout.rglob("*") if path.is_file()
+    }
     changelog = texts.pop(checkout / "CHANGELOG.md")
     headings = re.findall(r"^## (.+)$", changelog, re.M)
     assert headings[:2] == ["Unreleased", f"{API}+py99.1.2 (2030-01-31)"]
@@ -92,7 +98,9 @@ def test_a_release_is_written_wherever_the_version_is_stated(cut: ModuleType, ch
 @pytest.mark.parametrize("version", [OWN, "0.0.1", "1.2", "next"])
 def test_a_release_that_is_not_newer_changes_no_file(cut: ModuleType, checkout: Path, version: str):
     before = {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=f"{re.escape(version)} is not newer than {re.escape(OWN)}"):
+    with pytest.raises(
+        ValueError, match=f"{re.escape(version)} is not newer than {re.escape(OWN)}"
+    ):
         cut.release(checkout, version, "2030-01-31")
     assert before == {path: path.read_bytes() for path in before}
 

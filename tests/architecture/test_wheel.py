@@ -38,7 +38,9 @@ def test_every_package_is_marked_as_typed_and_git_keeps_the_mark():
     }
     marks = [str(path / "py.typed") for path in packages()]
     assert all(Path(mark).is_file() for mark in marks)
-    saved = subprocess.run(["git", "ls-files", *marks], cwd=ROOT, capture_output=True, text=True, check=True)
+    saved = subprocess.run(
+        ["git", "ls-files", *marks], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert len(saved.stdout.split()) == len(marks)
 
 
@@ -62,7 +64,9 @@ def read_metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 @pytest.mark.parametrize("repository", ["", "https://example.org/team/engine/"])
-def test_the_wheel_has_all_modules_the_marks_and_the_urls_of_its_publisher(repository: str, tmp_path: Path):
+def test_the_wheel_has_all_modules_the_marks_and_the_urls_of_its_publisher(
+    repository: str, tmp_path: Path
+):
     path = build(tmp_path, "wheel", repository)
     assert path.name == f"transformer_engine-{__version__}-py3-none-any.whl"
     wheel = zipfile.ZipFile(path)
@@ -88,7 +92,9 @@ def test_published_descriptions_have_absolute_links_to_files_that_exist(tmp_path
     assert [link.partition("#")[2] for link in links if ".png" in link] == ["gh-light-mode-only"]
     for link in links:
         assert link.startswith(("https://", "http://", "#")), link
-        local = re.fullmatch(r"https://example\.org/team/engine/(blob|raw)/main/([^#]+)(#.*)?", link)
+        local = re.fullmatch(
+            r"https://example\.org/team/engine/(blob|raw)/main/([^#]+)(#.*)?", link
+        )
         if local is not None:
             assert (ROOT / local[2]).exists(), link
             assert (local[1] == "raw") == local[2].endswith((".png", ".svg")), link
@@ -121,5 +127,9 @@ def test_the_source_distribution_has_what_a_packager_needs(tmp_path: Path):
 def test_the_version_comes_after_the_originals_release_and_before_its_next():
     version = Version(__version__)
     assert version.local is not None and version.local.startswith("py")
-    assert Version(version.public) < version < Version(f"{version.major}.{version.minor}.{version.micro + 1}")
+    assert (
+        Version(version.public)
+        < version
+        < Version(f"{version.major}.{version.minor}.{version.micro + 1}")
+    )
     assert version >= Version("2.19.0")  # the highest that a known client asks for

@@ -17,16 +17,39 @@ from transformer_engine.common import store
 
 # Modules of the standard library without a version for Windows, and Triton, which PyTorch's wheels for Windows lack.
 POSIX = (
-    *("crypt", "curses", "fcntl", "grp", "nis", "ossaudiodev", "pty", "pwd", "readline", "resource", "spwd"),
+    *(
+        "crypt",
+        "curses",
+        "fcntl",
+        "grp",
+        "nis",
+        "ossaudiodev",
+        "pty",
+        "pwd",
+        "readline",
+        "resource",
+        "spwd",
+    ),
     *("syslog", "termios", "tty"),
-)  # fmt: skip
+)
 LIBRARIES = ("triton", "nvmath", "cudnn", "flash_attn", "fla")
 FUNCTIONS = (
-    *("chown", "fchmod", "fork", "forkpty", "getgid", "getegid", "getgroups", "getloadavg", "getpgid", "getuid"),
+    *(
+        "chown",
+        "fchmod",
+        "fork",
+        "forkpty",
+        "getgid",
+        "getegid",
+        "getgroups",
+        "getloadavg",
+        "getpgid",
+        "getuid",
+    ),
     *("killpg", "mkfifo", "mknod", "nice", "posix_spawn", "pread", "pwrite", "register_at_fork"),
     *("sched_getaffinity", "sched_yield", "setsid", "statvfs", "sync", "uname", "wait3", "wait4"),
     *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"),
-)  # fmt: skip
+)
 SIGNALS = (
     *(
         "SIGALRM",
@@ -95,18 +118,24 @@ JAX_NAMES = ("transformer_engine_jax",)
 def run(program: str, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": programs.search_path(), "JAX_PLATFORMS": "cpu"}
     text = program.replace("HIDING", HIDING)
-    return programs.output(["-W", "ignore", "-c", text, *arguments], programs.ROOT, environment, patience=600)
+    return programs.output(
+        ["-W", "ignore", "-c", text, *arguments], programs.ROOT, environment, patience=600
+    )
 
 
 def test_pytorch_imports_trains_and_reports_without_what_windows_lacks():
     names = [
-        name for name in sorted(modules()) if not name.startswith(("transformer_engine.jax", *JAX_NAMES))
+        name
+        for name in sorted(modules())
+        if not name.startswith(("transformer_engine.jax", *JAX_NAMES))
     ]
     finite, without, printed = json.loads(run(PYTORCH, json.dumps(names)).splitlines()[-1])
     assert finite and "no problem found" in printed
     # Kernels import Triton, adapters the library that they adapt; nothing imports a module that Windows lacks.
     assert {
-        name: reason for name, reason in without.items() if reason.partition(":")[0] in (*POSIX, "None")
+        name: reason
+        for name, reason in without.items()
+        if reason.partition(":")[0] in (*POSIX, "None")
     } == {}
     needing = {name for name, reason in without.items() if reason.startswith("triton")}
     assert needing, "no kernel was imported"

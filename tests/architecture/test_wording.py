@@ -22,7 +22,9 @@ FROM_AN_INDEX = re.compile(r"pip install[^\n;,]{0,20}transformer[-_]engine\b(?!-
 
 
 def list_tracked_text_files():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for line in listed.splitlines():
         path = ROOT / line
         if path.suffix in {".py", ".md", ".toml", ".yml", ".json", ".txt", ""} and path.is_file():
@@ -51,7 +53,9 @@ def test_names_use_choose_for_selection():
         for node in nodes(path)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }
-    assert OTHER_WORDS_FOR_CHOOSING.search("_picking") and not OTHER_WORDS_FOR_CHOOSING.search("pickled")
+    assert OTHER_WORDS_FOR_CHOOSING.search("_picking") and not OTHER_WORDS_FOR_CHOOSING.search(
+        "pickled"
+    )
     rest = {n: index for n, index in defined.items() if OTHER_WORDS_FOR_CHOOSING.search(n.lower())}
     assert rest.keys() <= OF_THE_ORIGINAL, rest
 
@@ -130,7 +134,9 @@ def test_pickles_are_read_through_an_allow_list_only():
 def extract_names(documentation: str | None, section: str) -> list[str]:
     """Names that a docstring section describes, one per entry."""
     found = re.search(rf"^{section}:\n((?:[ ]+.*\n|\n)+)", f"{documentation}\n", re.MULTILINE)
-    return re.findall(r"^    \*{0,2}(\w+)(?: \([^)]*\))?: ", found[1], re.MULTILINE) if found else []
+    return (
+        re.findall(r"^    \*{0,2}(\w+)(?: \([^)]*\))?: ", found[1], re.MULTILINE) if found else []
+    )
 
 
 def test_docstrings_describe_the_arguments_and_fields_that_exist():
@@ -141,9 +147,12 @@ def test_docstrings_describe_the_arguments_and_fields_that_exist():
             if isinstance(node, ast.FunctionDef):
                 arguments = node.args
                 recognized = {
-                    one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                    one.arg
+                    for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
                 }
-                recognized |= {one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None}
+                recognized |= {
+                    one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None
+                }
                 names = extract_names(ast.get_docstring(node), "Args")
             elif isinstance(node, ast.ClassDef) and all(
                 ast.unparse(base) == "NamedTuple" for base in node.bases
@@ -184,7 +193,10 @@ def test_docstrings_list_arguments_in_sections():
         ("Sum.\n\nx   One [n].\n", True),
         ("Sum.\n\n    *others, y  More.\n", True),
         ("Sum.\n\nArgs:\n    x: One [n],\n        of two lines.\n", False),
-        ("Sum.\n\n| a  | b |\n>>> f(1)  # 2\n...     g()\n```\nx   y\n```\nsum(x)  # of x\n", False),
+        (
+            "Sum.\n\n| a  | b |\n>>> f(1)  # 2\n...     g()\n```\nx   y\n```\nsum(x)  # of x\n",
+            False,
+        ),
     ],
 )
 def test_aligned_columns_are_found(docstring, found):

@@ -32,7 +32,9 @@ def visibility(
                 return False
         if name == "arbitrary" and masked is not None and bool(masked[b, 0, i, j]):
             return False
-        top_left = name in ("causal", "padding_causal") or (not windows_bottom_right and "causal" not in name)
+        top_left = name in ("causal", "padding_causal") or (
+            not windows_bottom_right and "causal" not in name
+        )
         diagonal = i if top_left else i + real_kv - real_q
         if "causal" in name and j > diagonal:
             return False
@@ -81,7 +83,9 @@ def attend(
                 best[h] = max(best[h], float(stacked.detach().max()))
                 exponentials = torch.exp(stacked)
                 total = exponentials.sum() + (torch.exp(sink[h]) if sink is not None else 0.0)
-                rows.append(sum(e / total * v[b, j, g] for e, j in zip(exponentials, records, strict=True)))
+                rows.append(
+                    sum(e / total * v[b, j, g] for e, j in zip(exponentials, records, strict=True))
+                )
     out = torch.stack(rows).reshape(batch, size_q, heads * v.shape[-1])
     return out, torch.tensor(best, dtype=torch.float64)
 

@@ -25,7 +25,10 @@ from transformer_engine.pytorch.primitives.attention.backends import (
     cudnn_fp8,
     cudnn_plan,
 )
-from transformer_engine.pytorch.primitives.attention.backends.cudnn_graph import library, load_bindings
+from transformer_engine.pytorch.primitives.attention.backends.cudnn_graph import (
+    library,
+    load_bindings,
+)
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_plan import Strided
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall
 
@@ -52,9 +55,19 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"mask": "padding"},
     **{
         f"fp8, heads {name}": {"fp8": "delayed", "head_dim_qk": d, "head_dim_v": v}
-        for name, d, v in (("64", 64, 64), ("128", 128, 128), ("256", 256, 256), ("192/128", 192, 128))
+        for name, d, v in (
+            ("64", 64, 64),
+            ("128", 128, 128),
+            ("256", 256, 256),
+            ("192/128", 192, 128),
+        )
     },
-    "fp8, deterministic": {"fp8": "delayed", "head_dim_qk": 128, "head_dim_v": 128, "deterministic": True},
+    "fp8, deterministic": {
+        "fp8": "delayed",
+        "head_dim_qk": 128,
+        "head_dim_v": 128,
+        "deterministic": True,
+    },
     **{
         f"mxfp8, {name}": {"fp8": "mxfp8", "head_dim_qk": d, "head_dim_v": v, **options}
         for name, d, v, options in (

@@ -24,7 +24,11 @@ def attend(
     score = torch.einsum("ihd,jhd->hij", q, k) * scale
     if score_mod is not None:
         score = score_mod(score)
-    distance = torch.arange(k.shape[0])[None] - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
+    distance = (
+        torch.arange(k.shape[0])[None]
+        - torch.arange(q.shape[0])[:, None]
+        - (k.shape[0] - q.shape[0])
+    )
     if slopes is not None:
         score = score - slopes[:, None, None] * distance.abs()
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -40,7 +44,9 @@ def attend(
     return torch.einsum("hij,jhd->ihd", weights, v), lse
 
 
-def spans(x: Tensor, starts: Tensor | None, used: Tensor | None, table: Tensor | None = None) -> list[Tensor]:
+def spans(
+    x: Tensor, starts: Tensor | None, used: Tensor | None, table: Tensor | None = None
+) -> list[Tensor]:
     """Tokens [s, .., d], sequence by sequence."""
     if table is not None:
         x = x[table.long()].flatten(1, 2)
@@ -106,7 +112,10 @@ def flash_attn_fwd(q, k, v, **kwargs):
 
 def flash_attn_bwd(q, k, v, out, dout, lse, **kwargs):
     """As flash_attn.cute.interface._flash_attn_bwd, by autograd."""
-    assert kwargs.get("score_mod") is None or kwargs["score_mod_bwd"].derivative_of is kwargs["score_mod"]
+    assert (
+        kwargs.get("score_mod") is None
+        or kwargs["score_mod_bwd"].derivative_of is kwargs["score_mod"]
+    )
     sink = kwargs["learnable_sink"]
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     if sink is not None:
@@ -134,14 +143,19 @@ def flash_attn_bwd(q, k, v, out, dout, lse, **kwargs):
         ("dk", found[1], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
         ("dv", found[2], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
     ):
-        for target, value in zip(spans(kwargs[name], starts, used), spans(first, starts, used), strict=True):
+        for target, value in zip(
+            spans(kwargs[name], starts, used), spans(first, starts, used), strict=True
+        ):
             target.copy_(value)
     return (kwargs["dq"], kwargs["dk"], kwargs["dv"], *found[3:])
 
 
 def window_sides(argument) -> tuple[int, int]:
     left, right = argument["window_size_left"], argument["window_size_right"]
-    return (-1 if left is None else left, 0 if argument["causal"] else -1 if right is None else right)
+    return (
+        -1 if left is None else left,
+        0 if argument["causal"] else -1 if right is None else right,
+    )
 
 
 def flash_attn_func(
@@ -165,7 +179,19 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q, k, v, starts_q, starts_kv, max_q, max_kv, *, softmax_scale, causal, window_size, softcap=0.0, **other
+    q,
+    k,
+    v,
+    starts_q,
+    starts_kv,
+    max_q,
+    max_kv,
+    *,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap=0.0,
+    **other,
 ):
     """As flash_attn.flash_attn_varlen_func, without dropout; tokens of no sequence get NaN."""
     window = (-1, 0) if causal else window_size

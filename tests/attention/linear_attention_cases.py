@@ -91,7 +91,9 @@ class Case:
             found |= {"a_log": normal(*heads), "dt_bias": normal(*heads)}
         if self.has_state:
             found["initial_state"] = normal(len(self.lengths), *heads, dv, dk)
-        return {name: x.to(device, self.dtype_of(name)).requires_grad_() for name, x in found.items()}
+        return {
+            name: x.to(device, self.dtype_of(name)).requires_grad_() for name, x in found.items()
+        }
 
     def dtype_of(self, name: str) -> torch.dtype:
         if self.dtype == torch.float64:
@@ -115,7 +117,9 @@ def random_case(seed: int) -> Case:
     rule, layout = draw.choice(RULES), draw.choice(("sbhd", "bshd", "thd"))
     longer = draw.choice((20, 20, 65, 70))  # some beyond a chunk of 64 tokens
     if layout == "thd":
-        lengths = tuple(draw.choice((0, 1, 2, 7, 16, 17, longer)) for _ in range(draw.randint(1, 4)))
+        lengths = tuple(
+            draw.choice((0, 1, 2, 7, 16, 17, longer)) for _ in range(draw.randint(1, 4))
+        )
     else:
         lengths = (draw.choice((1, 2, 15, 16, 17, longer)),) * draw.randint(1, 2)
     sizes = (draw.choice((4, 16, 24)), draw.choice((4, 8, 32)))
@@ -151,7 +155,9 @@ def reference_results(case: Case, tensors: dict[str, Tensor]) -> tuple[Tensor, T
     for index, (begin, end) in enumerate(pairwise((0, *accumulate(case.lengths)))):
         alone = ("initial_state", "a_log", "dt_bias")
         per_token = {
-            name: _sequence(case, y, index, begin, end) for name, y in x.items() if name not in alone
+            name: _sequence(case, y, index, begin, end)
+            for name, y in x.items()
+            if name not in alone
         }
         state = torch.zeros(case.heads, *case.sizes, dtype=torch.float64, device=x["g"].device)
         if "initial_state" in x:
@@ -159,7 +165,9 @@ def reference_results(case: Case, tensors: dict[str, Tensor]) -> tuple[Tensor, T
         output, state = _recurrence(case, {**x, **per_token}, state)
         outputs.append(output)
         states.append(state.mT)
-    output = torch.cat(outputs).flatten(-2) if case.format == "thd" else torch.stack(outputs).flatten(-2)
+    output = (
+        torch.cat(outputs).flatten(-2) if case.format == "thd" else torch.stack(outputs).flatten(-2)
+    )
     if case.format == "thd":
         output = torch.nn.functional.pad(output, (0, 0, 0, case.padding))
     return output.transpose(0, 1) if case.format == "sbhd" else output, torch.stack(states)
@@ -173,7 +181,9 @@ def _sequence(case: Case, x: Tensor, index: int, begin: int, end: int) -> Tensor
 
 def _recurrence(case: Case, x: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute one sequence from the rule's equations."""
-    q, k, v, g, beta = (x[name] for name in ("query_layer", "key_layer", "value_layer", "g", "beta"))
+    q, k, v, g, beta = (
+        x[name] for name in ("query_layer", "key_layer", "value_layer", "g", "beta")
+    )
     if case.options.get("use_qk_l2norm_in_kernel"):
         q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
     if case.options.get("use_beta_sigmoid_in_kernel"):
@@ -189,7 +199,11 @@ def _recurrence(case: Case, x: dict[str, Tensor], state: Tensor) -> tuple[Tensor
             state = state + torch.einsum("hk,hv->hkv", k[t], error)
         else:
             state = alpha[t][:, None, None] * state
-            updates = [(k[t], v[t], beta[t])] if case.rule == "gdn" else zip(k[t], v[t], beta[t], strict=True)
+            updates = (
+                [(k[t], v[t], beta[t])]
+                if case.rule == "gdn"
+                else zip(k[t], v[t], beta[t], strict=True)
+            )
             for key, value, strength in updates:
                 error = value - torch.einsum("hkv,hk->hv", state, key)
                 state = state + strength[:, None, None] * torch.einsum("hk,hv->hkv", key, error)
@@ -214,14 +228,18 @@ def run_with_gradients(
     for index, y in enumerate(results):
         generator = torch.Generator().manual_seed(100 + index)
         weights.append(torch.randn(y.shape, generator=generator).to(case.dtype).to(y.device))
-    loss = sum((y.double() * weight.double()).sum() for y, weight in zip(results, weights, strict=True))
+    loss = sum(
+        (y.double() * weight.double()).sum() for y, weight in zip(results, weights, strict=True)
+    )
     gradients: list[Tensor | None] = [None] * len(tensors)
     if isinstance(loss, Tensor) and loss.requires_grad:
         gradients = list(torch.autograd.grad(loss, list(tensors.values()), allow_unused=True))
     return results, gradients
 
 
-def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, device: str = "cpu") -> None:
+def compare(
+    case: Case, call: Any, seed: int = 0, bound: float | None = None, device: str = "cpu"
+) -> None:
     """Assert that call(**tensors) and its gradients equal the recurrence.
 
     Args:

@@ -39,10 +39,18 @@ OPTIONS = {
     "use_beta_sigmoid_in_kernel": request.Option.SIGMOID,
     "safe_gate": request.Option.SAFE_GATE,
 }
-HALF: dict[str, Any] = {"dtype": torch.float16, "gate_dtype": torch.float32, "sizes": (16, 16), "heads": 1}
+HALF: dict[str, Any] = {
+    "dtype": torch.float16,
+    "gate_dtype": torch.float32,
+    "sizes": (16, 16),
+    "heads": 1,
+}
 CASES = {
     "gated delta net": Case(
-        "gdn", lengths=(70,), options={"output_final_state": True, "use_qk_l2norm_in_kernel": True}, **HALF
+        "gdn",
+        lengths=(70,),
+        options={"output_final_state": True, "use_qk_l2norm_in_kernel": True},
+        **HALF,
     ),
     "gated delta net, packed": Case(
         "gdn", "thd", lengths=(3, 0, 66), padding=5, options={"output_final_state": True}, **HALF
@@ -58,7 +66,13 @@ CASES = {
         **HALF,
     ),
     "gated delta product, packed": Case(
-        "gdp", "thd", lengths=(3, 0, 33), updates=2, padding=4, options={"output_final_state": True}, **HALF
+        "gdp",
+        "thd",
+        lengths=(3, 0, 33),
+        updates=2,
+        padding=4,
+        options={"output_final_state": True},
+        **HALF,
     ),
 }
 
@@ -100,7 +114,9 @@ def largest_error(case: Case) -> float:
 
     found, gradients = run_with_gradients(case, tensors, call)
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    expected, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x))
+    expected, wanted_gradients = run_with_gradients(
+        case, exact, lambda **x: reference_results(case, x)
+    )
     pairs = [*zip(found, expected, strict=True), *zip(gradients, wanted_gradients, strict=True)]
     return max(error(x, y) for x, y in pairs)  # pyright: ignore[reportArgumentType]
 

@@ -96,7 +96,11 @@ class Case(NamedTuple):
 def exists(case: dict[str, Any]) -> bool:
     """Whether the options can be combined."""
     layout, mask = case.get("layout", "bshd"), case.get("mask", "padding")
-    if layout.startswith("thd") and mask not in ("padding", "padding_causal", "padding_causal_bottom_right"):
+    if layout.startswith("thd") and mask not in (
+        "padding",
+        "padding_causal",
+        "padding_causal_bottom_right",
+    ):
         return False
     if layout in ("packed", "interleaved"):
         sizes = case.get("sizes", (64, 64))
@@ -139,7 +143,9 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
                 top = max(scores, default=-1)
                 if top < 0:
                     break
-                case[name] = draw.choice([v for v, s in zip(options, scores, strict=True) if s == top])
+                case[name] = draw.choice(
+                    [v for v, s in zip(options, scores, strict=True) if s == top]
+                )
             if len(case) == len(names) and (
                 not best or _covers(names, case, expected) > _covers(names, best, expected)
             ):
@@ -151,7 +157,9 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
 
 
 def _covers(names: list[str], case: dict[str, Any], expected: set[Any]) -> int:
-    return sum(((a, case[a]), (b, case[b])) in expected for a, b in itertools.combinations(names, 2))
+    return sum(
+        ((a, case[a]), (b, case[b])) in expected for a, b in itertools.combinations(names, 2)
+    )
 
 
 ALL = pairwise(AXES)
@@ -222,7 +230,9 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Call:
     elif mask.startswith("padding"):
         bounds = cumulative(lengths_q, device)
         arguments["cu_seqlens_q"] = bounds
-        arguments["cu_seqlens_kv"] = bounds if case.keys == "as queries" else cumulative(lengths_kv, device)
+        arguments["cu_seqlens_kv"] = (
+            bounds if case.keys == "as queries" else cumulative(lengths_kv, device)
+        )
     elif mask == "arbitrary":
         hidden = random_tensor(device, batch, 1, longest_q, longest_kv, seed=4) > 0.4
         hidden[1, 0, 3] = True
@@ -244,7 +254,9 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Call:
             "[1, 1, 1, j]": (1, 1, 1, longest_kv),
         }[case.bias.split(" ", 1)[1]]
         leaves["bias"] = leaf(5, *shape)
-        arguments.update(core_attention_bias_type=f"{kind}_bias", core_attention_bias=leaves["bias"])
+        arguments.update(
+            core_attention_bias_type=f"{kind}_bias", core_attention_bias=leaves["bias"]
+        )
     elif case.bias in ("alibi", "slopes"):
         arguments["core_attention_bias_type"] = "alibi"
         if case.bias == "slopes":
@@ -253,7 +265,9 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Call:
         HEADS,
         (size_qk, size_v),
         num_gqa_groups=case.groups,
-        qkv_format={"packed": "bshd", "interleaved": "bshd"}.get(case.layout, case.layout.split()[0]),
+        qkv_format={"packed": "bshd", "interleaved": "bshd"}.get(
+            case.layout, case.layout.split()[0]
+        ),
         attn_mask_type=mask,
         window_size=case.window,
         attention_type="cross" if case.keys == "more" else "self",
@@ -326,7 +340,9 @@ def backend_parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("backend", "case"), backend_parameters())
 def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device, monkeypatch):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1")
+    monkeypatch.setenv(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1"
+    )
     with use_backend(attention=backend):
         try:
             got = results(case, build(case, device, case.dtype))
@@ -340,14 +356,18 @@ def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device
         assert got[name].isfinite().all(), name
         floor = 1e-3 * float(value.square().mean().sqrt())
         allowed = 2 * error(literal[name], value) + floor
-        assert error(got[name], value) <= allowed, f"{name}: {error(got[name], value):.2e} > {allowed:.2e}"
+        assert error(got[name], value) <= allowed, (
+            f"{name}: {error(got[name], value):.2e} > {allowed:.2e}"
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=identity)
 def test_the_reference_is_not_needed_on_a_gpu(case, device, monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1")
+    monkeypatch.setenv(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1"
+    )
     results(case, build(case, device, case.dtype))
 
 
@@ -362,7 +382,10 @@ def test_every_valid_pair_of_options_occurs_in_a_case(axes):
 
 @pytest.mark.parametrize("backend", TABLE.names())
 def test_dropout_replays_from_the_seed_and_keeps_the_mean(backend, device):
-    q, k, v = (random_tensor(device, 2, 128, HEADS, 64, seed=i).bfloat16().requires_grad_() for i in range(3))
+    q, k, v = (
+        random_tensor(device, 2, 128, HEADS, 64, seed=i).bfloat16().requires_grad_()
+        for i in range(3)
+    )
     ones = torch.ones_like(v)
     module = DotProductAttention(HEADS, 64, qkv_format="bshd", attention_dropout=0.25)
 
@@ -390,10 +413,15 @@ def test_dropout_replays_from_the_seed_and_keeps_the_mean(backend, device):
 def test_dropout_gradient_uses_the_forward_mask(backend, device):
     """With v = identity the output is the dropped probabilities, so dv = (output)^T grad."""
     size = 64
-    q, k = (random_tensor(device, 1, size, 1, size, seed=i).bfloat16().requires_grad_() for i in range(2))
+    q, k = (
+        random_tensor(device, 1, size, 1, size, seed=i).bfloat16().requires_grad_()
+        for i in range(2)
+    )
     v = torch.eye(size, device=device, dtype=torch.bfloat16)[None, :, None].clone().requires_grad_()
     grad = random_tensor(device, 1, size, size, seed=3).bfloat16()
-    module = DotProductAttention(1, size, qkv_format="bshd", attn_mask_type="no_mask", attention_dropout=0.5)
+    module = DotProductAttention(
+        1, size, qkv_format="bshd", attn_mask_type="no_mask", attention_dropout=0.5
+    )
     with use_backend(attention=backend):
         try:
             out = module(q, k, v)
@@ -478,8 +506,13 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
     lengths_q, lengths_kv, longest_q, longest_kv = [1, 7, 20], [33, 100, 128], 20, 128
     starts = cumulative(lengths_q, device)
     q = random_tensor(device, batch, longest_q, HEADS, size, seed=1).to(dtype)
-    k, v = (random_tensor(device, batch, longest_kv, groups, size, seed=s).to(dtype) for s in (2, 3))
-    real = torch.arange(longest_q, device=device)[None] < torch.tensor(lengths_q, device=device)[:, None]
+    k, v = (
+        random_tensor(device, batch, longest_kv, groups, size, seed=s).to(dtype) for s in (2, 3)
+    )
+    real = (
+        torch.arange(longest_q, device=device)[None]
+        < torch.tensor(lengths_q, device=device)[:, None]
+    )
     input_value = {"bshd": q, "sbhd": q.transpose(0, 1).contiguous(), "thd": q[real]}[q_format]
     request = AttentionCall(
         dtype=dtype,

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from transformer_engine.pytorch.functions.attention.autograd import attention_backward
-from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
+from transformer_engine.pytorch.primitives.attention.call import (
+    Attended,
+    AttentionCall,
+    AttentionInputs,
+)
 from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.primitives.attention.mask import resolve
 
@@ -52,7 +56,9 @@ def rows(lse, form):
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
 def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
-    q, k, v, grad = tensors(device, form, (QUERIES, HEADS), (KEYS, GROUPS), (KEYS, GROUPS), (QUERIES, HEADS))
+    q, k, v, grad = tensors(
+        device, form, (QUERIES, HEADS), (KEYS, GROUPS), (KEYS, GROUPS), (QUERIES, HEADS)
+    )
     full = block_call(device, KEYS, form)
     passes, inputs = choose_passes(full), AttentionInputs(q, k, v)
     expected = passes.forward(full, inputs)
@@ -61,7 +67,9 @@ def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
     axis = 0 if form == "sbhd" else 1
     parts = [
         (replace(full, seqlen_kv=size), AttentionInputs(q, k_part, v_part))
-        for size, k_part, v_part in zip(BLOCKS, k.split(BLOCKS, axis), v.split(BLOCKS, axis), strict=True)
+        for size, k_part, v_part in zip(
+            BLOCKS, k.split(BLOCKS, axis), v.split(BLOCKS, axis), strict=True
+        )
     ]
     done = [choose_passes(call).forward(call, inputs) for call, inputs in parts]
     lse = torch.stack([attended.lse for attended in done])
@@ -76,10 +84,17 @@ def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
     torch.testing.assert_close(output, expected.output, rtol=1e-5, atol=1e-5)
 
     merged = Attended(output, merged_lse)
-    found = [attention_backward(choose_passes(call), call, inputs, merged, grad) for call, inputs in parts]
+    found = [
+        attention_backward(choose_passes(call), call, inputs, merged, grad)
+        for call, inputs in parts
+    ]
     torch.testing.assert_close(sum(part.q for part in found), reference.q, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat([part.k for part in found], axis), reference.k, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat([part.v for part in found], axis), reference.v, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([part.k for part in found], axis), reference.k, rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        torch.cat([part.v for part in found], axis), reference.v, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_flat_gradient_is_accepted(device):
@@ -90,6 +105,8 @@ def test_a_flat_gradient_is_accepted(device):
     passes, inputs = choose_passes(call), AttentionInputs(q, k, v)
     arguments = (passes, call, inputs, passes.forward(call, inputs))
     for one, other in zip(
-        attention_backward(*arguments, grad), attention_backward(*arguments, grad.flatten(-2)), strict=True
+        attention_backward(*arguments, grad),
+        attention_backward(*arguments, grad.flatten(-2)),
+        strict=True,
     ):
         assert one is other is None or torch.equal(one, other)

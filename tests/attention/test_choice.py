@@ -50,7 +50,12 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 @pytest.fixture(autouse=True)
 def _no_switches(monkeypatch):
     versions = ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
-    for name in (*SWITCHES, *versions, "NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+    for name in (
+        *SWITCHES,
+        *versions,
+        "NVTE_FUSED_ATTN_BACKEND",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    ):
         monkeypatch.delenv(name, raising=False)
     # Queries without tensors are about a CPU.
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cpu"))
@@ -76,7 +81,10 @@ def test_torch_has_priority_and_the_reference_computes_the_rest():
 @pytest.mark.parametrize(
     "fields, reason",
     [
-        ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias_type='post_scale_bias'"),
+        (
+            {"core_attention_bias_type": "post_scale_bias"},
+            "core_attention_bias_type='post_scale_bias'",
+        ),
         ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
         ({"return_max_logit": True}, "return_max_logit"),
         ({"max_seqlen_q": 0}, "an empty tensor"),
@@ -89,7 +97,9 @@ def test_torch_reports_why_it_rejects(fields, reason):
 def test_torch_rejects_determinism_on_cuda_unless_torch_provides_it():
     request = AttentionParams(deterministic=True).request()
     on_cuda = dataclasses.replace(request, device_type="cuda")
-    assert "only deterministic under" in {v.backend: v.reason for v in explain(on_cuda)}["torch_sdpa"]
+    assert (
+        "only deterministic under" in {v.backend: v.reason for v in explain(on_cuda)}["torch_sdpa"]
+    )
 
 
 @pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
@@ -114,7 +124,9 @@ def test_our_kernels_reject_calls_larger_than_a_cuda_grid(fields, reason):
     assert triton.unsupported_reason(requested) == reason
 
 
-def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionCall:
+def question(
+    seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16
+) -> AttentionCall:
     """A request on a GPU, with 16 heads of 64."""
     return AttentionCall(
         dtype=dtype,
@@ -170,7 +182,9 @@ def test_turning_off_all_switches_raises_in_the_call_only(monkeypatch, device):
     for name in SWITCHES:
         monkeypatch.setenv(name, "0")
     module = DotProductAttention(2, 4, qkv_format="bshd")
-    with pytest.raises(Unsupported, match=r"NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0.*: NVTE_UNFUSED_ATTN=0"):
+    with pytest.raises(
+        Unsupported, match=r"NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0.*: NVTE_UNFUSED_ATTN=0"
+    ):
         module(*qkv(device))
     with pytest.raises(ValueError, match="No dot product attention backend is available"):
         module(*qkv(device))
@@ -202,20 +216,29 @@ def test_a_bias_shape_is_spelled_by_its_axes_or_extents(kind, shape):
 
 @pytest.mark.parametrize("kind", ["hbss", "1hs", "1hsx"])
 def test_an_unknown_bias_shape_is_an_error(kind):
-    params = AttentionParams(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=kind)
+    params = AttentionParams(
+        core_attention_bias_type="post_scale_bias", core_attention_bias_shape=kind
+    )
     with pytest.raises(ValueError, match=f"core_attention_bias_shape='{kind}'.*write b, h, s, s"):
         params.request()
 
 
 def test_a_bias_shape_that_does_not_broadcast_is_an_error():
     shape = (2, 16, 128, 128)
-    params = AttentionParams(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=shape)
-    with pytest.raises(ValueError, match=r"core_attention_bias_shape=\(2, 16, 128, 128\) does not broadcast"):
+    params = AttentionParams(
+        core_attention_bias_type="post_scale_bias", core_attention_bias_shape=shape
+    )
+    with pytest.raises(
+        ValueError, match=r"core_attention_bias_shape=\(2, 16, 128, 128\) does not broadcast"
+    ):
         params.request()
 
 
 def test_attention_params_survive_conversion_to_a_request():
-    options = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias_shape": (1, 16, 1, 128)}
+    options = {
+        "core_attention_bias_type": "post_scale_bias",
+        "core_attention_bias_shape": (1, 16, 1, 128),
+    }
     params = AttentionParams(**options, qkv_layout="bshd_bshd_bshd", softmax_scale=0.5, softcap=2.0)
     assert AttentionParams.of(params.request()) == params
     assert params.request().scale == 0.5 and AttentionParams().request().scale == 64**-0.5
@@ -230,7 +253,14 @@ def test_a_forced_backend_that_rejects_raises_its_reason(device):
 
 def test_the_originals_query_returns_our_choice(monkeypatch):
     fused = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    assert get_attention_backend(AttentionParams()) == (False, None, True, fused, False, [False, True, True])
+    assert get_attention_backend(AttentionParams()) == (
+        False,
+        None,
+        True,
+        fused,
+        False,
+        [False, True, True],
+    )
     biased = AttentionParams(core_attention_bias_type="post_scale_bias")
     assert get_attention_backend(biased) == (False, None, False, None, True, [False, False, True])
     on_fp8 = AttentionParams(fp8=True, fp8_meta={"recipe": Float8CurrentScaling(fp8_dpa=True)})
@@ -293,7 +323,9 @@ def test_explaining_a_choice_binds_no_backend(device_type, monkeypatch):
 
     rows = tuple(dataclasses.replace(backend, bind=bound) for backend in TABLE.backends)
     monkeypatch.setattr(TABLE, "backends", rows)
-    request = dataclasses.replace(AttentionParams().request(), device_type=device_type, hardware=nvidia(9, 0))
+    request = dataclasses.replace(
+        AttentionParams().request(), device_type=device_type, hardware=nvidia(9, 0)
+    )
     assert [verdict.chosen for verdict in explain(request)].count(True) == 1
     check(request)
 
@@ -367,20 +399,26 @@ def test_windows_are_adjusted_to_the_mask(mask, window, expected):
     assert check_set_window_size(mask, window) == expected
 
 
-@pytest.mark.parametrize("mask, window", [("causal", (-1, -1)), ("causal", (4, 2)), ("no_mask", (-1, 0))])
+@pytest.mark.parametrize(
+    "mask, window", [("causal", (-1, -1)), ("causal", (4, 2)), ("no_mask", (-1, 0))]
+)
 def test_an_adjusted_window_warns(mask, window):
     with pytest.warns(UserWarning, match="window_size=.* becomes"):
         check_set_window_size(mask, window)
 
 
-@pytest.mark.parametrize("mask, window", [("causal", (-2, 0)), ("no_mask", (-1, 3)), ("padding", (3, -1))])
+@pytest.mark.parametrize(
+    "mask, window", [("causal", (-2, 0)), ("no_mask", (-1, 3)), ("padding", (3, -1))]
+)
 def test_impossible_windows_are_rejected(mask, window):
     with pytest.raises(ValueError, match="window_size="):
         check_set_window_size(mask, window)
 
 
 def test_unknown_names_list_the_known_ones(device):
-    with pytest.raises(ValueError, match="attn_mask_type='casual' does not exist; choose one of no_mask"):
+    with pytest.raises(
+        ValueError, match="attn_mask_type='casual' does not exist; choose one of no_mask"
+    ):
         canonical_name("casual")
     for option in ("attention_type", "softmax_type", "qkv_format"):
         with pytest.raises(ValueError, match=f"{option}='x' does not exist; choose one of"):
@@ -394,7 +432,10 @@ def test_unknown_names_list_the_known_ones(device):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_attention_heads": 6, "tp_size": 4}, "tp_size=4 does not divide num_attention_heads=6"),
+        (
+            {"num_attention_heads": 6, "tp_size": 4},
+            "tp_size=4 does not divide num_attention_heads=6",
+        ),
         (
             {"num_attention_heads": 8, "num_gqa_groups": 2, "tp_size": 4},
             "tp_size=4 does not divide num_gqa_groups=2",
@@ -413,7 +454,9 @@ def test_heads_that_cannot_be_shared_are_rejected(options, message):
 def test_tensors_that_do_not_fit_are_rejected(device):
     q, k, v = qkv(device)
     module = DotProductAttention(2, 4, qkv_format="bshd")
-    with pytest.raises(ValueError, match=r"key_layer is \[2, 5, 1, 4\].*\(heads, size\) = \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"key_layer is \[2, 5, 1, 4\].*\(heads, size\) = \(2, 4\)"
+    ):
         module(q, k[:, :, :1], v)
     with pytest.raises(ValueError, match=r"query_layer is .* needs 3 axes"):
         module(q, k, v, qkv_format="thd")
@@ -434,7 +477,9 @@ def test_masks_and_biases_that_do_not_fit_are_rejected(device):
         module(q, k, v, attn_mask_type="padding")
     with pytest.raises(ValueError, match="'arbitrary' needs attention_mask"):
         module(q, k, v, attn_mask_type="arbitrary")
-    with pytest.raises(ValueError, match=r"attention_mask of kv is \[2, 1, 1, 5\].*a pair of masks"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask of kv is \[2, 1, 1, 5\].*a pair of masks"
+    ):
         module(q, k[:, :4], v[:, :4], padding_mask([5, 3], 5, device), attn_mask_type="padding")
     with pytest.raises(ValueError, match="has 3 sequences, the tensor 2"):
         module(q, k, v, attn_mask_type="padding", cu_seqlens_q=cumulative([1, 2, 3], device))
@@ -490,14 +535,17 @@ def test_checkpoints_with_moved_or_missing_extra_state_load(device):
 
 def test_tensor_parallel_ranks_use_their_own_alibi_slopes(device, monkeypatch):
     q, k, v = (
-        torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
+        torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(i)).to(device)
+        for i in range(3)
     )
     options = {"core_attention_bias_type": "alibi"}
     full = DotProductAttention(4, 4, qkv_format="bshd")(q, k, v, **options)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
     second = DotProductAttention(4, 4, qkv_format="bshd", tp_group=object())
-    torch.testing.assert_close(second(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], **options), full[..., 8:])
+    torch.testing.assert_close(
+        second(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], **options), full[..., 8:]
+    )
 
 
 def test_packed_buffer_layouts_are_recognised(device):
@@ -518,7 +566,11 @@ def test_packed_buffer_layouts_are_recognised(device):
         warnings.simplefilter("error")
         assert get_qkv_layout(*separate, "sbhd")[0] == "sbhd_sbhd_sbhd"
     name, q, k, v, *formats = get_qkv_layout(*(x.transpose(0, 1) for x in separate), "bshd")
-    assert name == "bshd_bshd_bshd" and all(x.is_contiguous() for x in (q, k, v)) and formats == ["bshd"] * 2
+    assert (
+        name == "bshd_bshd_bshd"
+        and all(x.is_contiguous() for x in (q, k, v))
+        and formats == ["bshd"] * 2
+    )
     assert get_qkv_layout(q, k, v, "sbhd", inference_params=object())[::4] == ("sbhd_2bshd", "sbhd")
 
 

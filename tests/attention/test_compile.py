@@ -57,7 +57,11 @@ CASES = {
     "causal, grouped": ({"num_gqa_groups": 2}, {}),
     "window": ({"window_size": (2, 1), "attn_mask_type": "no_mask"}, {}),
     "bottom right, sink": (
-        {"attn_mask_type": "causal_bottom_right", "softmax_type": "learnable", "return_max_logit": True},
+        {
+            "attn_mask_type": "causal_bottom_right",
+            "softmax_type": "learnable",
+            "return_max_logit": True,
+        },
         {},
     ),
     "alibi": ({}, {"core_attention_bias_type": "alibi"}),
@@ -67,7 +71,8 @@ ONE_BY_ONE = ("causal, grouped", "bottom right, sink", "alibi")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in ONE_BY_ONE else ()) for case in CASES]
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in ONE_BY_ONE else ()) for case in CASES],
 )
 def test_attention_compiles(case, device):
     construction, call = CASES[case]
@@ -95,12 +100,16 @@ def test_padding_and_bias_compile(argument, device):
     if "bias" in argument:
         call["core_attention_bias_type"] = "post_scale_bias"
         leaves.append(sample(device, 1, 4, 6, 6))
-    assert_same_as_eager(lambda q, k, v, bias=None: module(q, k, v, core_attention_bias=bias, **call), leaves)
+    assert_same_as_eager(
+        lambda q, k, v, bias=None: module(q, k, v, core_attention_bias=bias, **call), leaves
+    )
 
 
 # tests/attention/test_compiled_lengths.py always compiles packed sequences with both backends, and torch
 # computes torch_sdpa's gradient.
-@pytest.mark.parametrize("backend", ["reference", pytest.param("torch_sdpa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("torch_sdpa", marks=pytest.mark.slow)]
+)
 def test_packed_sequences_compile_with_an_explicit_longest_length(backend, device):
     module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
     bounds = cumulative([4, 6], device)
@@ -118,7 +127,9 @@ def test_compiled_packed_sequences_require_the_longest_length(device):
 
 
 def test_dropout_compiles(device):
-    module = DotProductAttention(4, 8, qkv_format="bshd", attention_dropout=0.5, softmax_type="off-by-one")
+    module = DotProductAttention(
+        4, 8, qkv_format="bshd", attention_dropout=0.5, softmax_type="off-by-one"
+    )
     q, k, v = (sample(device, 2, 6, 4, 8, seed=i).requires_grad_() for i in range(3))
     out = compiled(module)(q, k, v)
     out.sum().backward()
@@ -171,7 +182,9 @@ def softcap_with_bias(score, b, h, i, j, bias, cap):
     return cap * torch.tanh(score + bias[0, h, i, j])
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace the objects")
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace the objects"
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("score_mod", [softcap_with_bias, cap_biased_score])
 @pytest.mark.sampled
@@ -186,7 +199,9 @@ def test_score_mod_compiles_with_gradients_for_its_tensors(score_mod, dynamic, d
     assert_same_as_eager(attend, leaves, dynamic=dynamic)
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace the objects")
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace the objects"
+)
 def test_a_score_mod_that_the_compiled_function_defines_compiles(device):
     module = DotProductAttention(2, 16, qkv_format="bshd")
 

@@ -26,7 +26,9 @@ def compare_lengths(lengths, eager, function, inputs_of):
 
 def test_two_attentions_compile_at_changing_lengths(device):
     """Dynamo makes sizes symbols when they change, and head counts too when modules differ in them."""
-    modules = [DotProductAttention(4, 8, qkv_format="bshd", num_gqa_groups=groups) for groups in (4, 2)]
+    modules = [
+        DotProductAttention(4, 8, qkv_format="bshd", num_gqa_groups=groups) for groups in (4, 2)
+    ]
     torch._dynamo.reset()
     functions = [torch.compile(m, fullgraph=True, backend="aot_eager") for m in modules]
     for length in (6, 10):
@@ -50,12 +52,17 @@ def test_alibi_bias_and_masks_compile_at_changing_lengths(case, device):
             return module(q, k, v, core_attention_bias_type="alibi")
         square = torch.ones(1, 1, length, length, device=q.device).tril()
         if case == "bias":
-            return module(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=square)
+            return module(
+                q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=square
+            )
         return module(q, k, v, attn_mask_type="arbitrary", attention_mask=square == 0)
 
     function = compiled(attend)
     compare_lengths(
-        (5, 8), attend, function, lambda s: [sample(device, 2, s, 4, 8, seed=s + i) for i in range(3)]
+        (5, 8),
+        attend,
+        function,
+        lambda s: [sample(device, 2, s, 4, 8, seed=s + i) for i in range(3)],
     )
 
 
@@ -65,7 +72,9 @@ def test_packed_sequences_share_a_graph_for_any_token_count(backend, device):
     starts = torch.zeros(3, dtype=torch.int32, device=device)
 
     def attend(q, k, v):
-        return module(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=16, max_seqlen_kv=16)
+        return module(
+            q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=16, max_seqlen_kv=16
+        )
 
     graphs = []
 
@@ -93,4 +102,6 @@ def test_a_multihead_attention_compiles_at_changing_lengths(device):
     def attend(x):
         return module(x, rotary_pos_emb=angles[: x.shape[0]])
 
-    compare_lengths((8, 16, 24), attend, compiled(attend), lambda s: [sample(device, s, 2, 32, seed=s)])
+    compare_lengths(
+        (8, 16, 24), attend, compiled(attend), lambda s: [sample(device, s, 2, 32, seed=s)]
+    )

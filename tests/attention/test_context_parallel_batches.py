@@ -28,7 +28,9 @@ def round_up(length: int, multiple: int) -> int:
 @pytest.mark.parametrize("multiple", [1, 4, 6])
 def test_every_sequence_is_padded_at_its_end_to_a_multiple(multiple, leading, device):
     ids = torch.arange(100, 100 + sum(LENGTHS), device=device).reshape(*leading, -1)
-    padded, labels, cu = pad_thd_sequences_for_cp(ids, -ids, bounds(LENGTHS, device), multiple, 7, -100)
+    padded, labels, cu = pad_thd_sequences_for_cp(
+        ids, -ids, bounds(LENGTHS, device), multiple, 7, -100
+    )
     want_ids, want_labels, at = [], [], 100
     for length in LENGTHS:
         filler = round_up(length, multiple) - length
@@ -54,13 +56,17 @@ def test_each_rank_gets_two_chunks_per_sequence(size, device, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: size)
     multiple = 2 * size
     ids = torch.arange(sum(LENGTHS), device=device)[None]
-    padded, labels, cu = pad_thd_sequences_for_cp(ids, ids + 1000, bounds(LENGTHS, device), multiple)
+    padded, labels, cu = pad_thd_sequences_for_cp(
+        ids, ids + 1000, bounds(LENGTHS, device), multiple
+    )
     padded, labels = padded[None], labels[None]
     positions = generate_positional_ids_for_cp(bounds(LENGTHS, device), multiple)[None]
     for rank in range(size):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         parts = get_batch_on_this_cp_rank(cu, padded, labels, positions, cp_group=group)
-        named = get_batch_on_this_cp_rank(cu, padded, labels, positions, cp_group=group, cp_rank=rank)
+        named = get_batch_on_this_cp_rank(
+            cu, padded, labels, positions, cp_group=group, cp_rank=rank
+        )
         assert all(torch.equal(a, b) for a, b in zip(parts, named, strict=True))
         for full, part in zip((padded, labels, positions), parts, strict=True):
             expected = []
@@ -78,13 +84,17 @@ def test_one_rank_has_the_whole_batch(device, monkeypatch):
 
 def test_size_and_rank_come_from_the_default_group_unless_given(device, monkeypatch):
     queries = []
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: queries.append(group) or 2)
+    monkeypatch.setattr(
+        torch.distributed, "get_world_size", lambda group: queries.append(group) or 2
+    )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: queries.append(group) or 1)
     ids = torch.arange(8, device=device)
     part, none, rows = get_batch_on_this_cp_rank(bounds([8], device), ids, None, ids[:, None])
     assert queries == [None, None] and none is None
     assert part.tolist() == [2, 3, 4, 5] and rows.tolist() == [[2], [3], [4], [5]]
-    with pytest.raises(ValueError, match=r"input_ids_padded is \[7\], cu_seqlens_padded bounds 8 tokens"):
+    with pytest.raises(
+        ValueError, match=r"input_ids_padded is \[7\], cu_seqlens_padded bounds 8 tokens"
+    ):
         get_batch_on_this_cp_rank(bounds([8], device), ids[1:], ids, ids)
 
 
@@ -112,7 +122,9 @@ def test_bounds_on_a_rank_count_its_real_tokens(size, halves, device):
             tokens = torch.arange(extent) < length
             chunks = tokens.chunk(2 * size) if extent else [tokens] * (2 * size)
             contents = [chunks[rank], chunks[2 * size - 1 - rank]]
-            counts.append(sum(int(c.sum()) for c, counted in zip(contents, halves, strict=True) if counted))
+            counts.append(
+                sum(int(c.sum()) for c, counted in zip(contents, halves, strict=True) if counted)
+            )
         assert found.tolist() == bounds(counts, "cpu").tolist() and found.dtype == torch.int32
     with pytest.raises(ValueError, match=f"rank={size} is outside"):
         get_cu_seqlens_on_cp_rank(real, real, size, size, *halves)
@@ -124,6 +136,8 @@ def test_rank_order_concatenates_the_ranks_parts_and_is_reversible(size, device)
     x = torch.randn(sum(lengths), 3, device=device)
     cu = bounds(lengths, device)
     ordered = tex.thd_sequence_order_to_cp_rank_order(x, cu, size)
-    parts = [x[tex.thd_get_partitioned_indices(cu, len(x), size, rank).long()] for rank in range(size)]
+    parts = [
+        x[tex.thd_get_partitioned_indices(cu, len(x), size, rank).long()] for rank in range(size)
+    ]
     assert torch.equal(ordered, torch.cat(parts))
     assert torch.equal(tex.thd_cp_rank_order_to_sequence_order(ordered, cu, size), x)

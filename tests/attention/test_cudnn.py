@@ -16,7 +16,12 @@ from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.functions.attention.fp8 import FORWARD
 from transformer_engine.pytorch.primitives.attention import mask as masks
 from transformer_engine.pytorch.primitives.attention import reference
-from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, cudnn_graph, cudnn_plan
+from transformer_engine.pytorch.primitives.attention.backends import (
+    cudnn,
+    cudnn_fp8,
+    cudnn_graph,
+    cudnn_plan,
+)
 from transformer_engine.pytorch.primitives.attention.call import (
     AttentionCall,
     AttentionInputs,
@@ -67,7 +72,11 @@ def test_a_missing_library_is_a_rejection(monkeypatch):
 def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
     """Module `cudnn` in one version, with the names that its compiled part has in the published wheels."""
     module, part = ModuleType("cudnn"), ModuleType("cudnn._compiled_module")
-    names = {"_execute_with_raw_ptrs", "_get_variant_pack_uids_sorted", "_prepare_variant_pack_template"}
+    names = {
+        "_execute_with_raw_ptrs",
+        "_get_variant_pack_uids_sorted",
+        "_prepare_variant_pack_template",
+    }
     graph = type("graph", (), dict.fromkeys(names - {without}))
     setattr(part, "pygraph" if version < (1, 27) else "backend_graph", graph)
     for name in ("create_handle", "set_stream" if version < (1, 28) else "_raw_set_stream"):
@@ -122,7 +131,10 @@ def test_frontend_versions_from_123_on_are_supported(frontend, reason):
     found = cudnn_graph.load_bindings(cudnn_graph.library())
     assert hasattr(found.graph, "_execute_with_raw_ptrs")
     assert found.create_handle == f"create_handle of {version}"
-    assert found.set_stream == f"{'set_stream' if version < (1, 28) else '_raw_set_stream'} of {version}"
+    assert (
+        found.set_stream
+        == f"{'set_stream' if version < (1, 28) else '_raw_set_stream'} of {version}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,15 +169,24 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "score_mod": ({"score_mod": lambda *_: None}, "score_mod"),
     "empty": ({"seqlen_q": 0}, "an empty tensor"),
     "head size": ({"head_dim_qk": 60}, "head_dim_qk=60 is not a multiple of 8"),
-    "large backward": ({"head_dim_qk": 264, "head_dim_v": 264}, "head size 264 > 256 in the backward"),
+    "large backward": (
+        {"head_dim_qk": 264, "head_dim_v": 264},
+        "head size 264 > 256 in the backward",
+    ),
     "large on sm80": (
         {"head_dim_qk": 192, "head_dim_v": 192, "hardware": nvidia(8, 0)},
         "head size 192 > 128",
     ),
     "unequal": ({"head_dim_qk": 256, "head_dim_v": 128}, "it takes equal ones and 192/128"),
     "arbitrary": ({"mask": "arbitrary"}, "arbitrary"),
-    "mask tensors": ({"mask": "padding", "padding_tensors": True}, "give cu_seqlens_q and cu_seqlens_kv"),
-    "longer queries": ({"mask": "causal_bottom_right", "seqlen_q": 512}, "seqlen_q=512 > seqlen_kv=256"),
+    "mask tensors": (
+        {"mask": "padding", "padding_tensors": True},
+        "give cu_seqlens_q and cu_seqlens_kv",
+    ),
+    "longer queries": (
+        {"mask": "causal_bottom_right", "seqlen_q": 512},
+        "seqlen_q=512 > seqlen_kv=256",
+    ),
     "bottom right bias": (
         {
             "mask": "causal_bottom_right",
@@ -258,7 +279,10 @@ FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "empty": ({"batch": 0}, "an empty tensor"),
     "bias": (BIASED, "core_attention_bias_type='post_scale_bias'"),
-    "bottom right": ({"mask": "causal_bottom_right", "seqlen_q": 128}, "a diagonal that ends bottom right"),
+    "bottom right": (
+        {"mask": "causal_bottom_right", "seqlen_q": 128},
+        "a diagonal that ends bottom right",
+    ),
     "dropout": ({"dropout": 0.1}, "attention_dropout"),
     "sink": ({"softmax": "learnable"}, "softmax_type='learnable'"),
     "head size": ({"head_dim_qk": 72}, "head size 72"),
@@ -269,7 +293,9 @@ FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", FP8_REJECTED)
 def test_unsupported_fp8_calls_are_rejected(name, installed):
     options, sentence = FP8_REJECTED[name]
-    assert sentence in (FORWARD.named("cudnn").rejection_reason(request(**options, fp8="delayed")) or "")
+    assert sentence in (
+        FORWARD.named("cudnn").rejection_reason(request(**options, fp8="delayed")) or ""
+    )
 
 
 def test_the_fp8_backward_takes_one_head_size(installed):
@@ -316,9 +342,13 @@ def sample_inputs(
     v = tensor(r.kv_format, r.seqlen_kv, r.groups, r.head_dim_v)
     if packed_qkv:
         q, k, v = torch.cat((q, k, v), dim=-2).split((r.heads, r.groups, r.groups), dim=-2)
-    lengths_q = torch.tensor(lengths_q, dtype=torch.int32, device=device) if r.mask.padding else None
+    lengths_q = (
+        torch.tensor(lengths_q, dtype=torch.int32, device=device) if r.mask.padding else None
+    )
     lengths_kv = (
-        lengths_q if lengths_kv is None else torch.tensor(lengths_kv, dtype=torch.int32, device=device)
+        lengths_q
+        if lengths_kv is None
+        else torch.tensor(lengths_kv, dtype=torch.int32, device=device)
     )
     starts = [cumulative([size] * r.batch, device) for size in (r.seqlen_q, r.seqlen_kv)]
     return AttentionInputs(
@@ -395,16 +425,27 @@ EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"mask": "padding_causal_bottom_right", "seqlen_q": 128},
         {"lengths_q": [100, 60], "lengths_kv": [200, 31]},
     ),
-    "no keys": ({"mask": "padding", "seqlen_q": 128}, {"lengths_q": [100, 57], "lengths_kv": [200, 0]}),
+    "no keys": (
+        {"mask": "padding", "seqlen_q": 128},
+        {"lengths_q": [100, 57], "lengths_kv": [200, 0]},
+    ),
     "no keys, packed": (
         {"mask": "padding", "padded_between": True, "seqlen_q": 128, **PACKED},
         {"lengths_q": [100, 57], "lengths_kv": [200, 0]},
     ),
-    "no queries": ({"mask": "padding", "seqlen_q": 128}, {"lengths_q": [100, 0], "lengths_kv": [200, 31]}),
+    "no queries": (
+        {"mask": "padding", "seqlen_q": 128},
+        {"lengths_q": [100, 0], "lengths_kv": [200, 31]},
+    ),
     "both sides": ({"mask": "no_mask", "window": (40, 20)}, {}),
     "window with bias": ({"window": (40, 0), **BIASED, "bias_gradient": True}, {}),
     "bias of batches": (
-        {"mask": "no_mask", "bias": "pre_scale_bias", "bias_shape": (2, 1, 256, 256), "bias_gradient": True},
+        {
+            "mask": "no_mask",
+            "bias": "pre_scale_bias",
+            "bias_shape": (2, 1, 256, 256),
+            "bias_gradient": True,
+        },
         {},
     ),
     "alibi with padding": (
@@ -414,7 +455,10 @@ EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sink": ({"softmax": "learnable", "window": (40, 0)}, {}),
     "bias without gradient": ({"mask": "no_mask", "softmax": "off-by-one", **BIASED}, {}),
     "deterministic sink": ({"softmax": "learnable", "deterministic": True}, {}),
-    "max_logit with padding": ({"mask": "padding_causal", "max_logit": True}, {"lengths_q": [200, 57]}),
+    "max_logit with padding": (
+        {"mask": "padding_causal", "max_logit": True},
+        {"lengths_q": [200, 57]},
+    ),
     "deterministic": ({"deterministic": True, **BIASED, "bias_gradient": True}, {}),
     "large heads": ({"head_dim_qk": 256, "head_dim_v": 256}, {}),
     "192/128": ({"head_dim_qk": 192, "head_dim_v": 128}, {}),

@@ -16,7 +16,10 @@ from transformer_engine.common import warning
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.recipe import MXFP8BlockScaling
 from transformer_engine.pytorch.functions.attention import blocks_cudnn, fp8
-from transformer_engine.pytorch.functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
+from transformer_engine.pytorch.functions.attention.fp8_attention import (
+    AttentionQuantizers,
+    FP8Attention,
+)
 from transformer_engine.pytorch.primitives.attention.backends import cudnn_blocks, cudnn_graph
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_blocks import BlockCodes
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_plan import Strided
@@ -95,10 +98,16 @@ def test_the_path_is_off_until_the_self_test_has_passed(monkeypatch):
 
 def test_the_backward_pass_is_in_16_bits_unless_fp8_is_asked_for(installed):
     call = request(**B200)
-    for requested, name in ((None, "high_precision"), (False, "high_precision"), (True, "cudnn_mxfp8")):
+    for requested, name in (
+        (None, "high_precision"),
+        (False, "high_precision"),
+        (True, "cudnn_mxfp8"),
+    ):
         query = fp8.BackwardRequest(call, "cudnn_mxfp8", requested)
         found = next(
-            row.name for row in fp8.BACKWARD.candidates(query) if row.rejection_reason(query) is None
+            row.name
+            for row in fp8.BACKWARD.candidates(query)
+            if row.rejection_reason(query) is None
         )
         assert found == name
     wide = fp8.BackwardRequest(request(**{**B200, "head_dim_qk": 192}), "cudnn_mxfp8", True)
@@ -190,8 +199,18 @@ def test_descriptors_of_both_passes_have_the_documented_layouts(recording):
     assert tensor_facts(argument["descale_q"]) == ((2, 4, 256, 4), (4096, 1024, 4, 1), *along_d)
     assert tensor_facts(argument["descale_k"]) == ((2, 2, 256, 4), (2048, 1024, 4, 1), *along_d)
     assert tensor_facts(argument["descale_v"]) == ((2, 2, 8, 128), (2048, 1024, 1, 8), *tokens)
-    assert tensor_facts(argument["q"]) == ((2, 4, 160, 128), (160 * 512, 128, 512, 1), "FP8_E4M3", "")
-    assert tensor_facts(argument["v"]) == ((2, 2, 192, 128), (192 * 256, 128, 256, 1), "FP8_E4M3", "")
+    assert tensor_facts(argument["q"]) == (
+        (2, 4, 160, 128),
+        (160 * 512, 128, 512, 1),
+        "FP8_E4M3",
+        "",
+    )
+    assert tensor_facts(argument["v"]) == (
+        (2, 2, 192, 128),
+        (192 * 256, 128, 256, 1),
+        "FP8_E4M3",
+        "",
+    )
     assert argument["generate_stats"] and argument["attn_scale"] == call.scale
     assert argument["diagonal_band_left_bound"] == 65 and argument["diagonal_band_right_bound"] == 0
 
@@ -236,7 +255,9 @@ def decode_blocks(tensor: BlockCodes, tensor_format: str, along_tokens: bool) ->
             exponents = torch.tensor(
                 [[read_exponent(scales, r, c, width) for c in range(columns)] for r in range(rows)]
             )
-            factors = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)  # [rows, contracted]
+            factors = torch.exp2(exponents.double() - 127).repeat_interleave(
+                32, 1
+            )  # [rows, contracted]
             values[b, :, h] = x[b, :, h] * (factors.t() if along_tokens else factors)
     return values.transpose(0, 1) if tensor_format == "sbhd" else values
 
@@ -251,7 +272,9 @@ def test_codes_and_scales_equal_those_of_separate_heads(tensor_format, tokens, d
     )
     quantizer = MXFP8Quantizer(E4M3)
     for along_tokens, result in zip(
-        (False, True), blocks_cudnn._quantize_directions(x, tensor_format, quantizer, True, True), strict=True
+        (False, True),
+        blocks_cudnn._quantize_directions(x, tensor_format, quantizer, True, True),
+        strict=True,
     ):
         assert result is not None and result.codes.shape == x.shape and result.codes.is_contiguous()
         found = decode_blocks(result, tensor_format, along_tokens)
@@ -279,11 +302,15 @@ def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeyp
     records: dict[str, BlockCodes] = {}
 
     def forward(call, q: BlockCodes, k: BlockCodes, v: BlockCodes):
-        values = [decode_blocks(x, "bshd", along) for x, along in ((q, False), (k, False), (v, True))]
+        values = [
+            decode_blocks(x, "bshd", along) for x, along in ((q, False), (k, False), (v, True))
+        ]
         output, lse = exact(*values, call.scale)
         return output.to(call.dtype), lse.float()
 
-    def backward(call, codes: dict[str, BlockCodes], output: Tensor, grad_output: Tensor, lse: Tensor):
+    def backward(
+        call, codes: dict[str, BlockCodes], output: Tensor, grad_output: Tensor, lse: Tensor
+    ):
         records.update(codes)
         inputs = [decode_blocks(codes[role], "bshd", False).requires_grad_() for role in "qkv"]
         grad = decode_blocks(codes["grad_output_codes"], "bshd", False)
@@ -328,7 +355,11 @@ def test_requested_fp8_gradients_without_a_kernel_warn_once_with_the_reason(inst
     warning.forget_issued()
     for batch in (2, 3):
         call = request(
-            **{**B200, "head_dim_qk": 192}, batch=batch, seqlen_q=96, seqlen_kv=96, needs_gradient=True
+            **{**B200, "head_dim_qk": 192},
+            batch=batch,
+            seqlen_q=96,
+            seqlen_kv=96,
+            needs_gradient=True,
         )
         passes = fp8.choose_fp8(replace(call, fp8=None), "mxfp8", True)
         assert passes.forward is blocks_cudnn.forward and passes.backward is fp8.high_precision
@@ -358,7 +389,10 @@ def test_the_emulation_on_a_cpu_has_the_error_of_the_format(mode, bits, monkeypa
     reference, _ = exact(q, k, v, 64**-0.5)
     dy = torch.randn(out.shape, dtype=torch.bfloat16)
     found = [out, *torch.autograd.grad(out, (q, k, v), dy)]
-    expected_value = [reference, *torch.autograd.grad(reference, (q, k, v), dy.double().view_as(reference))]
+    expected_value = [
+        reference,
+        *torch.autograd.grad(reference, (q, k, v), dy.double().view_as(reference)),
+    ]
     # Three E4M3 mantissa bits, rounded to nearest: 2^-4 / sqrt(3) at most for a code; q, k, v, p and o are rounded.
     for name, one, expected in zip(("o", "dq", "dk", "dv"), found, expected_value, strict=True):
         error = relative_error(one.reshape(expected.shape), expected)

@@ -79,7 +79,9 @@ def test_the_rules_accept_what_cudnn_has_engines_for(version, architecture, inst
     assert wrong == []
 
 
-@pytest.mark.skipif(not optional.installed("cudnn"), reason="nvidia-cudnn-frontend is not installed")
+@pytest.mark.skipif(
+    not optional.installed("cudnn"), reason="nvidia-cudnn-frontend is not installed"
+)
 def test_an_installed_cudnn_agrees_with_the_recording():
     printed = programs.output(
         ["-W", "ignore", "-m", "tests.attention.cudnn_without_device", "10.0", "12.0"],

@@ -55,7 +55,9 @@ def graph_score_mod(function, tensors=None, bprop=None, bprop_tensors=None) -> G
 def graph_softcap(**options: Any) -> GraphScoreMod:
     capping = Softcap()
     tensors = {"cap": torch.tensor(0.7)}
-    return graph_score_mod(capping.forward, tensors, capping.backward, {"factor": torch.tensor(1.0)})
+    return graph_score_mod(
+        capping.forward, tensors, capping.backward, {"factor": torch.tensor(1.0)}
+    )
 
 
 def record_program(function, *names: str) -> ScoreProgram:
@@ -70,11 +72,15 @@ def test_functions_that_build_equal_graphs_have_equal_programs():
         return graph.mul(a=graph.tanh(input=ratio), b=tensors["cap"])
 
     program = record_program(softcap, "cap")
-    assert program == record_program(again, "cap") and hash(program) == hash(record_program(again, "cap"))
+    assert program == record_program(again, "cap") and hash(program) == hash(
+        record_program(again, "cap")
+    )
     assert [step.method for step in program.modify] == ["div", "tanh", "mul"]
     assert program != record_program(lambda graph, score, tensors: graph.tanh(score), "cap")
     # A graph's own names are operations, never attributes of the recorder.
-    assert [step.method for step in record_program(relative_bias, "slope", "hidden").modify].count("add") == 1
+    assert [step.method for step in record_program(relative_bias, "slope", "hidden").modify].count(
+        "add"
+    ) == 1
 
 
 def test_a_changed_closure_is_another_program():
@@ -162,12 +168,18 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         ({"max_logit": True}, "return_max_logit=True"),
         ({"bias": "post_scale_bias", "bias_shape": (1, 4, 256, 256)}, "core_attention_bias_type"),
         ({"q_format": "thd", "kv_format": "thd"}, "packed sequences"),
-        ({"score_mod": graph_score_mod(softcap, {"cap": torch.tensor(0.7)})}, "give score_mod_bprop"),
+        (
+            {"score_mod": graph_score_mod(softcap, {"cap": torch.tensor(0.7)})},
+            "give score_mod_bprop",
+        ),
         (
             {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1, requires_grad=True)})},
             "gradients of score_mod_tensors",
         ),
-        ({"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1).int()})}, "torch.int32; it takes"),
+        (
+            {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1).int()})},
+            "torch.int32; it takes",
+        ),
         (
             {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1).double()})},
             "torch.float64; it takes",
@@ -199,7 +211,8 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         (
             {
                 "score_mod": graph_score_mod(
-                    lambda g, s, t: g.add(g.mul(t["bias"], t["bias"]), s), {"bias": torch.zeros(1, 4, 1, 1)}
+                    lambda g, s, t: g.add(g.mul(t["bias"], t["bias"]), s),
+                    {"bias": torch.zeros(1, 4, 1, 1)},
                 )
             },
             "graph.mul of score_mod_tensors alone; compute it before the call",
@@ -240,7 +253,9 @@ def test_the_choice_falls_back_with_the_librarys_reason(installed, monkeypatch):
 
     monkeypatch.setattr(cudnn, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cudnn, "bound_tensors", lambda call, device: bound_tensors(call, torch.device("cpu")))
+    monkeypatch.setattr(
+        cudnn, "bound_tensors", lambda call, device: bound_tensors(call, torch.device("cpu"))
+    )
     monkeypatch.setattr(cudnn, "_plan", fails)
     rejected = request("no_mask", score_mod=graph_softcap())
     assert cudnn.bind(rejected) == PlanFailure("cuDNN has no engine for this attention")
@@ -402,7 +417,9 @@ def test_tensors_are_bound_contiguous_without_expanded_dimensions():
 @pytest.mark.parametrize("gradient", [causal_gradient, None])
 def test_setters_have_no_effect_where_torch_computes_the_graph(gradient):
     (q, k, v), hidden = inputs(), torch.triu(torch.ones(7, 7, dtype=torch.bool), 1)
-    layer = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    layer = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask"
+    )
     zero = None if gradient is None else {"zero": torch.tensor(0.0)}
     got = layer(
         q,
@@ -415,7 +432,9 @@ def test_setters_have_no_effect_where_torch_computes_the_graph(gradient):
     )
     reference = oracle(q, k, v, lambda scores: scores.masked_fill(hidden, -1e9))
     torch.testing.assert_close(got.double(), reference, rtol=1e-5, atol=1e-6)
-    found, expected = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, reference))
+    found, expected = (
+        torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, reference)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -449,15 +468,23 @@ def case(name: str, size: tuple[int, int]) -> tuple[dict[str, Any], Any]:
         return {**options, **tensors, **zero}, lambda s: s.masked_fill(distances(s) > 0, -1e9)
     if name == "alibi":
         slope = SLOPES.cuda()
-        return {"score_mod": alibi, "score_mod_tensors": {"slope": slope}}, lambda s: s + slope * distances(s)
-    shape = {"bias": (1, 4, *size), "bias of sequences": (2, 1, *size), "bias of queries": (2, 1, size[0], 1)}
+        return {
+            "score_mod": alibi,
+            "score_mod_tensors": {"slope": slope},
+        }, lambda s: s + slope * distances(s)
+    shape = {
+        "bias": (1, 4, *size),
+        "bias of sequences": (2, 1, *size),
+        "bias of queries": (2, 1, size[0], 1),
+    }
     bias = torch.randn(shape[name], device="cuda")
     return {"score_mod": add_bias, "score_mod_tensors": {"bias": bias}}, lambda s: s + bias
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["unchanged", "softcap", "causal", "alibi", "bias", "bias of sequences", "bias of queries"]
+    "name",
+    ["unchanged", "softcap", "causal", "alibi", "bias", "bias of sequences", "bias of queries"],
 )
 @pytest.mark.parametrize(
     ("dtype", "tensor_format", "sizes", "groups", "depth"),
@@ -467,7 +494,9 @@ def case(name: str, size: tuple[int, int]) -> tuple[dict[str, Any], Any]:
         (torch.bfloat16, "bshd", (136, 200), 1, 64),
     ],
 )
-def test_cudnn_computes_the_function_and_its_gradient(name, dtype, tensor_format, sizes, groups, depth):
+def test_cudnn_computes_the_function_and_its_gradient(
+    name, dtype, tensor_format, sizes, groups, depth
+):
     pytest.importorskip("cudnn")
     torch.manual_seed(0)
     leaves = [
@@ -525,7 +554,9 @@ def test_the_softcap_argument_equals_a_softcap_graph():
     assert modifier is not None
     program = graph_softcap().recorded.program
     assert isinstance(program, ScoreProgram)
-    assert [step.method for step in modifier.program.modify] == [step.method for step in program.modify]
+    assert [step.method for step in modifier.program.modify] == [
+        step.method for step in program.modify
+    ]
     assert [step.method for step in modifier.program.differentiate] == ["tanh_backward"]
     assert [float(tensor) for tensor in tensors] == [pytest.approx(0.7)]
     assert modifier.operands[0].on_host
@@ -549,7 +580,10 @@ def test_a_softcap_is_a_float32_number_under_any_default_dtype(dtype):
     ("options", "words"),
     [
         ({"softcap": 0.7}, None),
-        ({"softcap": 0.7, "mask": "causal"}, "softcap with attn_mask_type='causal'; it takes 'no_mask'"),
+        (
+            {"softcap": 0.7, "mask": "causal"},
+            "softcap with attn_mask_type='causal'; it takes 'no_mask'",
+        ),
         ({"softcap": 0.7, "max_logit": True}, "softcap with return_max_logit=True"),
         ({"softcap": 0.7, "q_format": "thd", "kv_format": "thd"}, "softcap with packed sequences"),
         ({"softcap": 0.7, "score_mod": graph_softcap()}, "softcap together with score_mod"),

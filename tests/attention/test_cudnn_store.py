@@ -131,7 +131,13 @@ class Library:
 
 def gpu(**changes: Any) -> SimpleNamespace:
     """Properties of an H200, with changes."""
-    options = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, **changes}
+    options = {
+        "name": "NVIDIA H200",
+        "major": 9,
+        "minor": 0,
+        "multi_processor_count": 132,
+        **changes,
+    }
     return SimpleNamespace(**options)
 
 
@@ -158,7 +164,9 @@ STRIDED = cudnn_plan.Strided((65536, 256, 64, 1), (32768, 128, 64, 1), (32768, 1
 
 def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.CudnnPlan:
     """Plan built or read as in a process without plans in memory."""
-    return cudnn_graph.planned(cudnn_plan.describe_forward, device, request() if r is None else r, strided)
+    return cudnn_graph.planned(
+        cudnn_plan.describe_forward, device, request() if r is None else r, strided
+    )
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -184,7 +192,9 @@ def test_another_gpu_of_the_same_model_reads_it_too(library):
 
 
 def test_packed_sequences_keep_their_offsets(library):
-    strided = cudnn_plan.Strided((256, 64, 1), (128, 64, 1), (128, 64, 1), tokens_q=512, tokens_kv=512)
+    strided = cudnn_plan.Strided(
+        (256, 64, 1), (128, 64, 1), (128, 64, 1), tokens_q=512, tokens_kv=512
+    )
     r = request("padding_causal", same_lengths=True, **PACKED)
     first, second = plan(r, strided), plan(r, strided)
     assert (library.built, library.read) == (1, 1)
@@ -262,7 +272,9 @@ def test_the_source_digest_covers_every_file_that_describes_graphs(monkeypatch):
         cudnn_store.source_digest.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(
-                cudnn_store, "SOURCES", cudnn_store.SOURCES[:index] + cudnn_store.SOURCES[index + 1 :]
+                cudnn_store,
+                "SOURCES",
+                cudnn_store.SOURCES[:index] + cudnn_store.SOURCES[index + 1 :],
             )
             assert cudnn_store.source_digest() != digest
     cudnn_store.source_digest.cache_clear()
@@ -273,8 +285,14 @@ DAMAGE = {
     "empty": (lambda content: b"", "its 0 bytes do not begin as those of cuDNN's plans do"),
     "header only": (lambda content: content[:20], "its 20 bytes do not begin"),
     "cut off": (lambda content: content[:-3], "its checksum does not fit"),
-    "one bit": (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "its checksum does not fit"),
-    "workspace": (lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:], "its checksum"),
+    "one bit": (
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        "its checksum does not fit",
+    ),
+    "workspace": (
+        lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:],
+        "its checksum",
+    ),
     "another format": (
         lambda content: b"TECUDNN0" + content[8:],
         "do not begin as those of cuDNN's plans do",
@@ -300,9 +318,12 @@ def test_a_damaged_file_is_logged_once_and_built_again(name, library, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("CUDNN_STATUS_NOT_SUPPORTED"), NotSupported("no engine"), IndexError("stoll")]
+    "error",
+    [RuntimeError("CUDNN_STATUS_NOT_SUPPORTED"), NotSupported("no engine"), IndexError("stoll")],
 )
-def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, library, tmp_path, caplog):
+def test_a_plan_that_the_library_rejects_is_logged_and_built_again(
+    error, library, tmp_path, caplog
+):
     plan()
     library.rejection = error
     result = plan()
@@ -324,7 +345,9 @@ def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, librar
         ([[1, 2, 3, 4, 5], 64], "64 bytes of workspace, and for 4096 when it was built"),
     ],
 )
-def test_a_plan_with_other_tensors_or_workspace_is_built_again(graph, reason, library, tmp_path, caplog):
+def test_a_plan_with_other_tensors_or_workspace_is_built_again(
+    graph, reason, library, tmp_path, caplog
+):
     plan()
     (path,) = files(tmp_path)
     cudnn_store.write(path, cudnn_store.StoredPlan(4096, json.dumps(graph).encode()))
@@ -352,7 +375,9 @@ def test_a_plan_under_another_plans_name_is_not_used(library, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_a_folder_that_others_may_write_is_neither_read_nor_written(mode, library, tmp_path, caplog):
+def test_a_folder_that_others_may_write_is_neither_read_nor_written(
+    mode, library, tmp_path, caplog
+):
     plan()
     (path,) = files(tmp_path)
     before = path.stat()
@@ -473,7 +498,9 @@ def test_a_graph_that_cannot_be_serialised_is_used_and_logged(library, tmp_path,
     assert "GRAPH_NOT_SUPPORTED" in caplog.text
 
 
-@pytest.mark.parametrize("error", [OSError("no source"), RuntimeError("Could not determine home directory.")])
+@pytest.mark.parametrize(
+    "error", [OSError("no source"), RuntimeError("Could not determine home directory.")]
+)
 def test_plans_are_built_where_no_file_can_exist(error, library, caplog, monkeypatch):
     def fails() -> str:
         raise error
@@ -485,7 +512,9 @@ def test_plans_are_built_where_no_file_can_exist(error, library, caplog, monkeyp
     assert [str(error) in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_shape_without_an_engine_raises_the_same_error_and_leaves_no_file(library, tmp_path, monkeypatch):
+def test_a_shape_without_an_engine_raises_the_same_error_and_leaves_no_file(
+    library, tmp_path, monkeypatch
+):
     def refuse(self: Graph) -> None:
         raise NotSupported("no engine")
 
@@ -496,7 +525,9 @@ def test_a_shape_without_an_engine_raises_the_same_error_and_leaves_no_file(libr
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"mask": "padding_causal", "same_lengths": True, **PACKED}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": "padding_causal", "same_lengths": True, **PACKED}]
+)
 def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path, caplog):
     pytest.importorskip("cudnn")
     from tests.attention.test_cudnn import sample_inputs
@@ -511,7 +542,9 @@ def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path,
         cudnn._PLANS.clear()
         found = cudnn.forward(r, inputs)
         results.append((found.output, *cudnn.backward(r, inputs, found, grad)[:3]))
-        monkeypatch.setattr(cudnn_graph, "_built", None)  # the second time there is nothing to build
+        monkeypatch.setattr(
+            cudnn_graph, "_built", None
+        )  # the second time there is nothing to build
     assert len(files(tmp_path)) == 2
     assert not [record for record in caplog.records if record.name == "DotProductAttention"]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

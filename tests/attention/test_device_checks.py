@@ -57,7 +57,9 @@ def test_a_pending_check_waits_until_its_numbers_arrive():
     device_checks._settle(wait=False)
     assert len(device_checks._waiting) == 1 and not late.waited
     late.there = True
-    with pytest.raises(ValueError, match="found by TE_CHECK=1 in an earlier call: 5 is not below 3"):
+    with pytest.raises(
+        ValueError, match="found by TE_CHECK=1 in an earlier call: 5 is not below 3"
+    ):
         device_checks._settle(wait=False)
     assert not late.waited
     te.check()
@@ -106,7 +108,10 @@ def test_pending_failures_are_printed_when_the_process_ends(tmp_path):
     environment = {**os.environ, "PYTHONPATH": search_path()}
     ended = forked.Program(["-c", program], tmp_path, environment)
     assert ended.finish() == 0, ended.errors
-    assert "transformer_engine: found by TE_CHECK=1 in an earlier call: [4] will not do" in ended.errors
+    assert (
+        "transformer_engine: found by TE_CHECK=1 in an earlier call: [4] will not do"
+        in ended.errors
+    )
 
 
 @pytest.mark.gpu

@@ -113,7 +113,9 @@ def test_sliding_windows_equal_the_loop(mask, window, backend, device):
         pytest.skip("a causal mask has no right window")
     q, k, v, grad = tensors(device)
     arguments, rule = mask_arguments(mask, device)
-    module = DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
+    module = DotProductAttention(
+        2, 4, attn_mask_type=mask, window_size=window, attention_type="cross"
+    )
     got = run(module, q, k, v, grad, **arguments)
     assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
 
@@ -127,7 +129,9 @@ def test_windows_near_integer_limits_equal_the_loop(mask, window, backend, devic
         pytest.skip("a mask without a causal name has no one-sided window")
     q, k, v, grad = tensors(device)
     arguments, rule = mask_arguments(mask, device)
-    module = DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
+    module = DotProductAttention(
+        2, 4, attn_mask_type=mask, window_size=window, attention_type="cross"
+    )
     got = run(module, q, k, v, grad, **arguments)
     window = (-1 if window[0] < 0 else 100, 0 if "causal" in mask or window[1] == 0 else 100)
     assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
@@ -152,7 +156,11 @@ def test_backends_receive_windows_of_at_most_the_longest_sequence(device, monkey
 def test_windows_are_aligned_top_left_on_request(at_call, backend, device):
     q, k, v, grad = tensors(device)
     module = DotProductAttention(
-        2, 4, attn_mask_type="no_mask", window_size=(1, 1), bottom_right_diagonal=None if at_call else False
+        2,
+        4,
+        attn_mask_type="no_mask",
+        window_size=(1, 1),
+        bottom_right_diagonal=None if at_call else False,
     )
     options = {"bottom_right_diagonal": False} if at_call else {}
     got = run(module, q, k, v, grad, **options)
@@ -177,7 +185,9 @@ def test_grouped_heads_and_two_head_sizes(mask, groups, width_v, backend, device
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 def test_biases_equal_the_loop_with_their_gradient(kind, shape, device):
     q, k, v, grad = tensors(device)
-    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    bias = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    )
     wide = bias.detach().double().cpu().requires_grad_()
     full = wide.expand(2, 2, 5, 6)
     module = DotProductAttention(2, 4, attn_mask_type="causal", softmax_scale=0.3)
@@ -249,7 +259,9 @@ def test_softmax_types_equal_the_loop_with_the_sinks_gradient(softmax_type, mask
         sink = torch.full((2,), 0.7, dtype=torch.float64, requires_grad=True)
         extra, wide = [module.softmax_offset], [sink]
     got = run(module, q, k, v, grad, extra=extra, **arguments)
-    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), extra=wide, sink=sink))
+    assert_same(
+        got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), extra=wide, sink=sink)
+    )
 
 
 def test_the_learnable_offset_is_the_only_parameter_and_begins_at_zero(device):
@@ -262,7 +274,9 @@ def test_the_learnable_offset_is_the_only_parameter_and_begins_at_zero(device):
 def test_max_logit_is_the_largest_visible_score_of_each_head(mask, device):
     q, k, v, grad = tensors(device)
     arguments, rule = mask_arguments(mask, device)
-    module = DotProductAttention(2, 4, attn_mask_type=mask, return_max_logit=True, attention_type="cross")
+    module = DotProductAttention(
+        2, 4, attn_mask_type=mask, return_max_logit=True, attention_type="cross"
+    )
     *got, max_logit = run(module, q, k, v, grad, **arguments)
     *expected, best = oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule))
     assert_same(got, expected)
@@ -366,7 +380,9 @@ class Tracker:
 def test_dropout_keeps_the_mean_and_is_off_in_evaluation(backend, device):
     q, k, v, _ = tensors(device, 64, 64, batch=8)
     v = torch.ones_like(v)
-    module = DotProductAttention(2, 4, attn_mask_type="no_mask", attention_dropout=0.25, qkv_format="bshd")
+    module = DotProductAttention(
+        2, 4, attn_mask_type="no_mask", attention_dropout=0.25, qkv_format="bshd"
+    )
     torch.manual_seed(0)
     out = module(q, k, v)
     assert out.std() > 0.01
@@ -402,7 +418,9 @@ def test_recomputed_dropout_repeats_its_mask(device):
 
 
 @pytest.mark.parametrize("sequence_parallel, forks", [(False, 1), (True, 0)])
-def test_dropout_runs_in_the_trackers_fork_unless_the_caller_forked(sequence_parallel, forks, device):
+def test_dropout_runs_in_the_trackers_fork_unless_the_caller_forked(
+    sequence_parallel, forks, device
+):
     q, k, v, _ = tensors(device)
     tracker = Tracker()
     module = DotProductAttention(

@@ -24,7 +24,9 @@ FOLDER = Path(attention.__file__).parent
 
 
 def request(**changes):
-    return replace(AttentionParams(qkv_layout="bshd_bshd_bshd").request(), device_type="cpu", **changes)
+    return replace(
+        AttentionParams(qkv_layout="bshd_bshd_bshd").request(), device_type="cpu", **changes
+    )
 
 
 ASKED = {
@@ -55,17 +57,23 @@ def test_a_backend_names_the_feature_that_it_does_not_support(feature):
     assert requested.features == (feature,)
     for backend in TABLE.backends:
         if feature not in backend.takes:
-            assert backend.rejection_reason(requested) == f"it does not support {feature.value}", backend.name
+            assert backend.rejection_reason(requested) == f"it does not support {feature.value}", (
+                backend.name
+            )
 
 
 def test_a_plain_request_needs_no_feature():
     assert request().features == ()
 
 
-@pytest.mark.parametrize("table", [TABLE, fp8.FORWARD, fp8.BACKWARD], ids=lambda table: table.operation)
+@pytest.mark.parametrize(
+    "table", [TABLE, fp8.FORWARD, fp8.BACKWARD], ids=lambda table: table.operation
+)
 def test_an_unknown_feature_is_rejected_by_all(table, monkeypatch):
     monkeypatch.setattr(AttentionCall, "features", ("an attention of tomorrow",))
-    requested = request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
+    requested = (
+        request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
+    )
     for verdict in table.explain(requested):
         assert verdict.reason == "it does not support an attention of tomorrow", verdict.backend
 
@@ -90,11 +98,15 @@ def test_explaining_plans_nothing(monkeypatch):
     monkeypatch.setattr(cudnn, "missing", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: True)
     monkeypatch.setattr(cudnn, "_planning_failure", lambda r: planned.append(r) or "not today")
-    requested = replace(request(), device_type="cuda", hardware=nvidia(9, 0), seqlen_q=4096, seqlen_kv=4096)
+    requested = replace(
+        request(), device_type="cuda", hardware=nvidia(9, 0), seqlen_q=4096, seqlen_kv=4096
+    )
     verdicts = {verdict.backend: verdict for verdict in TABLE.explain(requested)}
     assert verdicts["cudnn"].reason is None and not planned
     assert TABLE.bind(requested).name != "cudnn" and planned == [requested]
-    assert {verdict.backend: verdict.reason for verdict in TABLE.explain(requested)}["cudnn"] == "not today"
+    assert {verdict.backend: verdict.reason for verdict in TABLE.explain(requested)}[
+        "cudnn"
+    ] == "not today"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
@@ -102,7 +114,9 @@ def test_the_primitive_defines_no_autograd_and_no_module(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base) for base in node.bases}
-            assert not bases & {"torch.autograd.Function", "torch.nn.Module", "nn.Module"}, node.name
+            assert not bases & {"torch.autograd.Function", "torch.nn.Module", "nn.Module"}, (
+                node.name
+            )
 
 
 CHANGES = {
@@ -175,7 +189,13 @@ def test_equal_calls_are_planned_once(device, monkeypatch):
     def call(*ends: int, longest: int | None = None) -> torch.Tensor:
         bounds = torch.tensor([0, *ends], dtype=torch.int32, device=device)
         return layer(
-            x, x, x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+            x,
+            x,
+            x,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         )
 
     first, second = call(2, 6, longest=4), call(3, 6, longest=4)

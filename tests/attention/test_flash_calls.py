@@ -102,7 +102,11 @@ PROBLEMS = {
     "thd with a tail": {"layout": "thd", "mask": "padding_causal_bottom_right", "sink": True},
     "thd with gaps": {"layout": "thd with gaps", "mask": "padding"},
     "softcap": {"mask": "causal_bottom_right", "softcap": 0.4},
-    "softcap, thd with a tail": {"layout": "thd", "mask": "padding_causal_bottom_right", "softcap": 0.4},
+    "softcap, thd with a tail": {
+        "layout": "thd",
+        "mask": "padding_causal_bottom_right",
+        "softcap": 0.4,
+    },
 }
 
 
@@ -129,7 +133,9 @@ def test_flash4_reads_caches(layout, paged):
     k, v = inputs.k, inputs.v
     if paged:
         order = torch.tensor([[3, 0, 5, 1], [2, 7, 4, 6]], dtype=torch.int32)
-        padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)).unflatten(1, (4, 2)) for x in (k, v)]
+        padded = [
+            torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)).unflatten(1, (4, 2)) for x in (k, v)
+        ]
         pages = [torch.empty(8, 2, 2, 8) for _ in padded]
         for store, x in zip(pages, padded, strict=True):
             store[order.flatten().long()] = x.flatten(0, 1)
@@ -170,7 +176,12 @@ def test_installed_flash_packages_compute_the_request(name, backend):
 
 def hopper_request(**changes):
     request = problem(groups=4)[0]
-    fields = {"device_type": "cuda", "dtype": torch.bfloat16, "hardware": nvidia(9, 0), "seqlen_q": 7}
+    fields = {
+        "device_type": "cuda",
+        "dtype": torch.bfloat16,
+        "hardware": nvidia(9, 0),
+        "seqlen_q": 7,
+    }
     sizes = {"head_dim_qk": 64, "head_dim_v": 64}
     return replace(request, **{**fields, **sizes, **changes})
 
@@ -200,8 +211,16 @@ def hopper_request(**changes):
             {"hardware": nvidia(10, 0), "head_dim_qk": 256, "head_dim_v": 256},
             "heads of size (256, 256) > 128",
         ),
-        (flash4, {"head_dim_qk": 40}, "heads of queries and keys have size 40; it takes multiples of 32"),
-        (flash4, {"head_dim_qk": 96, "head_dim_v": 96, "deterministic": True}, "a deterministic gradient"),
+        (
+            flash4,
+            {"head_dim_qk": 40},
+            "heads of queries and keys have size 40; it takes multiples of 32",
+        ),
+        (
+            flash4,
+            {"head_dim_qk": 96, "head_dim_v": 96, "deterministic": True},
+            "a deterministic gradient",
+        ),
         (
             flash4,
             {"head_dim_qk": 192, "head_dim_v": 128, "groups": 2},
@@ -252,7 +271,9 @@ def test_missing_packages_are_named(monkeypatch):
         assert flash2.unsupported_reason(hopper_request()) == f"flash-attn {version} {expected}"
 
 
-@pytest.mark.parametrize("version", ["2.1.1", "2.3.6", "2.4.0", "2.4.1", "2.8.3", "2.8.3+cu128torch2.9"])
+@pytest.mark.parametrize(
+    "version", ["2.1.1", "2.3.6", "2.4.0", "2.4.1", "2.8.3", "2.8.3+cu128torch2.9"]
+)
 def test_flash2_receives_the_options_that_its_release_has(version, monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", version)
     arguments = []
@@ -279,7 +300,11 @@ def test_flash2_receives_the_options_that_its_release_has(version, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "changes", "reason"),
     [
-        ("2.2.5", {"mask": resolve("no_mask", (4, 4), None)}, "no sliding window, which came with 2.3"),
+        (
+            "2.2.5",
+            {"mask": resolve("no_mask", (4, 4), None)},
+            "no sliding window, which came with 2.3",
+        ),
         ("2.3.6", {"bias": "alibi"}, "no ALiBi, which came with 2.4"),
         ("2.4.0", {"deterministic": True}, "no deterministic backward pass, which came with 2.4.1"),
         ("2.5.9", {"softcap": 20.0}, "no softcap, which came with 2.6"),
@@ -318,5 +343,8 @@ def test_a_flash3_without_the_argument_softcap_is_named(monkeypatch):
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func", older)
     flash3._softcap_failure.cache_clear()
     reason = flash3.BACKEND.rejection_reason(hopper_request(softcap=20.0)) or ""
-    assert "flash_attn_varlen_func of the installed flash-attention 3 has no argument softcap" in reason
+    assert (
+        "flash_attn_varlen_func of the installed flash-attention 3 has no argument softcap"
+        in reason
+    )
     assert flash3.BACKEND.rejection_reason(hopper_request()) is None

@@ -48,7 +48,9 @@ def tensors(device: torch.device, size: int = SIZE, tokens: int = TOKENS) -> lis
     return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
 
 
-def steps(module, recipe: Recipe, qkv: list[Tensor], grad: Tensor | None = None, count: int = 3, **options):
+def steps(
+    module, recipe: Recipe, qkv: list[Tensor], grad: Tensor | None = None, count: int = 3, **options
+):
     """Output and gradients from the last of several steps, after delayed scales have settled."""
     for _ in range(count):
         with te.autocast(recipe=recipe):
@@ -76,7 +78,9 @@ def test_output_is_within_half_of_the_originals_tolerance(kind, mask, device):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_high_precision_gradients_are_nearer_than_fp8_ones_and_both_are_near(kind, device, monkeypatch):
+def test_high_precision_gradients_are_nearer_than_fp8_ones_and_both_are_near(
+    kind, device, monkeypatch
+):
     module, qkv = attention(), tensors(device)
     grad = torch.randn(BATCH, TOKENS, HEADS * SIZE, device=device).to(qkv[0].dtype)
     exact = torch.autograd.grad(module(*qkv), qkv, grad)
@@ -91,7 +95,11 @@ def test_high_precision_gradients_are_nearer_than_fp8_ones_and_both_are_near(kin
 def test_statistics_are_recorded_in_the_originals_slots(device, monkeypatch):
     module, qkv = attention(), tensors(device)
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
-    literal = {"attention": "reference", "fp8_attention": "emulated", "fp8_attention_backward": "emulated"}
+    literal = {
+        "attention": "reference",
+        "fp8_attention": "emulated",
+        "fp8_attention_backward": "emulated",
+    }
     with use_backend(**literal):
         steps(module, DelayedScaling(fp8_dpa=True, amax_history_len=4), qkv)
     for key, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
@@ -109,7 +117,11 @@ def test_a_high_precision_backward_does_not_write_gradient_slots(device):
 
 
 def test_a_checkpoint_carries_the_delayed_state(device):
-    module, qkv, recipe = attention(), tensors(device), DelayedScaling(fp8_dpa=True, amax_history_len=4)
+    module, qkv, recipe = (
+        attention(),
+        tensors(device),
+        DelayedScaling(fp8_dpa=True, amax_history_len=4),
+    )
     steps(module, recipe, qkv)
     buffer = io.BytesIO()
     torch.save(module.state_dict(), buffer)
@@ -158,7 +170,10 @@ def test_packed_and_padded_sequences_agree(device):
     with te.autocast(recipe=recipe):
         padded = attention(attn_mask_type="padding_causal")(*masked, cu_seqlens_q=cu_seqlens)
         packed = attention(attn_mask_type="padding_causal", qkv_format="thd")(
-            *(x[real] for x in masked), cu_seqlens_q=cu_seqlens, max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS
+            *(x[real] for x in masked),
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_q=TOKENS,
+            max_seqlen_kv=TOKENS,
         )
     assert relative(packed, padded[real]) < 0.05
 
@@ -166,7 +181,9 @@ def test_packed_and_padded_sequences_agree(device):
 def test_bias_sink_and_dropout_work_in_fp8(device):
     module = attention(softmax_type="learnable", attention_dropout=0.25, attn_mask_type="no_mask")
     qkv = tensors(device)
-    bias = torch.randn(1, HEADS, TOKENS, TOKENS, device=device, dtype=qkv[0].dtype, requires_grad=True)
+    bias = torch.randn(
+        1, HEADS, TOKENS, TOKENS, device=device, dtype=qkv[0].dtype, requires_grad=True
+    )
     options = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
     leaves = [*qkv, bias, module.softmax_offset]
     torch.manual_seed(1)
@@ -230,7 +247,9 @@ def test_layers_with_fp8_attention_stay_close_to_high_precision(make, kind, fiel
     if make == "mha":
         module = MultiheadAttention(128, HEADS, fuse_qkv_params=True, **options)
     else:
-        module = TransformerLayer(128, 256, HEADS, hidden_dropout=0.0, fuse_qkv_params=True, **options)
+        module = TransformerLayer(
+            128, 256, HEADS, hidden_dropout=0.0, fuse_qkv_params=True, **options
+        )
     x = torch.randn(32, 2, 128, device=device, dtype=dtype, requires_grad=True)
     outs, grads = {}, {}
     for fp8 in (False, True):
@@ -242,13 +261,17 @@ def test_layers_with_fp8_attention_stay_close_to_high_precision(make, kind, fiel
     assert 0.0 < relative(outs[True], outs[False]) < 0.1
     assert relative(grads[True], grads[False]) < 0.15
     if kind == "delayed":
-        states = [v for k, v in module.state_dict().items() if k.endswith("core_attention._extra_state")]
+        states = [
+            v for k, v in module.state_dict().items() if k.endswith("core_attention._extra_state")
+        ]
         assert len(states) == 1 and states[0].numel() > 0
 
 
 def test_fp8_mha_passes_codes_to_the_projection(device, monkeypatch):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    module = MultiheadAttention(128, HEADS, params_dtype=dtype, device=device, attention_dropout=0.0)
+    module = MultiheadAttention(
+        128, HEADS, params_dtype=dtype, device=device, attention_dropout=0.0
+    )
     records = []
     module.proj.register_forward_pre_hook(lambda _, arguments: records.append(arguments[0]))
     x = torch.randn(32, 2, 128, device=device, dtype=dtype)
@@ -265,7 +288,9 @@ def test_fp8_mha_passes_codes_to_the_projection(device, monkeypatch):
 def test_recipes_without_fp8_attention_raise(device):
     with (
         te.autocast(recipe=NVFP4BlockScaling(fp8_dpa=True)),
-        pytest.raises(ValueError, match="NVFP4BlockScaling has no FP8 attention; set NVTE_DPA_FP8_RECIPE"),
+        pytest.raises(
+            ValueError, match="NVFP4BlockScaling has no FP8 attention; set NVTE_DPA_FP8_RECIPE"
+        ),
     ):
         attention()(*tensors(device))
 
@@ -345,7 +370,9 @@ def test_cudnn_differentiates_in_fp8_on_request(mask, monkeypatch):
     device = torch.device("cuda")
     qkv = tensors(device, 128, 256)
     grad = torch.randn(BATCH, 256, HEADS * 128, device=device, dtype=torch.bfloat16)
-    module = DotProductAttention(HEADS, 128, num_gqa_groups=GROUPS, qkv_format="bshd", attn_mask_type=mask)
+    module = DotProductAttention(
+        HEADS, 128, num_gqa_groups=GROUPS, qkv_format="bshd", attn_mask_type=mask
+    )
     exact = torch.autograd.grad(module(*qkv), qkv, grad)
     with use_backend(fp8_attention_backward="cudnn"):
         _, grads = steps(module, DelayedScaling(fp8_dpa=True), qkv, grad, count=4)
@@ -357,10 +384,16 @@ def test_cudnn_differentiates_in_fp8_on_request(mask, monkeypatch):
 @pytest.mark.parametrize("quantized_weights", [False, True])
 @pytest.mark.parametrize(
     "kinds",
-    [("DelayedScaling", "Float8CurrentScaling"), ("DelayedScaling", ""), ("Float8CurrentScaling", "F16")],
+    [
+        ("DelayedScaling", "Float8CurrentScaling"),
+        ("DelayedScaling", ""),
+        ("Float8CurrentScaling", "F16"),
+    ],
     ids=str,
 )
-def test_one_attention_can_alternate_between_recipe_families(kinds, quantized_weights, device, monkeypatch):
+def test_one_attention_can_alternate_between_recipe_families(
+    kinds, quantized_weights, device, monkeypatch
+):
     """Each call equals a layer used with its recipe alone."""
     linear = Float8CurrentScaling(fp8_dpa=True)
 

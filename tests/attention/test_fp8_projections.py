@@ -27,7 +27,12 @@ def _emulating(monkeypatch):
 
 
 def make_attention(device, **options) -> MultiheadAttention:
-    kwargs = {"num_gqa_groups": GROUPS, "fuse_qkv_params": True, "attention_dropout": 0.0, **options}
+    kwargs = {
+        "num_gqa_groups": GROUPS,
+        "fuse_qkv_params": True,
+        "attention_dropout": 0.0,
+        **options,
+    }
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(3)
     return MultiheadAttention(HIDDEN, HEADS, params_dtype=dtype, device=device, **kwargs)
@@ -41,7 +46,9 @@ def inputs(device) -> torch.Tensor:
 
 def record_attention_inputs(module: MultiheadAttention) -> list[tuple[torch.Tensor, ...]]:
     records: list[tuple[torch.Tensor, ...]] = []
-    module.core_attention.register_forward_pre_hook(lambda _, arguments: records.append(arguments[:3]))
+    module.core_attention.register_forward_pre_hook(
+        lambda _, arguments: records.append(arguments[:3])
+    )
     return records
 
 
@@ -67,9 +74,13 @@ def test_attention_receives_the_projections_codes(input_layernorm, interleaved, 
             assert torch.equal(found._data, part)
         else:  # a product that writes codes rounds once, one that writes bfloat16 before them twice
             near = (
-                found._data.view(torch.float8_e4m3fn).float() - part.view(torch.float8_e4m3fn).float()
+                found._data.view(torch.float8_e4m3fn).float()
+                - part.view(torch.float8_e4m3fn).float()
             ).abs()
-            assert float((near > 0.126 * part.view(torch.float8_e4m3fn).float().abs()).float().mean()) < 1e-3
+            assert (
+                float((near > 0.126 * part.view(torch.float8_e4m3fn).float().abs()).float().mean())
+                < 1e-3
+            )
 
 
 @pytest.mark.parametrize("backward", ["0", "1"])
@@ -99,7 +110,9 @@ def test_gradients_equal_an_attention_that_quantizes_its_inputs(device):
             module.zero_grad()
             with te.autocast(recipe=Float8CurrentScaling(**{field: True})):
                 out = module(x)
-            grad = torch.autograd.grad(out.float().square().sum(), [x, module.qkv.weight, module.proj.weight])
+            grad = torch.autograd.grad(
+                out.float().square().sum(), [x, module.qkv.weight, module.proj.weight]
+            )
         found[field] = (out, *grad)
     for ours, theirs in zip(found["fp8_mha"], found["fp8_dpa"], strict=True):
         difference = (
@@ -144,7 +157,9 @@ def test_a_projection_in_high_precision_passes_values(device, monkeypatch):
     module = make_attention(device)
     records = record_attention_inputs(module)
     monkeypatch.setattr(
-        type(module.qkv), "quantizable_products", lambda self, *_: (UNQUANTIZED,) * self.num_products
+        type(module.qkv),
+        "quantizable_products",
+        lambda self, *_: (UNQUANTIZED,) * self.num_products,
     )
     with te.autocast(recipe=Float8CurrentScaling(fp8_mha=True)):
         module(inputs(device))

@@ -21,17 +21,28 @@ def inputs(device: torch.device) -> dict[str, torch.Tensor]:
     draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
     angles = draw(S, 1, 1, ROPE)
     return {
-        "x": draw(S, B, LATENT).bfloat16(), "gamma": (1 + 0.1 * draw(LATENT)).bfloat16(),
-        "w_q": (draw(HEADS * WIDTH, LATENT) / LATENT**0.5).bfloat16(), "cos": angles.cos(), "sin": angles.sin(),
-    }  # fmt: skip
+        "x": draw(S, B, LATENT).bfloat16(),
+        "gamma": (1 + 0.1 * draw(LATENT)).bfloat16(),
+        "w_q": (draw(HEADS * WIDTH, LATENT) / LATENT**0.5).bfloat16(),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
 
 
 def call(tensors: dict[str, Any], store: Any = None, fused: bool = False, **changes: Any) -> Any:
     options = {
-        "nh": HEADS, "q_head_dim": WIDTH, "qk_head_dim": PASSED, "qk_pos_emb_head_dim": ROPE, "s": S, "b": B,
-        "tp_group": None, "sequence_parallel": False, "eps": EPS, "normalization": "RMSNorm",
+        "nh": HEADS,
+        "q_head_dim": WIDTH,
+        "qk_head_dim": PASSED,
+        "qk_pos_emb_head_dim": ROPE,
+        "s": S,
+        "b": B,
+        "tp_group": None,
+        "sequence_parallel": False,
+        "eps": EPS,
+        "normalization": "RMSNorm",
         "zero_centered_gamma": False,
-    } | changes  # fmt: skip
+    } | changes
     return te.FusedMLAQUpProjFunction.apply(*tensors.values(), store, fused, *options.values())
 
 
@@ -78,7 +89,9 @@ def test_codes_have_blocks_along_channels_and_along_tokens(device):
     assert query._rowwise_scale_inv.shape == (S, B, HEADS, WIDTH // 32)
     assert query._columnwise_scale_inv.shape == (S // 32, B, HEADS, WIDTH)
     y = te.RMSNorm(LATENT, eps=EPS, dtype=torch.bfloat16, device=device)
-    linear = te.Linear(LATENT, HEADS * WIDTH, bias=False, params_dtype=torch.bfloat16, device=device)
+    linear = te.Linear(
+        LATENT, HEADS * WIDTH, bias=False, params_dtype=torch.bfloat16, device=device
+    )
     with torch.no_grad():
         y.weight.copy_(tensors["gamma"])
         linear.weight.copy_(tensors["w_q"])
@@ -116,8 +129,12 @@ def test_quantized_weights_are_multiplied_in_mxfp8(device):
     weight = create_quantizer("mxfp8", device)(tensors["w_q"]).detach().requires_grad_()
     tensors["x"].requires_grad_()
     query = call({**tensors, "w_q": weight})
-    reference = reference_queries({name: tensor.detach().double() for name, tensor in tensors.items()})
-    assert (query.dequantize(dtype=torch.float32).double() - reference).norm() < 0.08 * reference.norm()
+    reference = reference_queries(
+        {name: tensor.detach().double() for name, tensor in tensors.items()}
+    )
+    assert (
+        query.dequantize(dtype=torch.float32).double() - reference
+    ).norm() < 0.08 * reference.norm()
     query.backward(torch.randn(query.shape, device=device).bfloat16())
     assert weight.grad.shape == weight.shape and tensors["x"].grad is not None
 
@@ -134,7 +151,9 @@ def test_weight_gradients_are_accumulated_and_delayed(delayed, fused, device):
     store = WeightGradStore(delayed)
     call({**tensors, "w_q": weight}, store, fused).backward(grad)
     if delayed:
-        assert weight.grad is None and torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
+        assert weight.grad is None and torch.equal(
+            weight.main_grad, torch.ones_like(weight.main_grad)
+        )
         store.pop()
     expected = plain["w_q"].grad.float()
     found = weight.main_grad - 1 if fused else weight.grad.float()
@@ -158,7 +177,9 @@ def test_shapes_that_do_not_fit_are_rejected(changes, error, words, device):
 
 @pytest.mark.parametrize("name", ["run", "backward_linear", "wrap_mxfp8"])
 def test_calling_the_fused_kernel_names_the_replacement(name):
-    with pytest.raises(NotImplementedError, match=f"{name} has no kernel .* FusedMLAQUpProjFunction.apply"):
+    with pytest.raises(
+        NotImplementedError, match=f"{name} has no kernel .* FusedMLAQUpProjFunction.apply"
+    ):
         getattr(te.FusedMLAQUpProjRopeQuant, name)(torch.ones(2), s=1)
 
 

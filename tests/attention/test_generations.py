@@ -11,7 +11,12 @@ from tests.attention.test_cudnn import PACKED, installed, request  # noqa: F401
 from transformer_engine.common.hardware import ROWS, nvidia
 from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.functions.attention.fp8 import BACKWARD, FORWARD, BackwardRequest
-from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, flash2, flash4
+from transformer_engine.pytorch.primitives.attention.backends import (
+    cudnn,
+    cudnn_fp8,
+    flash2,
+    flash4,
+)
 from transformer_engine.pytorch.primitives.attention.choose import preference
 
 WIDE = {"head_dim_qk": 192, "head_dim_v": 192}
@@ -38,8 +43,16 @@ def rejection(monkeypatch, hardware, version=(9, 28, 1), **options: Any) -> str 
         ((12, 1), LARGEST, "head size 256 > 128 in the backward pass on compute capability 12.1"),
         ((12, 0), HEADS, None),
         ((12, 0), {**LARGEST, "needs_gradient": False}, None),
-        ((12, 0), {"deterministic": True}, "compute capability 12.0 has no cudnn deterministic attention"),
-        ((12, 0), {"mask": "padding", **PACKED}, "compute capability 12.0 has no cudnn ragged statistics"),
+        (
+            (12, 0),
+            {"deterministic": True},
+            "compute capability 12.0 has no cudnn deterministic attention",
+        ),
+        (
+            (12, 0),
+            {"mask": "padding", **PACKED},
+            "compute capability 12.0 has no cudnn ragged statistics",
+        ),
         ((12, 0), {"mask": "padding", "needs_gradient": False, **PACKED}, None),
         ((10, 0), {"deterministic": True}, None),
         ((8, 9), {"cached": True, "needs_gradient": False}, "8.9 has no cudnn cached attention"),
@@ -54,7 +67,9 @@ def test_cudnn_accepts_calls_with_an_engine(hardware, options, words, installed,
 
 def test_an_old_cudnn_on_12_is_rejected_with_version_and_remedy(installed, monkeypatch):  # noqa: F811
     reason = rejection(monkeypatch, (12, 0), version=(9, 18, 0))
-    assert reason is not None and "cuDNN 9.18.0 has no attention for compute capability 12.0" in reason
+    assert (
+        reason is not None and "cuDNN 9.18.0 has no attention for compute capability 12.0" in reason
+    )
     assert "9.18.1 and higher have; pip install --upgrade nvidia-cudnn-cu13" in reason
     assert rejection(monkeypatch, (12, 0), version=(9, 18, 1)) is None
     assert rejection(monkeypatch, (10, 0), version=(9, 18, 0)) is None
@@ -118,7 +133,10 @@ def test_fp8_gradients_take_more_heads_on_10_and_run_on_request(installed, monke
 
     assert choose((10, 0), True)[0] == "cudnn"
     assert choose((10, 0), True, **MLA)[0] == "cudnn"
-    assert choose((9, 0), True) == ("emulated", "head sizes 64 and 64 in the backward pass; it takes 128")
+    assert choose((9, 0), True) == (
+        "emulated",
+        "head sizes 64 and 64 in the backward pass; it takes 128",
+    )
     name, reason = choose((10, 0), None)
     assert name == "high_precision" and "not measured on compute capability 10.0" in str(reason)
 
@@ -155,12 +173,22 @@ INFERENCE = {**WITH_DROPOUT, "needs_gradient": False}
     ("hardware", "version", "options", "words"),
     [
         ((12, 0), "2.8.3", HEADS, None),
-        ((12, 0), "2.7.2.post1", HEADS, "no kernels for compute capability 12.0, 2.7.3 and higher have"),
+        (
+            (12, 0),
+            "2.7.2.post1",
+            HEADS,
+            "no kernels for compute capability 12.0, 2.7.3 and higher have",
+        ),
         ((10, 3), "2.7.2", HEADS, "pip install --upgrade --no-build-isolation flash-attn"),
         ((9, 0), "2.7.2", HEADS, None),
         ((8, 9), "2.3.6", HEADS, None),
         ((12, 0), "2.8.3", LARGEST, None),
-        ((12, 1), "2.8.3", WITH_DROPOUT, "heads of size 256 > 192 with dropout on compute capability 12.1"),
+        (
+            (12, 1),
+            "2.8.3",
+            WITH_DROPOUT,
+            "heads of size 256 > 192 with dropout on compute capability 12.1",
+        ),
         ((12, 0), "2.8.3", INFERENCE, None),
         ((8, 6), "2.5.4", LARGEST, "on compute capability 8.6, 2.5.5 and higher have"),
         ((8, 9), "2.5.5", LARGEST, None),

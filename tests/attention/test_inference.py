@@ -8,7 +8,11 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
+from transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+)
 from transformer_engine.pytorch.attention.kv_cache import NonPagedKVCacheManager
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
@@ -52,7 +56,9 @@ def batch(parts, tensor_format):
     if tensor_format == "thd":
         return torch.cat(parts)
     size = max(len(part) for part in parts)
-    padded = torch.stack([torch.cat((p, p.new_full((size - len(p), *p.shape[1:]), 9.0))) for p in parts])
+    padded = torch.stack(
+        [torch.cat((p, p.new_full((size - len(p), *p.shape[1:]), 9.0))) for p in parts]
+    )
     return padded.transpose(0, 1) if tensor_format == "sbhd" else padded
 
 
@@ -84,7 +90,12 @@ def play(step, cache, data, tensor_format):
 def test_cached_attention_equals_attention_over_everything(tensor_format, pages, device):
     mask = "padding_causal" if tensor_format == "thd" else "causal"
     module = DotProductAttention(
-        HEADS, WIDTH, num_gqa_groups=GROUPS, layer_number=1, qkv_format=tensor_format, attn_mask_type=mask
+        HEADS,
+        WIDTH,
+        num_gqa_groups=GROUPS,
+        layer_number=1,
+        qkv_format=tensor_format,
+        attn_mask_type=mask,
     )
     split = [HEADS * WIDTH, GROUPS * WIDTH, GROUPS * WIDTH]
     data = tokens(device, sum(split))
@@ -142,7 +153,9 @@ def test_a_cached_layer_reads_the_cache_whether_it_could_be_trained_or_not(
     data = tokens(device, 32)
     cache = params(**pages)
     with torch.set_grad_enabled(grad):
-        outputs = play(lambda x: module(x.contiguous(), inference_params=cache), cache, data, tensor_format)
+        outputs = play(
+            lambda x: module(x.contiguous(), inference_params=cache), cache, data, tensor_format
+        )
     for name, got in outputs.items():
         whole = batch([data[name][: len(got)]], tensor_format).contiguous()
         want = split_batch(module(whole), [len(got)], tensor_format)[0]
@@ -152,7 +165,9 @@ def test_a_cached_layer_reads_the_cache_whether_it_could_be_trained_or_not(
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("norm", ["L2Normalization", "RMSNorm", "LayerNorm"])
 @torch.no_grad()
-def test_a_cached_layer_with_norms_and_one_projection_equals_the_whole_forward(norm, before, device):
+def test_a_cached_layer_with_norms_and_one_projection_equals_the_whole_forward(
+    norm, before, device
+):
     module = MultiheadAttention(
         32,
         HEADS,
@@ -167,7 +182,9 @@ def test_a_cached_layer_with_norms_and_one_projection_equals_the_whole_forward(n
     angles = RotaryPositionEmbedding(WIDTH)(16).to(device)
     data = tokens(device, 32)
     cache = params(is_paged=True, page_size=4)
-    outputs = play(lambda x: module(x, rotary_pos_emb=angles, inference_params=cache), cache, data, "bshd")
+    outputs = play(
+        lambda x: module(x, rotary_pos_emb=angles, inference_params=cache), cache, data, "bshd"
+    )
     for name, got in outputs.items():
         want = module(data[name][None, : len(got)], rotary_pos_emb=angles)[0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
@@ -297,7 +314,9 @@ def test_running_out_of_pages_is_rejected_before_anything_changes(device):
     cache.allocate_memory(1)
     cache.pre_step({"a": 4, "b": 5})
     table, lengths = cache.cache_manager.page_table.clone(), cache.get_seqlens_pre_step().clone()
-    with pytest.raises(ValueError, match=r"2 sequences need 4 pages of 4 tokens > total_num_pages=3; end a"):
+    with pytest.raises(
+        ValueError, match=r"2 sequences need 4 pages of 4 tokens > total_num_pages=3; end a"
+    ):
         cache.pre_step({"a": 1, "b": 1})
     assert cache.sequences == cache.cache_manager.sequences == {"a": 4, "b": 5}
     assert torch.equal(cache.cache_manager.page_table, table)
@@ -354,7 +373,9 @@ def test_tensors_that_do_not_fit_the_step_are_rejected_before_writing(device):
         cache.step(1, good[..., :4], good, "bshd")
     with pytest.raises(ValueError, match="keys of 2 sequences, pre_step announced 1"):
         cache.step(1, good.expand(2, -1, -1, -1), good.expand(2, -1, -1, -1), "bshd")
-    with pytest.raises(ValueError, match=r"keys have 3 tokens per sequence, this step needs 4\.\.16"):
+    with pytest.raises(
+        ValueError, match=r"keys have 3 tokens per sequence, this step needs 4\.\.16"
+    ):
         cache.step(1, good[:, :3], good[:, :3], "bshd")
     with pytest.raises(ValueError, match="qkv_format='hsbd'"):
         cache.step(1, good, good, "hsbd")
@@ -380,7 +401,9 @@ def test_wrong_construction_is_rejected(device):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("pages", [{}, {"is_paged": True, "page_size": 4}], ids=["contiguous", "paged"])
+@pytest.mark.parametrize(
+    "pages", [{}, {"is_paged": True, "page_size": 4}], ids=["contiguous", "paged"]
+)
 @torch.no_grad()
 def test_decoding_with_a_cache_compiles(pages, device):
     module = DotProductAttention(4, 8, qkv_format="bshd", layer_number=1)
@@ -392,7 +415,9 @@ def test_decoding_with_a_cache_compiles(pages, device):
         got = []
         for step, size in enumerate((3, 1, 1)):
             cache.pre_step({"a": size, "b": 1})
-            x = torch.randn(3, 2, size, 4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            x = torch.randn(3, 2, size, 4, 8, generator=torch.Generator().manual_seed(step)).to(
+                device
+            )
             got.append(run(*x, inference_params=cache))
         outputs.append(got)
     for eager, traced in zip(*outputs, strict=True):
@@ -411,18 +436,28 @@ def test_packed_keys_must_match_the_announced_token_count():
 
 
 def test_a_mask_tensor_over_a_cache_is_rejected_before_the_cache_is_written(device):
-    module = DotProductAttention(HEADS, WIDTH, num_gqa_groups=GROUPS, layer_number=1, qkv_format="bshd")
+    module = DotProductAttention(
+        HEADS, WIDTH, num_gqa_groups=GROUPS, layer_number=1, qkv_format="bshd"
+    )
     cache = params(device=device)
     cache.pre_step({"a": 2})
-    q, k = torch.ones(1, 2, HEADS, WIDTH, device=device), torch.ones(1, 2, GROUPS, WIDTH, device=device)
-    options = {"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(1, 1, 2, 2, dtype=torch.bool)}
+    q, k = (
+        torch.ones(1, 2, HEADS, WIDTH, device=device),
+        torch.ones(1, 2, GROUPS, WIDTH, device=device),
+    )
+    options = {
+        "attn_mask_type": "arbitrary",
+        "attention_mask": torch.zeros(1, 1, 2, 2, dtype=torch.bool),
+    }
     with pytest.raises(ValueError, match="'arbitrary' with inference_params"):
         module(q, k, k, inference_params=cache, **options)
     assert not cache.cache_manager.cache
 
 
 def test_a_cache_of_another_dtype_is_rejected_before_it_is_written(device):
-    module = DotProductAttention(HEADS, WIDTH, num_gqa_groups=HEADS, layer_number=1, qkv_format="bshd")
+    module = DotProductAttention(
+        HEADS, WIDTH, num_gqa_groups=HEADS, layer_number=1, qkv_format="bshd"
+    )
     cache = params(num_heads_kv=HEADS, dtype=torch.bfloat16, device=device)
     cache.pre_step({"a": 2})
     x = torch.ones(1, 2, HEADS, WIDTH, device=device)
@@ -432,7 +467,9 @@ def test_a_cache_of_another_dtype_is_rejected_before_it_is_written(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pages", [{}, {"is_paged": True, "page_size": 16}], ids=["contiguous", "paged"])
+@pytest.mark.parametrize(
+    "pages", [{}, {"is_paged": True, "page_size": 16}], ids=["contiguous", "paged"]
+)
 @torch.no_grad()
 def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
     module = MultiheadAttention(
@@ -491,7 +528,11 @@ def test_a_cache_changes_between_gradient_and_inference_modes(modes, pages, devi
                 cache.pre_step(OrderedDict(entry))
                 parts = [data[name][:n] for name, n in entry.items()]
                 outputs.append(
-                    layer(batch(parts, "bshd"), inference_params=cache, attn_mask_type="padding_causal")
+                    layer(
+                        batch(parts, "bshd"),
+                        inference_params=cache,
+                        attn_mask_type="padding_causal",
+                    )
                 )
         with modes[-1]():
             cache.reset()
@@ -503,5 +544,10 @@ def test_a_cache_changes_between_gradient_and_inference_modes(modes, pages, devi
 def attention_layer(device):
     torch.manual_seed(0)
     return MultiheadAttention(
-        HEADS * WIDTH, HEADS, num_gqa_groups=GROUPS, qkv_format="bshd", layer_number=1, device=device
+        HEADS * WIDTH,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        qkv_format="bshd",
+        layer_number=1,
+        device=device,
     ).eval()

@@ -85,9 +85,13 @@ def test_the_joint_node_is_bitwise_equal_to_two_nodes(form, groups, fused, devic
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize("form", SHAPES)
-def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form, groups, interleaved, device):
+def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(
+    form, groups, interleaved, device
+):
     mask = "padding_causal" if form == "thd" else "causal"
-    core = DotProductAttention(HEADS, 8, num_gqa_groups=groups, qkv_format=form, attn_mask_type=mask)
+    core = DotProductAttention(
+        HEADS, 8, num_gqa_groups=groups, qkv_format=form, attn_mask_type=mask
+    )
     x = torch.randn(*SHAPES[form], (HEADS + 2 * groups) * 8, device=device)
     starts = torch.tensor([0, TOKENS - 2, TOKENS * BATCH - 3], dtype=torch.int32, device=device)
     lengths, longest = starts.diff(), TOKENS
@@ -105,7 +109,9 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form,
 
     def write_backward(request, inputs, attended, grad_output, into):
         gradients = reference.backward(request, inputs, attended, grad_output)
-        tokens = TOKENS * BATCH - 3 if request.packed else None  # nothing is written after the last sequence
+        tokens = (
+            TOKENS * BATCH - 3 if request.packed else None
+        )  # nothing is written after the last sequence
         for target, gradient, part in zip(into, gradients[:3], inputs[:3], strict=True):
             assert target.stride() == part.stride()
             target[:tokens] = gradient[:tokens]
@@ -127,7 +133,9 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form,
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize("form", SHAPES)
-def test_rotated_heads_are_bitwise_equal_to_separate_rotations(form, groups, fused, device, monkeypatch):
+def test_rotated_heads_are_bitwise_equal_to_separate_rotations(
+    form, groups, fused, device, monkeypatch
+):
     mask = "padding_causal" if form == "thd" else "causal"
     options = {"qkv_format": form, "attn_mask_type": mask, "num_gqa_groups": groups}
     options |= {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16}
@@ -153,7 +161,8 @@ def test_the_joint_node_exists_where_torch_has_separate_passes(device):
 
 
 @pytest.mark.parametrize(
-    "position", ["hook before", "hook behind", "forward of the object", "forward of the class", "all modules"]
+    "position",
+    ["hook before", "hook behind", "forward of the object", "forward of the class", "all modules"],
 )
 def test_observers_of_the_core_see_its_call(position, device, monkeypatch):
     layer = make(device)
@@ -200,7 +209,9 @@ def test_the_joint_nodes_second_derivative_is_correct(device):
     def plain(x):
         q, k, v = (part.permute(1, 2, 0, 3) for part in split_views(x, HEADS, HEADS, size, True))
         hidden = torch.ones(TOKENS, TOKENS, device=device).triu(1).bool()
-        p = torch.softmax((q @ k.transpose(-1, -2) * size**-0.5).masked_fill(hidden, -torch.inf), -1)
+        p = torch.softmax(
+            (q @ k.transpose(-1, -2) * size**-0.5).masked_fill(hidden, -torch.inf), -1
+        )
         return (p @ v).permute(2, 0, 1, 3).flatten(-2)
 
     found = []
@@ -223,7 +234,12 @@ def test_dropout_recomputation_and_no_gradient_take_no_joint_node(device):
 def test_the_next_step_sees_a_changed_cache(device):
     """A cached step is not reused for another batch, limit, cache or page table."""
     layer = make(device, qkv_format="bshd", layer_number=1).eval()
-    options = {"num_heads_kv": HEADS, "head_dim_k": HIDDEN // HEADS, "dtype": torch.float32, "device": device}
+    options = {
+        "num_heads_kv": HEADS,
+        "head_dim_k": HIDDEN // HEADS,
+        "dtype": torch.float32,
+        "device": device,
+    }
     cache = InferenceParams(2, 16, **options)
     x = torch.randn(2, 1, HIDDEN, device=device)
 

@@ -56,7 +56,9 @@ def test_random_calls_match_the_recurrence_in_float64(first):
 @pytest.mark.parametrize("length", (63, 64, 65, 130))
 @pytest.mark.parametrize("rule", RULES)
 def test_chunks_match_the_recurrence(rule, length):
-    case = replace(PLAIN[rule], lengths=(length, length), dtype=torch.float32, gate_dtype=torch.float32)
+    case = replace(
+        PLAIN[rule], lengths=(length, length), dtype=torch.float32, gate_dtype=torch.float32
+    )
     with use_backend(linear_attention="chunked"):
         compare(case, module_call(case))
 
@@ -89,7 +91,9 @@ def test_packed_sequences_match_separate_calls(rule):
     for index, length in enumerate(case.lengths):
         single = replace(case, format="bshd", lengths=(length,))
         part = {
-            name: x[index : index + 1] if name == "initial_state" else x[begin : begin + length].unsqueeze(0)
+            name: x[index : index + 1]
+            if name == "initial_state"
+            else x[begin : begin + length].unsqueeze(0)
             for name, x in tensors.items()
         }
         separate, state = module_call(single)(**part)
@@ -129,9 +133,13 @@ def test_states_continue_packed_sequences_over_several_calls(rule, backend):
         state, outputs = tensors.pop("initial_state"), [[] for _ in case.lengths]
         begins = list(starts[:-1])
         for lengths in parts:
-            index = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)])
+            index = torch.cat(
+                [torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)]
+            )
             share = {name: x[index] for name, x in tensors.items()}
-            output, state = module_call(replace(case, lengths=lengths))(**share, initial_state=state)
+            output, state = module_call(replace(case, lengths=lengths))(
+                **share, initial_state=state
+            )
             for rows, part in zip(outputs, output.split(lengths), strict=True):
                 rows.append(part)
             begins = [b + n for b, n in zip(begins, lengths, strict=True)]
@@ -161,7 +169,9 @@ def test_the_state_of_empty_sequences_is_a_copy(rule):
     tensors = case.tensors()
     states = tensors["initial_state"].detach().clone()
     bounds = torch.zeros(3, dtype=torch.int32)
-    _, state = case.module()(**{**tensors, "initial_state": states}, cu_seqlens=bounds, **case.options)
+    _, state = case.module()(
+        **{**tensors, "initial_state": states}, cu_seqlens=bounds, **case.options
+    )
     assert torch.equal(state, states) and state.data_ptr() != states.data_ptr()
 
 
@@ -189,7 +199,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("rule", "options"), [(rule, o) for rule in OPTIONS for o in OPTIONS[rule]])
+@pytest.mark.parametrize(
+    ("rule", "options"), [(rule, o) for rule in OPTIONS for o in OPTIONS[rule]]
+)
 def test_gradients_match_finite_differences(rule, options, backend, packed):
     inputs, spec = _small_inputs(rule, options, packed)
     places = [i for i, x in enumerate(inputs) if x is not None and x.is_floating_point()]
@@ -213,7 +225,10 @@ def test_second_derivatives_match_finite_differences():
 
     def function(*tensors):
         return linear_attention(
-            inputs._replace(**dict(zip("qkv", tensors, strict=False)), g=tensors[3], beta=tensors[4]), spec
+            inputs._replace(
+                **dict(zip("qkv", tensors, strict=False)), g=tensors[3], beta=tensors[4]
+            ),
+            spec,
         )
 
     for backend in BACKENDS:
@@ -234,7 +249,11 @@ def _small_inputs(rule, options, packed):
         normal(*tokens, heads, dk),
         normal(*tokens, *sub, heads, dk),
         normal(*tokens, *sub, heads, dv),
-        g.sigmoid() if Option.LINEAR_GATE in options else g if Option.SAFE_GATE in options else -g.exp(),
+        g.sigmoid()
+        if Option.LINEAR_GATE in options
+        else g
+        if Option.SAFE_GATE in options
+        else -g.exp(),
         normal(*tokens, *sub, heads, *channels),
         normal(*tokens, heads, dv) if rule == Rule.GDN2 else None,
         normal(heads) if Option.SAFE_GATE in options else None,
@@ -249,7 +268,9 @@ def test_equal_channel_gates_reduce_to_gated_delta_net():
     case = replace(PLAIN["gdn"], sizes=(64, 64), lengths=(20, 20))
     tensors = case.tensors()
     channels = {name: tensors[name].unsqueeze(-1).expand(-1, -1, -1, 64) for name in ("g", "beta")}
-    by_channels = module_call(replace(case, rule="gdn2"))(**{**tensors, **channels}, w=channels["beta"])
+    by_channels = module_call(replace(case, rule="gdn2"))(
+        **{**tensors, **channels}, w=channels["beta"]
+    )
     for found, exact in zip(by_channels, module_call(case)(**tensors), strict=True):
         assert error(found, exact) < 1e-12
 
@@ -281,14 +302,19 @@ def test_strong_decays_are_finite():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_gates_below_zero_are_floored(backend):
     case = Case(
-        "gdp", sizes=(64, 64), updates=2, options={"gate_domain": "linear", "output_final_state": True}
+        "gdp",
+        sizes=(64, 64),
+        updates=2,
+        options={"gate_domain": "linear", "output_final_state": True},
     )
     tensors = case.tensors()
     with torch.no_grad():
         tensors["g"][:, 3] = -0.5
         zero = {**tensors, "g": tensors["g"].clamp(min=0.0)}
         with use_backend(linear_attention=backend):
-            for found, expected in zip(module_call(case)(**tensors), module_call(case)(**zero), strict=True):
+            for found, expected in zip(
+                module_call(case)(**tensors), module_call(case)(**zero), strict=True
+            ):
                 assert torch.equal(found, expected) and found.isfinite().all()
 
 
@@ -304,7 +330,9 @@ def test_linear_gates_near_zero_have_the_recurrences_gradient(backend, dtype):
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     with use_backend(linear_attention=backend):
         found, gradients = run_with_gradients(case, tensors, module_call(case))
-    expected, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x)[:1])
+    expected, wanted_gradients = run_with_gradients(
+        case, exact, lambda **x: reference_results(case, x)[:1]
+    )
     limit = max(BOUNDS[dtype], 1e-8)
     assert error(found[0], expected[0]) < limit
     for dx, exact_dx in zip(gradients, wanted_gradients, strict=True):
@@ -326,7 +354,9 @@ def test_guarded_erase_gates_enlarge_no_state(dtype):
     def norms(gates):
         """Spectral norm of (I - k (gates * k)^T) diag(exp(max g)), an upper bound for one token's step."""
         key = (k.double() / k.double().norm(dim=-1, keepdim=True))[0, :, 0]
-        step = torch.eye(8, dtype=torch.float64) - key[:, :, None] * (gates[0, :, 0] * key)[:, None, :]
+        step = (
+            torch.eye(8, dtype=torch.float64) - key[:, :, None] * (gates[0, :, 0] * key)[:, None, :]
+        )
         return torch.linalg.matrix_norm(step, 2) * torch.exp(g.double().amax(-1))[0, :, 0]
 
     before, after = norms(beta.double()), norms(limited)
@@ -354,7 +384,9 @@ def test_the_gradient_passes_the_guard_unchanged():
     spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     q, k, v, g, beta = list(tensors.values())[:5]
     limited = (
-        shrink_gates(beta, operation_inputs(q=q, k=k, v=v, g=g, beta=beta), spec).detach().requires_grad_()
+        shrink_gates(beta, operation_inputs(q=q, k=k, v=v, g=g, beta=beta), spec)
+        .detach()
+        .requires_grad_()
     )
     (exact,), exact_gradients = run_with_gradients(
         unguarded, {**tensors, "beta": limited}, module_call(unguarded)
@@ -409,7 +441,9 @@ def test_one_tensor_for_several_arguments_compiles(device):
     results = []
     for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
         leaves = [y.clone().requires_grad_() for y in (x, gate)]
-        out = call(leaves[0], leaves[0], leaves[0], leaves[1], leaves[1], use_qk_l2norm_in_kernel=True)
+        out = call(
+            leaves[0], leaves[0], leaves[0], leaves[1], leaves[1], use_qk_l2norm_in_kernel=True
+        )
         results.append((out, *torch.autograd.grad(out.sum(), leaves)))
     for eager, traced in zip(*results, strict=True):
         torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
@@ -428,7 +462,9 @@ def test_explain_reports_the_backend_and_the_reasons():
     (decision,) = [d for d in explanation.decisions if d.operation == "linear_attention"]
     assert decision.chosen == "chunked"
     reasons = {verdict.backend: verdict.reason for verdict in decision.verdicts}
-    assert "it needs a CUDA device" in reasons["fla"] and "it needs a CUDA device" in reasons["cudnn"]
+    assert (
+        "it needs a CUDA device" in reasons["fla"] and "it needs a CUDA device" in reasons["cudnn"]
+    )
     one_token = replace(case, lengths=(1, 1))
     explanation = te.explain(one_token.module(), **one_token.tensors())
     assert "linear_attention: reference" in str(explanation)

@@ -14,8 +14,12 @@ from transformer_engine.pytorch.attention import linear_attention
 
 CASE = {
     "gdn": Case("gdn", "sbhd", (5, 5), 4, (16, 8), dtype=torch.bfloat16, gate_dtype=torch.float32),
-    "gdn2": Case("gdn2", "sbhd", (5, 5), 4, (64, 128), dtype=torch.bfloat16, gate_dtype=torch.float32),
-    "gdp": Case("gdp", "sbhd", (5, 5), 4, (64, 128), 2, dtype=torch.bfloat16, gate_dtype=torch.float32),
+    "gdn2": Case(
+        "gdn2", "sbhd", (5, 5), 4, (64, 128), dtype=torch.bfloat16, gate_dtype=torch.float32
+    ),
+    "gdp": Case(
+        "gdp", "sbhd", (5, 5), 4, (64, 128), 2, dtype=torch.bfloat16, gate_dtype=torch.float32
+    ),
 }
 SIGNATURES = {
     "gdn": (
@@ -62,7 +66,10 @@ def test_every_import_path_of_the_original_has_the_modules():
         name = module.__name__
         assert getattr(te.attention, name) is getattr(linear_attention, name) is module
         assert issubclass(module, linear_attention.LinearAttentionBase)
-    assert te.attention.linear_attention.gdp.GatedDeltaProductAttention is te.GatedDeltaProductAttention
+    assert (
+        te.attention.linear_attention.gdp.GatedDeltaProductAttention
+        is te.GatedDeltaProductAttention
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,12 @@ BOUNDS = torch.tensor([0, 2, 5], dtype=torch.int32)
         ("gdn2", {"g": torch.float16}, TypeError, "g is torch.float16"),
         ("gdp", {"beta": torch.float16}, TypeError, "beta is torch.float16"),
         ("gdn", {"key_layer": torch.float16}, ValueError, "key_layer is torch.float16"),
-        ("gdn", {"query_layer": torch.float8_e4m3fn}, TypeError, "query_layer is torch.float8_e4m3fn"),
+        (
+            "gdn",
+            {"query_layer": torch.float8_e4m3fn},
+            TypeError,
+            "query_layer is torch.float8_e4m3fn",
+        ),
         ("gdn", {"query_layer": 3}, TypeError, "query_layer is 3"),
         ("gdn", {"value_layer": (5, 2, 4, 16)}, ValueError, "value_layer is [5, 2, 4, 16]"),
         ("gdn", {"query_layer": (5, 2, 3, 16)}, ValueError, "query_layer is [5, 2, 3, 16]"),
@@ -162,8 +174,17 @@ def test_tensor_parallel_ranks_need_a_group():
 
 def test_attributes_are_the_arguments():
     module = te.GatedDeltaProductAttention(8, (64, 128), 3, "thd", layer_number=None, scale=None)
-    assert (module.num_attention_heads, module.kv_channels, module.num_householder) == (8, (64, 128), 3)
-    assert (module.qkv_format, module.tp_size, module.layer_number, module.scale) == ("thd", 1, 1, 0.125)
+    assert (module.num_attention_heads, module.kv_channels, module.num_householder) == (
+        8,
+        (64, 128),
+        3,
+    )
+    assert (module.qkv_format, module.tp_size, module.layer_number, module.scale) == (
+        "thd",
+        1,
+        1,
+        0.125,
+    )
     assert (module.qk_head_dim, module.v_head_dim) == (64, 128)
     assert module.tp_group_initialized and module.tp_group is None
     assert module.gdp_attention.scale == 0.125

@@ -15,7 +15,14 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.attention.linear_attention_cases import RULES, Case, compare, error, module_call, operation_inputs
+from tests.attention.linear_attention_cases import (
+    RULES,
+    Case,
+    compare,
+    error,
+    module_call,
+    operation_inputs,
+)
 from transformer_engine.common import hardware, optional
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives.linear_attention import (
@@ -43,7 +50,9 @@ def test_flash_linear_attention_matches_the_recurrence_in_the_interpreter():
     if not HAS_FLA:
         pytest.skip("fla-core is not installed")
     script = Path(__file__).with_name("linear_attention_interpreter.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) == 5
@@ -70,7 +79,11 @@ def machine(monkeypatch):
 
     def simulate(architecture: str, **releases: tuple[int, int]) -> None:
         found = LIBRARIES | {name.replace("_", "-"): release for name, release in releases.items()}
-        modules = {"fla": found["fla-core"], "cudnn": found["nvidia-cudnn-frontend"], "tilelang": (0, 0)}
+        modules = {
+            "fla": found["fla-core"],
+            "cudnn": found["nvidia-cudnn-frontend"],
+            "tilelang": (0, 0),
+        }
         monkeypatch.setattr(
             request, "current_hardware", lambda: hardware.hardware_named("nvidia", architecture)
         )
@@ -108,9 +121,9 @@ def test_the_first_supported_library_is_chosen(machine, architecture, changes, c
 def test_reasons_name_the_library_and_the_remedy(machine):
     machine("9.0", fla_core=(0, 0), nvidia_cudnn_frontend=(0, 0))
     assert "linear-attention" in fla.unsupported_reason(BASE)
-    assert "compute capability 10.0 and 10.3" in str(cudnn.unsupported_reason(BASE)) or "10.0 to 10.3" in str(
+    assert "compute capability 10.0 and 10.3" in str(
         cudnn.unsupported_reason(BASE)
-    )
+    ) or "10.0 to 10.3" in str(cudnn.unsupported_reason(BASE))
     machine("9.0", fla_core=(0, 5))
     assert "fla-core 0.5 < 0.6" in fla.unsupported_reason(BASE)
     machine("10.0", nvidia_cudnn_frontend=(0, 0))
@@ -125,7 +138,9 @@ def test_reasons_name_the_library_and_the_remedy(machine):
     [(fla, "fla-core", (0, 6), (0, 7)), (cudnn, "nvidia-cudnn-frontend", (1, 29), (2, 0))],
     ids=["fla", "cudnn"],
 )
-def test_releases_outside_the_tested_range_are_unsupported(machine, backend, distribution, first, end):
+def test_releases_outside_the_tested_range_are_unsupported(
+    machine, backend, distribution, first, end
+):
     """One rule for both libraries; (0, 0), a development build without metadata, is supported."""
     bounds = f"pip install '{distribution}>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
     for release, reason in (
@@ -134,7 +149,10 @@ def test_releases_outside_the_tested_range_are_unsupported(machine, backend, dis
             f"{distribution} {first[0]}.{first[1] - 1} < {first[0]}.{first[1]}; {bounds}",
         ),
         (first, None),
-        (end, f"{distribution} {end[0]}.{end[1]} >= {end[0]}.{end[1]}, which is not tested; {bounds}"),
+        (
+            end,
+            f"{distribution} {end[0]}.{end[1]} >= {end[0]}.{end[1]}, which is not tested; {bounds}",
+        ),
     ):
         machine("10.0", **{distribution.replace("-", "_"): release})
         assert backend.unsupported_reason(BASE) == reason
@@ -146,7 +164,9 @@ def test_releases_outside_the_tested_range_are_unsupported(machine, backend, dis
 
 def test_release_bounds_equal_the_bounds_in_the_extras():
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())[
+        "project"
+    ]
     extras = project["optional-dependencies"]
     (library,) = [text for text in extras["linear-attention"] if text.startswith("fla-core")]
     first, end = (".".join(map(str, release)) for release in fla._RELEASES)
@@ -168,7 +188,10 @@ def test_linear_gate_gradients_are_computed_by_the_chunks(machine):
     machine("9.0")
     spec = DeltaSpec(Rule.GDP, "0x1p-3", (Option.LINEAR_GATE,))
     call = BASE._replace(spec=spec)
-    assert "linear gate near 0" in str(fla.unsupported_reason(call)) and TABLE.chosen(call) == "chunked"
+    assert (
+        "linear gate near 0" in str(fla.unsupported_reason(call))
+        and TABLE.chosen(call) == "chunked"
+    )
     assert fla.unsupported_reason(call._replace(needs_gradient=False)) is None
 
 
@@ -202,7 +225,10 @@ def _reference_cudnn_module() -> types.ModuleType:
             )
             names = [name for name in DeltaInputs._fields[:6] if kwargs.get(name) is not None]
             tensors = {name: kwargs[name].unsqueeze(0) for name in names}
-            rest = {name: kwargs.get(name) for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")}
+            rest = {
+                name: kwargs.get(name)
+                for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")
+            }
             options = [option for name, option in _CUDNN_OPTIONS.items() if kwargs.get(name)]
             if kwargs.get("gate_domain") == "linear":
                 options.append(Option.LINEAR_GATE)
@@ -221,10 +247,21 @@ def _reference_cudnn_module() -> types.ModuleType:
 CUDNN_CASES = [
     Case("gdn", options={"output_final_state": True, "use_qk_l2norm_in_kernel": True}),
     Case("gdn", "thd", lengths=(3, 0, 5), padding=2),
-    Case("gdn2", sizes=(64, 64), options={"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}),
+    Case(
+        "gdn2",
+        sizes=(64, 64),
+        options={"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+    ),
     Case("gdn2", "sbhd", sizes=(64, 64), options={"use_qk_l2norm_in_kernel": True}),
     Case("gdp", sizes=(64, 64), updates=2, options={"safe_gate": True, "output_final_state": True}),
-    Case("gdp", "thd", lengths=(4, 0, 5), sizes=(64, 64), updates=3, options={"gate_domain": "linear"}),
+    Case(
+        "gdp",
+        "thd",
+        lengths=(4, 0, 5),
+        sizes=(64, 64),
+        updates=3,
+        options={"gate_domain": "linear"},
+    ),
 ]
 
 
@@ -240,7 +277,9 @@ def test_cudnn_arguments_describe_the_call(monkeypatch, case):
     ):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(cudnn, "unsupported_by_kernels", lambda request: None)
-    monkeypatch.setattr(request, "current_hardware", lambda: hardware.hardware_named("nvidia", "10.0"))
+    monkeypatch.setattr(
+        request, "current_hardware", lambda: hardware.hardware_named("nvidia", "10.0")
+    )
     monkeypatch.setattr(optional, "installed", lambda module: True)
     monkeypatch.setattr(optional, "release", lambda name: (1, 32))
     monkeypatch.setattr(cudnn, "_SIZES", (64, 128, *case.sizes))
@@ -305,7 +344,10 @@ def test_a_second_derivative_through_a_library_raises():
 
 
 def test_an_installed_cudnn_has_the_expected_parameters():
-    if importlib.util.find_spec("cudnn") is None or optional.release("nvidia-cudnn-frontend") < (1, 29):
+    if importlib.util.find_spec("cudnn") is None or optional.release("nvidia-cudnn-frontend") < (
+        1,
+        29,
+    ):
         pytest.skip("nvidia-cudnn-frontend 1.29 is not installed")
     ops = pytest.importorskip(cudnn.MODULE)
     for name, parameters in _CUDNN.items():
@@ -332,7 +374,9 @@ GPU_CASES = {
 def _available(backend: str, case: Case) -> None:
     rule = {"gdn": Rule.GDN, "gdn2": Rule.GDN2, "gdp": Rule.GDP}[case.rule]
     q = (1, 256, case.heads, case.sizes[0])
-    call = BASE._replace(spec=DeltaSpec(rule, "0x1p-3"), q=q, v_size=case.sizes[1], dtype=case.dtype)
+    call = BASE._replace(
+        spec=DeltaSpec(rule, "0x1p-3"), q=q, v_size=case.sizes[1], dtype=case.dtype
+    )
     reason = TABLE.named(backend).rejection_reason(call)
     if reason is not None:
         pytest.skip(reason)
@@ -355,7 +399,9 @@ def test_backends_match_the_recurrence_on_a_gpu(backend, name, dtype):
 @pytest.mark.gpu
 def test_guarded_gates_agree_on_a_gpu():
     options = {"use_qk_l2norm_in_kernel": True, "beta_guard": True}
-    case = Case("gdn2", lengths=(128,), sizes=(64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32)
+    case = Case(
+        "gdn2", lengths=(128,), sizes=(64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32
+    )
     case.options = options
     _available("fla", case)
     tensors = case.tensors(device="cuda")
@@ -371,7 +417,9 @@ def test_guarded_gates_agree_on_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_libraries_compile_without_graph_breaks_on_a_gpu(rule):
-    case = Case(rule, "bshd", (130, 130), 2, (64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32)
+    case = Case(
+        rule, "bshd", (130, 130), 2, (64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32
+    )
     case.options = {"output_final_state": True}
     compiled = torch.compile(case.module(), fullgraph=True)
     compare(case, lambda **x: compiled(**x, **case.options), bound=2e-2, device="cuda")
@@ -379,7 +427,9 @@ def test_libraries_compile_without_graph_breaks_on_a_gpu(rule):
 
 @pytest.mark.gpu
 def test_a_cuda_graph_repeats_a_call():
-    case = Case("gdn", "bshd", (256, 256), 4, (64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32)
+    case = Case(
+        "gdn", "bshd", (256, 256), 4, (64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32
+    )
     case.has_state = False
     module = case.module()
     tensors = {name: x.detach() for name, x in case.tensors(device="cuda").items()}
@@ -395,7 +445,9 @@ def test_a_cuda_graph_repeats_a_call():
 @pytest.mark.gpu
 def test_make_graphed_callables_accepts_linear_attention():
     module = te.GatedDeltaNetAttention(4, 64, qkv_format="bshd")
-    case = Case("gdn", "bshd", (256, 256), 4, (64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32)
+    case = Case(
+        "gdn", "bshd", (256, 256), 4, (64, 64), dtype=torch.bfloat16, gate_dtype=torch.float32
+    )
     case.has_state = False
     sample = tuple(x.detach().requires_grad_() for x in case.tensors(device="cuda").values())
     graphed = te.make_graphed_callables(module, sample)

@@ -40,7 +40,8 @@ def projections(module, groups, fused, interleaved):
     layer = module.layernorm_qkv if module.input_layernorm else module.qkv
     if not fused:
         return [
-            (getattr(layer, f"{n}_weight"), getattr(layer, f"{n}_bias")) for n in ("query", "key", "value")
+            (getattr(layer, f"{n}_weight"), getattr(layer, f"{n}_bias"))
+            for n in ("query", "key", "value")
         ]
     each = HEADS // groups
     parts = []
@@ -50,7 +51,11 @@ def projections(module, groups, fused, interleaved):
             order = [[g * (each + 2) + i for g in range(groups) for i in range(each)]]
             order += [[g * (each + 2) + each + extra for g in range(groups)] for extra in (0, 1)]
         else:
-            order = [range(HEADS), range(HEADS, HEADS + groups), range(HEADS + groups, HEADS + 2 * groups)]
+            order = [
+                range(HEADS),
+                range(HEADS, HEADS + groups),
+                range(HEADS + groups, HEADS + 2 * groups),
+            ]
         parts.append([torch.cat([rows[i] for i in chosen]) for chosen in order])
     return list(zip(*parts, strict=True))
 
@@ -64,7 +69,9 @@ def attention(q, k, v, mask="causal"):
 @pytest.mark.parametrize("input_layernorm", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("fused, interleaved", [(False, True), (True, True), (True, False)])
-def test_every_parameter_layout_means_the_same_attention(fused, interleaved, groups, input_layernorm, device):
+def test_every_parameter_layout_means_the_same_attention(
+    fused, interleaved, groups, input_layernorm, device
+):
     module = make(
         device,
         num_gqa_groups=groups,
@@ -88,14 +95,18 @@ def test_every_parameter_layout_means_the_same_attention(fused, interleaved, gro
     grad = sample(device, *got.shape, seed=2)
     leaves = [x, *module.parameters()]
     for ours, theirs in zip(
-        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+        torch.autograd.grad(got, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("input_layernorm", [False, True])
 @pytest.mark.parametrize("fused, interleaved", [(False, True), (True, True), (True, False)])
-def test_cross_attention_reads_keys_and_values_from_the_encoder(fused, interleaved, input_layernorm, device):
+def test_cross_attention_reads_keys_and_values_from_the_encoder(
+    fused, interleaved, input_layernorm, device
+):
     module = make(
         device,
         attention_type="cross",
@@ -116,10 +127,14 @@ def test_cross_attention_reads_keys_and_values_from_the_encoder(fused, interleav
         else linear(normed, layer.query_weight, layer.query_bias)
     )
     if fused:
-        mixed = linear(encoder, module.key_value.weight, module.key_value.bias).unflatten(-1, (-1, WIDTH))
+        mixed = linear(encoder, module.key_value.weight, module.key_value.bias).unflatten(
+            -1, (-1, WIDTH)
+        )
         k, v = (mixed[..., 0::2, :], mixed[..., 1::2, :]) if interleaved else mixed.chunk(2, dim=-2)
     else:
-        k = linear(encoder, module.key_value.key_weight, module.key_value.key_bias).unflatten(-1, (-1, WIDTH))
+        k = linear(encoder, module.key_value.key_weight, module.key_value.key_bias).unflatten(
+            -1, (-1, WIDTH)
+        )
         v = linear(encoder, module.key_value.value_weight, module.key_value.value_bias).unflatten(
             -1, (-1, WIDTH)
         )
@@ -143,7 +158,8 @@ def test_query_and_key_norms_run_before_or_after_the_rotation_as_set(kind, befor
     x = sample(device, 2, 5, HIDDEN)
     angles = RotaryPositionEmbedding(WIDTH)(5).to(device)
     q, k, v = (
-        linear(x, w, b).unflatten(-1, (-1, WIDTH)) for w, b in projections(module, HEADS, False, False)
+        linear(x, w, b).unflatten(-1, (-1, WIDTH))
+        for w, b in projections(module, HEADS, False, False)
     )
     parts = []
     for part, norm in ((q, module.q_norm), (k, module.k_norm)):
@@ -157,7 +173,9 @@ def test_query_and_key_norms_run_before_or_after_the_rotation_as_set(kind, befor
 
 
 def test_the_three_formats_agree(device):
-    modules = [make(device, qkv_format=f, attn_mask_type="padding_causal") for f in ("bshd", "sbhd", "thd")]
+    modules = [
+        make(device, qkv_format=f, attn_mask_type="padding_causal") for f in ("bshd", "sbhd", "thd")
+    ]
     x = sample(device, 2, 5, HIDDEN)
     angles = RotaryPositionEmbedding(WIDTH)(5).to(device)
     where = {"cu_seqlens_q": cumulative([5, 5], device), "rotary_pos_emb": angles}
@@ -175,7 +193,9 @@ def test_bias_and_normalized_input_are_returned_in_that_order(device):
     layer = module.layernorm_qkv
     torch.testing.assert_close(bias, module.proj.bias)
     torch.testing.assert_close(
-        normed, layer_norm(x, (HIDDEN,), layer.layer_norm_weight, layer.layer_norm_bias, 1e-5), **ATTENDED
+        normed,
+        layer_norm(x, (HIDDEN,), layer.layer_norm_weight, layer.layer_norm_bias, 1e-5),
+        **ATTENDED,
     )
     module.proj.return_bias = module.return_bias = module.return_layernorm_output = False
     layer.return_layernorm_output = False
@@ -236,7 +256,10 @@ def test_sharded_heads_have_sharded_projections(device):
     module = make(device, tp_size=2, num_gqa_groups=2, set_parallel_mode=True, fuse_qkv_params=True)
     assert module.qkv.weight.shape == ((2 + 2) * WIDTH, HIDDEN)
     assert module.proj.weight.shape == (HIDDEN, 2 * WIDTH)
-    assert (module.core_attention.heads, module.core_attention.num_gqa_groups_per_partition) == (2, 1)
+    assert (module.core_attention.heads, module.core_attention.num_gqa_groups_per_partition) == (
+        2,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +286,9 @@ def test_cross_attention_needs_the_encoder_output(device):
 
 def test_the_fused_latent_projection_is_unsupported():
     assert FusedMLAQUpProjRopeQuant.is_supported() is False
-    with pytest.raises(NotImplementedError, match="use Linear, apply_rotary_pos_emb and a quantizer"):
+    with pytest.raises(
+        NotImplementedError, match="use Linear, apply_rotary_pos_emb and a quantizer"
+    ):
         FusedMLAQUpProjRopeQuant(128, 8)
 
 

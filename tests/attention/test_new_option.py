@@ -89,7 +89,9 @@ def test_the_core_attention_computes_a_supported_option_and_its_gradients(suppor
     attention = te.DotProductAttention(HEADS, SIZE)
     out = attention(*leaves)
     factors = torch.tensor(TEMPERATURES, device=device)[:, None]
-    q, k, v = ((x * f)[:, 0].transpose(0, 1) for x, f in zip(leaves, (factors, 1.0, 1.0), strict=True))
+    q, k, v = (
+        (x * f)[:, 0].transpose(0, 1) for x, f in zip(leaves, (factors, 1.0, 1.0), strict=True)
+    )
     hidden = torch.ones(5, 5, dtype=torch.bool, device=device).triu(1)
     scores = (q @ k.transpose(-1, -2) * SIZE**-0.5).masked_fill(hidden, -torch.inf)
     expected = (scores.softmax(-1) @ v).transpose(0, 1).reshape(5, 1, -1)

@@ -63,7 +63,9 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case in ("sink, largest logit, bias", "packed") else pytest.mark.slow)
+        pytest.param(
+            case, marks=() if case in ("sink, largest logit, bias", "packed") else pytest.mark.slow
+        )
         for case in CASES
     ],
 )

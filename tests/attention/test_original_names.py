@@ -11,7 +11,10 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends, get_qkv_layout
+from transformer_engine.pytorch.attention.dot_product_attention import (
+    _attention_backends,
+    get_qkv_layout,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     FlashAttentionUtils,
@@ -32,18 +35,26 @@ def qkv(device, heads=2, groups=2, length=8, size=16):
 
 
 def uses():
-    return tuple(_attention_backends[f"use_{kind}_attention"] for kind in ("flash", "fused", "unfused"))
+    return tuple(
+        _attention_backends[f"use_{kind}_attention"] for kind in ("flash", "fused", "unfused")
+    )
 
 
 def test_the_last_choice_is_readable(device):
-    module, tensors = DotProductAttention(2, 16, num_gqa_groups=1, qkv_format="bshd"), qkv(device, groups=1)
+    module, tensors = (
+        DotProductAttention(2, 16, num_gqa_groups=1, qkv_format="bshd"),
+        qkv(device, groups=1),
+    )
     with use_backend(attention="reference"):
         module(*tensors)
     assert uses() == (False, False, True)
     with use_backend(attention="torch_sdpa"):
         module(*tensors)
     assert uses() == (False, True, False)
-    assert _attention_backends["fused_attention_backend"] == NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    assert (
+        _attention_backends["fused_attention_backend"]
+        == NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    )
     params = _attention_backends["attention_params"]
     assert isinstance(params, AttentionParams)
     assert (params.batch_size, params.num_heads, params.num_gqa_groups) == (2, 2, 1)
@@ -52,7 +63,10 @@ def test_the_last_choice_is_readable(device):
 
 
 def test_cached_choices_are_recorded_too(device):
-    modules = [DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type=m) for m in ("causal", "no_mask")]
+    modules = [
+        DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type=m)
+        for m in ("causal", "no_mask")
+    ]
     for _ in range(2):
         for module in modules:
             module(*qkv(device))
@@ -62,7 +76,9 @@ def test_cached_choices_are_recorded_too(device):
 def test_the_last_choices_parameters_reproduce_it(device):
     module = DotProductAttention(2, 16, qkv_format="bshd")
     module(*[x.requires_grad_() for x in qkv(device)])
-    flash, version, fused, kind, unfused, _ = get_attention_backend(_attention_backends["attention_params"])
+    flash, version, fused, kind, unfused, _ = get_attention_backend(
+        _attention_backends["attention_params"]
+    )
     assert (flash, fused, unfused) == uses()
     assert version == _attention_backends["flash_attention_backend"]
     assert kind == _attention_backends["fused_attention_backend"]
@@ -86,7 +102,9 @@ def test_requiring_an_update_makes_layers_choose_again(device, monkeypatch):
     module(*tensors)
     chosen = []
     original = choosing.TABLE.bind
-    monkeypatch.setattr(choosing.TABLE, "bind", lambda request: chosen.append(request) or original(request))
+    monkeypatch.setattr(
+        choosing.TABLE, "bind", lambda request: chosen.append(request) or original(request)
+    )
     module(*tensors)
     assert not chosen
     _attention_backends["backend_selection_requires_update"] = True
@@ -100,10 +118,16 @@ def test_an_overwritten_entry_lasts_until_the_next_choice(device):
     _attention_backends["use_flash_attention"] = "written"
     assert _attention_backends["use_flash_attention"] == "written" and len(_attention_backends) == 7
     module(*qkv(device, length=4))
-    assert _attention_backends["use_flash_attention"] is not True and uses() != ("written", *uses()[1:])
+    assert _attention_backends["use_flash_attention"] is not True and uses() != (
+        "written",
+        *uses()[1:],
+    )
     with pytest.raises(KeyError):
         _attention_backends["use_no_attention"]
-    assert set(dict(_attention_backends)) >= {"attention_params", "backend_selection_requires_update"}
+    assert set(dict(_attention_backends)) >= {
+        "attention_params",
+        "backend_selection_requires_update",
+    }
 
 
 LAYOUTS = (
@@ -141,10 +165,14 @@ def test_three_tensors_are_quantized_with_one_scale_and_keep_their_layout(layout
     assert (same_layout, scale_format) == (layout, None)
     scale = 448.0 / max(float(x.abs().max()) for x in (q, k, v))
     for x, coded in zip((q, k, v), codes, strict=True):
-        assert isinstance(coded, te.Float8Tensor) and coded.shape == x.shape and coded.dtype == x.dtype
+        assert (
+            isinstance(coded, te.Float8Tensor) and coded.shape == x.shape and coded.dtype == x.dtype
+        )
         assert float(coded._scale_inv) == pytest.approx(1 / scale)
         expected = (x * (1 / coded._scale_inv)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-        near = (coded._data.view(torch.float8_e4m3fn).float() - expected).abs() <= 0.126 * expected.abs()
+        near = (
+            coded._data.view(torch.float8_e4m3fn).float() - expected
+        ).abs() <= 0.126 * expected.abs()
         assert near.all()
     names = {
         get_qkv_layout(*parts, layout.split("_")[0].translate(str.maketrans("", "", "23")))[0]
@@ -235,8 +263,21 @@ def test_fused_attention_functions_are_backend_names():
         "do_format",
         "aux_ctx_tensors",
     }
-    read |= {"cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "dropout"}
-    read |= {"attn_bias_type", "softmax_type", "attn_mask_type", "attn_scale", "window_size", "cuda_graph"}
+    read |= {
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+        "cu_seqlens_q_padded",
+        "cu_seqlens_kv_padded",
+        "dropout",
+    }
+    read |= {
+        "attn_bias_type",
+        "softmax_type",
+        "attn_mask_type",
+        "attn_scale",
+        "window_size",
+        "cuda_graph",
+    }
     read |= {
         "max_seqlen_q",
         "max_seqlen_kv",

@@ -38,7 +38,10 @@ def test_packed_sequences_equal_each_sequence_alone(mask, gaps, backend, device)
     k, v = packed(slots_kv, 2, 8, device, 2), packed(slots_kv, 2, 6, device, 3)
     options = {"num_gqa_groups": 2, "attention_type": "cross"}
     module = DotProductAttention(4, (8, 6), qkv_format="thd", attn_mask_type=mask, **options)
-    where = {"cu_seqlens_q": cumulative(LENGTHS_Q, device), "cu_seqlens_kv": cumulative(LENGTHS_KV, device)}
+    where = {
+        "cu_seqlens_q": cumulative(LENGTHS_Q, device),
+        "cu_seqlens_kv": cumulative(LENGTHS_KV, device),
+    }
     if gaps:
         where["cu_seqlens_q_padded"] = cumulative(slots_q, device)
         where["cu_seqlens_kv_padded"] = cumulative(slots_kv, device)
@@ -62,7 +65,11 @@ def test_packed_sequences_equal_each_sequence_alone(mask, gaps, backend, device)
 
 def policies(device, *groups):
     return [
-        {"sequence_ids": torch.tensor(ids, device=device), "mask_type": "padding_causal", "window_size": None}
+        {
+            "sequence_ids": torch.tensor(ids, device=device),
+            "mask_type": "padding_causal",
+            "window_size": None,
+        }
         for ids in groups
     ]
 
@@ -94,7 +101,9 @@ def test_keys_in_self_attention_may_have_their_own_starts(groups, dispatch, back
 @pytest.mark.parametrize("groups", [None, ((0, 1),), ((0,), (1,))], ids=str)
 def test_keys_in_cross_attention_need_lengths(groups, device):
     x, bounds = torch.randn(6, 2, 8, device=device), cumulative([2, 4], device)
-    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding", attention_type="cross")
+    module = DotProductAttention(
+        2, 8, qkv_format="thd", attn_mask_type="padding", attention_type="cross"
+    )
     options = {} if groups is None else {"thd_attention_policies": policies(device, *groups)}
     with pytest.raises(ValueError, match=r"cu_seqlens_kv.*None"):
         module(x, x, x, cu_seqlens_q=bounds, cu_seqlens_kv_padded=bounds, **options)
@@ -106,7 +115,8 @@ def test_padding_masks_have_no_effect_if_lengths_are_given(device):
     module = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="padding")
     pair = tuple(torch.ones(2, 1, 1, 4, dtype=torch.bool, device=device) for _ in range(2))
     assert torch.equal(
-        module(x, x, x, cu_seqlens_q=bounds, attention_mask=pair), module(x, x, x, cu_seqlens_q=bounds)
+        module(x, x, x, cu_seqlens_q=bounds, attention_mask=pair),
+        module(x, x, x, cu_seqlens_q=bounds),
     )
     with pytest.raises(ValueError, match=r"cu_seqlens_kv_padded is .* give both"):
         module(x, x, x, attention_mask=pair[0], cu_seqlens_kv_padded=bounds)
@@ -121,7 +131,11 @@ def test_packed_equals_padded(mask, backend, device):
     bounds = cumulative(lengths, device)
     padded = module(*x, qkv_format="bshd", cu_seqlens_q=bounds)
     flat = module(
-        *(part[real] for part in x), qkv_format="thd", cu_seqlens_q=bounds, max_seqlen_q=5, max_seqlen_kv=5
+        *(part[real] for part in x),
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        max_seqlen_q=5,
+        max_seqlen_kv=5,
     )
     torch.testing.assert_close(flat, padded[real], atol=1e-6, rtol=1e-6)
     assert not padded[~real].any()
@@ -132,7 +146,9 @@ def test_missing_longest_lengths_are_derived(device):
     x = torch.randn(3, 73, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
     module = DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding_causal")
     bounds = cumulative(lengths, device)
-    argument = module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=70, max_seqlen_kv=70)
+    argument = module(
+        *x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=70, max_seqlen_kv=70
+    )
     torch.testing.assert_close(
         module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds), argument, atol=1e-6, rtol=1e-6
     )
@@ -142,8 +158,12 @@ def test_packed_lengths_can_come_from_a_padding_mask(device):
     lengths = [3, 5]
     x = torch.randn(3, 8, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
     module = DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")
-    by_mask = module(*x, attention_mask=padding_mask(lengths, 5, device), max_seqlen_q=5, max_seqlen_kv=5)
-    by_lengths = module(*x, cu_seqlens_q=cumulative(lengths, device), max_seqlen_q=5, max_seqlen_kv=5)
+    by_mask = module(
+        *x, attention_mask=padding_mask(lengths, 5, device), max_seqlen_q=5, max_seqlen_kv=5
+    )
+    by_lengths = module(
+        *x, cu_seqlens_q=cumulative(lengths, device), max_seqlen_q=5, max_seqlen_kv=5
+    )
     torch.testing.assert_close(by_mask, by_lengths, rtol=0, atol=0)
 
 
@@ -158,7 +178,9 @@ def test_lengths_must_be_int32(device):
     x = torch.randn(8, 2, 4, device=device)
     bounds = cumulative([3, 5], device).long()
     with pytest.raises(ValueError, match=r"torch.int64; it must be torch.int32"):
-        DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")(x, x, x, cu_seqlens_q=bounds)
+        DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")(
+            x, x, x, cu_seqlens_q=bounds
+        )
 
 
 def test_a_buffer_with_only_padding_is_zero_and_differentiable(device):

@@ -45,15 +45,35 @@ def _starts(lengths: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def _problem(tokens: tuple[int, int], case: dict, device: torch.device) -> AttentionProblem:
-    q, k, v = ((0, heads * size, size) for heads, size in ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, SIZE_V)))
+    q, k, v = (
+        (0, heads * size, size) for heads, size in ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, SIZE_V))
+    )
     out = (0, HEADS * SIZE_V, SIZE_V)
     return AttentionProblem(
-        dtype="float32", batch=len(LENGTHS_Q), heads=HEADS, groups=GROUPS, seqlen_q=tokens[0], seqlen_kv=tokens[1],
-        size_qk=SIZE, size_v=SIZE_V, scales=(0.3, 1.0), window=case.get("window", (-1, -1)),
-        bottom_right=case.get("bottom_right", False), dropout=case.get("dropout", 0.0), page_size=0, q=q, k=k, v=v,
-        out=out, lse=(0, HEADS, 1), masked=(0,) * 4, bias=(0,) * 4, outer=(0, 0), varied=False,
+        dtype="float32",
+        batch=len(LENGTHS_Q),
+        heads=HEADS,
+        groups=GROUPS,
+        seqlen_q=tokens[0],
+        seqlen_kv=tokens[1],
+        size_qk=SIZE,
+        size_v=SIZE_V,
+        scales=(0.3, 1.0),
+        window=case.get("window", (-1, -1)),
+        bottom_right=case.get("bottom_right", False),
+        dropout=case.get("dropout", 0.0),
+        page_size=0,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=(0, HEADS, 1),
+        masked=(0,) * 4,
+        bias=(0,) * 4,
+        outer=(0, 0),
+        varied=False,
         shared_memory=processors(device.index).shared_memory if device.type == "cuda" else 1 << 16,
-    )  # fmt: skip
+    )
 
 
 def _launch_outputs(
@@ -64,7 +84,9 @@ def _launch_outputs(
     for output, shape in zip(launch.outputs, like, strict=True):
         if output is not None:
             begins = 7.0 if output.begins is None else output.begins
-            outputs.append(torch.full(output.shape or shape, begins, dtype=torch.float32, device=device))
+            outputs.append(
+                torch.full(output.shape or shape, begins, dtype=torch.float32, device=device)
+            )
         else:
             outputs.append(None)
     run_program_into(launch, (*inputs, *outputs), inputs[0].device)
@@ -83,7 +105,10 @@ def _results(
     queries, keys = tokens
     q, k, v = normal(queries, HEADS, SIZE), normal(keys, GROUPS, SIZE), normal(keys, GROUPS, SIZE_V)
     dout, sink = normal(queries, HEADS, SIZE_V), normal(HEADS)
-    bounds = [torch.tensor(lengths, dtype=torch.int32, device=device) for lengths in (LENGTHS_Q, LENGTHS_KV)]
+    bounds = [
+        torch.tensor(lengths, dtype=torch.int32, device=device)
+        for lengths in (LENGTHS_Q, LENGTHS_KV)
+    ]
     bounds += [
         torch.tensor(_starts(lengths)[0], dtype=torch.int32, device=device)
         for lengths in (LENGTHS_Q, LENGTHS_KV)
@@ -92,13 +117,17 @@ def _results(
     sink = sink if case.get("sink") else None
     rng = torch.tensor([5, 1 << 33], device=device) if case.get("dropout") else None
     forward = attention.forward(problem, True, True, True)
-    result = _launch_outputs(forward, (*args, sink, rng, None), (dout.shape, (queries, HEADS), None), device)
+    result = _launch_outputs(
+        forward, (*args, sink, rng, None), (dout.shape, (queries, HEADS), None), device
+    )
     out, lse, tops = result
     first = attention_delta.delta(problem, problem.out, sink is not None)
     rows = (out, dout, lse, sink, bounds[0], bounds[2], None)
     delta, dsink = _launch_outputs(first, rows, ((queries, HEADS), None), device)
     context = (*args, rng, dout, lse, delta)
-    (dq,) = _launch_outputs(attention_backward.queries(problem, problem.q, True), context, (q.shape,), device)
+    (dq,) = _launch_outputs(
+        attention_backward.queries(problem, problem.q, True), context, (q.shape,), device
+    )
     second = attention_backward.keys(problem, (0, *problem.k), (0, *problem.v), 1, True)
     dk, dv = _launch_outputs(second, context, (k.shape, v.shape), device)
     return [x for x in (out, lse, tops, delta, dsink, dq, dk, dv) if x is not None]
@@ -132,7 +161,11 @@ def test_every_tile_has_a_program_and_few_programs_have_no_tile():
     for rows in (16, 100, 128):
         shared = dataclasses.replace(problem, tokens=(1000, 1000)).query_tiles(rows)[0]
         for _ in range(50):
-            cuts = torch.randint(0, 1001, (len(LENGTHS_Q) - 1,), generator=generator).sort().values.tolist()
+            cuts = (
+                torch.randint(0, 1001, (len(LENGTHS_Q) - 1,), generator=generator)
+                .sort()
+                .values.tolist()
+            )
             lengths = [b - a for a, b in zip([0, *cuts], [*cuts, 1000], strict=True)]
             assert sum(-(-length // rows) for length in lengths) <= shared
     alone = dataclasses.replace(problem, batch=1, tokens=(1000, 1000))
@@ -172,10 +205,17 @@ def test_every_tile_has_one_program_for_any_number_of_sequences(sequences, warps
     lengths = torch.randint(0, 4, (sequences,), generator=generator) * 11
     lengths[0] = lengths[-1] = 0
     lengths[sequences // 2] = size = 3 * rows + 1
-    tiles = [(tile, index) for index, n in enumerate(lengths.tolist()) for tile in range(-(-n // rows))]
+    tiles = [
+        (tile, index) for index, n in enumerate(lengths.tolist()) for tile in range(-(-n // rows))
+    ]
     programs = int(lengths.sum()) // rows + sequences
     launch = Launch(
-        places, (programs, 1, 1), (Output((programs, 2), "int32"),), (size,), (rows, sequences), warps
+        places,
+        (programs, 1, 1),
+        (Output((programs, 2), "int32"),),
+        (size,),
+        (rows, sequences),
+        warps,
     )
     found = torch.full((programs, 2), -1, dtype=torch.int32, device=device)
     run_program_into(launch, (lengths.to(device, torch.int32), found), found.device)

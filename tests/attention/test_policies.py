@@ -23,7 +23,12 @@ def ids(device, *sequences, dtype=torch.int32):
 
 
 def policy(device, sequences, mask="padding_causal", window=None, **more):
-    return {"sequence_ids": ids(device, *sequences), "mask_type": mask, "window_size": window, **more}
+    return {
+        "sequence_ids": ids(device, *sequences),
+        "mask_type": mask,
+        "window_size": window,
+        **more,
+    }
 
 
 def batch(device, lengths, extents, heads, seed):
@@ -43,9 +48,12 @@ def exact(leaves, grad, lengths, extents, lengths_kv, extents_kv, chosen, softca
         if n and m:
             rule = visibility(mask, n, m, [n], [m], window or (-1, -1), bottom_right is not False)
             part, _ = attend(
-                q[None, start : start + n], k[None, start_kv : start_kv + m], v[None, start_kv : start_kv + m],
-                rule, softcap=softcap,
-            )  # fmt: skip
+                q[None, start : start + n],
+                k[None, start_kv : start_kv + m],
+                v[None, start_kv : start_kv + m],
+                rule,
+                softcap=softcap,
+            )
             rows = torch.zeros_like(out)
             rows[start : start + n] = part[0]
             out = out + rows
@@ -112,15 +120,22 @@ def test_random_policies_equal_separate_sequences(first, dispatch, device):
         if not cross:
             bounds[1], bounds[3] = bounds[0], bounds[2]
         out = layer(
-            *leaves, cu_seqlens_q=bounds[0], cu_seqlens_kv=bounds[1], cu_seqlens_q_padded=bounds[2],
-            cu_seqlens_kv_padded=bounds[3], thd_attention_policies=inputs, thd_attention_policy_dispatch=dispatch,
-        )  # fmt: skip
+            *leaves,
+            cu_seqlens_q=bounds[0],
+            cu_seqlens_kv=bounds[1],
+            cu_seqlens_q_padded=bounds[2],
+            cu_seqlens_kv_padded=bounds[3],
+            thd_attention_policies=inputs,
+            thd_attention_policy_dispatch=dispatch,
+        )
         found = torch.autograd.grad(out, leaves, grad)
         reference, expected_value = exact(
             leaves, grad, lengths, extents, lengths_kv, extents_kv, chosen, layer.softcap
         )
         for got, expected in zip((out, *found), (reference, *expected_value), strict=True):
-            torch.testing.assert_close(got.double().cpu(), expected, **ATTENDED, msg=f"case {seed}".__add__)
+            torch.testing.assert_close(
+                got.double().cpu(), expected, **ATTENDED, msg=f"case {seed}".__add__
+            )
 
 
 def simple(device, **changes):
@@ -141,10 +156,15 @@ def test_one_policy_for_all_sequences_equals_the_call_without_policies(device, m
     monkeypatch.setattr(module, "_in_place", None)
     got = layer(*qkv, **arguments)
     plain = layer(
-        *qkv, cu_seqlens_q=arguments["cu_seqlens_q"], attn_mask_type="padding_causal", window_size=(2, 0)
+        *qkv,
+        cu_seqlens_q=arguments["cu_seqlens_q"],
+        attn_mask_type="padding_causal",
+        window_size=(2, 0),
     )
     assert torch.equal(got, plain)
-    assert torch.equal(layer(*qkv, thd_attention_policy_dispatch="grouped", **arguments)[:7], plain[:7])
+    assert torch.equal(
+        layer(*qkv, thd_attention_policy_dispatch="grouped", **arguments)[:7], plain[:7]
+    )
 
 
 def test_tokens_are_gathered_if_no_backend_supports_gaps_between_sequences(device, monkeypatch):
@@ -162,16 +182,20 @@ def test_tokens_are_gathered_if_no_backend_supports_gaps_between_sequences(devic
 @pytest.mark.parametrize("dispatch", ["auto", "grouped"])
 def test_zero_tokens_give_an_empty_differentiable_output(dispatch, device):
     leaves = [
-        torch.empty(0, heads, SIZE, device=device, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)
+        torch.empty(0, heads, SIZE, device=device, requires_grad=True)
+        for heads in (HEADS, GROUPS, GROUPS)
     ]
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd")
     out = layer(
-        *leaves, cu_seqlens_q=cumulative([0, 0], device), thd_attention_policy_dispatch=dispatch,
+        *leaves,
+        cu_seqlens_q=cumulative([0, 0], device),
+        thd_attention_policy_dispatch=dispatch,
         thd_attention_policies=[policy(device, (0,)), policy(device, (1,))],
-    )  # fmt: skip
+    )
     assert out.shape == (0, HEADS * SIZE)
     assert all(
-        x.shape == y.shape for x, y in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True)
+        x.shape == y.shape
+        for x, y in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True)
     )
 
 
@@ -191,7 +215,9 @@ def test_layers_pass_policies_to_their_self_attention(kind, hook, device):
             **options,
         )
     else:
-        layer = te.MultiheadAttention(16, 2, qkv_format="thd", attn_mask_type="padding_causal", **options)
+        layer = te.MultiheadAttention(
+            16, 2, qkv_format="thd", attn_mask_type="padding_causal", **options
+        )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x, bounds = torch.randn(7, 16, device=device), {"cu_seqlens_q": cumulative([3, 4], device)}
@@ -270,7 +296,10 @@ def test_arguments_that_policies_exclude_raise(changes, words, device):
             lambda d: [{**policy(d, ()), "sequence_ids": torch.tensor([0.0, 1.0], device=d)}],
             "of int32 or int64",
         ),
-        (lambda d: [{**policy(d, ()), "sequence_ids": torch.tensor([0, 1], device="meta")}], "is on meta"),
+        (
+            lambda d: [{**policy(d, ()), "sequence_ids": torch.tensor([0, 1], device="meta")}],
+            "is on meta",
+        ),
         (lambda d: [policy(d, (1, 0))], "not strictly ascending"),
         (lambda d: [policy(d, (0, 0, 1))], "not strictly ascending"),
         (lambda d: [policy(d, (0,))], r"missing \[1\], repeated \[\]"),
@@ -307,7 +336,9 @@ def test_ids_are_read_once_until_they_change(device, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(x) or original(x))
     for _ in range(3):
         layer(*qkv, **arguments)
-    assert len([x for x in read if x is arguments["thd_attention_policies"][0]["sequence_ids"]]) == 1
+    assert (
+        len([x for x in read if x is arguments["thd_attention_policies"][0]["sequence_ids"]]) == 1
+    )
     arguments["thd_attention_policies"][0]["sequence_ids"].add_(1)
     with pytest.raises(ValueError, match=r"missing \[0\], repeated \[1\]"):
         layer(*qkv, **arguments)
@@ -325,13 +356,16 @@ def test_ids_are_compared_by_identity(device):
 @pytest.mark.parametrize("dispatch", ["auto", "grouped"])
 def test_tokens_without_sequences_are_padding(dispatch, device):
     leaves = [
-        torch.randn(4, heads, SIZE, device=device, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)
+        torch.randn(4, heads, SIZE, device=device, requires_grad=True)
+        for heads in (HEADS, GROUPS, GROUPS)
     ]
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
     out = layer(
-        *leaves, cu_seqlens_q=cumulative([], device), thd_attention_policy_dispatch=dispatch,
+        *leaves,
+        cu_seqlens_q=cumulative([], device),
+        thd_attention_policy_dispatch=dispatch,
         thd_attention_policies=[policy(device, ())],
-    )  # fmt: skip
+    )
     assert out.shape == (4, HEADS * SIZE) and not out.any()
 
 
@@ -340,7 +374,11 @@ def test_a_captured_call_needs_ids_that_were_checked_before():
     device = torch.device("cuda")
     layer = te.DotProductAttention(8, 64, 2, qkv_format="thd", attn_mask_type="padding").eval()
     q, k = (torch.randn(200, heads, 64, device=device).bfloat16() for heads in (8, 2))
-    bounds = {"cu_seqlens_q": cumulative([80, 120], device), "max_seqlen_q": 120, "max_seqlen_kv": 120}
+    bounds = {
+        "cu_seqlens_q": cumulative([80, 120], device),
+        "max_seqlen_q": 120,
+        "max_seqlen_kv": 120,
+    }
     known, new = ([policy(device, (0,)), policy(device, (1,), "padding")] for _ in range(2))
     with torch.no_grad():
         for _ in range(3):
@@ -366,7 +404,8 @@ def test_inference_tensors_cannot_be_captured_and_the_error_names_them(monkeypat
     module.check_coverage([counted, uncounted], 2)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(
-        RuntimeError, match=r"policies \[1\] are inference tensors.* outside of torch.inference_mode"
+        RuntimeError,
+        match=r"policies \[1\] are inference tensors.* outside of torch.inference_mode",
     ):
         module.check_coverage([counted, uncounted], 2)
     with pytest.raises(
@@ -383,19 +422,29 @@ def test_a_compiled_call_is_one_graph(members, device):
     layer = te.DotProductAttention(
         HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding", softcap=0.7
     )
-    leaves = [batch(device, lengths, extents, n, n).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+    leaves = [
+        batch(device, lengths, extents, n, n).requires_grad_() for n in (HEADS, GROUPS, GROUPS)
+    ]
     grad = batch(device, lengths, extents, HEADS, 9).flatten(1)
     arguments = {
-        "cu_seqlens_q": cumulative(lengths, device), "cu_seqlens_q_padded": cumulative(extents, device),
-        "max_seqlen_q": 4, "max_seqlen_kv": 4,
+        "cu_seqlens_q": cumulative(lengths, device),
+        "cu_seqlens_q_padded": cumulative(extents, device),
+        "max_seqlen_q": 4,
+        "max_seqlen_kv": 4,
         "thd_attention_policies": [
             policy(device, part, mask, window)
             for part, (mask, window) in zip(
-                members, [("padding_causal", (1, 0)), ("padding", None), ("padding", (1, 1)), (MASKS[2], None)],
+                members,
+                [
+                    ("padding_causal", (1, 0)),
+                    ("padding", None),
+                    ("padding", (1, 1)),
+                    (MASKS[2], None),
+                ],
                 strict=False,
             )
         ],
-    }  # fmt: skip
+    }
     results = []
     for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         out = call(*leaves, **arguments)
@@ -407,13 +456,21 @@ def test_a_compiled_call_is_one_graph(members, device):
 @pytest.mark.any_device
 def test_compiled_layers_pass_policies_on(device):
     torch._dynamo.reset()
-    options = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "device": device, "attn_input_format": "thd"}
+    options = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "device": device,
+        "attn_input_format": "thd",
+    }
     layer = te.TransformerLayer(16, 32, 2, self_attn_mask_type="padding_causal", **options)
     x, bounds = torch.randn(7, 16, device=device), cumulative([3, 4], device)
     arguments = {
-        "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 4, "max_seqlen_kv": 4,
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": 4,
+        "max_seqlen_kv": 4,
         "thd_attention_policies": [policy(device, (0,)), policy(device, (1,), "padding")],
-    }  # fmt: skip
+    }
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, **arguments), layer(x, **arguments))
 
@@ -435,9 +492,13 @@ def test_a_compiled_call_checks_ids_when_it_runs(device):
 def test_a_grouped_dispatch_breaks_the_graph_and_states_the_reason(device):
     torch._dynamo.reset()
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
-    qkv, arguments = simple(device, thd_attention_policy_dispatch="grouped", max_seqlen_q=4, max_seqlen_kv=4)
+    qkv, arguments = simple(
+        device, thd_attention_policy_dispatch="grouped", max_seqlen_q=4, max_seqlen_kv=4
+    )
     compiled = torch.compile(layer, backend="aot_eager")
     torch.testing.assert_close(compiled(*qkv, **arguments), layer(*qkv, **arguments))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="gathers tokens, whose number depends on values"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="gathers tokens, whose number depends on values"
+    ):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(*qkv, **arguments)

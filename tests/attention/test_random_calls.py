@@ -72,7 +72,10 @@ def random_case(seed: int) -> Case:
     window = None
     if draw.random() < 0.5:
         causal = "causal" in mask
-        window = (draw.choice((0, 1, 3, -1 if causal else 2)), 0 if causal else draw.choice((0, 1, 2)))
+        window = (
+            draw.choice((0, 1, 3, -1 if causal else 2)),
+            0 if causal else draw.choice((0, 1, 2)),
+        )
     kind = draw.choice(("no_bias", "alibi", "post_scale_bias", "pre_scale_bias"))
     shape = None
     if kind.endswith("scale_bias"):
@@ -116,7 +119,9 @@ def visible(case: Case, b: int) -> Tensor:
     return visible
 
 
-def exact(case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sink: Any) -> Tensor:
+def exact(
+    case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sink: Any
+) -> Tensor:
     """Output [n, h, d_v] for one sequence q [n, h, d], k [m, g, d], v [m, g, d_v], in float64."""
     heads, groups = case.heads
     k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
@@ -187,14 +192,24 @@ def compare(seed: int, device: Any) -> None:
     if kind == "alibi":
         batch = len(case.lengths[0])
         usual = default_slopes(heads, torch.device("cpu"))
-        slopes = {"default": usual, "heads": normal(heads).abs(), "batch": normal(batch, heads).abs()}[
-            case.slopes
-        ]
+        slopes = {
+            "default": usual,
+            "heads": normal(heads).abs(),
+            "batch": normal(batch, heads).abs(),
+        }[case.slopes]
     layer = te.DotProductAttention(
-        heads, case.sizes, groups, qkv_format=case.format, attn_mask_type=case.mask, window_size=case.window,
-        bottom_right_diagonal=case.bottom_right, softcap=case.softcap, softmax_type=case.softmax,
-        softmax_scale=case.scale, attention_type="cross" if case.cross else "self",
-    ).to(device)  # fmt: skip
+        heads,
+        case.sizes,
+        groups,
+        qkv_format=case.format,
+        attn_mask_type=case.mask,
+        window_size=case.window,
+        bottom_right_diagonal=case.bottom_right,
+        softcap=case.softcap,
+        softmax_type=case.softmax,
+        softmax_scale=case.scale,
+        attention_type="cross" if case.cross else "self",
+    ).to(device)
     sink = None if case.softmax == "vanilla" else torch.zeros(heads)
     if case.softmax == "learnable":
         sink = normal(heads)
@@ -228,11 +243,16 @@ def compare(seed: int, device: Any) -> None:
     wide_sink = None if sink is None else sink.double().requires_grad_()
     wide_slopes = None if slopes is None else slopes.double()
     rows = [
-        exact(case, b, *x, wide_bias, wide_slopes, wide_sink) for b, x in enumerate(zip(*wide, strict=True))
+        exact(case, b, *x, wide_bias, wide_slopes, wide_sink)
+        for b, x in enumerate(zip(*wide, strict=True))
     ]
     total = sum((row * grad.double()).sum() for row, grad in zip(rows, grads, strict=True))
-    rest = [x for x in (wide_bias, wide_sink if case.softmax == "learnable" else None) if x is not None]
-    expected = torch.autograd.grad(total, [x for group in wide for x in group] + rest, allow_unused=True)
+    rest = [
+        x for x in (wide_bias, wide_sink if case.softmax == "learnable" else None) if x is not None
+    ]
+    expected = torch.autograd.grad(
+        total, [x for group in wide for x in group] + rest, allow_unused=True
+    )
 
     def check(name: str, got: Tensor, expected_value: Tensor) -> None:
         torch.testing.assert_close(
@@ -252,10 +272,17 @@ def compare(seed: int, device: Any) -> None:
     for index, name in enumerate(("q", "k", "v")):
         exact_gradients = expected[index * count : (index + 1) * count]
         for got, reference, x in zip(
-            split_sequences(found[index], case, min(index, 1)), exact_gradients, wide[index], strict=True
+            split_sequences(found[index], case, min(index, 1)),
+            exact_gradients,
+            wide[index],
+            strict=True,
         ):
-            check(f"gradient of {name}", got, torch.zeros_like(x) if reference is None else reference)
-        assert (found[index] != 0).sum() <= sum(x.numel() for x in parts[index]), f"padding in {name}"
+            check(
+                f"gradient of {name}", got, torch.zeros_like(x) if reference is None else reference
+            )
+        assert (found[index] != 0).sum() <= sum(x.numel() for x in parts[index]), (
+            f"padding in {name}"
+        )
     for got, reference in zip(found[3:], expected[3 * count :], strict=True):
         check("gradient of bias or sink", got, reference)
 
@@ -269,23 +296,37 @@ def test_random_calls_equal_the_equation_in_float64(first, device):
 def test_the_cases_cover_every_pair_of_options():
     cases = [random_case(seed) for seed in range(CASES)]
     options = {
-        "format": ("bshd", "sbhd", "thd"), "mask": MASKS, "softmax": ("vanilla", "off-by-one", "learnable"),
-        "window": (True, False), "grouped": (True, False), "bias": ("no_bias", "alibi", "post_scale_bias"),
-    }  # fmt: skip
+        "format": ("bshd", "sbhd", "thd"),
+        "mask": MASKS,
+        "softmax": ("vanilla", "off-by-one", "learnable"),
+        "window": (True, False),
+        "grouped": (True, False),
+        "bias": ("no_bias", "alibi", "post_scale_bias"),
+    }
     found = set()
     for case in cases:
         values = {
-            "format": case.format, "mask": case.mask, "softmax": case.softmax, "window": case.window is not None,
-            "grouped": case.heads[0] > case.heads[1], "bias": case.bias[0],
-        }  # fmt: skip
+            "format": case.format,
+            "mask": case.mask,
+            "softmax": case.softmax,
+            "window": case.window is not None,
+            "grouped": case.heads[0] > case.heads[1],
+            "bias": case.bias[0],
+        }
         if case.softcap:
             found |= {(a, values[a], b, values[b]) for a in values for b in values}
-    impossible = {("thd", kind) for kind in ("no_mask", "causal", "causal_bottom_right", "post_scale_bias")}
+    impossible = {
+        ("thd", kind) for kind in ("no_mask", "causal", "causal_bottom_right", "post_scale_bias")
+    }
     for a, choices in options.items():
         for b, rest in options.items():
             if a < b:
                 missing = {
-                    (x, y) for x in choices for y in rest
-                    if (a, x, b, y) not in found and (x, y) not in impossible and (y, x) not in impossible
-                }  # fmt: skip
+                    (x, y)
+                    for x in choices
+                    for y in rest
+                    if (a, x, b, y) not in found
+                    and (x, y) not in impossible
+                    and (y, x) not in impossible
+                }
                 assert not missing, (a, b, missing)

@@ -18,7 +18,14 @@ import transformer_engine.pytorch as te
 
 CASES, PER_TEST = 120, 10
 RESULTS = ("output", "q", "k", "v", "bias")
-MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal_bottom_right", "arbitrary")
+MASKS = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "padding",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
 # Largest error relative to the largest value: each factor and result is rounded once.
 BOUNDS = {torch.float32: 5e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
@@ -100,7 +107,9 @@ def exact(
     return torch.einsum("bhij,bjhd->bihd", p, v).flatten(2), scores
 
 
-def absolute_terms(case: Case, inputs: list[Tensor], scores: Tensor, grad: Tensor) -> dict[str, float]:
+def absolute_terms(
+    case: Case, inputs: list[Tensor], scores: Tensor, grad: Tensor
+) -> dict[str, float]:
     """Largest sum of absolute terms per result, whose roundings remain where the terms cancel."""
     q, k, v = (x.detach().abs() for x in inputs[:3])
     k, v = (x.repeat_interleave(case.sizes[4], 2) for x in (k, v))
@@ -145,10 +154,17 @@ def run(case: Case, seed: int, device: torch.device) -> None:
         ]
         arguments["attention_mask"] = tuple(pair)
     layer = te.DotProductAttention(
-        heads, (d_qk, d_v), groups, qkv_format="bshd", attn_mask_type=case.mask, window_size=case.window,
-        attention_type="cross", softcap=case.softcap if case.in_constructor else 7.0, return_max_logit=True,
+        heads,
+        (d_qk, d_v),
+        groups,
+        qkv_format="bshd",
+        attn_mask_type=case.mask,
+        window_size=case.window,
+        attention_type="cross",
+        softcap=case.softcap if case.in_constructor else 7.0,
+        return_max_logit=True,
         bottom_right_diagonal=None if "causal" in case.mask else case.bottom_right,
-    )  # fmt: skip
+    )
     leaves = [x.to(device).requires_grad_() for x in (*inputs, *([] if bias is None else [bias]))]
     if bias is not None:
         arguments |= {"core_attention_bias_type": case.bias, "core_attention_bias": leaves[3]}
@@ -158,10 +174,14 @@ def run(case: Case, seed: int, device: torch.device) -> None:
         out, largest = layer(*leaves[:3], **arguments)
     gradients = torch.autograd.grad(out, leaves, grad.to(device))
     wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    reference, scores = exact(case, *wide[:3], wide[3] if bias is not None else None, hidden(case, masked))
+    reference, scores = exact(
+        case, *wide[:3], wide[3] if bias is not None else None, hidden(case, masked)
+    )
     expected_value = torch.autograd.grad(reference, wide, grad.double())
     terms = absolute_terms(case, wide, scores, grad.double())
-    for name, found, expected in zip(RESULTS, (out, *gradients), (reference, *expected_value), strict=False):
+    for name, found, expected in zip(
+        RESULTS, (out, *gradients), (reference, *expected_value), strict=False
+    ):
         expected = expected.detach()
         error = float((found.detach().cpu().double() - expected).abs().max())
         rounding = torch.finfo(case.dtype).eps * terms[name]
@@ -170,9 +190,9 @@ def run(case: Case, seed: int, device: torch.device) -> None:
     visible = best.isfinite()
     found = largest.cpu().double()
     assert (found[~visible] == -math.inf).all(), case
-    assert ((found - best)[visible].abs() <= BOUNDS[case.dtype] * best[visible].abs().clamp(min=1)).all(), (
-        case
-    )
+    assert (
+        (found - best)[visible].abs() <= BOUNDS[case.dtype] * best[visible].abs().clamp(min=1)
+    ).all(), case
 
 
 @pytest.mark.parametrize("first", range(0, CASES, PER_TEST))

@@ -38,7 +38,10 @@ def wrong(device):
         "mask type": ({"attn_mask_type": 3}, "attn_mask_type=3 does not exist"),
         "window": ({"window_size": (-5, 0)}, r"window_size=\(-5, 0\) has a size below -1"),
         "one number": ({"window_size": 4}, "window_size=4 is not a pair of integers"),
-        "window of floats": ({"window_size": (1.5, 0)}, r"window_size=\(1.5, 0\) is not a pair of integers"),
+        "window of floats": (
+            {"window_size": (1.5, 0)},
+            r"window_size=\(1.5, 0\) is not a pair of integers",
+        ),
         "no lengths": ({"attn_mask_type": "padding"}, "a padding mask needs cu_seqlens_q"),
         "no mask": ({"attn_mask_type": "arbitrary"}, "'arbitrary' needs attention_mask"),
         "mask dtype": (
@@ -71,7 +74,10 @@ def wrong(device):
             {"attn_mask_type": "causal", "cu_seqlens_q": bounds(device, 4, 9, 2)},
             "cu_seqlens_q has 3 sequences, the tensor 2; .* qkv_format='thd' with a padding mask",
         ),
-        "bias type": ({"core_attention_bias_type": "bias"}, "core_attention_bias_type='bias' does not exist"),
+        "bias type": (
+            {"core_attention_bias_type": "bias"},
+            "core_attention_bias_type='bias' does not exist",
+        ),
         "no bias": ({"core_attention_bias_type": "post_scale_bias"}, "needs core_attention_bias"),
         "bias shape": (
             {
@@ -90,20 +96,31 @@ def wrong(device):
 NAMES = list(wrong(torch.device("cpu")))
 # Not read if a cache holds the sequence lengths.
 OF_THE_CACHE = (
-    *("no lengths", "lengths dtype", "too many lengths", "too many lengths of whole rows", "lengths list"),
+    *(
+        "no lengths",
+        "lengths dtype",
+        "too many lengths",
+        "too many lengths of whole rows",
+        "lengths list",
+    ),
     "mask dtype",
 )
 # Wrong values, which a GPU reports later.
 NUMBERS = {
     "falling": ([0, 9, 4], "cu_seqlens_q falls from 9 to 4 at sequence 1"),
     "not from 0": ([1, 9, 12], "cu_seqlens_q begins with 1"),
-    "too long": ([0, 4, 30], "cu_seqlens_q gives sequence 1 26 tokens, more than the 16 that the tensor has"),
+    "too long": (
+        [0, 4, 30],
+        "cu_seqlens_q gives sequence 1 26 tokens, more than the 16 that the tensor has",
+    ),
 }
 
 
 def state(module, *more):
     """All state that a call may change; fp8_meta's tensors replace extra states, whose pickled bytes vary."""
-    tensors = [x.clone() for name, x in module.state_dict().items() if not name.endswith("_extra_state")]
+    tensors = [
+        x.clone() for name, x in module.state_dict().items() if not name.endswith("_extra_state")
+    ]
     for child in module.modules():
         meta = getattr(child, "fp8_meta", {})
         for key in ("scaling_fwd", "scaling_bwd"):
@@ -117,7 +134,9 @@ def state(module, *more):
 
 
 def same(before, after):
-    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return len(before) == len(after) and all(
+        torch.equal(a, b) for a, b in zip(before, after, strict=True)
+    )
 
 
 def run_one_step(module, *inputs, **options):
@@ -143,7 +162,10 @@ def hidden(device, *shape):
 @pytest.mark.parametrize("cold", [True, False], ids=["first-call", "after-a-call"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_attention_layer_rejects_before_its_projections_record(name, cold, device):
-    layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
+    layer, x = (
+        MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device),
+        hidden(device),
+    )
     if not cold:
         run_one_step(layer, x)
     options, match = wrong(device)[name]
@@ -152,7 +174,10 @@ def test_an_attention_layer_rejects_before_its_projections_record(name, cold, de
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_an_attention_layer_rejects_wrong_lengths_before_its_projections_record(name, device):
-    layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
+    layer, x = (
+        MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device),
+        hidden(device),
+    )
     good = {"attn_mask_type": "padding", "cu_seqlens_q": bounds(device, 9, 12)}
     run_one_step(layer, x, **good)
     lengths, match = NUMBERS[name]
@@ -161,10 +186,16 @@ def test_an_attention_layer_rejects_wrong_lengths_before_its_projections_record(
 
 
 def test_a_rejected_first_call_does_not_change_the_next(device):
-    layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
+    layer, x = (
+        MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device),
+        hidden(device),
+    )
     twin = copy.deepcopy(layer)
     for _ in range(3):
-        with te.autocast(recipe=DelayedScaling()), pytest.raises(ValueError, match="does not exist"):
+        with (
+            te.autocast(recipe=DelayedScaling()),
+            pytest.raises(ValueError, match="does not exist"),
+        ):
             layer(1000.0 * x, attn_mask_type="no such mask")
     for _ in range(2):
         for module in (layer, twin):
@@ -177,16 +208,26 @@ def test_a_rejected_first_call_does_not_change_the_next(device):
 @pytest.mark.parametrize(
     "encoder_output, match",
     [
-        (lambda device: hidden(device, TOKENS, BATCH, HIDDEN + 1), "needs 2 axes that end in hidden_size=32"),
+        (
+            lambda device: hidden(device, TOKENS, BATCH, HIDDEN + 1),
+            "needs 2 axes that end in hidden_size=32",
+        ),
         (lambda device: hidden(device, TOKENS, 3, HIDDEN), "queries have 2 sequences, keys 3"),
         (lambda device: hidden(device).double(), "encoder_output is torch.float64"),
         (lambda device: hidden(device, TOKENS, HIDDEN), r"encoder_output is \[16, 32\]"),
     ],
     ids=["width", "batch", "dtype", "axes"],
 )
-def test_cross_attention_rejects_an_encoder_output_before_its_query_records(encoder_output, match, device):
+def test_cross_attention_rejects_an_encoder_output_before_its_query_records(
+    encoder_output, match, device
+):
     layer = MultiheadAttention(
-        HIDDEN, HEADS, attention_type="cross", attn_mask_type="no_mask", input_layernorm=True, device=device
+        HIDDEN,
+        HEADS,
+        attention_type="cross",
+        attn_mask_type="no_mask",
+        input_layernorm=True,
+        device=device,
     )
     x = hidden(device)
     run_one_step(layer, x, encoder_output=hidden(device))
@@ -196,7 +237,13 @@ def test_cross_attention_rejects_an_encoder_output_before_its_query_records(enco
 
 def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(device):
     layer = TransformerLayer(
-        HIDDEN, 64, HEADS, layer_type="decoder", hidden_dropout=0.0, attention_dropout=0.0, device=device
+        HIDDEN,
+        64,
+        HEADS,
+        layer_type="decoder",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        device=device,
     )
     x, encoder = hidden(device), hidden(device)
     run_one_step(layer, x, encoder_output=encoder)
@@ -207,12 +254,18 @@ def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(
     ):
         assert_rejected(layer, (x,), {"encoder_output": encoder, **options}, match)
     assert_rejected(
-        layer, (x,), {"encoder_output": hidden(device, TOKENS, 3, HIDDEN)}, "queries have 2 sequences, keys 3"
+        layer,
+        (x,),
+        {"encoder_output": hidden(device, TOKENS, 3, HIDDEN)},
+        "queries have 2 sequences, keys 3",
     )
 
 
 def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(device):
-    layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
+    layer, x = (
+        MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device),
+        hidden(device),
+    )
     run_one_step(layer, x, rotary_pos_emb=RotaryPositionEmbedding(SIZE)(TOKENS).to(device))
     for dim, length, match in (
         (SIZE, TOKENS - 1, "sequence length 16 > 15"),
@@ -223,7 +276,10 @@ def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(de
 
 
 def test_a_missing_backend_or_fp8_attention_raises_before_projections_record(device, monkeypatch):
-    layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
+    layer, x = (
+        MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device),
+        hidden(device),
+    )
     run_one_step(layer, x)
     before = state(layer)
     recipe = NVFP4BlockScaling(fp8_dpa=True)
@@ -276,7 +332,10 @@ def test_the_window_cache_is_bounded(device, monkeypatch):
 
 
 def test_lengths_that_the_mask_does_not_read_are_not_checked(device):
-    layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
+    layer, x = (
+        MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device),
+        hidden(device),
+    )
     expected = layer(x)
     for _ in range(2):
         argument = torch.tensor([0, 40, 20], dtype=torch.int32, device=device)

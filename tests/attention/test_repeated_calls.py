@@ -25,7 +25,10 @@ CHECKPOINTS = {
 
 
 def heads(device, gradient=True):
-    return [torch.randn(TOKENS, BATCH, HEADS, SIZE, device=device, requires_grad=gradient) for _ in range(3)]
+    return [
+        torch.randn(TOKENS, BATCH, HEADS, SIZE, device=device, requires_grad=gradient)
+        for _ in range(3)
+    ]
 
 
 def expects_gradients() -> bool:
@@ -65,7 +68,11 @@ def test_both_runs_of_a_checkpoint_have_one_plan(name, training, device):
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
 def test_layers_plan_both_runs_alike(name, kind, device):
-    sizes = (HEADS * SIZE, HEADS) if kind == "MultiheadAttention" else (HEADS * SIZE, HEADS * SIZE, HEADS)
+    sizes = (
+        (HEADS * SIZE, HEADS)
+        if kind == "MultiheadAttention"
+        else (HEADS * SIZE, HEADS * SIZE, HEADS)
+    )
     layer, calls = getattr(te, kind)(*sizes, device=device), []
     x = torch.randn(TOKENS, BATCH, HEADS * SIZE, device=device, requires_grad=True)
 

@@ -73,7 +73,11 @@ def test_packed_sequences_begin_at_their_own_start_position(start, device):
     x = sample(device, 9, 2, 8)
     argument = None if start is None else torch.tensor(start, dtype=torch.int32, device=device)
     got = apply_rotary_pos_emb(
-        x, angles(device, 8), "thd", start_positions=argument, cu_seqlens=cumulative(lengths, device)
+        x,
+        angles(device, 8),
+        "thd",
+        start_positions=argument,
+        cu_seqlens=cumulative(lengths, device),
     )
     positions = [s + i for s, n in zip(start or [0, 0, 0], lengths, strict=True) for i in range(n)]
     torch.testing.assert_close(got.cpu(), loop(x.cpu()[None], [positions])[0], atol=1e-5, rtol=1e-5)
@@ -134,12 +138,16 @@ def test_low_precision_is_rounded_once(dtype, device):
     x = sample(device, 5, 2, 3, 8).to(dtype)
     freqs = angles(device, 8)
     got = apply_rotary_pos_emb(x, freqs)
-    torch.testing.assert_close(got, apply_rotary_pos_emb(x.float(), freqs).to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(
+        got, apply_rotary_pos_emb(x.float(), freqs).to(dtype), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
-def test_packed_qkv_rotation_covers_queries_and_keys_in_each_group(tensor_format, interleaved, device):
+def test_packed_qkv_rotation_covers_queries_and_keys_in_each_group(
+    tensor_format, interleaved, device
+):
     shape = (7, 3, 16) if tensor_format == "thd" else (5, 2, 3, 16)
     qkv = sample(device, *shape).requires_grad_()
     freqs = angles(device, 4), 0.5 * angles(device, 4)
@@ -178,7 +186,9 @@ def test_interpolation_scales_positions_down():
     plain = RotaryPositionEmbedding(8)
     squeezed = RotaryPositionEmbedding(8, seq_len_interpolation_factor=4)
     torch.testing.assert_close(squeezed(16), plain(16) / 4)
-    trained = RotaryPositionEmbedding(8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=8)
+    trained = RotaryPositionEmbedding(
+        8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=8
+    )
     torch.testing.assert_close(trained(16), plain(16) / 2)
     torch.testing.assert_close(trained(32), plain(32) * 8 / 32)
     assert RotaryPositionEmbedding(8, rotary_percent=0.5)(4).shape[-1] == 4
@@ -200,9 +210,13 @@ def test_wrong_arguments_are_rejected_with_the_limit(device):
         apply_rotary_pos_emb(x, freqs, cp_size=2, cp_rank=2)
     with pytest.raises(ValueError, match="length 5 is odd"):
         apply_rotary_pos_emb(x, angles(device, 8), cp_size=2)
-    with pytest.raises(ValueError, match=r"start_positions is torch.float32 \[2\]; give integers \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"start_positions is torch.float32 \[2\]; give integers \[2\]"
+    ):
         apply_rotary_pos_emb(x[:4], freqs, start_positions=torch.zeros(2, device=device))
-    with pytest.raises(ValueError, match=r"start_positions is torch.int64 \[5\]; give integers \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"start_positions is torch.int64 \[5\]; give integers \[2\]"
+    ):
         apply_rotary_pos_emb(x[:4], freqs, start_positions=torch.arange(5, device=device))
     with pytest.raises(ValueError, match="is odd"):
         RotaryPositionEmbedding(7)

@@ -12,7 +12,12 @@ from tests.support.sequences import int32, rejects
 from transformer_engine.pytorch import InferenceParams, MultiheadAttention, RotaryPositionEmbedding
 from transformer_engine.pytorch.attention import apply_rotary_pos_emb
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
-from transformer_engine.pytorch.primitives.rope import Positions, RopeSpec, rope_backward, rope_forward
+from transformer_engine.pytorch.primitives.rope import (
+    Positions,
+    RopeSpec,
+    rope_backward,
+    rope_forward,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +33,18 @@ def angles(device, length, dim=8):
 def test_starts_past_the_table_or_below_zero_are_rejected(tensor_format, device):
     x = torch.randn(2, 2, 3, 8, device=device)
     for start, match in (
-        ([0, 15], r"start_positions up to 15 and 2 tokens need 17 positions, freqs has 16; make it longer"),
+        (
+            [0, 15],
+            r"start_positions up to 15 and 2 tokens need 17 positions, freqs has 16; make it longer",
+        ),
         ([0, -1], r"start_positions has -1; positions count from 0"),
     ):
         argument = int32(start, device)
         rejects(
-            match, lambda value=argument: apply_rotary_pos_emb(x, angles(device, 16), tensor_format, value)
+            match,
+            lambda value=argument: apply_rotary_pos_emb(
+                x, angles(device, 16), tensor_format, value
+            ),
         )
     apply_rotary_pos_emb(x, angles(device, 16), tensor_format, int32([0, 14], device))
     te.check()
@@ -83,12 +94,14 @@ def test_the_fused_and_the_extensions_functions_reject_the_same(device):
     x = qkv[..., :8].contiguous()
     sbhd = tex.NVTE_QKV_Format.NVTE_SBHD
     rejects(
-        expected, lambda: apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], start_positions=start)
+        expected,
+        lambda: apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], start_positions=start),
     )
     rejects(expected, lambda: tex.fused_rope_forward(x, freqs, start, sbhd, False, None, 1, 0))
     rejects(expected, lambda: tex.fused_rope_backward(x, freqs, start, sbhd, False, None, 1, 0))
     rejects(
-        expected, lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0)
+        expected,
+        lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0),
     )
     short = angles(device, 4)
     rejects(
@@ -106,14 +119,18 @@ def test_an_unchecked_position_without_an_angle_gives_nan_in_both_directions(ten
     table = angles(device, 5).flatten(1)
     for function in (rope_forward, rope_backward):
         y = function(x, table, positions, RopeSpec(tensor_format))
-        first, second = (y[:4], y[4:]) if tensor_format == "thd" else y.unbind(int(tensor_format == "sbhd"))
+        first, second = (
+            (y[:4], y[4:]) if tensor_format == "thd" else y.unbind(int(tensor_format == "sbhd"))
+        )
         assert first.isfinite().all()
         assert second[:2].isfinite().all() and second[2:].isnan().all()
 
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
-def test_a_cache_that_outgrows_the_table_is_rejected_and_padding_is_not(tensor_format, paged, device):
+def test_a_cache_that_outgrows_the_table_is_rejected_and_padding_is_not(
+    tensor_format, paged, device
+):
     layer = MultiheadAttention(
         16, 2, attention_dropout=0.0, layer_number=1, qkv_format=tensor_format, device=device
     ).eval()
@@ -146,7 +163,12 @@ def test_a_cache_that_outgrows_the_table_is_rejected_and_padding_is_not(tensor_f
 
 def test_padding_may_exceed_the_table_and_sequences_may_not(device):
     layer = MultiheadAttention(
-        16, 2, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal", device=device
+        16,
+        2,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        device=device,
     )
     x = torch.randn(12, 16, device=device, requires_grad=True)
     options = {
@@ -169,7 +191,9 @@ def test_padding_may_exceed_the_table_and_sequences_may_not(device):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("cp_size", [2, 3])
-def test_starts_with_ranks_equal_the_ranks_part_of_the_full_rotation(cp_size, tensor_format, fused, device):
+def test_starts_with_ranks_equal_the_ranks_part_of_the_full_rotation(
+    cp_size, tensor_format, fused, device
+):
     """A rank's result is its two chunks from the full sequences, rotated from their starts."""
     lengths = [4 * cp_size, 2 * cp_size] if tensor_format == "thd" else [4 * cp_size] * 2
     starts, freqs = [3, 17], angles(device, 17 + 4 * cp_size)
@@ -207,5 +231,7 @@ def test_starts_with_ranks_need_a_table_for_the_full_sequence(device):
     x = torch.randn(4, 2, 3, 8, device=device)
     rejects(
         "start_positions up to 9 and 8 tokens need 17 positions, freqs has 16",
-        lambda: apply_rotary_pos_emb(x, angles(device, 16), start_positions=int32([0, 9], device), cp_size=2),
+        lambda: apply_rotary_pos_emb(
+            x, angles(device, 16), start_positions=int32([0, 9], device), cp_size=2
+        ),
     )

@@ -60,7 +60,9 @@ def check(attention, leaves, change, **options):
 @pytest.mark.parametrize("sizes", [(2, 7, 7), (1, 1, 5), (3, 4, 9)])
 def test_a_graph_with_a_tensor_and_its_derivatives(sizes):
     leaves = [*inputs(*sizes), torch.full((1, 1, 1, 1), 0.7, requires_grad=True)]
-    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask"
+    )
     cap = leaves[3]
     check(
         attention,
@@ -79,7 +81,9 @@ def test_a_graph_reads_indices_and_per_head_tensors():
     def change(scores):
         return (scores + slope.double() * distance).masked_fill(distance > 0, -1e9)
 
-    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask"
+    )
     tensors = {"slope": slope, "hidden": torch.tensor(-1e9)}
     check(attention, leaves, change, score_mod=relative_bias, score_mod_tensors=tensors)
 
@@ -100,7 +104,9 @@ class Softcap:
 
 def test_an_explicit_gradient_replaces_the_derivative():
     leaves, cap, softcap_of = inputs(), torch.full((1, 1, 1, 1), 0.7), Softcap()
-    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask"
+    )
     options = {
         "score_mod": softcap_of.forward,
         "score_mod_bprop": softcap_of.backward,
@@ -110,21 +116,27 @@ def test_an_explicit_gradient_replaces_the_derivative():
     def change(scores):
         return 0.7 * torch.tanh(scores / 0.7)
 
-    check(attention, leaves, change, **options, score_mod_bprop_tensors={"factor": torch.tensor(1.0)})
+    check(
+        attention, leaves, change, **options, score_mod_bprop_tensors={"factor": torch.tensor(1.0)}
+    )
     doubled = attention(*leaves, **options, score_mod_bprop_tensors={"factor": torch.tensor(2.0)})
     plain = attention(*leaves, score_mod=softcap, score_mod_tensors={"cap": cap})
     assert torch.equal(doubled, plain)
     twice = torch.autograd.grad(doubled.square().sum(), leaves, create_graph=True)
     once = torch.autograd.grad(plain.square().sum(), leaves)
     torch.testing.assert_close(twice[0], 2.0 * once[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(twice[2], once[2], rtol=1e-5, atol=1e-6)  # values do not pass the scores
+    torch.testing.assert_close(
+        twice[2], once[2], rtol=1e-5, atol=1e-6
+    )  # values do not pass the scores
     with pytest.raises(RuntimeError, match="score_mod_bprop"):
         twice[0].sum().backward()
 
 
 def test_an_index_functions_gradient_is_the_explicit_one():
     leaves, calls = inputs(), []
-    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask"
+    )
 
     def change(score, b, h, i, j, slope):
         return score + slope * (i - j) + 0.1 * score * score
@@ -145,7 +157,9 @@ def test_an_index_functions_gradient_is_the_explicit_one():
             score_mod_bprop_tensors={"factor": torch.tensor(factor)},
         )
         assert torch.equal(out, plain)
-        *found, unused = torch.autograd.grad(out.square().sum(), [*leaves, slope], allow_unused=True)
+        *found, unused = torch.autograd.grad(
+            out.square().sum(), [*leaves, slope], allow_unused=True
+        )
         torch.testing.assert_close(found[0], factor * expected[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[1], factor * expected[1], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-6)
@@ -193,7 +207,9 @@ def test_signatures_are_inspected_once_per_function(monkeypatch):
 
     first, unhashable = Softcap(), Unhashable()
     for _ in range(3):
-        assert builds_a_graph(graph) and builds_a_graph(first.forward) and builds_a_graph(unhashable)
+        assert (
+            builds_a_graph(graph) and builds_a_graph(first.forward) and builds_a_graph(unhashable)
+        )
     assert inspected.count(graph) == 1 and inspected.count(Softcap.forward) <= 1
     assert inspected.count(first.forward) == 0 and inspected[-1] is unhashable
     reference = weakref.ref(graph)
@@ -204,11 +220,21 @@ def test_signatures_are_inspected_once_per_function(monkeypatch):
 
 def test_a_graph_cannot_compute_an_unknown_operation():
     q, k, v = inputs()
-    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask"
+    )
     for score_mod, error, words in (
-        (lambda graph, score, tensors: graph.matmul(score, score), NotImplementedError, "graph.matmul"),
+        (
+            lambda graph, score, tensors: graph.matmul(score, score),
+            NotImplementedError,
+            "graph.matmul",
+        ),
         (lambda graph, score, tensors: graph.add(score), TypeError, "takes 2 tensors, not 1"),
-        (lambda graph, score, tensors: graph.relu(score, upper_clip=1.0), NotImplementedError, "upper_clip"),
+        (
+            lambda graph, score, tensors: graph.relu(score, upper_clip=1.0),
+            NotImplementedError,
+            "upper_clip",
+        ),
     ):
         with pytest.raises(error, match=words):
             attention(q, k, v, score_mod=score_mod)
@@ -233,8 +259,12 @@ def test_scores_may_broadcast_and_have_another_dtype():
     def positions(score, b, h, i, j):
         return (i - j).half()
 
-    expected = torch.softmax((torch.arange(3)[:, None] - torch.arange(3)).float(), dim=-1) @ v.transpose(1, 2)
-    torch.testing.assert_close(layer(q, k, v, score_mod=positions), expected.transpose(1, 2).flatten(2))
+    expected = torch.softmax(
+        (torch.arange(3)[:, None] - torch.arange(3)).float(), dim=-1
+    ) @ v.transpose(1, 2)
+    torch.testing.assert_close(
+        layer(q, k, v, score_mod=positions), expected.transpose(1, 2).flatten(2)
+    )
 
 
 @pytest.mark.parametrize(

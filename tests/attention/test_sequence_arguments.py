@@ -25,7 +25,9 @@ def _numbers_on_a_gpu_are_checked_too(monkeypatch):
 
 
 def attention(**options):
-    return DotProductAttention(HEADS, SIZE, qkv_format="thd", attn_mask_type="padding_causal", **options)
+    return DotProductAttention(
+        HEADS, SIZE, qkv_format="thd", attn_mask_type="padding_causal", **options
+    )
 
 
 def qkv(device, *shape):
@@ -47,7 +49,12 @@ PACKED = {
         r"cu_seqlens_q falls from 8 to 5 at sequence 1; cumulative lengths only grow",
     ),
     "not from 0": ([2, 8, 12], None, 8, r"cu_seqlens_q begins with 2; its first entry is 0"),
-    "beyond the tensor": ([0, 8, 13], None, 8, r"cu_seqlens_q ends with 13, the packed tensor has 12 tokens"),
+    "beyond the tensor": (
+        [0, 8, 13],
+        None,
+        8,
+        r"cu_seqlens_q ends with 13, the packed tensor has 12 tokens",
+    ),
     "offsets overlap": (
         [0, 5, 9],
         [0, 4, 12],
@@ -68,7 +75,11 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_that_do_not_fit_are_rejected(name, device):
     lengths, offsets, longest, match = PACKED[name]
-    options = {"cu_seqlens_q": int32(lengths, device), "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    options = {
+        "cu_seqlens_q": int32(lengths, device),
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
     if offsets is not None:
         options["cu_seqlens_q_padded"] = int32(offsets, device)
     rejects(match, lambda: attention()(*qkv(device), **options))
@@ -140,8 +151,15 @@ def test_padded_sequences_longer_than_the_tensor_are_rejected(tensor_format, dev
     ids=["fraction", "negative", "list", "axes", "no sequence", "offsets of others"],
 )
 def test_arguments_of_a_wrong_type_are_rejected(options, match, device):
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    kwargs = {"cu_seqlens_q": cumulative([5, 7], device), "max_seqlen_q": 7, "max_seqlen_kv": 7, **options}
+    options = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()
+    }
+    kwargs = {
+        "cu_seqlens_q": cumulative([5, 7], device),
+        "max_seqlen_q": 7,
+        "max_seqlen_kv": 7,
+        **options,
+    }
     rejects(match, lambda: attention()(*qkv(device), **kwargs))
 
 
@@ -182,7 +200,9 @@ def managers(device):
         NonPagedKVCacheManager(4, 16, HEADS, SIZE, torch.float32, device=device),
         PagedKVCacheManager(16, 4, HEADS, SIZE, torch.float32, 4, 16, device=device),
         InferenceParams(4, 16, HEADS, SIZE, torch.float32, device=device),
-        InferenceParams(4, 16, HEADS, SIZE, torch.float32, is_paged=True, page_size=4, device=device),
+        InferenceParams(
+            4, 16, HEADS, SIZE, torch.float32, is_paged=True, page_size=4, device=device
+        ),
     )
 
 
@@ -216,7 +236,9 @@ def test_managers_reject_layers_and_sequences_that_they_do_not_know(index, devic
         manager.step(1, three, three, more, more, "bshd")
     rejects(
         "sequence 0 brings 4 new tokens > 3",
-        lambda: manager.step(1, new, new, cumulative([4, 2], device), cumulative([4, 2], device), "bshd"),
+        lambda: manager.step(
+            1, new, new, cumulative([4, 2], device), cumulative([4, 2], device), "bshd"
+        ),
     )
     manager.step(1, new, new, lengths, lengths, "bshd")
     te.check()
@@ -231,10 +253,18 @@ def test_the_state_of_a_manager_can_be_printed_and_queried(capsys, device):
     said = capsys.readouterr().out
     assert "NonPagedKVCacheManager: layers [2], 2 sequences" in said
     assert "row 0: sequence 'a', 6 tokens" in said
-    assert "row 0: sequence 'a', 6 tokens, pages [0, 1]" in said and "13 of 16 pages are free" in said
-    assert paged.get_page_list("a") == [0, 1] and paged.get_free_page_count() == 13 and paged.has_free_page()
+    assert (
+        "row 0: sequence 'a', 6 tokens, pages [0, 1]" in said and "13 of 16 pages are free" in said
+    )
+    assert (
+        paged.get_page_list("a") == [0, 1]
+        and paged.get_free_page_count() == 13
+        and paged.has_free_page()
+    )
     assert paged.get_page_table(["b", "a"]).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0]]
-    with pytest.raises(ValueError, match=r"sequence 'c' is not in the batch, which has \['a', 'b'\]"):
+    with pytest.raises(
+        ValueError, match=r"sequence 'c' is not in the batch, which has \['a', 'b'\]"
+    ):
         paged.get_page_list("c")
     assert paged.cache[2][0].shape == (16, 4, HEADS, SIZE) and contiguous.cache[2][1].shape == (
         4,
@@ -246,8 +276,18 @@ def test_the_state_of_a_manager_can_be_printed_and_queried(capsys, device):
 
 # New lengths, cached lengths, page table for 2 sequences -> message.
 APPENDS = {
-    "page below zero": ([2, 1], [6, 1], [[0, -1], [2, 3]], r"sends sequence 0 to page -1, outside of 0\.\.4"),
-    "page past the end": ([2, 1], [6, 1], [[0, 5], [2, 3]], r"sequence 0 to page 5, outside of 0\.\.4"),
+    "page below zero": (
+        [2, 1],
+        [6, 1],
+        [[0, -1], [2, 3]],
+        r"sends sequence 0 to page -1, outside of 0\.\.4",
+    ),
+    "page past the end": (
+        [2, 1],
+        [6, 1],
+        [[0, 5], [2, 3]],
+        r"sequence 0 to page 5, outside of 0\.\.4",
+    ),
     "beyond the pages": (
         [2, 1],
         [9, 1],
@@ -260,7 +300,12 @@ APPENDS = {
         [[0, 1], [2, 3]],
         r"sequence 0 has 2 cached tokens, fewer than its 3 new",
     ),
-    "longer than announced": ([4, 1], [4, 1], [[0, 1], [2, 3]], r"sequence 0 brings 4 new tokens > 3"),
+    "longer than announced": (
+        [4, 1],
+        [4, 1],
+        [[0, 1], [2, 3]],
+        r"sequence 0 brings 4 new tokens > 3",
+    ),
 }
 
 
@@ -316,4 +361,6 @@ def test_reading_pages_that_do_not_exist_is_rejected(device):
 
     call([[0, 1], [2, -1]])  # sequence 1 does not use the second page
     te.check()
-    rejects(r"page_table has page -1 for sequence 0, outside of 0\.\.4", lambda: call([[0, -1], [2, 3]]))
+    rejects(
+        r"page_table has page -1 for sequence 0, outside of 0\.\.4", lambda: call([[0, -1], [2, 3]])
+    )

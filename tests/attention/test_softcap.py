@@ -41,7 +41,9 @@ CAP = 0.8  # below most scores, so that the function is far from linear
 def test_every_mask_equals_the_loop(mask, qkv_format, device):
     q, k, v, grad = tensors(device, groups=1)
     arguments, rule = mask_arguments(mask, device)
-    module = te.DotProductAttention(2, 4, 1, attn_mask_type=mask, attention_type="cross", softcap=CAP)
+    module = te.DotProductAttention(
+        2, 4, 1, attn_mask_type=mask, attention_type="cross", softcap=CAP
+    )
     got = run(module, q, k, v, grad, qkv_format, **arguments)
     assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), softcap=CAP))
 
@@ -51,7 +53,9 @@ def test_every_mask_equals_the_loop(mask, qkv_format, device):
 def test_windows_equal_the_loop(mask, window, device):
     q, k, v, grad = tensors(device)
     arguments, rule = mask_arguments(mask, device)
-    module = te.DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
+    module = te.DotProductAttention(
+        2, 4, attn_mask_type=mask, window_size=window, attention_type="cross"
+    )
     got = run(module, q, k, v, grad, softcap=CAP, **arguments)
     sees = visibility(mask, 5, 6, window=window, **rule)
     assert_same(got, oracle_results(q, k, v, grad, sees, softcap=CAP))
@@ -61,15 +65,33 @@ def test_windows_equal_the_loop(mask, window, device):
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 def test_a_pre_scale_bias_is_capped_and_a_post_scale_bias_is_not(kind, shape, device):
     q, k, v, grad = tensors(device)
-    bias = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device).requires_grad_()
+    bias = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device).requires_grad_()
+    )
     module = te.DotProductAttention(2, 4, attn_mask_type="no_mask", softcap=CAP)
-    got = run(module, q, k, v, grad, extra=(bias,), core_attention_bias_type=kind, core_attention_bias=bias)
+    got = run(
+        module,
+        q,
+        k,
+        v,
+        grad,
+        extra=(bias,),
+        core_attention_bias_type=kind,
+        core_attention_bias=bias,
+    )
     wide = bias.detach().double().cpu().requires_grad_()
     full = wide.expand(2, 2, 5, 6)
     expected = oracle_results(
-        q, k, v, grad, visibility("no_mask", 5, 6), (wide,),
-        bias=lambda b, h, i, j: full[b, h, i, j], bias_before_scale=kind == "pre_scale_bias", softcap=CAP,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        grad,
+        visibility("no_mask", 5, 6),
+        (wide,),
+        bias=lambda b, h, i, j: full[b, h, i, j],
+        bias_before_scale=kind == "pre_scale_bias",
+        softcap=CAP,
+    )
     assert_same(got, expected)
 
 
@@ -86,7 +108,9 @@ def test_alibi_is_added_after_the_softcap(mask, device):
 
     module = te.DotProductAttention(2, 4, attn_mask_type=mask, attention_type="cross", softcap=CAP)
     got = run(module, q, k, v, grad, core_attention_bias_type="alibi", **arguments)
-    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), bias=bias, softcap=CAP))
+    assert_same(
+        got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), bias=bias, softcap=CAP)
+    )
 
 
 @pytest.mark.parametrize("softmax", ["off-by-one", "learnable"])
@@ -106,7 +130,9 @@ def test_sinks_are_not_capped_and_max_logit_is_the_capped_one(softmax, device):
         )
         wide = (sink,)
     got = run(module, q, k, v, grad, extra=extra)
-    expected = oracle_results(q, k, v, grad, visibility("no_mask", 5, 6), wide, sink=sink, softcap=CAP)
+    expected = oracle_results(
+        q, k, v, grad, visibility("no_mask", 5, 6), wide, sink=sink, softcap=CAP
+    )
     assert_same(got, expected)
     torch.testing.assert_close(got[2].double().cpu(), expected[2], **ATTENDED)
     assert got[2].max() <= CAP
@@ -119,22 +145,33 @@ def test_packed_sequences_equal_the_loop(mask, device):
         torch.cat([x[b, :n] for b, n in enumerate(lengths)])
         for x, lengths in ((q, LENGTHS_Q), (k, LENGTHS_KV), (v, LENGTHS_KV), (grad, LENGTHS_Q))
     ]
-    module = te.DotProductAttention(2, 4, qkv_format="thd", attn_mask_type=mask, attention_type="cross")
+    module = te.DotProductAttention(
+        2, 4, qkv_format="thd", attn_mask_type=mask, attention_type="cross"
+    )
     leaves = [x.clone().requires_grad_() for x in packed[:3]]
-    bounds = {"cu_seqlens_q": cumulative(LENGTHS_Q, device), "cu_seqlens_kv": cumulative(LENGTHS_KV, device)}
+    bounds = {
+        "cu_seqlens_q": cumulative(LENGTHS_Q, device),
+        "cu_seqlens_kv": cumulative(LENGTHS_KV, device),
+    }
     out = module(*leaves, softcap=CAP, **bounds)
     found = torch.autograd.grad(out, leaves, packed[3])
     sees = visibility(mask, 5, 6, LENGTHS_Q, LENGTHS_KV)
     expected, gradients, _ = oracle_results(q, k, v, grad, sees, softcap=CAP)
     for got, full, lengths in zip(
-        (out, *found), (expected, *gradients), (LENGTHS_Q, LENGTHS_Q, LENGTHS_KV, LENGTHS_KV), strict=True
+        (out, *found),
+        (expected, *gradients),
+        (LENGTHS_Q, LENGTHS_Q, LENGTHS_KV, LENGTHS_KV),
+        strict=True,
     ):
         reference = torch.cat([full[b, :n] for b, n in enumerate(lengths)])
         torch.testing.assert_close(got.double().cpu(), reference, **ATTENDED)
 
 
 def test_gradients_match_finite_differences(device):
-    leaves = [torch.randn(1, 3, 2, 4, dtype=torch.float64, device=device).requires_grad_() for _ in range(3)]
+    leaves = [
+        torch.randn(1, 3, 2, 4, dtype=torch.float64, device=device).requires_grad_()
+        for _ in range(3)
+    ]
     module = te.DotProductAttention(2, 4, qkv_format="bshd", softcap=CAP)
     with use_backend(attention="reference"):
         assert torch.autograd.gradcheck(lambda q, k, v: module(q, k, v), leaves)
@@ -157,7 +194,9 @@ def test_forward_overrides_the_constructor(softcap, device):
     q, k, v, _ = tensors(device, size_kv=5)
     layer = te.DotProductAttention(2, 4, qkv_format="bshd", softcap=CAP)
     assert layer.softcap == CAP
-    plain = te.DotProductAttention(2, 4, qkv_format="bshd", softcap=CAP if softcap is None else softcap)
+    plain = te.DotProductAttention(
+        2, 4, qkv_format="bshd", softcap=CAP if softcap is None else softcap
+    )
     assert torch.equal(layer(q, k, v, softcap=softcap), plain(q, k, v))
 
 
@@ -225,7 +264,13 @@ def test_layers_pass_the_softcap_to_their_attentions(device):
 def test_cached_steps_equal_the_full_sequence(pages, tensor_format, device):
     mask = "padding_causal" if tensor_format == "thd" else "causal"
     layer = te.DotProductAttention(
-        HEADS, WIDTH, GROUPS, qkv_format=tensor_format, attn_mask_type=mask, layer_number=1, softcap=CAP
+        HEADS,
+        WIDTH,
+        GROUPS,
+        qkv_format=tensor_format,
+        attn_mask_type=mask,
+        layer_number=1,
+        softcap=CAP,
     )
     data = tokens(device, (HEADS + 2 * GROUPS) * WIDTH)
     cache = params(qkv_format=tensor_format, **pages)
@@ -248,12 +293,16 @@ def request(**changes) -> AttentionCall:
 
 def test_backends_without_softcap_support_name_it():
     reasons = {
-        verdict.backend: verdict.reason or "" for verdict in choose.explain(request(attn_mask_type="causal"))
+        verdict.backend: verdict.reason or ""
+        for verdict in choose.explain(request(attn_mask_type="causal"))
     }
     for name in ("torch_cudnn", "torch_flash", "torch_sdpa"):
         assert reasons[name] == "it does not support softcap", reasons[name]
     if "not installed" not in reasons["cudnn"]:
-        assert "cudnn" in reasons["cudnn"] or "softcap with attn_mask_type='causal'" in reasons["cudnn"]
+        assert (
+            "cudnn" in reasons["cudnn"]
+            or "softcap with attn_mask_type='causal'" in reasons["cudnn"]
+        )
     assert "softcap" not in reasons["flex"] and "softcap" not in reasons["triton"]
 
 
@@ -265,13 +314,17 @@ def test_fp8_kernels_name_the_softcap_and_emulation_computes_it(device):
         got = layer(q, k, v)
     assert "it does not support softcap" in str(explained) and "emulated" in str(explained)
     expected = layer(q, k, v)
-    assert (got - expected).abs().max() < 0.25 * expected.abs().max() and not torch.equal(got, expected)
+    assert (got - expected).abs().max() < 0.25 * expected.abs().max() and not torch.equal(
+        got, expected
+    )
 
 
 @pytest.mark.any_device
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_attention_equals_the_eager_one(dynamic, device):
-    layer = te.DotProductAttention(2, 4, qkv_format="bshd", attn_mask_type="causal_bottom_right", softcap=CAP)
+    layer = te.DotProductAttention(
+        2, 4, qkv_format="bshd", attn_mask_type="causal_bottom_right", softcap=CAP
+    )
     leaves = [x.requires_grad_() for x in tensors(device)[:3]]
     torch._dynamo.reset()
 
@@ -279,7 +332,10 @@ def test_compiled_attention_equals_the_eager_one(dynamic, device):
         return layer(q, k, v) + layer(q, k, v, softcap=0.3) + layer(q, k, v, softcap=limit)
 
     results = []
-    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)):
+    for function in (
+        call,
+        torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic),
+    ):
         for limit in (0.5, 2.5):
             out = function(*leaves, limit)
             results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
@@ -290,12 +346,18 @@ def test_compiled_attention_equals_the_eager_one(dynamic, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal", "window", "thd"])
-@pytest.mark.parametrize("backend", ["flash4", "cudnn", "flash3", "triton", "flash2", "flex", "reference"])
+@pytest.mark.parametrize(
+    "backend", ["flash4", "cudnn", "flash3", "triton", "flash2", "flex", "reference"]
+)
 def test_every_backend_computes_the_softcap_on_a_gpu(backend, mask, dtype):
     torch.manual_seed(0)
     lengths = (256, 130)
     options = {
-        "attn_mask_type": "causal" if mask == "window" else "padding_causal" if mask == "thd" else mask
+        "attn_mask_type": "causal"
+        if mask == "window"
+        else "padding_causal"
+        if mask == "thd"
+        else mask
     }
     if mask == "window":
         options["window_size"] = (60, 0)

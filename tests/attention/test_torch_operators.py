@@ -87,7 +87,10 @@ FLEX = {
         attention_request("padding_causal_bottom_right", bias="alibi"),
         {"slopes": torch.rand(4), "lengths_q": LENGTHS, "lengths_kv": LENGTHS},
     ),
-    "score_mod": (attention_request(score_mod=lambda score, b, h, i, j: score * (i + 1) / (j + 1)), {}),
+    "score_mod": (
+        attention_request(score_mod=lambda score, b, h, i, j: score * (i + 1) / (j + 1)),
+        {},
+    ),
 }
 
 
@@ -133,7 +136,11 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
     "backend, changes, reason",
     [
         (flex, {}, None),
-        (flex, {"switches": Switches(flash=False, fused=False)}, "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"),
+        (
+            flex,
+            {"switches": Switches(flash=False, fused=False)},
+            "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0",
+        ),
         (flex, {"device_type": "cpu"}, "the tensors are on cpu"),
         (flex, {"hardware": nvidia(7, 5)}, "compute capability 7.5 has no t"),
         (flex, {"fp8": "current"}, "FP8 attention"),
@@ -158,8 +165,16 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
         ),
         (torch_flash, {"deterministic": True}, "torch.use_deterministic_algorithms(True)"),
         (torch_cudnn, {"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
-        (torch_cudnn, {"switches": Switches(fused_kind="2")}, "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"),
-        (torch_cudnn, {"hardware": nvidia(8, 0)}, "compute capability 8.0 has no torch cudnn attention"),
+        (
+            torch_cudnn,
+            {"switches": Switches(fused_kind="2")},
+            "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8",
+        ),
+        (
+            torch_cudnn,
+            {"hardware": nvidia(8, 0)},
+            "compute capability 8.0 has no torch cudnn attention",
+        ),
         (torch_cudnn, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
         (torch_cudnn, {"mask": resolve("causal", (3, 0), None)}, "window_size"),
         (

@@ -17,7 +17,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GROWN = 1 if INTERPRETED else 7
 
 runs_kernels = pytest.mark.skipif(
-    not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs a CUDA device or TRITON_INTERPRET=1",
 )
 
 
@@ -41,7 +42,9 @@ def assert_as_accurate(
     if rounding is not None:
         units = 2.0 if dtype == torch.float32 else 0.5
         allowed = allowed + units * torch.finfo(dtype).eps * rounding.norm()
-    assert error <= allowed, f"{name}: error {error / norm:.2e}, plain PyTorch {allowed / 2 / norm:.2e}"
+    assert error <= allowed, (
+        f"{name}: error {error / norm:.2e}, plain PyTorch {allowed / 2 / norm:.2e}"
+    )
 
 
 def compare(case: Case, device: torch.device) -> None:
@@ -87,7 +90,11 @@ def test_every_two_options_work_together(case, device):
 @runs_kernels
 def test_without_a_gradient_the_output_is_the_same(device):
     case = Case(
-        "no gradient", mask="padding_causal", softmax="learnable", lengths_kv=(40, 23), max_logit=True
+        "no gradient",
+        mask="padding_causal",
+        softmax="learnable",
+        lengths_kv=(40, 23),
+        max_logit=True,
     )
     request, inputs = build(case, device, GROWN)
     training = triton.forward(request, inputs)
@@ -103,7 +110,9 @@ def test_lse_is_a_natural_logarithm_and_includes_the_sink(device):
     lse = triton.forward(request, inputs).lse
     q, k = (x.double().transpose(1, 2) for x in (inputs.q, inputs.k))
     logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * request.scale
-    assert inputs.lengths_kv is not None and inputs.lengths_q is not None and inputs.sink is not None
+    assert (
+        inputs.lengths_kv is not None and inputs.lengths_q is not None and inputs.sink is not None
+    )
     position = torch.arange(request.seqlen_kv, device=device)
     logits = logits.masked_fill((position >= inputs.lengths_kv[:, None])[:, None, None], -torch.inf)
     exact = torch.logaddexp(logits.logsumexp(-1), inputs.sink.double()[:, None])
@@ -120,7 +129,9 @@ def test_a_row_without_a_key_is_zero_with_lse_of_minus_infinity(device):
     attended = triton.forward(request, inputs)
     assert attended.lse is not None
     blind = request.seqlen_q - request.seqlen_kv
-    assert (attended.output[:, :blind] == 0).all() and (attended.lse[..., :blind] == -torch.inf).all()
+    assert (attended.output[:, :blind] == 0).all() and (
+        attended.lse[..., :blind] == -torch.inf
+    ).all()
     assert torch.isfinite(attended.lse[..., blind:]).all()
     gradients = triton.backward(request, inputs, attended, torch.ones_like(attended.output))
     assert (gradients.q[:, :blind] == 0).all()
@@ -200,21 +211,41 @@ def test_nan_and_infinities_reach_logits_and_denominators_as_in_the_reference(na
     assert torch.equal(ours.output.isnan(), theirs.output.isnan())
 
 
-STEP = Case("a step", mask="padding_causal_bottom_right", size_q=1, lengths_q=(1, 1), heads=4, gradient=False)
+STEP = Case(
+    "a step",
+    mask="padding_causal_bottom_right",
+    size_q=1,
+    lengths_q=(1, 1),
+    heads=4,
+    gradient=False,
+)
 DECODING = (
     dataclasses.replace(STEP, name="one token", groups=2),
     dataclasses.replace(STEP, name="one token, pages", page=16),
     dataclasses.replace(STEP, name="a chunk, pages", size_q=5, lengths_q=(5, 2), page=32),
     dataclasses.replace(STEP, name="pages of 24", size_q=2, lengths_q=(2, 1), page=24, heads=2),
     dataclasses.replace(
-        STEP, name="packed", size_q=3, lengths_q=(3, 1), page=16, form="thd", gaps=True, softmax="learnable"
+        STEP,
+        name="packed",
+        size_q=3,
+        lengths_q=(3, 1),
+        page=16,
+        form="thd",
+        gaps=True,
+        softmax="learnable",
     ),
     dataclasses.replace(
         STEP, name="a window", window=(17, 0), size_q=2, lengths_q=(2, 1), softmax="off-by-one"
     ),
-    dataclasses.replace(STEP, name="a window of 2^31 - 1", window=(2**31 - 1, 0), size_q=2, lengths_q=(2, 1)),
-    dataclasses.replace(STEP, name="alibi", bias="alibi", size_q=2, lengths_q=(2, 2), head=(48, 24)),
-    dataclasses.replace(STEP, name="no lengths", mask="no_mask", form="sbhd", groups=2, dtype=torch.float16),
+    dataclasses.replace(
+        STEP, name="a window of 2^31 - 1", window=(2**31 - 1, 0), size_q=2, lengths_q=(2, 1)
+    ),
+    dataclasses.replace(
+        STEP, name="alibi", bias="alibi", size_q=2, lengths_q=(2, 2), head=(48, 24)
+    ),
+    dataclasses.replace(
+        STEP, name="no lengths", mask="no_mask", form="sbhd", groups=2, dtype=torch.float16
+    ),
 )
 
 
@@ -242,15 +273,23 @@ def test_decoding_is_as_accurate_as_plain_pytorch(case, splits, device):
     assert triton_decode.takes(request)
     output = triton.forward(request, inputs).output
     exact = literal(request, inputs, None, torch.float64, None)
-    assert_as_accurate(output, exact.output, literal(request, inputs, None, case.dtype, None).output)
+    assert_as_accurate(
+        output, exact.output, literal(request, inputs, None, case.dtype, None).output
+    )
 
 
 @runs_kernels
 @pytest.mark.parametrize("page", [24, 64])
 def test_a_long_chunk_reads_pages_too(page, device):
-    case = Case("prefill", mask="padding_causal_bottom_right", size_q=33, lengths_q=(33, 20), page=page,
-    gradient=False,
-                lengths_kv=(56, 41))  # fmt: skip
+    case = Case(
+        "prefill",
+        mask="padding_causal_bottom_right",
+        size_q=33,
+        lengths_q=(33, 20),
+        page=page,
+        gradient=False,
+        lengths_kv=(56, 41),
+    )
     request, inputs = build(case, device, 1)
     assert not triton_decode.takes(request)
     exact = literal(request, inputs, None, torch.float64, None)
@@ -261,8 +300,19 @@ def test_a_long_chunk_reads_pages_too(page, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [0, 64])
 def test_a_captured_step_serves_other_lengths(page, device):
-    case = Case("graph", mask="padding_causal_bottom_right", size_q=1, lengths_q=(1, 1), page=page, gradient=False,
-                size_kv=3000, lengths_kv=(2000, 100), heads=8, groups=2, head=(128, 128))  # fmt: skip
+    case = Case(
+        "graph",
+        mask="padding_causal_bottom_right",
+        size_q=1,
+        lengths_q=(1, 1),
+        page=page,
+        gradient=False,
+        size_kv=3000,
+        lengths_kv=(2000, 100),
+        heads=8,
+        groups=2,
+        head=(128, 128),
+    )
     request, inputs = build(case, device, 1)
     triton.forward(request, inputs)
     graph = torch.cuda.CUDAGraph()
@@ -274,16 +324,26 @@ def test_a_captured_step_serves_other_lengths(page, device):
         graph.replay()
         assert torch.equal(captured, triton.forward(request, inputs).output)
         exact = literal(request, inputs, None, torch.float64, None)
-        assert_as_accurate(captured, exact.output, literal(request, inputs, None, case.dtype, None).output)
+        assert_as_accurate(
+            captured, exact.output, literal(request, inputs, None, case.dtype, None).output
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head", [(576, 512), (8, 8), (80, 80), (224, 160), (512, 512)], ids=str)
 @pytest.mark.parametrize("size_q", [1, 150])
 def test_unusual_head_sizes_are_computed_without_gradients(head, size_q, device):
-    case = Case("heads", mask="padding_causal_bottom_right", size_q=size_q, lengths_q=(size_q, 1), head=head,
-    gradient=False,
-                size_kv=300, lengths_kv=(290, 260), heads=4)  # fmt: skip
+    case = Case(
+        "heads",
+        mask="padding_causal_bottom_right",
+        size_q=size_q,
+        lengths_q=(size_q, 1),
+        head=head,
+        gradient=False,
+        size_kv=300,
+        lengths_kv=(290, 260),
+        heads=4,
+    )
     request, inputs = build(case, device, 1)
     exact = literal(request, inputs, None, torch.float64, None)
     plain = literal(request, inputs, None, case.dtype, None)
@@ -292,13 +352,17 @@ def test_unusual_head_sizes_are_computed_without_gradients(head, size_q, device)
 
 def hopper_request(**changes):
     request, _ = build(Case("rejections"), torch.device("cpu"), 1)
-    return dataclasses.replace(request, **{"device_type": "cuda", "hardware": nvidia(9, 0), **changes})
+    return dataclasses.replace(
+        request, **{"device_type": "cuda", "hardware": nvidia(9, 0), **changes}
+    )
 
 
 def test_rejections_name_the_value_and_the_limit():
     assert triton.BACKEND.rejection_reason(hopper_request()) is None
     assert (
-        triton.BACKEND.rejection_reason(hopper_request(head_dim_qk=576, head_dim_v=512, needs_gradient=False))
+        triton.BACKEND.rejection_reason(
+            hopper_request(head_dim_qk=576, head_dim_v=512, needs_gradient=False)
+        )
         is None
     )
     for changes, words in (
@@ -322,8 +386,16 @@ def test_rejections_name_the_value_and_the_limit():
 def test_batch_invariant_chunks_have_the_bits_of_the_whole_sequence(chunks, size, device):
     tokens = sum(chunks)
     case = Case(
-        "whole", "causal", batch=1, size_q=tokens, size_kv=tokens, heads=2, groups=1, head=(size, size), gradient=False
-    )  # fmt: skip
+        "whole",
+        "causal",
+        batch=1,
+        size_q=tokens,
+        size_kv=tokens,
+        heads=2,
+        groups=1,
+        head=(size, size),
+        gradient=False,
+    )
     request, inputs = build(case, device, 1)
     request = dataclasses.replace(request, batch_invariant=True)
     full = triton.forward(request, inputs).output

@@ -126,11 +126,21 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, 
         return x.to(device) if x is not None and expected else None
 
     inputs = AttentionInputs(
-        q, k, v,
-        there(lengths_q, padded), there(lengths_kv, padded), there(starts_q, packed), there(starts_kv,
-        packed and not case.page),
-        there(masked_q), there(masked_kv), there(masked), bias, there(slopes), there(sink), there(page_table),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        there(lengths_q, padded),
+        there(lengths_kv, padded),
+        there(starts_q, packed),
+        there(starts_kv, packed and not case.page),
+        there(masked_q),
+        there(masked_kv),
+        there(masked),
+        bias,
+        there(slopes),
+        there(sink),
+        there(page_table),
+    )
     request = AttentionCall(
         dtype=case.dtype,
         device_type=device.type,
@@ -192,14 +202,20 @@ def _tensors(
     return q, k, shape_like(starts_kv, size_kv, kv_form, case.groups, case.head[1])
 
 
-def _paged(case: Case, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _paged(
+    case: Case, k: Tensor, v: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values on randomly ordered pages; some pages belong to no sequence."""
     pages = -(-k.shape[1] // case.page)
-    order = torch.randperm(case.batch * pages + 2, generator=generator)[: case.batch * pages].to(k.device)
+    order = torch.randperm(case.batch * pages + 2, generator=generator)[: case.batch * pages].to(
+        k.device
+    )
     stored = []
     for x in (k, v):
         full = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * case.page - x.shape[1]))
-        cache = torch.randn(case.batch * pages + 2, case.page, *x.shape[2:], generator=generator).to(x)
+        cache = torch.randn(
+            case.batch * pages + 2, case.page, *x.shape[2:], generator=generator
+        ).to(x)
         cache[order] = full.reshape(case.batch * pages, case.page, *x.shape[2:])
         stored.append(cache)
     return stored[0], stored[1], order.reshape(case.batch, pages).to(torch.int32)
@@ -230,7 +246,9 @@ def literal(
     if request.softcap and request.bias == "pre_scale_bias":
         logits = request.softcap * torch.tanh(biased / request.softcap)
     elif request.softcap:
-        logits = request.softcap * torch.tanh((q @ k.transpose(-1, -2)) * request.scale / request.softcap)
+        logits = request.softcap * torch.tanh(
+            (q @ k.transpose(-1, -2)) * request.scale / request.softcap
+        )
         logits = biased = logits if bias is None else logits + bias.to(dtype)
     visible = visible_of(request, inputs)
     if visible is not None:
@@ -283,7 +301,12 @@ def philox_kept(rng_state: Tensor, shape: tuple[int, int, int, int], probability
     for _ in range(7):
         high_two, low_two = wide(three, 0xCD9E8D57)
         high_one, low_one = wide(one, 0xD2511F53)
-        one, two, three, four = high_two ^ two ^ key_one, low_two, high_one ^ four ^ key_two, low_one
+        one, two, three, four = (
+            high_two ^ two ^ key_one,
+            low_two,
+            high_one ^ four ^ key_two,
+            low_one,
+        )
         key_one, key_two = (key_one + 0x9E3779B9) & low, (key_two + 0xBB67AE85) & low
     signed = torch.where(one >= 1 << 31, one - (1 << 32), one)
     magnitude = torch.where(signed < 0, -signed - 1, signed)
@@ -294,16 +317,29 @@ def philox_kept(rng_state: Tensor, shape: tuple[int, int, int, int], probability
 PLAIN = (
     Case("everything visible", max_logit=True),
     Case("causal", mask="causal", size_kv=40, form="sbhd"),
-    Case("causal bottom right, one buffer", mask="causal_bottom_right", size_kv=40, packed_buffer=True),
+    Case(
+        "causal bottom right, one buffer",
+        mask="causal_bottom_right",
+        size_kv=40,
+        packed_buffer=True,
+    ),
     Case("window, cross attention", window=(40, 4), size_q=56, size_kv=41),
-    Case("a window of 2^31 - 1", mask="causal_bottom_right", window=(2**31 - 1, 0), size_q=56, size_kv=41),
+    Case(
+        "a window of 2^31 - 1",
+        mask="causal_bottom_right",
+        window=(2**31 - 1, 0),
+        size_q=56,
+        size_kv=41,
+    ),
     Case(
         "two windows of 2^31 - 1",
         window=(2**31 - 1, 2**31 - 1),
         bias="post_scale_bias",
         bias_shape=(1, 0, 1, 1),
     ),
-    Case("a window of 2^63 - 1", mask="padding_causal", window=(sys.maxsize, 0), lengths_kv=(40, 23)),
+    Case(
+        "a window of 2^63 - 1", mask="padding_causal", window=(sys.maxsize, 0), lengths_kv=(40, 23)
+    ),
     Case("padding", mask="padding", softmax="off-by-one"),
     Case("padding as tensors", mask="padding", mask_tensors=True, softmax="learnable"),
     Case(
@@ -313,7 +349,13 @@ PLAIN = (
         gaps=True,
         softmax="learnable",
     ),
-    Case("arbitrary", mask="arbitrary", hidden=(1, 0, 1, 1), bias="post_scale_bias", bias_shape=(0, 1, 1, 1)),
+    Case(
+        "arbitrary",
+        mask="arbitrary",
+        hidden=(1, 0, 1, 1),
+        bias="post_scale_bias",
+        bias_shape=(0, 1, 1, 1),
+    ),
     Case(
         "bias before the scale",
         bias="pre_scale_bias",
@@ -350,7 +392,14 @@ PLAIN = (
         form="thd",
         lengths_kv=(40, 23),
     ),
-    Case("softcap of float32", softcap=30.0, head=(20, 16), mask="causal", size_kv=40, dtype=torch.float32),
+    Case(
+        "softcap of float32",
+        softcap=30.0,
+        head=(20, 16),
+        mask="causal",
+        size_kv=40,
+        dtype=torch.float32,
+    ),
     Case("softcap of small scores", softcap=5000.0, size_kv=40, dtype=torch.float32, dropout=0.3),
 )
 
@@ -369,8 +418,18 @@ def pairs() -> list[Case]:
             {"mask": "arbitrary", "hidden": (1, 1, 1, 1)},
             {"mask": "arbitrary", "hidden": (0, 0, 0, 1)},
         ],
-        "window": [{}, {"window": (11, 6)}, {"window": (5, 0)}, {"window": (8, 8), "bottom_right": False}],
-        "form": [{"form": "bshd"}, {"form": "sbhd"}, {"form": "thd"}, {"form": "thd", "gaps": True}],
+        "window": [
+            {},
+            {"window": (11, 6)},
+            {"window": (5, 0)},
+            {"window": (8, 8), "bottom_right": False},
+        ],
+        "form": [
+            {"form": "bshd"},
+            {"form": "sbhd"},
+            {"form": "thd"},
+            {"form": "thd", "gaps": True},
+        ],
         "bias": [
             {},
             {"bias": "post_scale_bias", "bias_shape": (1, 1, 1, 1)},
@@ -390,7 +449,10 @@ def pairs() -> list[Case]:
             for head in ((64, 64), (128, 128), (40, 40), (192, 128), (96, 64), (256, 256), (17, 30))
         ],
         "dtype": [{"dtype": dtype} for dtype in (torch.bfloat16, torch.float16, torch.float32)],
-        "sizes": [{"size_q": 40, "size_kv": 56}, {"size_q": 56, "size_kv": 40, "lengths_kv": (40, 11)}],
+        "sizes": [
+            {"size_q": 40, "size_kv": 56},
+            {"size_q": 56, "size_kv": 40, "lengths_kv": (40, 11)},
+        ],
     }
     names = list(kinds)
     missing = {
@@ -404,7 +466,9 @@ def pairs() -> list[Case]:
     generator = torch.Generator().manual_seed(0)
     while missing:
         chosen = _richest(kinds, names, missing, generator)
-        covered = {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(range(len(names)), 2)}
+        covered = {
+            (a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(range(len(names)), 2)
+        }
         missing -= covered
         options: dict = {}
         for index, name in enumerate(names):
@@ -445,13 +509,16 @@ def _richest(kinds: dict, names: list[str], missing: set, generator: torch.Gener
             if clash is None:
                 break
             change = next((x for x in clash if x not in fixed), clash[0])
-            choice[change] = int(torch.randint(len(kinds[names[change]]), (1,), generator=generator))
+            choice[change] = int(
+                torch.randint(len(kinds[names[change]]), (1,), generator=generator)
+            )
         else:
             continue
         if (choice[a], choice[b]) != (i, j):
             continue
         covered = sum(
-            (x, choice[x], y, choice[y]) in missing for x, y in itertools.combinations(range(len(names)), 2)
+            (x, choice[x], y, choice[y]) in missing
+            for x, y in itertools.combinations(range(len(names)), 2)
         )
         if covered > most:
             best, most = choice, covered

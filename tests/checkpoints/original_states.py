@@ -41,7 +41,9 @@ def _recipe() -> DelayedScaling:
     return recipe
 
 
-def module_state(forward: int, backward: int, *, with_recipe: bool, with_inverse: bool) -> dict[str, Any]:
+def module_state(
+    forward: int, backward: int, *, with_recipe: bool, with_inverse: bool
+) -> dict[str, Any]:
     """Return the dict of one module under delayed scaling."""
     state: dict[str, Any] = {
         "scale_fwd": scales(forward, 1),
@@ -97,7 +99,9 @@ class Release:
 RELEASES = {
     "1.0-1.2": Release(archive_state, None, recipe=False, inverse=True),
     "1.3-1.5": Release(state_bytes, None, recipe=False, inverse=True),
-    "1.6-1.7": Release(state_bytes, f"{ATTENTION}.fused_attention._extra_state", recipe=False, inverse=True),
+    "1.6-1.7": Release(
+        state_bytes, f"{ATTENTION}.fused_attention._extra_state", recipe=False, inverse=True
+    ),
     "1.8-1.13": Release(state_bytes, f"{ATTENTION}._extra_state", recipe=True, inverse=True),
     "2.0-2.20": Release(state_bytes, f"{ATTENTION}._extra_state", recipe=True, inverse=False),
 }
@@ -105,9 +109,15 @@ RELEASES = {
 
 def save_states(release: Release, layer: torch.nn.Module) -> dict[str, Any]:
     """Return the layer's parameters with a release's extra states of a training under delayed scaling."""
-    state = {name: value for name, value in layer.state_dict().items() if not name.endswith("_extra_state")}
+    state = {
+        name: value
+        for name, value in layer.state_dict().items()
+        if not name.endswith("_extra_state")
+    }
     for name, (forward, backward) in SLOTS.items():
-        content = module_state(forward, backward, with_recipe=release.recipe, with_inverse=release.inverse)
+        content = module_state(
+            forward, backward, with_recipe=release.recipe, with_inverse=release.inverse
+        )
         state[f"{name}._extra_state"] = release.container(content)
     if release.attention is not None:
         state[release.attention] = empty()
@@ -125,4 +135,6 @@ def save_high_precision_states(release: Release, layer: torch.nn.Module) -> dict
 def stateless(recipe: Recipe) -> Tensor:
     """Return the extra state of 2.0 to 2.17 under a recipe without state; later releases write none."""
     vars(recipe).pop("_description", None)
-    return state_bytes({"recipe": recipe, "extra_fp8_variables": {"fp8_checkpoint": True, "num_gemms": 1}})
+    return state_bytes(
+        {"recipe": recipe, "extra_fp8_variables": {"fp8_checkpoint": True, "num_gemms": 1}}
+    )

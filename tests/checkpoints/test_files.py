@@ -18,7 +18,9 @@ from transformer_engine.pytorch.quantization import all_families
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
-RECIPES = pytest.mark.parametrize("kind", [row.recipe for row in all_families() if row.checkpointed])
+RECIPES = pytest.mark.parametrize(
+    "kind", [row.recipe for row in all_families() if row.checkpointed]
+)
 PARAMETERS = pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 
 
@@ -85,7 +87,9 @@ def test_a_file_of_plain_tensors(trained, tmp_path: Path):
     assert not any(isinstance(value, te.QuantizedTensor) for value in plain.values())
     path = tmp_path / "model.safetensors"
     write(
-        path, {key: Described(value.dtype, tuple(value.shape)) for key, value in plain.items()}, plain.items()
+        path,
+        {key: Described(value.dtype, tuple(value.shape)) for key, value in plain.items()},
+        plain.items(),
     )
     read = SafetensorsFile.open(path)
     te.load_plain_state_dict(fresh, {key: read.read(key) for key in read.tensors})
@@ -109,7 +113,9 @@ def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
     """Write two files with the metadata {"format": "pt"} and an index of them, as Hugging Face does."""
     from safetensors.torch import load_file, save_file
 
-    theirs = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 32))
+    theirs = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 32)
+    )
     state = theirs.state_dict()
     where = {name: f"model-0000{1 + name.startswith('2')}-of-00002.safetensors" for name in state}
     for file in set(where.values()):
@@ -120,7 +126,9 @@ def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     read = {name: load_file(tmp_path / file)[name] for name, file in index.items()}
     ours = torch.nn.Sequential(
-        te.Linear(32, 64, device=device), te.LayerNorm(64, device=device), te.Linear(64, 32, device=device)
+        te.Linear(32, 64, device=device),
+        te.LayerNorm(64, device=device),
+        te.Linear(64, 32, device=device),
     )
     assert not any(ours.load_state_dict(read, strict=True))
     x = torch.randn(16, 32)
@@ -136,7 +144,8 @@ def test_codes_of_another_kind_are_rejected_and_nothing_is_loaded(device: torch.
     target = model(blocks, True, device)
     before = copy.deepcopy(te.plain_state_dict(target))
     with pytest.raises(
-        ValueError, match=r"stored in codes of Float8Tensor\.kFloat8E4M3, the module's is MXFP8Tensor"
+        ValueError,
+        match=r"stored in codes of Float8Tensor\.kFloat8E4M3, the module's is MXFP8Tensor",
     ):
         te.load_plain_state_dict(target, plain)
     after = te.plain_state_dict(target)
@@ -146,7 +155,9 @@ def test_codes_of_another_kind_are_rejected_and_nothing_is_loaded(device: torch.
 def test_a_part_that_is_missing_is_named(device: torch.device):
     module = model(recipes.Float8CurrentScaling(), True, device)
     plain = {
-        name: value for name, value in te.plain_state_dict(module).items() if not name.endswith("scale_inv")
+        name: value
+        for name, value in te.plain_state_dict(module).items()
+        if not name.endswith("scale_inv")
     }
     with pytest.raises(ValueError, match=r"_scale_inv is missing, the module's is torch\.float32"):
         te.load_plain_state_dict(module, plain)

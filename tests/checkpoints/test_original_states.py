@@ -31,7 +31,9 @@ def layer(device: torch.device) -> te.TransformerLayer:
 
 
 @EVERY
-def test_scales_and_histories_of_a_release_are_those_of_the_next_step(release: str, device: torch.device):
+def test_scales_and_histories_of_a_release_are_those_of_the_next_step(
+    release: str, device: torch.device
+):
     source, target = layer(device), layer(device)
     target.load_state_dict(save_states(RELEASES[release], source))
     for name, (forward, backward) in SLOTS.items():
@@ -83,7 +85,9 @@ def test_weights_without_an_extra_state_find_a_warm_layer_as_a_new_one(
     def steps(linear: te.Linear, count: int) -> list[torch.Tensor]:
         results = []
         for step in range(count):
-            x = torch.linspace(-3 - step, 2, 64 * 64, device=device, dtype=torch.bfloat16).view(64, 64)
+            x = torch.linspace(-3 - step, 2, 64 * 64, device=device, dtype=torch.bfloat16).view(
+                64, 64
+            )
             x.requires_grad_()
             with te.autocast(recipe=recipe):
                 y = linear(x)
@@ -95,7 +99,9 @@ def test_weights_without_an_extra_state_find_a_warm_layer_as_a_new_one(
     steps(warm, 3)
     weights = {
         name: torch.randn(param.shape, generator=torch.Generator().manual_seed(1)).mul(30).to(param)
-        for name, param in te.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16).named_parameters()
+        for name, param in te.Linear(
+            64, 64, device="cpu", params_dtype=torch.bfloat16
+        ).named_parameters()
     }
     for linear in (warm, new):
         linear.load_state_dict({**weights, **extra})

@@ -13,14 +13,18 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.quantization import ExtraStateError
-from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
+    QuantizedTensorStorage,
+)
 
 pytestmark = pytest.mark.usefixtures("emulated")
 RECIPE = DelayedScaling(amax_history_len=2)
 
 
 def _operations(device: torch.device) -> torch.nn.Module:
-    return te.ops.Sequential(te.ops.Linear(32, 32, device=device), te.ops.Linear(32, 32, device=device))
+    return te.ops.Sequential(
+        te.ops.Linear(32, 32, device=device), te.ops.Linear(32, 32, device=device)
+    )
 
 
 def _layer(device: torch.device) -> torch.nn.Module:
@@ -31,7 +35,9 @@ MODULES: dict[str, Callable[[torch.device], torch.nn.Module]] = {
     "Linear": lambda device: te.Linear(32, 32, device=device),
     "GroupedLinear": lambda device: te.GroupedLinear(2, 32, 32, device=device),
     "LayerNormMLP": lambda device: te.LayerNormMLP(32, 64, device=device),
-    "MultiheadAttention": lambda device: te.MultiheadAttention(32, 2, fuse_qkv_params=True, device=device),
+    "MultiheadAttention": lambda device: te.MultiheadAttention(
+        32, 2, fuse_qkv_params=True, device=device
+    ),
     "TransformerLayer": _layer,
     "operations": _operations,
     "fused operations": lambda device: te.ops.Linear(32, 32, bias=True, device=device),

@@ -53,7 +53,9 @@ def test_every_case_has_a_unique_name_and_either_operations_or_bytes(quick: bool
 
 
 def test_a_case_counts_the_work_of_its_products():
-    (case,) = [c for c in cases(["bf16"], False, ["linear"]) if c.name == "linear_fb/bf16/8192x4096x28672"]
+    (case,) = [
+        c for c in cases(["bf16"], False, ["linear"]) if c.name == "linear_fb/bf16/8192x4096x28672"
+    ]
     assert case.operations == 3 * 2 * 8192 * 4096 * 28672
     (case,) = [c for c in cases(["block"], False, ["quantize"]) if "block2d_both" in c.name]
     assert case.moved == 8192 * 14336 * (2 + 1 + 1)
@@ -65,7 +67,10 @@ WITH_A_SMALLER_ONE = ("layer", "linear", "layernorm_mlp")
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=pytest.mark.slow if one in WITH_A_SMALLER_ONE else ()) for one in OF_A_CPU],
+    [
+        pytest.param(one, marks=pytest.mark.slow if one in WITH_A_SMALLER_ONE else ())
+        for one in OF_A_CPU
+    ],
 )
 @pytest.mark.sampled(8)
 def test_the_engine_runs_every_family(family: str, device: torch.device):
@@ -130,7 +135,9 @@ def test_a_missing_library_is_a_sentence():
     missing = Provider("other", ("bf16",), {}, module="no_such_library", remedy="pip install it")
     assert missing.unavailable_reason(CPU) == "not installed; pip install it"
     assert list(run(cases(["bf16"], True, ["rope"]), [missing], CPU, ROOFS, BRIEF)) == []
-    assert replace(missing, module=None, gpu_only="needs one").unavailable_reason(CPU) == "needs one"
+    assert (
+        replace(missing, module=None, gpu_only="needs one").unavailable_reason(CPU) == "needs one"
+    )
 
 
 def test_a_case_runs_on_the_providers_of_its_recipe():
@@ -149,7 +156,9 @@ def test_a_case_runs_on_the_providers_of_its_recipe():
 def test_the_roof_is_that_of_the_kind_of_work():
     linear = next(c for c in cases(["bf16", "current"], True, ["linear"]) if c.recipe == "current")
     assert ROOFS.share(linear, 1.0) == pytest.approx(linear.operations * 1e3 / 2e14)
-    assert replace(ROOFS, fp8=None).share(linear, 1.0) == pytest.approx(linear.operations * 1e3 / 1e14)
+    assert replace(ROOFS, fp8=None).share(linear, 1.0) == pytest.approx(
+        linear.operations * 1e3 / 1e14
+    )
     rope = cases(["bf16"], True, ["rope"])[0]
     assert ROOFS.share(rope, 1.0) == pytest.approx(rope.moved * 1e3 / 1e12)
 
@@ -166,12 +175,17 @@ def test_a_measurement_repeats_within_its_effort(device: torch.device):
 @pytest.mark.gpu
 def test_the_peak_equals_the_bytes_that_a_call_allocates():
     size = 1 << 26
-    assert peak_mib(lambda: torch.empty(size, dtype=torch.uint8, device="cuda"), torch.device("cuda")) == 64
+    assert (
+        peak_mib(lambda: torch.empty(size, dtype=torch.uint8, device="cuda"), torch.device("cuda"))
+        == 64
+    )
 
 
 @pytest.mark.gpu
 def test_gpu_time_is_that_of_the_gpu_and_host_time_that_of_the_host():
-    timing = measure(lambda: torch.cuda._sleep(40_000_000), torch.device("cuda"), BRIEF)  # about 20 ms
+    timing = measure(
+        lambda: torch.cuda._sleep(40_000_000), torch.device("cuda"), BRIEF
+    )  # about 20 ms
     assert timing.gpu_ms is not None and timing.cpu_ms is not None
     assert timing.gpu_ms > 10 * timing.cpu_ms
 
@@ -262,7 +276,10 @@ def test_the_command_reports_figures_of_a_cpu():
             ["--json", "/absent/a.json"],
             "--json /absent/a.json: the folder /absent does not exist; create it first",
         ),
-        (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is not a readable JSON file"),
+        (
+            ["--compare", "/absent/a.json", "/absent/b.json"],
+            "/absent/a.json is not a readable JSON file",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str):
@@ -273,7 +290,9 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
 
 
 def test_high_precision_has_the_name_of_the_other_commands_too():
-    result = te("--family", "norm", "--only", "norm_f/RMSNorm", "--recipe", "none", "--provider", "te")
+    result = te(
+        "--family", "norm", "--only", "norm_f/RMSNorm", "--recipe", "none", "--provider", "te"
+    )
     assert result.exit_code == 0
     assert "RMSNorm/256x512" in result.output
 
@@ -284,9 +303,13 @@ def figures(**cases: float) -> list[dict[str, Any]]:
 
 def test_a_comparison_reads_lists_and_reports(tmp_path: Path):
     first, second = tmp_path / "list.json", tmp_path / "report.json"
-    first.write_text(json.dumps([{"case": "import", "seconds": 5.7}, *figures(norm_of_a=2.0, norm_of_b=8.0)]))
+    first.write_text(
+        json.dumps([{"case": "import", "seconds": 5.7}, *figures(norm_of_a=2.0, norm_of_b=8.0)])
+    )
     other = {"case": "norm/a", "provider": "torch", "gpu_ms": 100.0}
-    second.write_text(json.dumps({"results": [*figures(norm_of_a=1.0, norm_of_b=8.0, rope_of_c=1.0), other]}))
+    second.write_text(
+        json.dumps({"results": [*figures(norm_of_a=1.0, norm_of_b=8.0, rope_of_c=1.0), other]})
+    )
     shared = pairs(read(first), read(second))
     assert [(pair.case, pair.family, pair.ratio("gpu_ms")) for pair in shared] == [
         ("norm/a", "norm", 0.5),
@@ -322,7 +345,9 @@ def test_the_geometric_mean_skips_missing_values():
 
 
 def test_a_family_is_one_picture_of_readable_size(tmp_path: Path):
-    row = Row("linear_fb/bf16/1x1x1", "linear", "bf16", "te", 1.0, 0.5, 1.1, 100.0, "TFLOP/s", 0.5, 10.0)
+    row = Row(
+        "linear_fb/bf16/1x1x1", "linear", "bf16", "te", 1.0, 0.5, 1.1, 100.0, "TFLOP/s", 0.5, 10.0
+    )
     rows = [
         row,
         replace(row, provider="torch", gpu_ms=50.0),
@@ -347,7 +372,9 @@ def test_attention_has_packed_wide_and_fp8_cases():
     assert {case.recipe for case in found.values()} == {"bf16", "delayed", "current"}
 
 
-def test_the_backward_of_an_fp8_attention_has_the_precision_of_its_case(device: torch.device, monkeypatch):
+def test_the_backward_of_an_fp8_attention_has_the_precision_of_its_case(
+    device: torch.device, monkeypatch
+):
     """In FP8 the backward pass quantizes dO, so its slot of the scaling state has a nonzero amax."""
     monkeypatch.setenv("TE_EMULATE", "1")
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")

@@ -42,15 +42,23 @@ def test_long_sequences_and_a_llama_layer_are_measured():
 
 def test_four_ranks_also_share_a_sequence_over_two_levels():
     cases = ranks_cases(["bf16"], False, 4, ["attention_cp"])
-    assert [case.arguments["scheme"] for case in cases] == 2 * ["p2p", "a2a", "all_gather", "a2a+p2p"]
+    assert [case.arguments["scheme"] for case in cases] == 2 * [
+        "p2p",
+        "a2a",
+        "all_gather",
+        "a2a+p2p",
+    ]
     assert (
-        len({case.one_device for case in cases}) == len({case.arguments["sequence"] for case in cases}) == 2
+        len({case.one_device for case in cases})
+        == len({case.arguments["sequence"] for case in cases})
+        == 2
     )
 
 
 def test_an_all_reduce_sends_twice_as_much_as_an_all_gather():
     moved = {
-        case.arguments["operation"]: case.moved for case in ranks_cases(["bf16"], True, 4, ["collective"])
+        case.arguments["operation"]: case.moved
+        for case in ranks_cases(["bf16"], True, 4, ["collective"])
     }
     assert moved["all_reduce"] == 2 * moved["all_gather"]
     assert moved["all_gather"] == 0.75 * moved["send_receive"]
@@ -70,8 +78,18 @@ def test_exposure_counts_the_time_in_which_only_communication_runs():
 
 def test_columns_without_figures_are_left_out(capsys: pytest.CaptureFixture[str]):
     rows = [
-        RanksRow("layer_sp_fb/bf16/a_ranks2", "layer_sp", "bf16", 2, one_ms=4.0, eager_ms=2.0, speedup=2.0),
-        RanksRow("layer_sp_fb/bf16/b_ranks2", "layer_sp", "bf16", 2, error="ValueError: [too] small"),
+        RanksRow(
+            "layer_sp_fb/bf16/a_ranks2",
+            "layer_sp",
+            "bf16",
+            2,
+            one_ms=4.0,
+            eager_ms=2.0,
+            speedup=2.0,
+        ),
+        RanksRow(
+            "layer_sp_fb/bf16/b_ranks2", "layer_sp", "bf16", 2, error="ValueError: [too] small"
+        ),
     ]
     print_rows(Console(width=120), rows)
     printed = capsys.readouterr().out
@@ -89,7 +107,9 @@ def test_columns_without_figures_are_left_out(capsys: pytest.CaptureFixture[str]
         (["--distributed", "--only", "nothing"], "no benchmark matches"),
     ],
 )
-def test_options_that_cannot_work_are_rejected_before_processes_start(options: list[str], message: str):
+def test_options_that_cannot_work_are_rejected_before_processes_start(
+    options: list[str], message: str
+):
     result = run_te("bench", *options)
     assert result.exit_code == 2
     assert message in result.output
@@ -150,5 +170,7 @@ def test_two_processes_measure_a_collective_and_a_layer(tmp_path: Path):
 
 @pytest.mark.slow
 def test_two_processes_measure_every_family(tmp_path: Path):
-    path = bench_on_two(tmp_path, ["-m", "transformer_engine"], "--recipe", "current", "--recipe", "bf16")
+    path = bench_on_two(
+        tmp_path, ["-m", "transformer_engine"], "--recipe", "current", "--recipe", "bf16"
+    )
     check_figures(path, set(RANKS_FAMILIES))

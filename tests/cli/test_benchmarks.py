@@ -46,19 +46,25 @@ def test_a_script_imports(name):
 def test_a_script_that_needs_a_gpu_reports_it(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    with pytest.raises(SystemExit, match=r"need a CUDA device; torch.cuda.is_available\(\) is False"):
+    with pytest.raises(
+        SystemExit, match=r"need a CUDA device; torch.cuda.is_available\(\) is False"
+    ):
         importlib.import_module(name).main()
 
 
 def test_figures_are_written_with_the_machine_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/norms.py", "--json", "x"])
     record.write(
-        tmp_path / "figures.json", record.machine(library="1.2"), cases=[{"case": "a", "gpu_ms": 1.0}]
+        tmp_path / "figures.json",
+        record.machine(library="1.2"),
+        cases=[{"case": "a", "gpu_ms": 1.0}],
     )
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["cases"] == [{"case": "a", "gpu_ms": 1.0}]
     assert written["machine"]["command"] == "norms.py --json x"
-    assert written["machine"]["torch"] == torch.__version__ and written["machine"]["library"] == "1.2"
+    assert (
+        written["machine"]["torch"] == torch.__version__ and written["machine"]["library"] == "1.2"
+    )
     record.write(None, cases=[])
 
 
@@ -72,7 +78,13 @@ def test_no_script_times_by_itself():
     """Only transformer_engine_tools.bench.measure and `shortest` take times; `shortest` takes those of any checkout."""
     folder = Path(record.__file__).parent
     timing = {
-        *("convergence", "convert", "model_step", "recipe_table", "train_switches"),  # training runs
+        *(
+            "convergence",
+            "convert",
+            "model_step",
+            "recipe_table",
+            "train_switches",
+        ),  # training runs
         *(
             "context_parallel",
             "jax_ranks",
@@ -106,7 +118,16 @@ def test_switches_that_leave_the_losses_alone_do_in_the_table(tmp_path, monkeypa
     )
     path = tmp_path / "switches.json"
     script = importlib.import_module("train_switches")
-    options = ["--small", "--deterministic", "--steps", "3", "--data", str(text), "--json", str(path)]
+    options = [
+        "--small",
+        "--deterministic",
+        "--steps",
+        "3",
+        "--data",
+        str(text),
+        "--json",
+        str(path),
+    ]
     monkeypatch.setattr(sys, "argv", ["train_switches.py", *options])
     monkeypatch.setitem(script.SIZES, "cpu", {**script.SIZES["cpu"], "hidden": 32, "heads": 1})
     script.main()

@@ -22,7 +22,20 @@ from transformer_engine_tools.demo.records import read_metrics
 from transformer_engine_tools.demo.trainer import Trainer
 from transformer_engine_tools.options import Parser
 
-TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
+TINY = [
+    "--steps",
+    "4",
+    "--batch",
+    "2",
+    "--seq",
+    "32",
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "1",
+]
 
 
 @pytest.fixture
@@ -42,15 +55,29 @@ def test_train_writes_the_three_files_and_prints_a_table_and_a_sample(text: str,
     out = tmp_path / "runs"
     result = te(*training(text, out, "current"))
     assert result.exit_code == 0, result.output
-    assert {path.name for path in (out / "current").iterdir()} == {"loss.png", "metrics.jsonl", "checkpoint"}
-    for expected in ("validation loss", "ratio", "tokens/s", "sample of the current model", "float32"):
+    assert {path.name for path in (out / "current").iterdir()} == {
+        "loss.png",
+        "metrics.jsonl",
+        "checkpoint",
+    }
+    for expected in (
+        "validation loss",
+        "ratio",
+        "tokens/s",
+        "sample of the current model",
+        "float32",
+    ):
         assert expected in result.output
-    records = [json.loads(line) for line in (out / "current" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (out / "current" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert set(records[-1]["validation"]) == {"current", "high_precision"}
 
 
-def test_ctrl_c_saves_and_prints_how_to_continue(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_saves_and_prints_how_to_continue(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     arguments = training(text, tmp_path, "none")
     advance = Trainer._advance
 
@@ -67,7 +94,12 @@ def test_ctrl_c_saves_and_prints_how_to_continue(text: str, tmp_path: Path, monk
     assert f"-m transformer_engine train --resume --name mine --out {tmp_path}" in stopped.output
     resumed = te("train", "--resume", "--name", "mine", "--out", str(tmp_path))
     assert resumed.exit_code == 0, resumed.output
-    assert [record.step for record in read_metrics(tmp_path / "mine" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [record.step for record in read_metrics(tmp_path / "mine" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_run_is_replaced_only_on_request(text: str, tmp_path: Path):
@@ -78,7 +110,11 @@ def test_a_run_is_replaced_only_on_request(text: str, tmp_path: Path):
     repeated = te(*arguments, "--seed", "1")
     assert repeated.exit_code == 2
     assert f"{run} holds the checkpoint of an earlier run" in repeated.output
-    assert "--name" in repeated.output and "--resume" in repeated.output and "--overwrite" in repeated.output
+    assert (
+        "--name" in repeated.output
+        and "--resume" in repeated.output
+        and "--overwrite" in repeated.output
+    )
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     assert te(*arguments, "--seed", "1", "--overwrite").exit_code == 0
     assert (run / "metrics.jsonl").read_bytes() != before["metrics.jsonl"]
@@ -93,7 +129,9 @@ def test_a_run_is_replaced_only_on_request(text: str, tmp_path: Path):
         (["--resume", "--name", "absent"], "there is no checkpoint at"),
     ],
 )
-def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path):
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path
+):
     result = te("train", "--device", "cpu", "--out", str(tmp_path), *arguments)
     assert result.exit_code == 2
     assert message in result.output
@@ -122,7 +160,8 @@ def test_help_of_every_command_works_without_torch(
 
 
 @pytest.mark.parametrize(
-    ("installed", "framework"), [("", "torch"), ("torch", "torch"), ("jax", "jax"), ("torch jax", "torch")]
+    ("installed", "framework"),
+    [("", "torch"), ("torch", "torch"), ("jax", "jax"), ("torch jax", "torch")],
 )
 def test_jax_is_the_default_framework_only_where_it_is_the_only_one(
     installed: str, framework: str, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +221,9 @@ def test_help_states_the_type_or_the_choices_of_every_value(name: str):
     """argparse's own placeholder repeats the name of the option."""
     listing = re.findall(r"^  --([a-z-]+) (\S+)", te(name, "--help").output, re.MULTILINE)
     assert [
-        f"--{option} {value}" for option, value in listing if value == option.upper().replace("-", "_")
+        f"--{option} {value}"
+        for option, value in listing
+        if value == option.upper().replace("-", "_")
     ] == []
 
 
@@ -206,7 +247,12 @@ def test_examples_in_the_overview_are_commands():
 
 @pytest.mark.parametrize(
     ("arguments", "positional"),
-    [([], " COMMAND"), (["plan"], ""), (["convert"], " source folder"), (["generate"], " [prompt]")],
+    [
+        ([], " COMMAND"),
+        (["plan"], ""),
+        (["convert"], " source folder"),
+        (["generate"], " [prompt]"),
+    ],
 )
 def test_usage_lists_the_positional_arguments(arguments: list[str], positional: str):
     usage = te(*arguments, "--help").output.splitlines()[0]
@@ -225,7 +271,9 @@ def test_usage_lists_the_positional_arguments(arguments: list[str], positional: 
         (["convert", "--dtpe=bfloat16"], "did you mean --dtype?"),
     ],
 )
-def test_a_misspelt_option_or_choice_is_answered_with_the_right_one(arguments: list[str], remedy: str):
+def test_a_misspelt_option_or_choice_is_answered_with_the_right_one(
+    arguments: list[str], remedy: str
+):
     result = te(*arguments)
     assert result.exit_code == 2
     assert remedy in result.output and result.output.rstrip().endswith("--help lists all options")

@@ -30,7 +30,9 @@ def test_checkpoints_convert_both_ways_and_tensors_are_counted(tmp_path: Path):
     assert '"torch_dtype": "bfloat16"' in (back / "config.json").read_text()
 
 
-def test_id_of_the_hub_is_downloaded_without_its_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_id_of_the_hub_is_downloaded_without_its_subfolders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     hub = pytest.importorskip("huggingface_hub")
     write_checkpoint(tmp_path / "snapshot", "llama", most=60_000)
     queries = {}
@@ -56,7 +58,10 @@ def test_failed_download_reports_the_hubs_reason_and_exit_code_1(monkeypatch: py
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download, raising=False)
     result = te("owner/absent", "ours")
     assert result.exit_code == 1
-    assert "there is no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
+    assert (
+        "there is no folder owner/absent" in result.output
+        and "failed: 401 Client Error;" in result.output
+    )
     assert "hf auth login" in result.output
 
 

@@ -51,7 +51,9 @@ def test_cuda_without_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_unknown_device_is_rejected():
-    with pytest.raises(ValueError, match=r"--device 'tpu' does not exist; choose one of auto, cpu, cuda"):
+    with pytest.raises(
+        ValueError, match=r"--device 'tpu' does not exist; choose one of auto, cpu, cuda"
+    ):
         resolve("tpu", {})
 
 
@@ -95,7 +97,8 @@ def test_a_checkpoint_keeps_its_config():
 
 def test_an_option_that_contradicts_the_checkpoint_is_rejected():
     with pytest.raises(
-        ValueError, match=r"--steps 80 contradicts the checkpoint, which has 40; leave the option out"
+        ValueError,
+        match=r"--steps 80 contradicts the checkpoint, which has 40; leave the option out",
     ):
         restore(config(steps=40).as_dict(), "auto", {"steps": 80}, step=39)
 
@@ -103,7 +106,9 @@ def test_an_option_that_contradicts_the_checkpoint_is_rejected():
 def test_more_steps_extend_a_finished_run_only():
     saved = config(steps=40).as_dict()
     assert restore(saved, "auto", {"steps": 80}, step=40) == config(steps=80)
-    with pytest.raises(ValueError, match=r"--steps 20 contradicts .* a larger number extends a run"):
+    with pytest.raises(
+        ValueError, match=r"--steps 20 contradicts .* a larger number extends a run"
+    ):
         restore(saved, "auto", {"steps": 20}, step=40)
 
 

@@ -84,7 +84,9 @@ def test_files_that_are_not_text_are_left_out(folder: Path):
 
 
 def test_a_missing_path_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"nowhere: there is no such file or folder; give one that exists"):
+    with pytest.raises(
+        ValueError, match=r"nowhere: there is no such file or folder; give one that exists"
+    ):
         load_corpus(str(tmp_path / "nowhere"), 32)
 
 

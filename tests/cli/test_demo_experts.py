@@ -13,7 +13,15 @@ from transformer_engine_tools.demo.model import ByteGPT
 from transformer_engine_tools.demo.run import Run
 from transformer_engine_tools.demo.sample import generate
 
-SIZES = {"steps": 12, "batch": 2, "sequence": 64, "layers": 1, "hidden": 128, "heads": 2, "experts": 4}
+SIZES = {
+    "steps": 12,
+    "batch": 2,
+    "sequence": 64,
+    "layers": 1,
+    "hidden": 128,
+    "heads": 2,
+    "experts": 4,
+}
 # Nats a byte, mean of the last four steps: the standard deviation over four seeds in high precision.
 NOISE = 0.06
 
@@ -31,7 +39,9 @@ def tiny(recipe: str = "delayed", **changes) -> RunConfig:
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1])
 @pytest.mark.sampled(2)
-def test_the_loss_under_a_recipe_is_that_of_high_precision_within_noise(recipe: str, corpus: Corpus):
+def test_the_loss_under_a_recipe_is_that_of_high_precision_within_noise(
+    recipe: str, corpus: Corpus
+):
     config, losses = tiny(recipe), {}
     with te.emulate():
         for name in config.runs:
@@ -45,7 +55,9 @@ def test_the_loss_under_a_recipe_is_that_of_high_precision_within_noise(recipe: 
     assert 0 < abs(ours - high) < NOISE
 
 
-def test_every_expert_and_the_router_get_gradients_and_the_loss_stays_that_of_the_text(corpus: Corpus):
+def test_every_expert_and_the_router_get_gradients_and_the_loss_stays_that_of_the_text(
+    corpus: Corpus,
+):
     model = ByteGPT(tiny("none"))
     inputs, targets = map(torch.from_numpy, corpus.batch(0, 0, 4, 64))
     loss = model.loss(inputs, targets)
@@ -66,7 +78,9 @@ def test_tokens_are_the_weighted_sums_of_their_experts():
     for index in range(2):
         for token, expert in enumerate(chosen[:, index].tolist()):
             gate, linear = (tokens[token] @ getattr(layer.fc1, f"weight{expert}").t()).chunk(2)
-            y = (torch.nn.functional.silu(gate) * linear) @ getattr(layer.fc2, f"weight{expert}").t()
+            y = (torch.nn.functional.silu(gate) * linear) @ getattr(
+                layer.fc2, f"weight{expert}"
+            ).t()
             expected[token] += values.softmax(1)[token, index] * y
     torch.testing.assert_close(layer(x).flatten(0, 1), expected, rtol=1e-5, atol=1e-6)
 
@@ -75,7 +89,9 @@ def test_the_cache_changes_no_byte():
     config = tiny()
     torch.manual_seed(0)
     model = ByteGPT(config)
-    cached, full = (generate(model, config, b"def ", 12, temperature=0.0, cached=c) for c in (True, False))
+    cached, full = (
+        generate(model, config, b"def ", 12, temperature=0.0, cached=c) for c in (True, False)
+    )
     assert cached == full
 
 

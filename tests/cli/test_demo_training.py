@@ -15,13 +15,26 @@ import transformer_engine.pytorch as te
 from transformer_engine_tools.demo import checkpoint
 from transformer_engine_tools.demo import optimizer as optimizers
 from transformer_engine_tools.demo import trainer as trainers
-from transformer_engine_tools.demo.config import HIGH_PRECISION, RECIPES, Execution, RunConfig, resolve
+from transformer_engine_tools.demo.config import (
+    HIGH_PRECISION,
+    RECIPES,
+    Execution,
+    RunConfig,
+    resolve,
+)
 from transformer_engine_tools.demo.data import Corpus, load_corpus
 from transformer_engine_tools.demo.plot import plot_losses, smooth
 from transformer_engine_tools.demo.records import Progress, read_metrics, summarize
 from transformer_engine_tools.demo.trainer import Trainer
 
-SIZES: dict[str, Any] = {"steps": 6, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1}
+SIZES: dict[str, Any] = {
+    "steps": 6,
+    "batch": 2,
+    "sequence": 32,
+    "layers": 1,
+    "hidden": 32,
+    "heads": 1,
+}
 
 
 def tiny(recipe: str = "delayed", **changes: Any) -> RunConfig:
@@ -55,9 +68,12 @@ ALWAYS = ("delayed", "nvfp4", "none")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.slow) for one in RECIPES]
+    "recipe",
+    [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.slow) for one in RECIPES],
 )
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: str, corpus: Corpus, tmp_path: Path):
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    recipe: str, corpus: Corpus, tmp_path: Path
+):
     with te.emulate():  # a GPU without the format computes it on request only
         full = Trainer(tiny(recipe), corpus, tmp_path / "whole")
         assert full.train()
@@ -86,7 +102,9 @@ def test_training_lowers_the_loss_and_the_recipe_changes_it(corpus: Corpus, tmp_
     assert last["current"] != last[HIGH_PRECISION]
 
 
-def test_a_recipe_that_does_not_run_here_is_rejected_before_training(corpus: Corpus, tmp_path: Path):
+def test_a_recipe_that_does_not_run_here_is_rejected_before_training(
+    corpus: Corpus, tmp_path: Path
+):
     if torch.cuda.is_available():
         pytest.skip("a GPU may have the format")
     with (
@@ -99,7 +117,9 @@ def test_a_recipe_that_does_not_run_here_is_rejected_before_training(corpus: Cor
 def test_metrics_beyond_the_checkpoint_are_dropped(corpus: Corpus, tmp_path: Path):
     trainer = Trainer(tiny("none"), corpus, tmp_path)
     trainer.train(stop=stop_after(2, trainer))
-    ahead = Progress(step=3, learning_rate=0.0, loss={HIGH_PRECISION: 0.0}, seconds={HIGH_PRECISION: 0.0})
+    ahead = Progress(
+        step=3, learning_rate=0.0, loss={HIGH_PRECISION: 0.0}, seconds={HIGH_PRECISION: 0.0}
+    )
     with trainer.metrics_path.open("a") as metrics:
         metrics.write(ahead.as_json() + '{"step": 4, "lo')
     resumed = Trainer(tiny("none"), corpus, tmp_path)
@@ -112,12 +132,16 @@ def test_another_text_is_rejected(corpus: Corpus, tmp_path: Path):
     trainer.train(stop=stop_after(1, trainer))
     state = checkpoint.load(trainer.checkpoint_path)
     other = Corpus(corpus.train, corpus.validation, "other", "elsewhere.txt")
-    with pytest.raises(ValueError, match=r"elsewhere.txt is not the one this checkpoint was trained on"):
+    with pytest.raises(
+        ValueError, match=r"elsewhere.txt is not the one this checkpoint was trained on"
+    ):
         Trainer(tiny("none"), other, tmp_path).load(state)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"there is no checkpoint at .*checkpoint; leave --resume out"):
+    with pytest.raises(
+        ValueError, match=r"there is no checkpoint at .*checkpoint; leave --resume out"
+    ):
         checkpoint.load(tmp_path / "checkpoint")
 
 
@@ -152,7 +176,10 @@ def test_the_summary_averages_the_last_steps():
     config = tiny("current", steps=20)
     history = [
         Progress(
-            step, 1e-3, {"current": float(step), HIGH_PRECISION: 1.0}, {"current": 0.5, HIGH_PRECISION: 0.25}
+            step,
+            1e-3,
+            {"current": float(step), HIGH_PRECISION: 1.0},
+            {"current": 0.5, HIGH_PRECISION: 0.25},
         )
         for step in range(1, 20)
     ]
@@ -176,7 +203,9 @@ def test_the_plot_is_a_picture_of_readable_size(recipe: str, tmp_path: Path):
         for step in range(1, 5)
     ]
     history.append(
-        Progress(5, 1e-3, dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.1), dict.fromkeys(names, 1.1))
+        Progress(
+            5, 1e-3, dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.1), dict.fromkeys(names, 1.1)
+        )
     )
     plot_losses(tmp_path / "loss.png", config, history)
     header = (tmp_path / "loss.png").read_bytes()[:24]
@@ -187,7 +216,9 @@ def test_the_plot_is_a_picture_of_readable_size(recipe: str, tmp_path: Path):
 def test_smoothing_keeps_a_linear_curve_except_at_its_ends():
     line = [float(i) for i in range(200)]
     assert smooth(line)[3:-3] == pytest.approx(line[3:-3])
-    assert smooth(line)[0] == pytest.approx(1.5)  # the mean of the four values that the window still covers
+    assert smooth(line)[0] == pytest.approx(
+        1.5
+    )  # the mean of the four values that the window still covers
 
 
 @pytest.mark.sampled(2)
@@ -197,7 +228,9 @@ def test_smoothing_keeps_a_linear_curve_except_at_its_ends():
     ids=["graphs", "offload", "observe"],
 )
 @pytest.mark.filterwarnings("ignore:CPU offload", "ignore:num_layers")
-def test_execution_options_do_not_change_the_losses(execution: Execution, corpus: Corpus, tmp_path: Path):
+def test_execution_options_do_not_change_the_losses(
+    execution: Execution, corpus: Corpus, tmp_path: Path
+):
     config = replace(tiny("delayed", steps=3), layers=2)
     plain, other = (
         Trainer(config, corpus, tmp_path / name, how)
@@ -206,7 +239,9 @@ def test_execution_options_do_not_change_the_losses(execution: Execution, corpus
     plain.train()
     other.train()
     assert [record.loss for record in other.history] == [record.loss for record in plain.history]
-    assert [record.validation for record in other.history] == [record.validation for record in plain.history]
+    assert [record.validation for record in other.history] == [
+        record.validation for record in plain.history
+    ]
 
 
 def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: Path):
@@ -233,7 +268,9 @@ def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: P
         (Execution(graphs=True, observe=True), "--graphs and --observe exclude each other"),
     ],
 )
-def test_incompatible_execution_options_are_rejected(execution, message: str, corpus: Corpus, tmp_path: Path):
+def test_incompatible_execution_options_are_rejected(
+    execution, message: str, corpus: Corpus, tmp_path: Path
+):
     with pytest.raises(ValueError, match=message):
         Trainer(tiny("none"), corpus, tmp_path, execution)
 
@@ -244,7 +281,9 @@ def test_fused_adam_trains_as_adamw_does(corpus: Corpus, tmp_path: Path):
     for optimizer in ("adamw", "fused_adam"):
         trainer = Trainer(tiny("none", steps=8, optimizer=optimizer), corpus, tmp_path / optimizer)
         trainer.train()
-        trained[optimizer] = torch.tensor([next(iter(record.loss.values())) for record in trainer.history])
+        trained[optimizer] = torch.tensor(
+            [next(iter(record.loss.values())) for record in trainer.history]
+        )
     torch.testing.assert_close(trained["fused_adam"], trained["adamw"], rtol=1e-4, atol=0)
 
 

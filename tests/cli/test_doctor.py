@@ -18,7 +18,14 @@ from tests.support.programs import search_path
 from transformer_engine import __version__
 from transformer_engine.common.hardware import hardware_named, nvidia
 from transformer_engine_tools.doctor import environment as gathering
-from transformer_engine_tools.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy
+from transformer_engine_tools.doctor.checks import (
+    CHECKS,
+    Finding,
+    as_dict,
+    as_text,
+    examine,
+    healthy,
+)
 from transformer_engine_tools.doctor.clients import CLIENTS, installed, pins
 from transformer_engine_tools.doctor.environment import Distribution, Gpu, Installation, gather
 
@@ -45,7 +52,9 @@ H200 = Installation(
 CPU = replace(
     H200,
     distributions={
-        name: several for name, several in LIBRARIES.items() if not name.startswith("nv") and name != "triton"
+        name: several
+        for name, several in LIBRARIES.items()
+        if not name.startswith("nv") and name != "triton"
     },
     driver=None,
     gpu=Gpu(),
@@ -103,7 +112,11 @@ PROBLEMS = {
     ),
     "the original's extension": (
         replace(H200, extension="site-packages/transformer_engine_torch.cpython-312.so"),
-        ("original", "would load the original's site-packages/transformer_engine_torch", "pip uninstall"),
+        (
+            "original",
+            "would load the original's site-packages/transformer_engine_torch",
+            "pip uninstall",
+        ),
     ),
     "an old torch": (
         with_another(CPU, torch="2.8.0"),
@@ -122,7 +135,9 @@ PROBLEMS = {
         ("gpu", "torch for CUDA 13.0 finds no device under driver 470.1", "update the driver"),
     ),
     "a GPU without triton": (
-        replace(H200, distributions={name: each for name, each in LIBRARIES.items() if name != "triton"}),
+        replace(
+            H200, distributions={name: each for name, each in LIBRARIES.items() if name != "triton"}
+        ),
         ("triton", "triton is not installed", "pip install triton"),
     ),
     "a triton that does not compile for the GPU": (
@@ -135,22 +150,36 @@ PROBLEMS = {
     ),
     "another frontend of cuDNN": (
         with_another(H200, nvidia_cudnn_frontend="1.26.0"),
-        ("libraries", "nvidia-cudnn-frontend 1.26.0 needs cuDNN 9.20, found 9.19.0", 'pip install ".[cuda]"'),
+        (
+            "libraries",
+            "nvidia-cudnn-frontend 1.26.0 needs cuDNN 9.20, found 9.19.0",
+            'pip install ".[cuda]"',
+        ),
     ),
     "bindings that do not load": (
         replace(H200, failures={"nvmath": "importing nvmath failed: OSError: libcublasLt"}),
         ("libraries", "libcublasLt", 'pip install ".[cuda]"'),
     ),
     "a broken flash-attn": (
-        replace(H200, failures={"flash_attn": "importing flash_attn failed: ImportError: undefined symbol"}),
+        replace(
+            H200,
+            failures={"flash_attn": "importing flash_attn failed: ImportError: undefined symbol"},
+        ),
         ("flash-attention", "undefined symbol", "pip uninstall flash-attn"),
     ),
     "a broken FlashAttention 4": (
-        replace(H200, failures={"flash_attn.cute.interface": "importing flash_attn.cute.interface failed"}),
+        replace(
+            H200,
+            failures={"flash_attn.cute.interface": "importing flash_attn.cute.interface failed"},
+        ),
         ("flash-attention", "flash_attn.cute.interface failed", "pip uninstall flash-attn-4"),
     ),
     "a driver that does not answer": (
-        replace(H200, gpu=Gpu(), failures={"torch.cuda": "torch.cuda raises RuntimeError: unknown error"}),
+        replace(
+            H200,
+            gpu=Gpu(),
+            failures={"torch.cuda": "torch.cuda raises RuntimeError: unknown error"},
+        ),
         ("gpu", "torch.cuda raises RuntimeError: unknown error", "nvidia-smi"),
     ),
     "a platform that JAX lacks": (
@@ -169,13 +198,19 @@ PROBLEMS = {
         replace(
             CPU,
             distributions={**CPU.distributions, **JAX},
-            failures={"transformer_engine.jax": "importing transformer_engine.jax failed: TypeError"},
+            failures={
+                "transformer_engine.jax": "importing transformer_engine.jax failed: TypeError"
+            },
         ),
         ("jax", "importing transformer_engine.jax failed", 'pip install ".[jax]"'),
     ),
     "a client that asks for metadata": (
         replace(CPU, distributions=having(accelerate="1.15.0")),
-        ("clients", "accelerate 1.15.0 will not detect this package", "pip uninstall -y transformer-engine"),
+        (
+            "clients",
+            "accelerate 1.15.0 will not detect this package",
+            "pip uninstall -y transformer-engine",
+        ),
     ),
     "a variable": (
         replace(CPU, variables="NVTE_DEBUG='x' is not a flag"),
@@ -272,37 +307,55 @@ def test_an_optional_improvement_is_a_note(name: str):
 @pytest.mark.parametrize("bindings", [True, False], ids=["installed", "missing"])
 def test_libraries_of_nvidia_are_no_matter_on_gpus_of_amd(bindings: bool):
     row = hardware_named("amd", "gfx942")
-    found = {name: each for name, each in LIBRARIES.items() if bindings or not name.startswith("nv")}
+    found = {
+        name: each for name, each in LIBRARIES.items() if bindings or not name.startswith("nv")
+    }
     failures = {"nvmath": "importing nvmath failed: OSError: libcublasLt"} if bindings else {}
-    amd = replace(H200, distributions=found, failures=failures, gpu=Gpu((7, 0), "MI300X", row, (0, 0, 0)))
+    amd = replace(
+        H200, distributions=found, failures=failures, gpu=Gpu((7, 0), "MI300X", row, (0, 0, 0))
+    )
     assert said(amd, "libraries") == []
 
 
 def test_the_command_with_jax_alone_does_not_suggest_torch():
-    alone = replace(CPU, distributions=having(transformer_engine=__version__, jax="0.11.2", flax="0.12.12"))
+    alone = replace(
+        CPU, distributions=having(transformer_engine=__version__, jax="0.11.2", flax="0.12.12")
+    )
     note = said(alone, "command")[0]
     assert note.status == "note" and note.remedy.startswith('pip install ".[cli-jax]"')
-    everything = with_another(CPU, jax="0.11.2", flax="0.12.12", optax="0.2.8", orbax_checkpoint="0.12")
-    assert [finding.message for finding in said(everything, "command")] == ["all commands are available"]
+    everything = with_another(
+        CPU, jax="0.11.2", flax="0.12.12", optax="0.2.8", orbax_checkpoint="0.12"
+    )
+    assert [finding.message for finding in said(everything, "command")] == [
+        "all commands are available"
+    ]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_a_client_finds_the_package(client):
-    environment = replace(CPU, distributions={**CPU.distributions, client.name: (Distribution("1"),)})
+    environment = replace(
+        CPU, distributions={**CPU.distributions, client.name: (Distribution("1"),)}
+    )
     (finding,) = said(environment, "clients")
     assert (
-        finding.status == "good" and finding.message == f"{client.name} 1 detects this package by {client.by}"
+        finding.status == "good"
+        and finding.message == f"{client.name} 1 detects this package by {client.by}"
     )
 
 
 def test_a_requirement_on_the_package_makes_a_client():
-    needs = Distribution("0.7", requires=("numpy", "this is; no requirement", "Transformer_Engine>=2.19"))
+    needs = Distribution(
+        "0.7", requires=("numpy", "this is; no requirement", "Transformer_Engine>=2.19")
+    )
     assert pins(needs) == ">=2.19"
     assert pins(Distribution("1", requires=("torch",))) is None
     assert pins(Distribution("1", requires=("transformer-engine",))) == ""
     environment = replace(CPU, distributions={**CPU.distributions, "theirs": (needs,)})
     assert [name for name, *_ in installed(environment)] == ["theirs"]
-    assert said(environment, "clients")[0].message == "theirs 0.7 detects this package by its requirement"
+    assert (
+        said(environment, "clients")[0].message
+        == "theirs 0.7 detects this package by its requirement"
+    )
 
 
 def test_the_version_satisfies_the_requirements_of_clients():
@@ -325,7 +378,9 @@ def test_the_command_prints_json_and_exits_with_1_on_problems(monkeypatch: pytes
     monkeypatch.setattr("transformer_engine_tools.doctor.checks.gather", lambda: CPU)
     sound = run_te("doctor", "--json")
     assert sound.exit_code == 0 and json.loads(sound.output)["healthy"] is True
-    monkeypatch.setattr("transformer_engine_tools.doctor.checks.gather", lambda: PROBLEMS["a variable"][0])
+    monkeypatch.setattr(
+        "transformer_engine_tools.doctor.checks.gather", lambda: PROBLEMS["a variable"][0]
+    )
     broken = run_te("doctor")
     assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.output
 
@@ -354,7 +409,12 @@ def test_packages_that_raise_on_import_are_named(tmp_path: Path):
     """flash-attn raises TypeError, FlashAttention 4 fails in a submodule, JAX_PLATFORMS names an unknown platform."""
     installed_packages = {
         "flash_attn": ("flash-attn", "2.8.0", "__init__.py", "raise TypeError('no such operand')"),
-        "flash_attn/cute": ("flash-attn-4", "4.0.0b36", "interface.py", "import a_part_that_is_missing"),
+        "flash_attn/cute": (
+            "flash-attn-4",
+            "4.0.0b36",
+            "interface.py",
+            "import a_part_that_is_missing",
+        ),
     }
     findings = []
     for number, (folder, (name, version, file, text)) in enumerate(installed_packages.items()):
@@ -363,11 +423,17 @@ def test_packages_that_raise_on_import_are_named(tmp_path: Path):
         (site / folder / file).write_text(text)
         metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
         if number > 0:
-            (site / "jax.py").write_text("raise ImportError('importing JAX twice would take two seconds')")
+            (site / "jax.py").write_text(
+                "raise ImportError('importing JAX twice would take two seconds')"
+            )
         environment = {**os.environ, "PYTHONPATH": search_path(site), "JAX_PLATFORMS": "nosuch"}
-        done = forked.Program(["-m", "transformer_engine", "doctor", "--json"], tmp_path, environment)
+        done = forked.Program(
+            ["-m", "transformer_engine", "doctor", "--json"], tmp_path, environment
+        )
         assert done.finish() == 1, done.errors
         findings += json.loads(done.printed)["findings"]
     problems = [finding["message"] for finding in findings if finding["status"] == "problem"]

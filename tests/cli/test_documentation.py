@@ -96,11 +96,16 @@ def test_the_documented_defaults_are_those_of_the_program(name: str):
     option = OPTIONS.get(name, f"--{name}")
     rows = (ROOT / "docs" / "cli.md").read_text().splitlines()
     row = next(line for line in rows if line.startswith(f"| `{option}` |"))
-    assert [cell.strip() for cell in row.split("|")[3:5]] == [str(CPU_SIZES[name]), str(CUDA_SIZES[name])]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == [
+        str(CPU_SIZES[name]),
+        str(CUDA_SIZES[name]),
+    ]
 
 
 def test_documented_prompts_fit_into_the_model_that_te_train_trains_on_a_cpu():
-    calls = re.findall(r'^te generate "(.*)" --count (\d+)', (ROOT / "docs" / "cli.md").read_text(), re.M)
+    calls = re.findall(
+        r'^te generate "(.*)" --count (\d+)', (ROOT / "docs" / "cli.md").read_text(), re.M
+    )
     assert calls
     for prompt, count in calls:
         assert len(prompt) + int(count) <= CPU_SIZES["sequence"]
@@ -113,7 +118,9 @@ def test_the_documented_error_of_an_absent_name_is_the_error():
     )
     with pytest.raises(ImportError) as raised:
         from transformer_engine.pytorch.attention import FlashAttention  # noqa: F401
-    present = re.sub(r"\+py[\d.]+(\.dev0)?:", "+py:", str(raised.value))  # the page names the latest release
+    present = re.sub(
+        r"\+py[\d.]+(\.dev0)?:", "+py:", str(raised.value)
+    )  # the page names the latest release
     assert present.split() == re.sub(r"\+py[\d.]+:", "+py:", listing).split()
 
 
@@ -179,7 +186,9 @@ def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama-3.1")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+    for example in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL
+    ):
         exec(compile(example, page, "exec"), names)
 
 

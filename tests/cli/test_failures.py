@@ -19,7 +19,20 @@ from tests.support.command import te
 from tests.support.programs import search_path
 from transformer_engine_tools.demo import checkpoint, records
 
-TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
+TINY = [
+    "--steps",
+    "4",
+    "--batch",
+    "2",
+    "--seq",
+    "32",
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +45,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def finished(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished")
-    result = te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--recipe", "current")
+    result = te(
+        "train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--recipe", "current"
+    )
     assert result.exit_code == 0, result.output
     return out / "current"
 
@@ -123,17 +138,23 @@ def test_resume_and_generate_name_an_invalid_checkpoint(damage: str, run: Path):
     DAMAGE[damage](run / "checkpoint")
     before = (run / "checkpoint").read_bytes()
     metrics = (run / "metrics.jsonl").read_bytes()
-    assert_rejected(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint")
+    assert_rejected(
+        te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint"
+    )
     assert (run / "checkpoint").read_bytes() == before
     assert (run / "metrics.jsonl").read_bytes() == metrics
     if damage not in ("step of a wrong type", "step below zero"):
-        assert_rejected(te("generate", "--name", "current", "--out", str(run.parent), "--device", "cpu"))
+        assert_rejected(
+            te("generate", "--name", "current", "--out", str(run.parent), "--device", "cpu")
+        )
 
 
 def test_an_optimizer_of_another_model_is_rejected(run: Path):
     remove_moments(run / "checkpoint")
     assert_rejected(
-        te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint", "master weights"
+        te("train", "--resume", "--name", "current", "--out", str(run.parent)),
+        "checkpoint",
+        "master weights",
     )
 
 
@@ -144,7 +165,10 @@ def test_an_optimizer_of_another_model_is_rejected(run: Path):
         ('{"step": 2}\n', ("line 2", "learning_rate")),
         ("[1, 2]\n", ("line 2",)),
         ('{"step": "2", "learning_rate": 0.1, "loss": {}, "seconds": {}}\n', ("line 2", "step")),
-        ('{"step": 2, "learning_rate": 0.1, "loss": {"a": "b"}, "seconds": {}}\n', ("line 2", "loss")),
+        (
+            '{"step": 2, "learning_rate": 0.1, "loss": {"a": "b"}, "seconds": {}}\n',
+            ("line 2", "loss"),
+        ),
         (
             '{"step": 2, "learning_rate": 0.1, "loss": {"other": 1.0}, "seconds": {"other": 1.0}}\n',
             ("other runs",),
@@ -157,13 +181,17 @@ def test_a_damaged_line_of_the_metrics_is_named(line: str, words: tuple[str, ...
     lines = path.read_text().splitlines(keepends=True)
     path.write_bytes("".join([lines[0], line, *lines[2:]]).encode(errors="surrogateescape"))
     assert_rejected(
-        te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl", *words
+        te("train", "--resume", "--name", "current", "--out", str(run.parent)),
+        "metrics.jsonl",
+        *words,
     )
 
 
 def test_a_finished_run_without_metrics_has_nothing_to_draw(run: Path):
     (run / "metrics.jsonl").unlink()
-    assert_rejected(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl")
+    assert_rejected(
+        te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl"
+    )
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -177,13 +205,18 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_names_the_path(
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     arguments = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "current"]
     assert_rejected(
-        te("train", *TINY, *arguments, "--overwrite"), str(run / "checkpoint"), "No space left", "--out"
+        te("train", *TINY, *arguments, "--overwrite"),
+        str(run / "checkpoint"),
+        "No space left",
+        "--out",
     )
     assert (run / "checkpoint").read_bytes() == before
     assert not (run / "checkpoint.partial").exists()
 
 
-def test_an_error_of_torch_on_a_full_disk_reports_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_torch_on_a_full_disk_reports_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def save(state: Any, file: Any) -> None:
         try:
             full()
@@ -219,7 +252,9 @@ def test_an_out_folder_that_is_a_file_is_named(text: str, tmp_path: Path):
     )
 
 
-def test_a_text_that_cannot_be_read_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_text_that_cannot_be_read_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def deny(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -252,7 +287,8 @@ def test_a_text_with_an_impossible_name_is_rejected(tmp_path: Path):
 def test_a_bad_option_of_generate_is_rejected(options: list[str], run: Path):
     named = [] if "--name" in options else ["--name", "current"]
     assert_rejected(
-        te("generate", "x", *named, "--out", str(run.parent), "--device", "cpu", *options), options[1][:12]
+        te("generate", "x", *named, "--out", str(run.parent), "--device", "cpu", *options),
+        options[1][:12],
     )
 
 
@@ -277,7 +313,9 @@ def test_a_bad_option_of_train_is_rejected(options: list[str], text: str, tmp_pa
 def test_invalid_figures_are_named(content: str, tmp_path: Path):
     path = tmp_path / "figures.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
-    assert_rejected(te("bench", "--compare", str(path), str(path)), "figures.json", "te bench --json")
+    assert_rejected(
+        te("bench", "--compare", str(path), str(path)), "figures.json", "te bench --json"
+    )
 
 
 def test_figures_without_a_ratio_are_left_out(tmp_path: Path):
@@ -287,7 +325,9 @@ def test_figures_without_a_ratio_are_left_out(tmp_path: Path):
     assert te("bench", "--compare", str(path), str(path)).exit_code == 0
 
 
-@pytest.mark.parametrize("options", [["--json", "."], ["--plot-dir", __file__], ["--json", "absent/a.json"]])
+@pytest.mark.parametrize(
+    "options", [["--json", "."], ["--plot-dir", __file__], ["--json", "absent/a.json"]]
+)
 def test_a_place_that_bench_cannot_write_to_is_rejected_before_measuring(options: list[str]):
     assert_rejected(te("bench", "--quick", "--family", "norm", *options), options[0])
 
@@ -317,12 +357,16 @@ def test_training_without_matplotlib_names_the_extra_before_it_starts(tmp_path: 
     )
     result = module("train", "--out", str(tmp_path / "runs"), PYTHONPATH=search_path(tmp_path))
     assert result.returncode == 1
-    assert "needs matplotlib" in result.stdout and 'pip install ".[cli]" in a checkout' in result.stdout
+    assert (
+        "needs matplotlib" in result.stdout
+        and 'pip install ".[cli]" in a checkout' in result.stdout
+    )
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("NVTE_BACKWARD_OVERRIDE", "low"), ("NVTE_FLASH_ATTN", "maybe"), ("TE_CHECK", "3")]
+    ("name", "value"),
+    [("NVTE_BACKWARD_OVERRIDE", "low"), ("NVTE_FLASH_ATTN", "maybe"), ("TE_CHECK", "3")],
 )
 def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
     result = module("info", **{name: value})
@@ -333,7 +377,9 @@ def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "/absolute", "a\\b"])
-def test_a_name_that_is_a_path_is_rejected_and_nothing_is_written(name: str, text: str, tmp_path: Path):
+def test_a_name_that_is_a_path_is_rejected_and_nothing_is_written(
+    name: str, text: str, tmp_path: Path
+):
     out = tmp_path / "runs"
     assert_rejected(
         te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--name", name),

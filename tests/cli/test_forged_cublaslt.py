@@ -71,7 +71,9 @@ def test_the_shim_forges_properties_and_passes_every_other_function_on(tmp_path)
     subprocess.run(arguments, env=environment, check=True)
     environment["LD_LIBRARY_PATH"] = str(tmp_path / "libs")
     arguments = [sys.executable, "-c", PROGRAM, str(SCRIPT.parent)]
-    output = subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        arguments, env=environment, check=True, capture_output=True, text=True
+    ).stdout
     before, after, other, answers = json.loads(output)
     assert before == [9, 7, 7] * 2
     assert after == [12, 101376, 7] * 2 and other == 42 and answers == 4
@@ -84,7 +86,15 @@ def test_a_machine_without_a_driver_is_a_stated_failure(tmp_path):
         "LD_LIBRARY_PATH": "",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    arguments = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), "--capabilities", "real"]
+    arguments = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(SCRIPT),
+        str(tmp_path),
+        "--capabilities",
+        "real",
+    ]
     done = subprocess.run(arguments, env=environment, check=False, capture_output=True, text=True)
     written = json.loads((tmp_path / "forged_cublaslt.json").read_text())
     assert done.returncode == 1 and "failed: " in done.stdout

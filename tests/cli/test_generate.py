@@ -28,7 +28,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} of a text\n" for i in range(500)))
-    sizes = {"steps": 2, "batch": 2, "sequence": 64, "layers": 2, "hidden": 64, "heads": 2, "data": str(text)}
+    sizes = {
+        "steps": 2,
+        "batch": 2,
+        "sequence": 64,
+        "layers": 2,
+        "hidden": 64,
+        "heads": 2,
+        "data": str(text),
+    }
     config = resolve("cpu", {"recipe": "current", **sizes})
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder / "tiny")
     trainer.folder.mkdir()
@@ -71,7 +79,9 @@ def test_the_seed_and_the_model_decide_the_text(runs: Path):
 def test_speed_and_cache_are_shown(runs: Path):
     arguments = [PROMPT, "--name", "tiny", "--out", str(runs), "--device", "cpu"]
     last = te(*arguments).output.splitlines()[-1]
-    assert last.startswith("58 bytes on cpu, KV cache in pages of 16, ") and last.endswith(" tokens/s")
+    assert last.startswith("58 bytes on cpu, KV cache in pages of 16, ") and last.endswith(
+        " tokens/s"
+    )
     assert (
         te(*arguments, "--count", "1", "--page-size", "0").output.splitlines()[-1]
         == "1 bytes on cpu, KV cache"
@@ -89,14 +99,18 @@ def test_speed_and_cache_are_shown(runs: Path):
         (["--page-size", "-1"], "--page-size -1 is below 0"),
     ],
 )
-def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str, runs: Path):
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, runs: Path
+):
     result = te(PROMPT, "--name", "tiny", "--out", str(runs), "--device", "cpu", *arguments)
     assert result.exit_code == 2
     assert result.output.startswith("error: ") and message in result.output
     assert "Traceback" not in result.output
 
 
-def stepwise(model: ByteGPT, config: RunConfig, text: torch.Tensor, page_size: int | None) -> torch.Tensor:
+def stepwise(
+    model: ByteGPT, config: RunConfig, text: torch.Tensor, page_size: int | None
+) -> torch.Tensor:
     """Logits after bytes 5, 6, ... of text [1, n], each from a cached step."""
     step = CachedStep(model, create_cache(config, page_size))
     fresh = [text[:, :5], *text[:, 5:].split(1, dim=1)]
@@ -106,18 +120,24 @@ def stepwise(model: ByteGPT, config: RunConfig, text: torch.Tensor, page_size: i
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("page_size", [None, 16])
 @torch.no_grad()
-def test_cached_steps_have_the_logits_of_the_whole_text(page_size: int | None, device: str, runs: Path):
+def test_cached_steps_have_the_logits_of_the_whole_text(
+    page_size: int | None, device: str, runs: Path
+):
     """On CUDA the checkpoint of the CPU continues in bfloat16, and the steps are replays of one graph."""
     model, config = load(runs / "tiny" / "checkpoint", device, False)
     model.eval()
     assert next(model.parameters()).dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
     text = torch.tensor([list(b"line 3 of a text, and line 4 of it")], device=device)
     close = {"atol": 1e-4, "rtol": 1e-4} if device == "cpu" else {"atol": 0.15, "rtol": 0.05}
-    torch.testing.assert_close(stepwise(model, config, text, page_size), model(text)[0, 4:], **close)
+    torch.testing.assert_close(
+        stepwise(model, config, text, page_size), model(text)[0, 4:], **close
+    )
 
 
 def test_loading_gives_the_trained_model(runs: Path):
     model, config = load(runs / "tiny" / "checkpoint", "cpu", True)
     assert isinstance(model, ByteGPT) and isinstance(config, RunConfig)
-    saved = torch.load(runs / "tiny" / "checkpoint", weights_only=True)["runs"]["high_precision"]["model"]
+    saved = torch.load(runs / "tiny" / "checkpoint", weights_only=True)["runs"]["high_precision"][
+        "model"
+    ]
     assert torch.equal(model.head.weight, saved["head.weight"])

@@ -31,7 +31,9 @@ def output_blocks(page: str) -> list[str]:
     return [text for language, text in blocks if not language]
 
 
-def test_first_principles_prints_the_output_on_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_first_principles_prints_the_output_on_the_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     """The losses of the last cells depend on the machine's rounding: their last digit may differ."""
     run("first_principles.md")
     printed = capsys.readouterr().out

@@ -66,14 +66,18 @@ def test_the_reasons_and_unused_operations_are_printed_on_request():
 
 def test_one_backend_is_chosen_and_the_others_have_reasons(found: Survey):
     for finding in found.findings:
-        assert {verdict.backend for verdict in finding.verdicts} == set(tables[finding.operation].names())
+        assert {verdict.backend for verdict in finding.verdicts} == set(
+            tables[finding.operation].names()
+        )
         assert sum(verdict.chosen for verdict in finding.verdicts) == 1
         assert all(verdict.chosen or verdict.reason for verdict in finding.verdicts)
 
 
 def test_every_table_is_either_used_or_listed_as_unused(found: Survey):
     assert {finding.operation for finding in found.findings} | set(found.unused) == set(tables)
-    assert {"gemm", "quantize", "norm", "activation"} <= {finding.operation for finding in found.findings}
+    assert {"gemm", "quantize", "norm", "activation"} <= {
+        finding.operation for finding in found.findings
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
@@ -123,5 +127,7 @@ def test_the_row_of_the_hardware_names_gpus_and_capabilities():
         (nvidia(9, 0), "true", "direct: scales are applied after cuBLASLt; --flag is true"),
     ],
 )
-def test_fp8_products_of_jax_depend_on_the_gpu_and_the_flag(row: Hardware, value: str | None, words: str):
+def test_fp8_products_of_jax_depend_on_the_gpu_and_the_flag(
+    row: Hardware, value: str | None, words: str
+):
     assert words in fp8_route(row, "flag", value)

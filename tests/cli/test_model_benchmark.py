@@ -24,7 +24,9 @@ TINY = model_arms.SIZES["tiny"]
 def test_every_arm_has_a_model_of_equal_size():
     """Parameters of te and torch arms agree; 57M, 1B and 8Bx4 have the documented sizes."""
     counts = {
-        arm: sum(p.numel() for p in model_arms.make_model(arm, TINY, "cpu", compiled=False).parameters())
+        arm: sum(
+            p.numel() for p in model_arms.make_model(arm, TINY, "cpu", compiled=False).parameters()
+        )
         for arm in ("te:bf16", "te:block", "pt:bf16")
     }
     assert len(set(counts.values())) == 1
@@ -70,7 +72,8 @@ def test_options_of_the_engine_do_not_change_the_first_loss(emulated):
     assert losses["te:current+columns"] == losses["te:current+cached"] == losses["te:current"]
     assert losses["te:current+loss"] == pytest.approx(losses["te:current"], rel=2**-8)
     assert isinstance(
-        model_arms.make_model("te:current+head", TINY, "cpu").head, transformer_engine.pytorch.Linear
+        model_arms.make_model("te:current+head", TINY, "cpu").head,
+        transformer_engine.pytorch.Linear,
     )
 
 
@@ -94,13 +97,22 @@ def test_a_step_is_measured_and_traced_in_this_process(monkeypatch, capsys):
     monkeypatch.setattr(step, "BLOCK", 1)
     figures = step.measure_arm("te:current", TINY, "cpu", compiled=True, traced=False)
     assert figures["tokens_per_second"] == pytest.approx(1e3 * 64 / figures["step_ms"])
-    assert figures["peak_gib"] is figures["launches"] is None and figures["loss"] < figures["first_loss"]
+    assert (
+        figures["peak_gib"] is figures["launches"] is None
+        and figures["loss"] < figures["first_loss"]
+    )
     assert figures["engine"] == transformer_engine.__version__
     assert step.measure_arm("pt:bf16", TINY, "cpu", compiled=False, traced=True)["kernels"] == []
 
 
 def test_medians_name_the_error_of_an_arm():
-    good = {"size": "1B", "arm": "te:bf16", "tokens_per_second": 3.0, "step_ms": 1.0, "peak_gib": 2.0}
+    good = {
+        "size": "1B",
+        "arm": "te:bf16",
+        "tokens_per_second": 3.0,
+        "step_ms": 1.0,
+        "peak_gib": 2.0,
+    }
     good |= {"host_ms": 1.0, "launches": 5}
     rows = [good, good | {"tokens_per_second": 5.0}, good | {"tokens_per_second": 4.0}]
     failed = {"size": "1B", "arm": "pt:rowwise", "error": "ImportError: no torchao"}
@@ -125,7 +137,13 @@ def test_kernels_belong_to_the_part_that_launched_them(monkeypatch):
         }
 
     def kernel(number: int, name: str, ts: float, dur: float) -> dict:
-        return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": number}}
+        return {
+            "cat": "kernel",
+            "name": name,
+            "ts": ts,
+            "dur": dur,
+            "args": {"correlation": number},
+        }
 
     def mark(part: str, ts: float, dur: float = 0.5) -> dict:
         return {"cat": "user_annotation", "name": model_trace.MARK + part, "ts": ts, "dur": dur}
@@ -136,7 +154,9 @@ def test_kernels_belong_to_the_part_that_launched_them(monkeypatch):
         *(kernel(1, "earlier", 30, 9), kernel(2, "gemm", 40, 10), kernel(3, "cudnn_fmha", 45, 10)),
         kernel(4, "gemm", 60, 5),
     ]
-    monkeypatch.setattr(model_trace, "_profile_step", lambda step, device: model_trace._last_step(events))
+    monkeypatch.setattr(
+        model_trace, "_profile_step", lambda step, device: model_trace._last_step(events)
+    )
     monkeypatch.setattr(model_trace, "clocks", lambda step: "1500, 2619, 690.0")
     table = model_trace.trace(lambda: None, "cuda")
     assert (table["wall_us"], table["kernel_us"], table["gap_us"]) == (25, 25, 5)
@@ -153,7 +173,16 @@ def test_tiny_sharded_models_train_on_two_ranks(tmp_path):
     """Codes of FP8 parameters are gathered in about half the bytes of bfloat16 weights."""
     path = tmp_path / "sharded.json"
     script = Path(models.__file__).with_name("sharded_models.py")
-    arguments = ["--size", "tiny", "--eager", "--arms", "te:current", "te:current+codes", "--json", str(path)]
+    arguments = [
+        "--size",
+        "tiny",
+        "--eager",
+        "--arms",
+        "te:current",
+        "te:current+codes",
+        "--json",
+        str(path),
+    ]
     command = [
         "-m",
         "torch.distributed.run",

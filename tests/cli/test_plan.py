@@ -20,12 +20,27 @@ def test_the_command_prints_the_result_of_the_function():
     assert json.loads(printed.output) == json.loads(json.dumps(result.as_dict()))
     table = te(*options, "--recipe", "current")
     assert table.exit_code == 0 and table.output.strip() == str(result).strip()
-    assert "of the bfloat16 peak (989 TFLOP/s per device, which FP8 and FP4 products exceed)" in table.output
+    assert (
+        "of the bfloat16 peak (989 TFLOP/s per device, which FP8 and FP4 products exceed)"
+        in table.output
+    )
     assert "predicted, not measured" in table.output and f"{result.step_ms:.2f} ms" in table.output
 
 
 def test_options_reach_the_plan():
-    base = ["--hidden", "2048", "--layers", "4", "--heads", "16", "--devices", "16", "--fsdp", "16", "--json"]
+    base = [
+        "--hidden",
+        "2048",
+        "--layers",
+        "4",
+        "--heads",
+        "16",
+        "--devices",
+        "16",
+        "--fsdp",
+        "16",
+        "--json",
+    ]
     plain = json.loads(te(*base).output)
     slow = json.loads(te(*base, "--network", "1").output)
     alone = json.loads(te(*base, "--devices-per-host", "16").output)
@@ -36,20 +51,35 @@ def test_options_reach_the_plan():
 
 
 def test_a_search_prints_meshes_that_fit():
-    options = ["--model", "llama-8b", "--devices", "8", "--recipe", "delayed", "--search", "--count", "2"]
+    options = [
+        "--model",
+        "llama-8b",
+        "--devices",
+        "8",
+        "--recipe",
+        "delayed",
+        "--search",
+        "--count",
+        "2",
+    ]
     found = json.loads(te(*options, "--json").output)
     assert len(found) == 2 and all(each["fits"] for each in found)
     assert found[0]["step_ms"] <= found[1]["step_ms"]
     printed = te(*options)
     assert (
-        printed.exit_code == 0 and "MFU" in printed.output and f"{found[1]['step_ms']:.1f}" in printed.output
+        printed.exit_code == 0
+        and "MFU" in printed.output
+        and f"{found[1]['step_ms']:.1f}" in printed.output
     )
 
 
 def test_invalid_options_exit_with_2_and_a_remedy():
     eight = ["--model", "llama-8b", "--devices", "8"]
     for options, words in (
-        (["--model", "llama-8b", "--devices", "3", "--tp", "2"], "give axes whose product divides devices"),
+        (
+            ["--model", "llama-8b", "--devices", "3", "--tp", "2"],
+            "give axes whose product divides devices",
+        ),
         (["--model", "llama-9b", "--devices", "8"], "did you mean 'llama-8b'?"),
         ([*eight, "--gpu", "h300"], "choose from h100, h200, b200\n"),
         (

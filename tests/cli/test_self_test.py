@@ -46,7 +46,12 @@ def doubling():
 def examined(monkeypatch, table, bound=None, seconds=60.0):
     x = torch.arange(1.0, 9.0)
     case = SelfTestCase(
-        "doubled numbers", "8", "doubling", lambda: (table.bound((8,))(x),), bound, baseline=lambda: x + x
+        "doubled numbers",
+        "8",
+        "doubling",
+        lambda: (table.bound((8,))(x),),
+        bound,
+        baseline=lambda: x + x,
     )
     monkeypatch.setattr(testing, "cases", lambda device, sizes: [case])
     return self_test(seconds=seconds)
@@ -99,7 +104,9 @@ def test_an_operation_without_a_backend_fails_a_case(monkeypatch, doubling):
     monkeypatch.setattr(testing, "_expected_results", lambda *arguments: (x * 2,))
     monkeypatch.setattr(testing, "first_request", lambda case: 8)
     object.__setattr__(case, "compute", compute)
-    assert {result.status for result in self_test().results if result.backend != "other"} == {"failed"}
+    assert {result.status for result in self_test().results if result.backend != "other"} == {
+        "failed"
+    }
 
 
 def test_a_backend_that_tunes_for_minutes_is_left_out_with_its_reason(monkeypatch, doubling):
@@ -123,7 +130,9 @@ def test_the_request_of_a_case_is_known_before_a_backend_runs(doubling):
     assert compiling.first_request(SelfTestCase("p", "8", "doubling", compute)) == 8 and calls == []
 
 
-def test_a_process_runs_all_backends_of_its_cases_and_leaves_errors_to_the_self_test(monkeypatch, doubling):
+def test_a_process_runs_all_backends_of_its_cases_and_leaves_errors_to_the_self_test(
+    monkeypatch, doubling
+):
     ran = []
 
     def case(name):
@@ -163,7 +172,9 @@ def test_cases_beyond_the_time_limit_are_not_run_and_do_not_pass(monkeypatch, do
 
 def test_a_path_passes_by_a_native_backend_only():
     def paths(*results):
-        return SelfTest({}, tuple(SelfTestResult("p", "c", *each) for each in results), 1.0).paths["p"]
+        return SelfTest({}, tuple(SelfTestResult("p", "c", *each) for each in results), 1.0).paths[
+            "p"
+        ]
 
     assert paths(("cublaslt", "passed"), ("triton", "unsupported"))
     assert not paths(("widen", "passed"), ("decode", "passed"), ("reference", "passed"))
@@ -187,7 +198,11 @@ def test_stored_results_admit_paths_on_the_same_machine_and_versions_only(cache,
     assert self_tested.untested_reason(path) is None
     assert "has failed" in str(self_tested.untested_reason("nvfp4 products"))
     assert "has not run" in str(self_tested.untested_reason("mxfp8 products"))
-    for fact, other in (("driver", "590.10"), ("torch", "2.15.0"), ("gpu", "NVIDIA GeForce RTX 5080")):
+    for fact, other in (
+        ("driver", "590.10"),
+        ("torch", "2.15.0"),
+        ("gpu", "NVIDIA GeForce RTX 5080"),
+    ):
         before, forged_gpu[fact] = forged_gpu[fact], other
         self_tested._read_stored.cache_clear()
         assert "has not run" in str(self_tested.untested_reason(path)), fact
@@ -203,7 +218,10 @@ def test_a_machine_without_a_gpu_counts_as_untested(cache, monkeypatch):
 
 def test_facts_contain_the_versions_of_everything_that_computes():
     facts = self_tested.machine_facts()
-    assert facts["torch"] == torch.__version__ and {"gpu", "transformer-engine", "CUDA"} <= facts.keys()
+    assert (
+        facts["torch"] == torch.__version__
+        and {"gpu", "transformer-engine", "CUDA"} <= facts.keys()
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the sample of a machine without a GPU")
@@ -225,7 +243,9 @@ def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():
 
 
 def test_the_command_exits_with_1_after_a_failure(monkeypatch, capsys):
-    result = SelfTestResult("mxfp8 products", "4096", "triton", "failed", reason="relative error 1.0")
+    result = SelfTestResult(
+        "mxfp8 products", "4096", "triton", "failed", reason="relative error 1.0"
+    )
     for results, code in (((), 0), ((result,), 1)):
         test = SelfTest({"gpu": "NVIDIA B200"}, results, 3.0)
         monkeypatch.setattr(self_tests, "run_all", lambda progress, test=test: test)
@@ -327,7 +347,9 @@ def test_the_process_of_jax_ends_with_a_failed_test_of_pytorch(tmp_path, monkeyp
     started = []
     real = self_tests.subprocess.Popen
     monkeypatch.setattr(
-        self_tests.subprocess, "Popen", lambda *args, **kw: started.append(real(*args, **kw)) or started[-1]
+        self_tests.subprocess,
+        "Popen",
+        lambda *args, **kw: started.append(real(*args, **kw)) or started[-1],
     )
 
     def self_test(sizes, seconds, progress):
@@ -343,7 +365,11 @@ def test_the_process_of_jax_ends_with_a_failed_test_of_pytorch(tmp_path, monkeyp
     ("program", "machine", "reason"),
     [
         ("raise ImportError('jax 0.4 is too old')", "ImportError: jax 0.4 is too old", None),
-        ("import os; os.write(2, b'no kernel image'); os._exit(3)", "failed", "exit code 3: no kernel image"),
+        (
+            "import os; os.write(2, b'no kernel image'); os._exit(3)",
+            "failed",
+            "exit code 3: no kernel image",
+        ),
         ("import time; print('x', flush=True); time.sleep(60)", "failed", "exit code -9"),
     ],
 )

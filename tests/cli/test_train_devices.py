@@ -116,7 +116,9 @@ def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(sizes: dict[str, int
 def workers(launcher: int) -> list[int]:
     """Rank processes that a launcher has started."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def test_an_attempt_does_not_see_the_store_of_the_one_before(monkeypatch: pytest.MonkeyPatch):
@@ -150,7 +152,15 @@ def test_an_attempt_does_not_see_the_store_of_the_one_before(monkeypatch: pytest
 def test_a_run_continues_after_a_rank_is_killed(tmp_path: Path):
     data = file_text(tmp_path)
     sizes = "--devices 2 --fsdp 2 --device cpu --steps 20 --batch 2 --seq 32 --layers 1 --hidden 32 --heads 2"
-    command = [sys.executable, "-m", "transformer_engine", "train", *sizes.split(), "--recipe", "delayed"]
+    command = [
+        sys.executable,
+        "-m",
+        "transformer_engine",
+        "train",
+        *sizes.split(),
+        "--recipe",
+        "delayed",
+    ]
     command += ["--data", str(data), "--out", str(tmp_path)]
     environment = {
         **os.environ,
@@ -159,10 +169,17 @@ def test_a_run_continues_after_a_rank_is_killed(tmp_path: Path):
         "CUDA_VISIBLE_DEVICES": "",
     }
     options: dict[str, Any] = {"text": True, "env": environment, "stdout": subprocess.PIPE}
-    assert subprocess.run([*command, "--name", "whole"], check=False, timeout=500, **options).returncode == 0
+    assert (
+        subprocess.run(
+            [*command, "--name", "whole"], check=False, timeout=500, **options
+        ).returncode
+        == 0
+    )
     with subprocess.Popen([*command, "--name", "killed"], **options) as process:
         deadline = time.monotonic() + 400
-        while sharded_checkpoint.latest(tmp_path / "killed") is None and time.monotonic() < deadline:
+        while (
+            sharded_checkpoint.latest(tmp_path / "killed") is None and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         os.kill(workers(process.pid)[-1], signal.SIGKILL)
         printed, _ = process.communicate(timeout=400)

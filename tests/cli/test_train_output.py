@@ -14,7 +14,20 @@ from transformer_engine.common import optional
 from transformer_engine_tools.demo.records import read_metrics
 from transformer_engine_tools.progress import printable
 
-TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
+TINY = [
+    "--steps",
+    "4",
+    "--batch",
+    "2",
+    "--seq",
+    "32",
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "1",
+]
 
 
 @pytest.fixture
@@ -37,7 +50,9 @@ def test_lines_of_progress_are_printed_at_multiples_and_at_the_end(run):
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["3/4", "4/4"]
-    assert all(re.search(r"float32 \d\.\d{3}  [\d,]+ tokens/s  \d:\d\d:\d\d left$", line) for line in lines)
+    assert all(
+        re.search(r"float32 \d\.\d{3}  [\d,]+ tokens/s  \d:\d\d:\d\d left$", line) for line in lines
+    )
 
 
 def test_line_every_twentieth_of_the_steps_by_default(run):
@@ -55,7 +70,10 @@ def test_finished_run_is_extended_and_continues_exactly(run, tmp_path: Path):
     assert [record.step for record in after] == [1, 2, 3, 4, 5, 6] and after[:4] == before
     assert after[-1].validation is not None
     repeated = run("--resume", "--steps", "5")
-    assert repeated.exit_code == 2 and "--steps 5 contradicts the checkpoint, which has 6" in repeated.output
+    assert (
+        repeated.exit_code == 2
+        and "--steps 5 contradicts the checkpoint, which has 6" in repeated.output
+    )
 
 
 def test_interval_below_1_is_an_error(run, tmp_path: Path):
@@ -64,7 +82,9 @@ def test_interval_below_1_is_an_error(run, tmp_path: Path):
     assert not (tmp_path / "tiny").exists()
 
 
-def test_tensorboard_receives_every_record_once(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_tensorboard_receives_every_record_once(
+    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     scalars: list[tuple[str, str, int]] = []
 
     class SummaryWriter:
@@ -82,7 +102,9 @@ def test_tensorboard_receives_every_record_once(run, monkeypatch: pytest.MonkeyP
             return None
 
     monkeypatch.setattr(optional, "installed", lambda module: True)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter)
+    )
     assert run("--tensorboard").exit_code == 0
     assert run("--resume", "--steps", "6", "--tensorboard").exit_code == 0
     assert [step for _, name, step in scalars if name == "train/float32"] == [1, 2, 3, 4, 5, 6]
@@ -102,7 +124,10 @@ def test_missing_tensorboard_is_reported_before_training(
 
 
 def test_sample_is_text_without_control_characters_and_escapes():
-    assert printable(b"def f():\n\treturn 1\x07\xff\x1b[31m") == "def f():\n\treturn 1\ufffd\ufffd\ufffd[31m"
+    assert (
+        printable(b"def f():\n\treturn 1\x07\xff\x1b[31m")
+        == "def f():\n\treturn 1\ufffd\ufffd\ufffd[31m"
+    )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

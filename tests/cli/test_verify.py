@@ -35,7 +35,9 @@ def write_files(folder: Path, text: str) -> str:
 def test_one_device_equals_itself(recipe: str, tmp_path: Path):
     result = te(write_files(tmp_path, MODEL), "--recipe", recipe, "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "layer_norm_weight.grad" in result.output and "within the format's noise" in result.output
+    assert (
+        "layer_norm_weight.grad" in result.output and "within the format's noise" in result.output
+    )
 
 
 def test_a_difference_exits_with_1_and_names_the_gradient(tmp_path: Path):

@@ -58,13 +58,20 @@ def layers(run: Run) -> torch.nn.Module:
         return torch.nn.Sequential(
             *(
                 te.TransformerLayer(
-                    WIDTH, 2 * WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True,
-                    params_dtype=torch.bfloat16, self_attn_mask_type="causal", attn_input_format="bshd",
+                    WIDTH,
+                    2 * WIDTH,
+                    4,
+                    hidden_dropout=0.0,
+                    attention_dropout=0.0,
+                    fuse_qkv_params=True,
+                    params_dtype=torch.bfloat16,
+                    self_attn_mask_type="causal",
+                    attn_input_format="bshd",
                     device="meta" if run.meta else "cuda",
                 )
                 for _ in range(2)
             )
-        )  # fmt: skip
+        )
 
 
 def train_model(run: Run) -> list[float]:
@@ -106,9 +113,14 @@ CASES: dict[str, Run] = {
     **{f"zero {strategy}": Run(strategy) for strategy in range(4)},
     **{f"zero 3 {recipe}": Run(3, recipe) for recipe in RECIPES},
     **{f"parameters {recipe}": Run(3, recipe, quantized=True) for recipe in RECIPES},
-    **{f"parameters not kept {recipe}": Run(3, recipe, quantized=True, keep=False) for recipe in RECIPES},
+    **{
+        f"parameters not kept {recipe}": Run(3, recipe, quantized=True, keep=False)
+        for recipe in RECIPES
+    },
     "meta": Run(3, meta=True),
-    **{f"meta parameters {recipe}": Run(3, recipe, quantized=True, meta=True) for recipe in RECIPES},
+    **{
+        f"meta parameters {recipe}": Run(3, recipe, quantized=True, meta=True) for recipe in RECIPES
+    },
     "decoupled": Run(3, decoupled=True),
 }
 

@@ -25,8 +25,12 @@ def write_model(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     special = ("<pad>", "<s>", "</s>", "<unk>")
-    vocabulary = {token: i for i, token in enumerate((*special, *(f"<0x{i:02X}>" for i in range(256))))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    vocabulary = {
+        token: i for i, token in enumerate((*special, *(f"<0x{i:02X}>" for i in range(256))))
+    }
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     tiny_llama(vocab_size=VOCABULARY).save_pretrained(folder)
@@ -44,12 +48,26 @@ def write_data(folder: Path) -> None:
 
 def settings(folder: Path) -> dict[str, Any]:
     return {
-        "stage": "sft", "do_train": True, "model_name_or_path": str(folder / "model"), "dataset": "tiny",
-        "dataset_dir": str(folder / "data"), "template": "empty", "finetuning_type": "full", "cutoff_len": 64,
-        "output_dir": str(folder / "out"), "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-        "max_steps": STEPS, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
-        "preprocessing_num_workers": 1, "fp8": True, "fp8_backend": "te",
-    }  # fmt: skip
+        "stage": "sft",
+        "do_train": True,
+        "model_name_or_path": str(folder / "model"),
+        "dataset": "tiny",
+        "dataset_dir": str(folder / "data"),
+        "template": "empty",
+        "finetuning_type": "full",
+        "cutoff_len": 64,
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "preprocessing_num_workers": 1,
+        "fp8": True,
+        "fp8_backend": "te",
+    }
 
 
 def main(folder: Path) -> None:
@@ -68,10 +86,14 @@ def main(folder: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             model = kwargs["model"]
             classes.update(
-                type(module).__module__ for module in model.modules() if hasattr(module, "out_features")
+                type(module).__module__
+                for module in model.modules()
+                if hasattr(module, "out_features")
             )
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
             if "loss" in logs:
                 losses.append(float(logs["loss"]))
 

@@ -32,7 +32,10 @@ def built(folder: Path, config: Any, **settings: Any) -> Any:
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
 
     created = ModelConfig(
-        params_dtype=torch.float32, use_cpu_initialization=True, **hf_to_mcore_config(config), **settings
+        params_dtype=torch.float32,
+        use_cpu_initialization=True,
+        **hf_to_mcore_config(config),
+        **settings,
     )
     model = get_mcore_model(created)[0]
     created.bridge.load_weights([model], str(folder))
@@ -54,7 +57,11 @@ def main(folder: Path) -> None:
     theirs = Qwen3ForCausalLM(config).float()
     theirs.save_pretrained(folder)
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
-    call = {"input_ids": tokens, "position_ids": torch.arange(LENGTH).expand(2, -1), "attention_mask": None}
+    call = {
+        "input_ids": tokens,
+        "position_ids": torch.arange(LENGTH).expand(2, -1),
+        "attention_mask": None,
+    }
     ours = built(folder, config)
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -68,7 +75,9 @@ def main(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    classes = sorted({base.__module__ for module in quantized.modules() for base in type(module).__mro__})
+    classes = sorted(
+        {base.__module__ for module in quantized.modules() for base in type(module).__mro__}
+    )
     engine = [name for name in classes if name.startswith("transformer_engine.")]
     print(json.dumps({"difference": difference.item(), "losses": losses, "classes": engine}))
 

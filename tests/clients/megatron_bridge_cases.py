@@ -109,7 +109,9 @@ def compare_conversion() -> dict[str, Any]:
         bridge = AutoBridge.from_hf_pretrained(folder, torch_dtype=torch.float32)
         provider = bridge.to_megatron_provider(load_weights=False)
         changes = {
-            name: SIZES[name] for name in SIZES if name.startswith(("use_cpu", "gradient", "make_vocab"))
+            name: SIZES[name]
+            for name in SIZES
+            if name.startswith(("use_cpu", "gradient", "make_vocab"))
         }
         for name, value in {**changes, "params_dtype": torch.float32, "bf16": False}.items():
             setattr(provider, name, value)

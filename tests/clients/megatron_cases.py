@@ -58,7 +58,11 @@ TRAINED: dict[str, dict[str, Any]] = {
     },
     "cross_entropy": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
 }
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 def start() -> None:
@@ -118,7 +122,9 @@ def model(settings: dict[str, Any], ours: bool = False) -> Any:
 
 
 def batch() -> tuple[Any, ...]:
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), None
 
 
@@ -144,7 +150,8 @@ def train_model(
 
 # Flags in Megatron's files that depend on this engine. Other flags are about apex, flashinfer and similar packages.
 FLAG = re.compile(
-    r"^\s*((?:HAVE_TE|HAVE_GTP|HAVE_FUSED_QKV|USING_TE|USING_PYTORCH|HAVE_APEX_OR_TE)\w*)\s*=", re.MULTILINE
+    r"^\s*((?:HAVE_TE|HAVE_GTP|HAVE_FUSED_QKV|USING_TE|USING_PYTORCH|HAVE_APEX_OR_TE)\w*)\s*=",
+    re.MULTILINE,
 )
 
 
@@ -164,10 +171,21 @@ def flags() -> dict[str, bool]:
         module = importlib.import_module(f"megatron.core.{position}")
         for name in sorted(names):
             if hasattr(module, name):  # some are a function's own
-                found[f"{position} {name}"] = bool(getattr(module, name)) != name.startswith("USING_PYTORCH")
-    optional = ("SplitAlongDim", "fused_permute", "fused_permute_with_probs", "fused_permute_and_pad_with_probs",
-                "fused_unpermute", "fused_sort_chunks_by_index", "fused_topk_with_score_function",
-                "te_parallel_cross_entropy", "Fp8Padding", "get_cpu_offload_context")  # fmt: skip
+                found[f"{position} {name}"] = bool(getattr(module, name)) != name.startswith(
+                    "USING_PYTORCH"
+                )
+    optional = (
+        "SplitAlongDim",
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_permute_and_pad_with_probs",
+        "fused_unpermute",
+        "fused_sort_chunks_by_index",
+        "fused_topk_with_score_function",
+        "te_parallel_cross_entropy",
+        "Fp8Padding",
+        "get_cpu_offload_context",
+    )
     return {
         **found,
         **{name: getattr(extension, name) is not None for name in optional},
@@ -223,7 +241,13 @@ def t5(ours: bool) -> Any:
     for spec in decoder.layer_specs if ours else ():
         spec.submodules.cross_attention.module = CrossAttention
     return T5Model(
-        result, result, encoder, decoder, VOCABULARY, LENGTH, position_embedding_type="learned_absolute"
+        result,
+        result,
+        encoder,
+        decoder,
+        VOCABULARY,
+        LENGTH,
+        position_embedding_type="learned_absolute",
     )
 
 
@@ -235,7 +259,9 @@ def own_cross_attention() -> dict[str, float]:
     padded, full = (torch.zeros(BATCH, 1, 1, length, dtype=torch.bool) for length in (12, 9))
     padded[1, ..., 8:] = True
     labels = torch.roll(target, -1, 1)
-    losses = [t(source, target, padded, None, (full, padded), lm_labels=labels) for t in (theirs, ours)]
+    losses = [
+        t(source, target, padded, None, (full, padded), lm_labels=labels) for t in (theirs, ours)
+    ]
     for loss in losses:
         loss.float().mean().backward()
     pairs = [(a.grad, b.grad) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)]
@@ -281,7 +307,9 @@ def extra_states() -> dict[str, bool]:
     gpt = model(TRAINED["delayed"])
     train_model(gpt, steps=1)
     state = gpt.state_dict()
-    saved = [value for key, value in state.items() if key.endswith("_extra_state") and value is not None]
+    saved = [
+        value for key, value in state.items() if key.endswith("_extra_state") and value is not None
+    ]
     names = any(b"safe_load_from_bytes" in bytes(value.numpy()) for value in saved if value.numel())
     fresh = model(TRAINED["delayed"])
     fresh.load_state_dict(state)
@@ -302,7 +330,10 @@ def distributed_checkpoint() -> bool:
     filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         # Megatron asks for both on a CPU, too.
-        torch.cuda.synchronize, torch.cuda.current_device = (lambda device=None: None), (lambda: "cpu")
+        torch.cuda.synchronize, torch.cuda.current_device = (
+            (lambda device=None: None),
+            (lambda: "cpu"),
+        )
         dist_checkpointing.save(gpt.module.sharded_state_dict(), folder)
         loaded = dist_checkpointing.load(fresh.module.sharded_state_dict(), folder)
     fresh.module.load_state_dict(loaded)
@@ -325,7 +356,11 @@ def permutation() -> dict[str, float]:
             tokens, routing, probs=weights, num_out_tokens=32, fused=fused
         )
         back = unpermute(
-            out * permuted_probs.unsqueeze(-1), order, tokens.shape, routing_map=routing, fused=fused
+            out * permuted_probs.unsqueeze(-1),
+            order,
+            tokens.shape,
+            routing_map=routing,
+            fused=fused,
         )
         back.square().sum().backward()
         outputs.append((out, back, tokens.grad, weights.grad))

@@ -90,11 +90,20 @@ def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:
             context.initialize_attention_state()
             context.transfer_bookkeeping_to_gpu()
             tokens, positions = context.current_input_and_position_ids()
-            logits = gpt(tokens, positions, None, inference_context=context, runtime_gather_output=True)
+            logits = gpt(
+                tokens, positions, None, inference_context=context, runtime_gather_output=True
+            )
             found = context.last_token_logits(logits)[: len(prompts)]
-            each = (gpt(sequence[None], torch.arange(len(sequence))[None], None) for sequence in sequences)
-            worst = max(worst, (found - torch.stack([full[0, -1] for full in each])).abs().max().item())
+            each = (
+                gpt(sequence[None], torch.arange(len(sequence))[None], None)
+                for sequence in sequences
+            )
+            worst = max(
+                worst, (found - torch.stack([full[0, -1] for full in each])).abs().max().item()
+            )
             following = found.argmax(-1)
-            sequences = [torch.cat((s, new[None])) for s, new in zip(sequences, following, strict=True)]
+            sequences = [
+                torch.cat((s, new[None])) for s, new in zip(sequences, following, strict=True)
+            ]
             context.update_requests(torch.ones(len(prompts), dtype=torch.uint8), following)
     return worst

@@ -189,7 +189,9 @@ class Training:
         positions = torch.arange(LENGTH, device="cuda").expand(BATCH, LENGTH)
         self.batch = (tokens, positions, torch.roll(tokens, -1, 1))
 
-    def forward(self, batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(
+        self, batches: Iterator[Any], model: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens, positions, labels = next(batches)
         output = model(tokens, positions, None, labels=labels)
 
@@ -230,7 +232,9 @@ def gradient_errors(run: Run) -> dict[str, float]:
 
     The models have the same parameters: chains of operations (`run`), layers, and layers in bfloat16.
     """
-    modules = replace(run, model={name: value for name, value in run.model.items() if name not in FUSER})
+    modules = replace(
+        run, model={name: value for name, value in run.model.items() if name not in FUSER}
+    )
     quantizing = {name for settings in RECIPES.values() for name in settings}
     plain = {name: value for name, value in modules.model.items() if name not in quantizing}
     found = [_first_gradients(each) for each in (run, modules, replace(modules, model=plain))]
@@ -257,7 +261,9 @@ def _difference(first: list[Any], second: list[Any]) -> float:
     error = norm = 0.0
     for value, gradient in first:
         index = next(
-            i for i, (other, _) in enumerate(left) if other.shape == value.shape and torch.equal(other, value)
+            i
+            for i, (other, _) in enumerate(left)
+            if other.shape == value.shape and torch.equal(other, value)
         )
         _, expected = left.pop(index)
         error += (gradient - expected).double().square().sum().item()
@@ -286,7 +292,9 @@ def operations(run: Run) -> dict[str, Any]:
     losses = training.losses()
     # Megatron hides the chain from `modules()` in a tuple.
     chains = [getattr(module, "_fused_impl", None) for module in training.model.modules()]
-    count = sum(isinstance(chain, tuple) and isinstance(chain[0], te.ops.Sequential) for chain in chains)
+    count = sum(
+        isinstance(chain, tuple) and isinstance(chain[0], te.ops.Sequential) for chain in chains
+    )
     return {"chains": count, "losses": losses}
 
 
@@ -309,7 +317,9 @@ def graphs_of_the_engine(run: Run) -> list[float]:
 
     training = Training(run)
     losses = training.losses(2)
-    helper = TECudaGraphHelper([training.model], training.config, LENGTH, BATCH, [training.optimizer])
+    helper = TECudaGraphHelper(
+        [training.model], training.config, LENGTH, BATCH, [training.optimizer]
+    )
     helper.create_cudagraphs()
     assert helper.graphs_created()
     return losses + training.losses(STEPS - 2)
@@ -375,14 +385,21 @@ def recipe(name: str, **more: Any) -> dict[str, Any]:
 
 PARAMETERS = {"fp8_param": True}
 FUSER = {"use_transformer_engine_op_fuser": True}
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 GRAPHS = {"cuda_graph_warmup_steps": 2}
 
 # name: (function that computes the result, its run)
 CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
     "layers": (engine_layers, Run(model=EXPERTS)),
     **{f"train {name}": (train_model, Run(model=recipe(name))) for name in RECIPES},
-    **{f"llama {name}": (train_model, Run(model={**LLAMA, **recipe(name)})) for name in ("bfloat16", "delayed")},
+    **{
+        f"llama {name}": (train_model, Run(model={**LLAMA, **recipe(name)}))
+        for name in ("bfloat16", "delayed")
+    },
     **{f"op fuser {name}": (operations, Run(model=recipe(name, **FUSER))) for name in RECIPES},
     **{
         f"op fuser llama {name}": (operations, Run(model={**LLAMA, **recipe(name, **FUSER)}))
@@ -393,7 +410,10 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
         for name in RECIPES
     },
     **{
-        f"gradients of the op fuser llama {name}": (gradient_errors, Run(model={**LLAMA, **recipe(name, **FUSER)}))
+        f"gradients of the op fuser llama {name}": (
+            gradient_errors,
+            Run(model={**LLAMA, **recipe(name, **FUSER)}),
+        )
         for name in ("bfloat16", "delayed")
     },
     "recompute bfloat16": (train_model, Run(model=recipe("bfloat16", **FULL_RECOMPUTE))),
@@ -403,38 +423,58 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
         Run(model={"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}),
     ),
     "rope fusion": (rope_fused, Run()),
-    **{f"distributed {name}": (train_model, Run(model=recipe(name), distributed=True)) for name in ("bfloat16",
-        "delayed")},
+    **{
+        f"distributed {name}": (train_model, Run(model=recipe(name), distributed=True))
+        for name in ("bfloat16", "delayed")
+    },
     "overlapped": (
         train_model,
-        Run(distributed=True, reduction={"overlap_grad_reduce": True, "overlap_param_gather": True},
-            optimizer={"overlap_param_gather": True}),
+        Run(
+            distributed=True,
+            reduction={"overlap_grad_reduce": True, "overlap_param_gather": True},
+            optimizer={"overlap_param_gather": True},
+        ),
     ),
     "precision-aware": (
         train_model,
-        Run(distributed=True, optimizer={
-            "use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16,
-            "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16,
-        }, reduction={"grad_reduce_in_fp32": False}),
+        Run(
+            distributed=True,
+            optimizer={
+                "use_precision_aware_optimizer": True,
+                "main_grads_dtype": torch.bfloat16,
+                "exp_avg_dtype": torch.bfloat16,
+                "exp_avg_sq_dtype": torch.bfloat16,
+            },
+            reduction={"grad_reduce_in_fp32": False},
+        ),
     ),
-    "fused accumulation": (train_model, Run(model={"gradient_accumulation_fusion": True}, distributed=True)),
+    "fused accumulation": (
+        train_model,
+        Run(model={"gradient_accumulation_fusion": True}, distributed=True),
+    ),
     **{
         f"parameters {name}": (
             quantized_parameters,
-            Run(model=recipe(name, **PARAMETERS), distributed=True, reduction={"fp8_param_gather": True},
-                optimizer={"fp8_recipe": name}),
+            Run(
+                model=recipe(name, **PARAMETERS),
+                distributed=True,
+                reduction={"fp8_param_gather": True},
+                optimizer={"fp8_recipe": name},
+            ),
         )
         for name in ("delayed", "tensorwise", "blockwise")
     },
     **{
         f"graphs of the engine {name}": (
-            graphs_of_the_engine, Run(model=recipe(name, cuda_graph_impl="transformer_engine", **GRAPHS))
+            graphs_of_the_engine,
+            Run(model=recipe(name, cuda_graph_impl="transformer_engine", **GRAPHS)),
         )
         for name in ("bfloat16", "delayed", "tensorwise", "blockwise")
     },
     **{
         f"graphs of megatron {name}": (
-            graphs_of_megatron, Run(model=recipe(name, cuda_graph_impl="local", **GRAPHS))
+            graphs_of_megatron,
+            Run(model=recipe(name, cuda_graph_impl="local", **GRAPHS)),
         )
         for name in ("bfloat16", "delayed", "tensorwise", "blockwise")
     },
@@ -443,25 +483,41 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
         f"experts {name}": (train_model, Run(model={**EXPERTS, **FUSED_EXPERTS, **recipe(name)}))
         for name in ("bfloat16", "delayed", "tensorwise", "blockwise")
     },
-    **{f"latent {name}": (train_model, Run(model={**LATENT, **recipe(name)})) for name in ("bfloat16", "delayed")},
+    **{
+        f"latent {name}": (train_model, Run(model={**LATENT, **recipe(name)}))
+        for name in ("bfloat16", "delayed")
+    },
     "checkpoint": (distributed_checkpoint, Run(model=recipe("delayed"), distributed=True)),
     **{
         f"two tensor-parallel {name}": (
             train_model,
-            Run(model=recipe(name, sequence_parallel=True), parallel={"tensor_model_parallel_size": 2}),
+            Run(
+                model=recipe(name, sequence_parallel=True),
+                parallel={"tensor_model_parallel_size": 2},
+            ),
         )
         for name in ("bfloat16", "delayed", "blockwise")
     },
     "two data-parallel parameters": (
         quantized_parameters,
-        Run(model=recipe("delayed", **PARAMETERS), distributed=True, reduction={"fp8_param_gather": True}),
+        Run(
+            model=recipe("delayed", **PARAMETERS),
+            distributed=True,
+            reduction={"fp8_param_gather": True},
+        ),
     ),
     "two expert-parallel": (
         train_model,
-        Run(model={**EXPERTS, **FUSED_EXPERTS, **recipe("delayed")}, parallel={"expert_model_parallel_size": 2}),
+        Run(
+            model={**EXPERTS, **FUSED_EXPERTS, **recipe("delayed")},
+            parallel={"expert_model_parallel_size": 2},
+        ),
     ),
-    "two data-parallel checkpoint": (distributed_checkpoint, Run(model=recipe("delayed"), distributed=True)),
-}  # fmt: skip
+    "two data-parallel checkpoint": (
+        distributed_checkpoint,
+        Run(model=recipe("delayed"), distributed=True),
+    ),
+}
 
 
 def main(name: str) -> None:

@@ -64,7 +64,10 @@ def replace_cuda_functions() -> None:
 
     def exchange_by_tensors(output: Any, argument: Any, *sizes: Any, **kwargs: Any) -> Any:
         """Megatron converts sizes to numbers only if their tensors are on a GPU."""
-        kwargs = {name: value.tolist() if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        kwargs = {
+            name: value.tolist() if torch.is_tensor(value) else value
+            for name, value in kwargs.items()
+        }
         return exchange(output, argument, *sizes, **kwargs)
 
     dist.all_to_all_single = exchange_by_tensors
@@ -94,7 +97,9 @@ def gpt(settings: dict[str, Any], ours: bool = False, first: bool = True, last: 
 
     torch.manual_seed(0)
     result = megatron_cases.config(**settings)
-    spec: Any = get_gpt_layer_with_transformer_engine_spec(result.num_moe_experts, result.moe_grouped_gemm)
+    spec: Any = get_gpt_layer_with_transformer_engine_spec(
+        result.num_moe_experts, result.moe_grouped_gemm
+    )
     if ours:
         from transformer_engine.pytorch.integrations.megatron import SelfAttention
         from transformer_engine.pytorch.integrations.megatron.layers import CoreAttention
@@ -118,7 +123,9 @@ def losses(model: Any, rows: Any = slice(None), held: Any = slice(None)) -> torc
     """Per-token losses for selected batch rows and positions."""
     tokens, positions, mask = megatron_cases.batch()
     labels = torch.roll(tokens, -1, 1)
-    return model(tokens[rows][:, held], positions[rows][:, held], mask, labels=labels[rows][:, held]).float()
+    return model(
+        tokens[rows][:, held], positions[rows][:, held], mask, labels=labels[rows][:, held]
+    ).float()
 
 
 def start(**sizes: int) -> None:
@@ -132,7 +139,9 @@ def start(**sizes: int) -> None:
             dist.destroy_process_group(group)  # otherwise one thread per group polls to the end
     model_parallel.initialize_model_parallel(**sizes)
     random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
-    for seed, name in enumerate(("model-parallel-rng", random.get_expert_parallel_rng_tracker_name())):
+    for seed, name in enumerate(
+        ("model-parallel-rng", random.get_expert_parallel_rng_tracker_name())
+    ):
         tracker: Any = random.get_cuda_rng_tracker()
         tracker.add(name, seed)
 
@@ -163,9 +172,14 @@ def load(part: Any, names: dict[str, str], whole: Any, rank: int) -> None:
 
 
 def differences(
-    part: Any, whole: Any, found: torch.Tensor, expected: torch.Tensor, rank: int,
-    names: dict[str, str], summed: Callable[[str, Any], bool],
-) -> dict[str, float]:  # fmt: skip
+    part: Any,
+    whole: Any,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    rank: int,
+    names: dict[str, str],
+    summed: Callable[[str, Any], bool],
+) -> dict[str, float]:
     """Greatest differences over the ranks; summed: gradients that the ranks add up before they use them."""
     source = dict(whole.named_parameters())
     gradients = 0.0
@@ -176,7 +190,9 @@ def differences(
         reference = source[names.get(name, name)].grad
         difference = (own_part(reference, gradient, rank) - gradient).abs().max()
         gradients = max(gradients, float(difference / reference.abs().max()))
-    worst = torch.tensor([float((found - expected).abs().max()) if found.numel() else 0.0, gradients])
+    worst = torch.tensor(
+        [float((found - expected).abs().max()) if found.numel() else 0.0, gradients]
+    )
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(("losses", "gradients"), worst.tolist(), strict=True))
 
@@ -195,7 +211,9 @@ def context_parallel(comm: str, settings: dict[str, Any], ours: bool) -> dict[st
     contents = torch.arange(megatron_cases.LENGTH).view(4, -1)[[rank, 3 - rank]].flatten()
     found = losses(part, held=contents)
     found.sum().backward()
-    return differences(part, full, found, expected[:, contents], rank, {}, lambda name, parameter: True)
+    return differences(
+        part, full, found, expected[:, contents], rank, {}, lambda name, parameter: True
+    )
 
 
 def tensor_parallel(sequence_parallel: bool) -> dict[str, float]:
@@ -207,9 +225,16 @@ def tensor_parallel(sequence_parallel: bool) -> dict[str, float]:
     found = losses(part)
     found.sum().backward()
     return differences(
-        part, full, found, expected, dist.get_rank(), {},
-        lambda name, parameter: sequence_parallel and getattr(parameter, "sequence_parallel", False),
-    )  # fmt: skip
+        part,
+        full,
+        found,
+        expected,
+        dist.get_rank(),
+        {},
+        lambda name, parameter: (
+            sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        ),
+    )
 
 
 def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
@@ -229,7 +254,13 @@ def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
     found = losses(part, rows=row)
     found.sum().backward()
     result = differences(
-        part, full, found, expected[row], rank, names, lambda name, parameter: expert.search(name) is None
+        part,
+        full,
+        found,
+        expected[row],
+        rank,
+        names,
+        lambda name, parameter: expert.search(name) is None,
     )
     with torch.no_grad():
         for parameter in (*full.parameters(), *part.parameters()):
@@ -266,9 +297,14 @@ def pipeline_parallel() -> dict[str, float]:
 
     with OnTheCPU():
         get_forward_backward_func()(
-            forward_step_func=step, data_iterator=iter(range(2)), model=part, num_microbatches=2,
-            seq_length=megatron_cases.LENGTH, micro_batch_size=1, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=step,
+            data_iterator=iter(range(2)),
+            model=part,
+            num_microbatches=2,
+            seq_length=megatron_cases.LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
     outputs = torch.cat(found) if found else expected[:0]
     return differences(
         part, full, outputs, expected[: outputs.shape[0]], 0, names, lambda name, parameter: False
@@ -277,11 +313,19 @@ def pipeline_parallel() -> dict[str, float]:
 
 CASES: dict[str, Callable[[], dict[str, float]]] = {
     "context p2p": functools.partial(context_parallel, "p2p", {}, False),
-    "context all_gather": functools.partial(context_parallel, "all_gather", megatron_cases.LLAMA, False),
+    "context all_gather": functools.partial(
+        context_parallel, "all_gather", megatron_cases.LLAMA, False
+    ),
     "context a2a": functools.partial(context_parallel, "a2a", megatron_cases.LLAMA, False),
-    "context p2p, own attention": functools.partial(context_parallel, "p2p", megatron_cases.LLAMA, True),
-    "experts allgather": functools.partial(expert_parallel, {"moe_token_dispatcher_type": "allgather"}),
-    "experts alltoall": functools.partial(expert_parallel, {"moe_token_dispatcher_type": "alltoall"}),
+    "context p2p, own attention": functools.partial(
+        context_parallel, "p2p", megatron_cases.LLAMA, True
+    ),
+    "experts allgather": functools.partial(
+        expert_parallel, {"moe_token_dispatcher_type": "allgather"}
+    ),
+    "experts alltoall": functools.partial(
+        expert_parallel, {"moe_token_dispatcher_type": "alltoall"}
+    ),
     "experts ncclep": functools.partial(expert_parallel, NCCL_EP),
     "tensor": functools.partial(tensor_parallel, False),
     "tensor and sequence": functools.partial(tensor_parallel, True),
@@ -300,7 +344,9 @@ def main() -> None:
     import megatron.core.pipeline_parallel  # noqa: F401
 
     gc.freeze()
-    other = os.fork()  # importing takes longer than all cases, so one process imports for both ranks
+    other = (
+        os.fork()
+    )  # importing takes longer than all cases, so one process imports for both ranks
     dist.init_process_group("gloo", rank=0 if other else 1, world_size=2)
     replace_cuda_functions()
     results: dict[str, Any] = {}

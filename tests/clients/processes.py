@@ -20,10 +20,20 @@ import pytest
 from tests.support import forked
 from tests.support.programs import ROOT, search_path
 
-WITH_TORCH_211 = {"composer", "torchvision", "thunder", "looseversion", "physicsnemo", "warp", "pyvers"}
+WITH_TORCH_211 = {
+    "composer",
+    "torchvision",
+    "thunder",
+    "looseversion",
+    "physicsnemo",
+    "warp",
+    "pyvers",
+}
 ATTEMPTS = 3
 PATIENCE = 400  # time limit for a process group, in seconds
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # identical in all pytest processes
+RUN = os.environ.get(
+    "PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex
+)  # identical in all pytest processes
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -60,7 +70,9 @@ def errors_of_examples(examples: dict[str, list[tuple[str, str, str | None]]]) -
             position.mkdir(exist_ok=True)
             programs[client] = (str(position), sources)
         (folder / "examples.json").write_text(json.dumps(programs))
-        return output([str(ROOT / "tests/clients/forked_examples.py"), str(folder / "examples.json")], folder)
+        return output(
+            [str(ROOT / "tests/clients/forked_examples.py"), str(folder / "examples.json")], folder
+        )
 
     return json.loads(_cache_across_processes(json.dumps(examples), compute).splitlines()[-1])
 
@@ -98,7 +110,9 @@ def _start_ranks(arguments: list[str], ranks: int, **more: str) -> str:
         port = str(free.getsockname()[1])
     shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(ranks), **more)
     started = [
-        forked.Program(arguments, Path.cwd(), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        forked.Program(
+            arguments, Path.cwd(), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         for rank in range(ranks)
     ]
     failed = _first_to_fail([program.process for program in started])

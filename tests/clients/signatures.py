@@ -273,10 +273,8 @@ FUNCTIONS = {
         alibi_slopes_shape=None, core_attention_bias_type="no_bias", core_attention_bias_shape=None,
         core_attention_bias_requires_grad=True, pad_between_seqs=False, attention_dropout=0.0,
         context_parallel=False, cp_comm_type="p2p" """,
-    "attention.dot_product_attention.context_parallel.thd_sequence_order_to_cp_rank_order":
-        "x, cu_seqlens, cp_size, seq_dim=0",
-    "attention.dot_product_attention.context_parallel.thd_cp_rank_order_to_sequence_order":
-        "x, cu_seqlens, cp_size, seq_dim=0",
+    "attention.dot_product_attention.context_parallel.thd_sequence_order_to_cp_rank_order": "x, cu_seqlens, cp_size, seq_dim=0",  # noqa: E501
+    "attention.dot_product_attention.context_parallel.thd_cp_rank_order_to_sequence_order": "x, cu_seqlens, cp_size, seq_dim=0",  # noqa: E501
     "module.base.get_dummy_wgrad": "shape, dtype, zero=False",
     "parallel_cross_entropy": """inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
         ignore_idx=-100, is_cg_capturable=False, *, _input=None""",
@@ -309,10 +307,8 @@ FUNCTIONS = {
         qb_bin_bounds=None, qb_histogram_mode=None""",
     "router.fused_compute_score_for_moe_aux_loss": "logits, topk, score_function, routing_map_format=UNKNOWN",
     "router.fused_moe_aux_loss": "probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff",
-    "tensor.grouped_tensor.GroupedTensor.make_grouped_tensor_with_shapes":
-        "num_tensors, shapes, quantizer=None, device=None, dtype=None",
-    "tensor.grouped_tensor.GroupedTensor.make_grouped_tensor_from_rowwise_data":
-        "*, num_tensors, tensor_shape, rowwise_data, dtype=None, internal=False",
+    "tensor.grouped_tensor.GroupedTensor.make_grouped_tensor_with_shapes": "num_tensors, shapes, quantizer=None, device=None, dtype=None",  # noqa: E501
+    "tensor.grouped_tensor.GroupedTensor.make_grouped_tensor_from_rowwise_data": "*, num_tensors, tensor_shape, rowwise_data, dtype=None, internal=False",  # noqa: E501
     "tensor.grouped_tensor.GroupedTensor.make_grouped_tensor": """num_tensors, first_dims, last_dims,
         logical_first_dim, logical_last_dim, quantizer=None, device=None, dtype=None""",
     "tensor.grouped_tensor.GroupedTensor.quantize": "self, tensors, noop_flag=None",
@@ -330,7 +326,7 @@ FUNCTIONS = {
     "cpp_extensions.general_grouped_gemm": """A, B, out, quantization_params=UNKNOWN, out_dtype=UNKNOWN,
         layout="TN", m_splits=None, gelu=False, grad=False, accumulate=False, bias=None, use_bias=False,
         use_split_accumulator=False, D_dtype=None, single_output=False""",
-}  # fmt: skip
+}
 
 EXTENSION = {
     "multi_tensor_scale": "chunk_size, noop_flag, tensor_lists, scale",

@@ -51,7 +51,9 @@ def model_named(name: str) -> Any:
     if name in ("t5",):
         small = {"vocab_size": installed.VOCABULARY, "pad_token_id": 0}
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**{**small, **options})).eval()
+    return getattr(transformers, model)(
+        getattr(transformers, config)(**{**small, **options})
+    ).eval()
 
 
 def output(model: nn.Module) -> torch.Tensor:
@@ -81,7 +83,9 @@ def add_adapter(model: Any) -> Any:
     import peft
 
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    )
 
 
 def train_model(model: Any) -> list[float]:
@@ -138,7 +142,9 @@ def test_converted_models_are_saved_for_servers(form: str, tmp_path: Path):
     files = sorted(path.name for path in (tmp_path / "stock").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "converted").iterdir())
     for name in files:
-        assert (tmp_path / "stock" / name).read_bytes() == (tmp_path / "converted" / name).read_bytes()
+        assert (tmp_path / "stock" / name).read_bytes() == (
+            tmp_path / "converted" / name
+        ).read_bytes()
 
 
 def test_accelerate_keeps_converted_layers():

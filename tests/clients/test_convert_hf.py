@@ -23,22 +23,37 @@ from transformer_engine.pytorch.integrations.huggingface.convertible import deco
 from transformer_engine.pytorch.integrations.huggingface.layer_names import LayerNames
 from transformer_engine.pytorch.quantization.autocast import current
 
-pytestmark = [*installed.needs("transformers"), installed.EMULATED, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *installed.needs("transformers"),
+    installed.EMULATED,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = {
-    "high precision": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(),
-    "mxfp8": MXFP8BlockScaling(), "blocks": Float8BlockScaling(),
-}  # fmt: skip
+    "high precision": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "blocks": Float8BlockScaling(),
+}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "llama, biases": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
     "llama, tied, yarn": ("Llama", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "llama, dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
     "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 32}),
@@ -105,7 +120,9 @@ def train(model: Any, steps: int = 4) -> list[float]:
 def test_logits_loss_and_gradients_match_the_stock_model(family):
     theirs, ours = both(family)
     tokens = installed.tokens(DEVICE)
-    expected, found = (model(tokens, labels=tokens, output_hidden_states=True) for model in (theirs, ours))
+    expected, found = (
+        model(tokens, labels=tokens, output_hidden_states=True) for model in (theirs, ours)
+    )
     close(found.logits, expected.logits)
     close(found.loss, expected.loss)
     for mine, other in zip(found.hidden_states, expected.hidden_states, strict=True):
@@ -121,7 +138,11 @@ def test_logits_loss_and_gradients_match_the_stock_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_state_dict_has_the_stock_model_s_names_and_values(family):
     theirs, ours = both(family)
-    state = {name: value for name, value in ours.state_dict().items() if not name.endswith("_extra_state")}
+    state = {
+        name: value
+        for name, value in ours.state_dict().items()
+        if not name.endswith("_extra_state")
+    }
     assert set(state) == set(theirs.state_dict())
     assert all(torch.equal(state[name], value) for name, value in theirs.state_dict().items())
     other = te.convert_hf(stock(family).to(DEVICE))
@@ -135,7 +156,9 @@ def test_a_state_dict_has_the_stock_model_s_names_and_values(family):
 def test_restoring_gives_the_stock_model(family):
     theirs, ours = both(family)
     te.revert_hf(ours)
-    assert [type(module) for module in ours.modules()] == [type(module) for module in theirs.modules()]
+    assert [type(module) for module in ours.modules()] == [
+        type(module) for module in theirs.modules()
+    ]
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert ours.config._attn_implementation == theirs.config._attn_implementation
     tokens = installed.tokens(DEVICE)
@@ -191,7 +214,9 @@ def test_a_recipe_quantizes_training_and_generation(name):
     plain = train(te.convert_hf(stock()))
     assert (losses == plain) == (recipe is None)
     assert not current().enabled
-    generated = ours.eval().generate(installed.tokens(DEVICE)[:, :16], max_new_tokens=3, do_sample=False)
+    generated = ours.eval().generate(
+        installed.tokens(DEVICE)[:, :16], max_new_tokens=3, do_sample=False
+    )
     assert generated.shape == (2, 19)
 
 
@@ -249,7 +274,9 @@ def test_products_are_in_bfloat16_under_torch_autocast():
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=["delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=["delayed", "mxfp8"]
+)
 def test_converted_weights_can_be_quantized_parameters(recipe, tmp_path):
     theirs = stock()
     with te.quantized_model_init(recipe=recipe):
@@ -282,7 +309,8 @@ def test_saved_files_equal_the_stock_model_files(family, recipe, tmp_path):
     assert loaded.config.architectures == [type(theirs).__name__]
     te.revert_hf(ours)
     assert all(
-        torch.equal(value.to(DEVICE), ours.state_dict()[name]) for name, value in loaded.state_dict().items()
+        torch.equal(value.to(DEVICE), ours.state_dict()[name])
+        for name, value in loaded.state_dict().items()
     )
     if "tied" in family:
         assert ours.lm_head.weight is ours.model.embed_tokens.weight
@@ -375,7 +403,9 @@ def test_frozen_weights_stay_frozen_both_ways():
     assert not any(parameter.requires_grad for parameter in attention.parameters())
     assert model.model.layers[0].mlp.fc1_weight.requires_grad
     te.revert_hf(model)
-    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
+    assert {
+        name for name, parameter in model.named_parameters() if not parameter.requires_grad
+    } == frozen
 
 
 @pytest.mark.slow
@@ -427,10 +457,14 @@ def test_an_unsupported_model_or_layer_is_named():
         (shared, "up_proj.weight of layer 1 of LlamaModel is mlp.up_proj.weight of layer 0"),
         (hooked, "self_attn of layer 1 of LlamaModel has a hook on q_proj"),
         (watched, "mlp of layer 0 of LlamaModel has a hook on down_proj.weight"),
-        (gpt2, "has no decoder of llama, mistral"), (exact, "gelu by tanh"), (halves, "differ"),
-        (partly, "freeze all or leave all"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
+        (gpt2, "has no decoder of llama, mistral"),
+        (exact, "gelu by tanh"),
+        (halves, "differ"),
+        (partly, "freeze all or leave all"),
+        (converted, "revert_hf"),
+        (adapted, "is a Linear, not a torch.nn.Linear"),
         (dispatched, "without device_map"),
-    ):  # fmt: skip
+    ):
         before = [type(module) for module in wrong.modules()]
         with pytest.raises(ValueError, match=sentence):
             te.convert_hf(wrong)

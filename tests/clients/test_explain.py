@@ -53,7 +53,9 @@ def test_a_forced_backend_shows_as_the_reason(device):
 
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNorm, te.TransformerLayer])
 def test_class_in_place_of_a_module_raises_what_to_construct(kind):
-    with pytest.raises(TypeError, match=f"function is the class {kind.__name__}.*construct the module first"):
+    with pytest.raises(
+        TypeError, match=f"function is the class {kind.__name__}.*construct the module first"
+    ):
         te.explain(kind, torch.zeros(2, 16))
 
 

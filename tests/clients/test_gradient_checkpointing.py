@@ -37,7 +37,9 @@ def create_adapted_llama(checkpoint: dict[str, Any] | None, dropout: float) -> A
     if checkpoint is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint)
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=8, lora_dropout=dropout, target_modules=["q_proj", "v_proj", "down_proj"])
+    config = peft.LoraConfig(
+        r=8, lora_dropout=dropout, target_modules=["q_proj", "v_proj", "down_proj"]
+    )
     adapted = peft.get_peft_model(model, config)
     adapted.enable_input_require_grads()  # pyright: ignore[reportCallIssue]
     return adapted.train()
@@ -49,7 +51,9 @@ class Calls:
     def __init__(self, model: torch.nn.Module):
         self.number = 0
         first = next(
-            module for module in model.modules() if isinstance(module, te.Linear | te.LayerNormLinear)
+            module
+            for module in model.modules()
+            if isinstance(module, te.Linear | te.LayerNormLinear)
         )
         first.register_forward_pre_hook(self._count)
 
@@ -101,13 +105,18 @@ def train_adapters(
     ids=["delayed", "mxfp8"],
 )
 def test_adapters_train_with_the_losses_of_saved_activations(recipe, checkpoint):
-    (expected, once), (actual, twice) = train_adapters(recipe, None), train_adapters(recipe, checkpoint)
+    (expected, once), (actual, twice) = (
+        train_adapters(recipe, None),
+        train_adapters(recipe, checkpoint),
+    )
     assert (once, twice) == (STEPS, 2 * STEPS)
     assert_equal(expected, actual)
     installed.assert_falls([loss.item() for loss in actual], 0.1)
 
 
-def train_converted(recipe: Any, checkpoint: dict[str, Any] | None) -> tuple[list[torch.Tensor], int]:
+def train_converted(
+    recipe: Any, checkpoint: dict[str, Any] | None
+) -> tuple[list[torch.Tensor], int]:
     """Train a Llama with this package's layers; return losses, last gradients and layer calls."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = te.convert_hf(installed.tiny_llama()).to(device).train()

@@ -85,7 +85,10 @@ FAMILIES = {
     ),
     "gpt_neox": ("GPTNeoXConfig", SMALL),
     "granite": ("GraniteConfig", {**GROUPED, "attention_multiplier": 0.3}),
-    "bert": ("BertConfig", {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "bert": (
+        "BertConfig",
+        {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
 }
 DECODERS = [name for name in FAMILIES if name != "bert"]
 WAYS = ("injected", "attn_implementation")
@@ -99,7 +102,9 @@ def stock(family: str, **changed):
     torch.manual_seed(0)
     kind, arguments = FAMILIES[family]
     config = getattr(transformers, kind)(**{**arguments, **changed})
-    auto = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
+    )
     return auto.from_config(config, attn_implementation="sdpa").eval()
 
 
@@ -155,7 +160,9 @@ def logits_and_gradients(model, side: str, device: str = "cpu") -> list[torch.Te
 def test_logits_and_gradients_match_stock_attention(family, way, side):
     model = stock(family)
     ours = engine(model, way)
-    for mine, right in zip(logits_and_gradients(ours, side), logits_and_gradients(model, side), strict=True):
+    for mine, right in zip(
+        logits_and_gradients(ours, side), logits_and_gradients(model, side), strict=True
+    ):
         torch.testing.assert_close(mine, right, **ATTENDED)
     assert all_computed(LAYERS)
 
@@ -170,7 +177,9 @@ def test_full_attention_layers_ignore_the_window(side):
     config = transformers.Exaone4Config(**GROUPED, sliding_window=4, layer_types=kinds)
     model = transformers.Exaone4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     for mine, right in zip(
-        logits_and_gradients(engine(model, "injected"), side), logits_and_gradients(model, side), strict=True
+        logits_and_gradients(engine(model, "injected"), side),
+        logits_and_gradients(model, side),
+        strict=True,
     ):
         torch.testing.assert_close(mine, right, **ATTENDED)
     assert all_computed(LAYERS)
@@ -216,10 +225,14 @@ def test_greedy_tokens_match_stock_attention(family, way, side, cache):
     model = stock(family)
     ours = engine(model, way)
     options = {
-        "attention_mask": real(side).long(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,
-        "eos_token_id": None, "cache_implementation": None if cache == "dynamic" else "static",
+        "attention_mask": real(side).long(),
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "cache_implementation": None if cache == "dynamic" else "static",
         "disable_compile": True,
-    }  # fmt: skip
+    }
     assert torch.equal(ours.generate(tokens(), **options), model.generate(tokens(), **options))
     assert all_computed(8 * LAYERS)
 
@@ -233,7 +246,8 @@ def test_several_tokens_after_a_cache_equal_one_full_pass(family, way):
     ours, full = engine(model, way), model(tokens()).logits
     cache = transformers.DynamicCache(config=model.config)
     parts = [
-        ours(part, past_key_values=cache, use_cache=True).logits for part in tokens().split([5, 4, 3], dim=1)
+        ours(part, past_key_values=cache, use_cache=True).logits
+        for part in tokens().split([5, 4, 3], dim=1)
     ]
     torch.testing.assert_close(torch.cat(parts, dim=1), full, **ATTENDED)
     assert all_computed(3 * LAYERS)
@@ -264,10 +278,14 @@ def test_a_softcap_is_computed_as_in_eager_attention(side):
 def test_greedy_tokens_with_a_softcap_are_those_of_eager_attention(side, cache):
     model = create_softcap_model()
     options = {
-        "attention_mask": real(side).long(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,
-        "eos_token_id": None, "cache_implementation": None if cache == "dynamic" else "static",
+        "attention_mask": real(side).long(),
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "cache_implementation": None if cache == "dynamic" else "static",
         "disable_compile": True,
-    }  # fmt: skip
+    }
     expected = model.generate(tokens(), **options)
     assert torch.equal(engine(model, "attn_implementation").generate(tokens(), **options), expected)
 
@@ -280,7 +298,11 @@ def test_training_with_a_softcap_follows_eager_losses():
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
         labels = tokens().masked_fill(~real("right"), -100)
         for _ in range(4):
-            options = {"attention_mask": attention_mask("right"), "labels": labels, "use_cache": False}
+            options = {
+                "attention_mask": attention_mask("right"),
+                "labels": labels,
+                "use_cache": False,
+            }
             loss = trained(tokens(), **options).loss
             loss.backward()
             optimizer.step()
@@ -299,7 +321,9 @@ def test_a_compiled_model_with_a_softcap_is_one_graph():
 
 def test_an_injected_layer_ignores_a_softcap_as_sdpa_does():
     model = create_softcap_model("sdpa")
-    torch.testing.assert_close(engine(model, "injected")(tokens()).logits, model(tokens()).logits, **ATTENDED)
+    torch.testing.assert_close(
+        engine(model, "injected")(tokens()).logits, model(tokens()).logits, **ATTENDED
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -340,7 +364,11 @@ def test_a_compiled_model_is_one_graph(way, side):
 def test_fp8_attention_trains_under_autocast(way, scaling):
     """The loss falls, and the logits differ from bfloat16 logits because codes have 8 bits."""
     model = engine(stock("llama", initializer_range=0.1).bfloat16().to(DEVICE), way)
-    ids, observed, mask = tokens().to(DEVICE), real("right").to(DEVICE), attention_mask("right").to(DEVICE)
+    ids, observed, mask = (
+        tokens().to(DEVICE),
+        real("right").to(DEVICE),
+        attention_mask("right").to(DEVICE),
+    )
     labels = ids.masked_fill(~observed, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -382,7 +410,9 @@ def test_logits_and_gradients_on_a_gpu(family, way, side, dtype):
         if dtype == torch.float32:
             torch.testing.assert_close(mine.cpu(), right, rtol=1e-3, atol=1e-4)
             continue
-        errors = [(x.float().cpu() - right).norm() / max(right.norm(), least) for x in (mine, stocks)]
+        errors = [
+            (x.float().cpu() - right).norm() / max(right.norm(), least) for x in (mine, stocks)
+        ]
         assert errors[0] <= 2 * errors[1] + 2**-7
 
 
@@ -395,9 +425,13 @@ def test_greedy_tokens_on_a_gpu(family, way, side, cache):
     """float32, also where transformers compiles static-cache steps."""
     model = stock(family).cuda()
     options = {
-        "attention_mask": real(side).long().cuda(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,
-        "eos_token_id": None, "cache_implementation": None if cache == "dynamic" else "static",
-    }  # fmt: skip
+        "attention_mask": real(side).long().cuda(),
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "cache_implementation": None if cache == "dynamic" else "static",
+    }
     expected = model.generate(tokens().cuda(), **options)
     assert torch.equal(engine(model, way).generate(tokens().cuda(), **options), expected)
 

@@ -16,12 +16,16 @@ from tests.clients import installed
 # One code under two names: the package lightning, or pytorch_lightning and lightning_fabric.
 WHOLE = importlib.util.find_spec("lightning") is not None
 TRAINER, FABRIC = (
-    ("lightning.pytorch", "lightning.fabric") if WHOLE else ("pytorch_lightning", "lightning_fabric")
+    ("lightning.pytorch", "lightning.fabric")
+    if WHOLE
+    else ("pytorch_lightning", "lightning_fabric")
 )
 pytestmark = [
     *installed.needs(TRAINER.split(".")[0], FABRIC.split(".")[0]),
     installed.EMULATED,
-    pytest.mark.filterwarnings("ignore"),  # Lightning's own warning about a Trainer without loader workers
+    pytest.mark.filterwarnings(
+        "ignore"
+    ),  # Lightning's own warning about a Trainer without loader workers
 ]
 
 FEATURES, STEPS = 64, 12
@@ -30,7 +34,10 @@ RECIPE = {"fp8_format": "HYBRID", "amax_history_len": 8, "amax_compute_algo": "m
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(FEATURES, FEATURES), nn.LayerNorm(FEATURES), nn.GELU(), nn.Linear(FEATURES, FEATURES)
+        nn.Linear(FEATURES, FEATURES),
+        nn.LayerNorm(FEATURES),
+        nn.GELU(),
+        nn.Linear(FEATURES, FEATURES),
     )
 
 
@@ -44,7 +51,9 @@ def data() -> tuple[Tensor, Tensor]:
 def plugin(library: str) -> dict[str, Any]:
     """The keywords that give a Trainer's or a Fabric's plugin."""
     precision = importlib.import_module(f"{library}.plugins").TransformerEnginePrecision
-    return {"plugins": [precision(weights_dtype=torch.bfloat16, recipe=RECIPE, replace_layers=True)]}
+    return {
+        "plugins": [precision(weights_dtype=torch.bfloat16, recipe=RECIPE, replace_layers=True)]
+    }
 
 
 def precision_options(how: str, library: str) -> dict[str, Any]:
@@ -80,9 +89,15 @@ def fit_model(
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[None], y[None]))
     task = Task()
     trainer = lightning.Trainer(
-        max_epochs=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, devices=1, **how,
-    )  # fmt: skip
+        max_epochs=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        devices=1,
+        **how,
+    )
     trainer.fit(task, loader, ckpt_path=checkpoint, weights_only=False)
     return task.losses, trainer, task
 

@@ -13,9 +13,13 @@ PROGRAM = str(Path(__file__).with_name("mcore_bridge_cases.py"))
 
 
 def test_a_model_equals_that_of_transformers_and_trains_in_fp8(tmp_path: Path):
-    environment = processes.environment(CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    environment = processes.environment(
+        CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
+    )
     printed = forked.output([PROGRAM, str(tmp_path)], tmp_path, environment)
-    found = json.loads(next(line for line in printed.splitlines() if line.startswith('{"difference"')))
+    found = json.loads(
+        next(line for line in printed.splitlines() if line.startswith('{"difference"'))
+    )
     assert found["difference"] < 1e-5
     installed.assert_falls(found["losses"], least=1.0)
     assert {

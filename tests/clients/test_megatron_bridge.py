@@ -15,7 +15,8 @@ from tests.support.programs import ROOT
 pytestmark = [
     pytest.mark.clients,
     pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None,
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.bridge") is None,
         reason="megatron-bridge is not installed; `make test-clients` installs it",
     ),
 ]

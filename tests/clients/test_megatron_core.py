@@ -14,15 +14,40 @@ from tests.clients.processes import once, output
 from tests.support.programs import ROOT
 
 HERE = Path(__file__).parent
-LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",
-          "qk_layernorm", "op_fuser", "op_fuser_llama", "op_fuser_fp8", "cross_entropy")  # fmt: skip
-PARALLEL = ("context p2p", "context all_gather", "context a2a", "context p2p, own attention", "tensor",
-            "tensor and sequence", "pipeline", "experts allgather", "experts alltoall", "experts ncclep")  # fmt: skip
+LOSSES = (
+    "float32",
+    "bfloat16",
+    "delayed",
+    "tensorwise",
+    "blockwise",
+    "mxfp8",
+    "nvfp4",
+    "fp8_parameters",
+    "llama",
+    "qk_layernorm",
+    "op_fuser",
+    "op_fuser_llama",
+    "op_fuser_fp8",
+    "cross_entropy",
+)
+PARALLEL = (
+    "context p2p",
+    "context all_gather",
+    "context a2a",
+    "context p2p, own attention",
+    "tensor",
+    "tensor and sequence",
+    "pipeline",
+    "experts allgather",
+    "experts alltoall",
+    "experts ncclep",
+)
 
 pytestmark = [
     pytest.mark.clients,
     pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None,
         reason="megatron-core is not installed; `make test-clients` installs it",
     ),
 ]
@@ -43,7 +68,9 @@ def test_every_feature_of_the_engine_is_found(results):
     """Except for the features that docs/megatron.md explains."""
     assert len(case_result(results, "flags")) > 30
     absent = {name for name, remote in case_result(results, "flags").items() if not remote}
-    asks_for_cuda = set() if torch.cuda.is_available() else {"dist_checkpointing.strategies.torch HAVE_TE"}
+    asks_for_cuda = (
+        set() if torch.cuda.is_available() else {"dist_checkpointing.strategies.torch HAVE_TE"}
+    )
     assert absent == asks_for_cuda
 
 
@@ -64,8 +91,14 @@ def test_a_recipe_begins_where_high_precision_does(results, case):
 
 
 def test_the_operation_fuser_gives_the_losses_of_modules(results):
-    for fused, modules in (("op_fuser", "float32"), ("op_fuser_llama", "llama"), ("op_fuser_fp8", "delayed")):
-        bound = 2e-2 if fused == "op_fuser_fp8" else 1e-3  # codes next to a tie move with a bias's rounding
+    for fused, modules in (
+        ("op_fuser", "float32"),
+        ("op_fuser_llama", "llama"),
+        ("op_fuser_fp8", "delayed"),
+    ):
+        bound = (
+            2e-2 if fused == "op_fuser_fp8" else 1e-3
+        )  # codes next to a tie move with a bias's rounding
         assert case_result(results, f"train {fused}") == pytest.approx(
             case_result(results, f"train {modules}"), abs=bound
         )
@@ -94,7 +127,9 @@ def test_our_attention_in_the_layer_spec_gives_megatron_s_logits_and_gradients(r
     assert differences["gradients"] <= 1e-6
 
 
-@pytest.mark.parametrize("case", ["own generation", "own dynamic generation"], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "case", ["own generation", "own dynamic generation"], ids=["static", "dynamic"]
+)
 def test_generation_with_megatron_contexts_equals_the_full_pass(results, case):
     assert case_result(results, case) <= 1e-5
 

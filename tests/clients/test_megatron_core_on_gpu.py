@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.clients,
     pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None,
         reason="megatron-core is not installed; `make test-clients` installs it",
     ),
 ]
@@ -80,7 +81,15 @@ def test_a_gated_model_of_the_op_fuser_trains(recipe):
 # Losses after several steps differ more than gradients do: six steps of this learning rate enlarge roundings.
 @pytest.mark.parametrize(
     "model",
-    ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED, "llama bfloat16", "llama delayed"],
+    [
+        "bfloat16",
+        "delayed",
+        "tensorwise",
+        "blockwise",
+        *EMULATED,
+        "llama bfloat16",
+        "llama delayed",
+    ],
 )
 def test_gradients_of_the_op_fuser_are_as_exact_as_those_of_modules(model):
     errors = case_result(f"gradients of the op fuser {model}")
@@ -163,7 +172,9 @@ def test_two_gpus_train_a_tensor_parallel_model(recipe):
 
 @two
 def test_two_gpus_share_fp8_parameters():
-    assert_alike(case_result("two data-parallel parameters", 2)["losses"], case_result("train delayed"), 0.02)
+    assert_alike(
+        case_result("two data-parallel parameters", 2)["losses"], case_result("train delayed"), 0.02
+    )
 
 
 @two

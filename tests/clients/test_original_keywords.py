@@ -9,7 +9,12 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+)
 from transformer_engine.pytorch import cpp_extensions, utils
 from transformer_engine.pytorch.attention.dot_product_attention import softmax
 from transformer_engine.pytorch.attention.rope import (
@@ -105,9 +110,15 @@ def test_a_grouped_tensor_is_made_of_buffers_by_keyword(name, device):
     }
     for shape in ((3 * 128, 256), (3, 128, 256)):
         group = GroupedTensor(shape, torch.float32, num_tensors=3, **buffers, requires_grad=True)
-        assert group.shape == (3, 128, 256) and group.logical_shape == (384, 256) and group.requires_grad
+        assert (
+            group.shape == (3, 128, 256)
+            and group.logical_shape == (384, 256)
+            and group.requires_grad
+        )
         for part, member in zip(group.split_into_quantized_tensors(), outputs, strict=True):
-            assert torch.equal(part.dequantize(), member.dequantize()) and type(part) is type(member)
+            assert torch.equal(part.dequantize(), member.dequantize()) and type(part) is type(
+                member
+            )
     storage = GroupedTensorStorage((384, 256), torch.float32, num_tensors=3, **buffers)
     twice = [2 * m for m in members]
     storage.quantize(twice)
@@ -115,7 +126,9 @@ def test_a_grouped_tensor_is_made_of_buffers_by_keyword(name, device):
     for part, member in zip(storage.split_into_quantized_tensors(), fresh, strict=True):
         assert torch.equal(part.dequantize(), member.dequantize())
     with pytest.raises(ValueError, match=r"rowwise_data has 3 elements; .* need 98304"):
-        GroupedTensor((384, 256), num_tensors=3, **buffers | {"data": torch.zeros(3, device=device)})
+        GroupedTensor(
+            (384, 256), num_tensors=3, **buffers | {"data": torch.zeros(3, device=device)}
+        )
 
 
 def test_members_of_unequal_rows_are_found_by_their_extents_and_offsets(device):
@@ -128,7 +141,10 @@ def test_members_of_unequal_rows_are_found_by_their_extents_and_offsets(device):
     separate = GroupedTensor(num_tensors=2, shapes=[(1, 8), (1, 8)], data=data, offsets=[8, 32])
     assert torch.equal(separate.quantized_tensors[1], data[32:].view(1, 8))
     for keywords, reason in (
-        ({"num_tensors": 2, "first_dims": first_dims}, "first_dims has 3 numbers for num_tensors=2"),
+        (
+            {"num_tensors": 2, "first_dims": first_dims},
+            "first_dims has 3 numbers for num_tensors=2",
+        ),
         ({"num_tensors": 3}, "does not divide"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -136,10 +152,15 @@ def test_members_of_unequal_rows_are_found_by_their_extents_and_offsets(device):
 
 
 def test_the_storage_class_makes_grouped_tensors(device):
-    result = GroupedTensorStorage.make_grouped_tensor_with_shapes(2, [(4, 8), (4, 8)], device=device)
+    result = GroupedTensorStorage.make_grouped_tensor_with_shapes(
+        2, [(4, 8), (4, 8)], device=device
+    )
     assert isinstance(result, GroupedTensor) and result.shape == (2, 4, 8)
     first = torch.tensor([1, 3], device=device)
-    assert GroupedTensorStorage.make_grouped_tensor(2, first, None, 4, 8, device=device).shape == (4, 8)
+    assert GroupedTensorStorage.make_grouped_tensor(2, first, None, 4, 8, device=device).shape == (
+        4,
+        8,
+    )
     buffer = torch.zeros(64, device=device)
     for internal in (False, True):
         result = GroupedTensorStorage.make_grouped_tensor_from_rowwise_data(
@@ -194,7 +215,9 @@ def test_quantizer_members_behave_as_documented(device):
 def test_parts_of_hybrid_and_identity_tensors(device):
     x = values(device, 32, 64)
     current = te.Float8CurrentScalingQuantizer(E4M3, device)
-    result = te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=te.MXFP8Quantizer(E4M3))(x)
+    result = te.HybridQuantizer(
+        rowwise_quantizer=current, columnwise_quantizer=te.MXFP8Quantizer(E4M3)
+    )(x)
     for part, names in (
         (result.rowwise_storage, ("_rowwise_storage", "rowwise_sub_storage")),
         (result.columnwise_storage, ("_columnwise_storage", "columnwise_sub_storage")),
@@ -217,7 +240,10 @@ def test_a_quantized_parameter_follows_a_recipe_of_another_history(device, monke
         with te.autocast(recipe=DelayedScaling(amax_history_len=1024)):
             layer(x)
     expected = "Quantizer is being updated, this may affect model behavior"
-    with pytest.warns(UserWarning, match=expected), te.autocast(recipe=DelayedScaling(amax_history_len=1)):
+    with (
+        pytest.warns(UserWarning, match=expected),
+        te.autocast(recipe=DelayedScaling(amax_history_len=1)),
+    ):
         layer(x)
     scaling = layer.fp8_meta["scaling_fwd"]
     assert layer.weight._quantizer.scale.data_ptr() == scaling.scale[1:2].data_ptr()
@@ -259,8 +285,16 @@ def test_only_a_different_role_calls_the_factory_again(device, monkeypatch):
     with te.autocast(recipe=recipe):
         layer(x)
     first = list(queries)
-    assert [role.tensor_type for role in first] == ["input", "weight", "output", "grad_output", "grad_input"]
-    assert {role.module_type for role in first} == {"linear"} and {role.name for role in first} == {"fc"}
+    assert [role.tensor_type for role in first] == [
+        "input",
+        "weight",
+        "output",
+        "grad_output",
+        "grad_input",
+    ]
+    assert {role.module_type for role in first} == {"linear"} and {role.name for role in first} == {
+        "fc"
+    }
     layer.output_quantizer_role = None
     quantizers = [*layer.quantizers["scaling_fwd"]]
     with te.autocast(recipe=recipe):
@@ -319,7 +353,9 @@ def test_a_block_is_entered_and_left_by_the_manager(device):
     assert not Manager.is_fp8_enabled()
     Manager.autocast_exit(False, _graph=False)
     assert Manager.is_fp8_enabled()
-    with pytest.raises(RuntimeError, match=r"does not match .*autocast_enter\(enabled=True, _graph=False\)"):
+    with pytest.raises(
+        RuntimeError, match=r"does not match .*autocast_enter\(enabled=True, _graph=False\)"
+    ):
         Manager.autocast_exit(False, _graph=False)
     Manager.set_autocast_state(state=state)
     Manager.autocast_exit(True, _graph=False)
@@ -402,7 +438,11 @@ def test_grouped_weights_are_those_of_the_groups(quantized, device, monkeypatch)
 
 def test_margins_and_plain_attributes_of_norms(device):
     norm = te.RMSNorm(16, sm_margin={"forward": 1, "backward": 2, "inference": 3}, device=device)
-    assert (norm.fwd_rmsnorm_sm_margin, norm.bwd_rmsnorm_sm_margin, norm.inf_rmsnorm_sm_margin) == (1, 2, 3)
+    assert (norm.fwd_rmsnorm_sm_margin, norm.bwd_rmsnorm_sm_margin, norm.inf_rmsnorm_sm_margin) == (
+        1,
+        2,
+        3,
+    )
     norm.fwd_rmsnorm_sm_margin = 5
     assert norm.fwd_ln_sm_margin == 5
     layers = (
@@ -421,7 +461,9 @@ def test_margins_and_plain_attributes_of_norms(device):
 
 def call_attention(layout, device):
     order = {"sbhd": (1, 0, 2, 3), "bshd": (0, 1, 2, 3)}[layout]
-    q, k, v = (values(device, 2, 16, 2, 32, seed=seed).permute(order).contiguous() for seed in (1, 2, 3))
+    q, k, v = (
+        values(device, 2, 16, 2, 32, seed=seed).permute(order).contiguous() for seed in (1, 2, 3)
+    )
     lengths = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
     return q, k, v, lengths
 
@@ -487,7 +529,8 @@ def test_rotations_are_the_same_as_autograd_functions(device):
     theirs = apply_fused_qkv_rotary_pos_emb(packed, angles, angles, (32, 16, 16))
     assert all(map(torch.equal, ours, theirs))
     grads = [
-        torch.autograd.grad(sum(y.square().sum() for y in result), packed)[0] for result in (ours, theirs)
+        torch.autograd.grad(sum(y.square().sum() for y in result), packed)[0]
+        for result in (ours, theirs)
     ]
     assert torch.equal(*grads)
 
@@ -504,7 +547,9 @@ def test_softmax_classes_are_those_of_torch_under_their_masks(device):
         (softmax.ScaledAlignedCausalMaskedSoftmax.apply(x, 0.5), above),
     ):
         scores = 0.5 * x
-        expected = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
+        expected = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(
+            -1
+        )
         torch.testing.assert_close(got, expected)
         first, second = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, expected))
         torch.testing.assert_close(first, second)
@@ -523,7 +568,10 @@ def test_utility_functions_behave_as_documented(device):
         utils.make_weak_ref(x="text")
     utils.nvtx_range_push(msg="range")
     utils.nvtx_range_pop(msg="range")
-    assert te.distributed.get_distributed_world_size() == 1 and te.distributed.get_distributed_rank() == 0
+    assert (
+        te.distributed.get_distributed_world_size() == 1
+        and te.distributed.get_distributed_rank() == 0
+    )
 
 
 def test_element_types_are_cast_from_torch_and_numbers():

@@ -67,7 +67,9 @@ def train_adapter(model: Any, recipe: Any, steps: int = 30) -> list[float]:
 
 def values(parameter: Tensor) -> Tensor:
     return (
-        (parameter.dequantize() if isinstance(parameter, te.QuantizedTensor) else parameter).detach().clone()
+        (parameter.dequantize() if isinstance(parameter, te.QuantizedTensor) else parameter)
+        .detach()
+        .clone()
     )
 
 
@@ -77,7 +79,9 @@ def test_an_adapter_trains_on_a_frozen_layer(kind, recipe):
     model = create_adapted_network(kind, recipe)
     base = {name: values(p) for name, p in model.named_parameters() if not p.requires_grad}
     assert len(base) >= 2
-    assert any(isinstance(p, te.QuantizedTensor) for p in model.parameters()) == (recipe is not None)
+    assert any(isinstance(p, te.QuantizedTensor) for p in model.parameters()) == (
+        recipe is not None
+    )
     installed.assert_falls(train_adapter(model, recipe))
     for name, parameter in model.named_parameters():
         if name in base:
@@ -137,7 +141,9 @@ def test_a_converted_llama_is_adapted(recipe, tmp_path):
         torch.manual_seed(3)
         return peft.get_peft_model(
             model,
-            peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "o_proj", "mlp"], task_type="CAUSAL_LM"),
+            peft.LoraConfig(
+                r=8, target_modules=["layernorm_qkv", "o_proj", "mlp"], task_type="CAUSAL_LM"
+            ),
         )
 
     llama = tune(model())
@@ -156,7 +162,8 @@ def test_a_converted_llama_is_adapted(recipe, tmp_path):
     loaded = peft.PeftModel.from_pretrained(model(), tmp_path)
     assert loaded.peft_config["default"].target_modules == {"layernorm_qkv", "o_proj", "mlp"}
     ours, theirs = (
-        {name: value for name, value in m.state_dict().items() if "lora_" in name} for m in (llama, loaded)
+        {name: value for name, value in m.state_dict().items() if "lora_" in name}
+        for m in (llama, loaded)
     )
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -8,9 +8,7 @@ import pytest
 
 from tests.clients import processes
 
-PROGRAM = (
-    "import os; print(os.getpid(), os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('WORD'))"
-)
+PROGRAM = "import os; print(os.getpid(), os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('WORD'))"
 
 
 def test_a_program_runs_once_and_is_read_again():
@@ -26,7 +24,8 @@ def test_the_output_of_the_first_rank_is_returned():
 
 
 @pytest.mark.parametrize(
-    "package, how", [("thunder", "requirements_torch211.txt"), ("no_such_client", "`make test-clients`")]
+    "package, how",
+    [("thunder", "requirements_torch211.txt"), ("no_such_client", "`make test-clients`")],
 )
 def test_a_missing_client_is_skipped_with_its_requirements_file(package, how, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -79,12 +79,16 @@ def test_an_extra_state_may_name_megatrons_loader_of_storages(monkeypatch):
     layer = train_linear()
     state = layer.state_dict()
     names = [
-        op[1] for op in pickletools.genops(bytes(state["_extra_state"].numpy())) if isinstance(op[1], str)
+        op[1]
+        for op in pickletools.genops(bytes(state["_extra_state"].numpy()))
+        if isinstance(op[1], str)
     ]
     assert any("safe_load_from_bytes" in name for name in names)
     fresh = te.Linear(32, 32)
     fresh.load_state_dict(state)
-    assert torch.equal(fresh.fp8_meta["scaling_fwd"].amax_history, layer.fp8_meta["scaling_fwd"].amax_history)
+    assert torch.equal(
+        fresh.fp8_meta["scaling_fwd"].amax_history, layer.fp8_meta["scaling_fwd"].amax_history
+    )
     assert ran == []
 
 
@@ -104,7 +108,12 @@ def test_codes_of_mxfp8_are_not_views_and_may_use_a_callers_buffer():
     with te.quantized_model_init(recipe=chosen):
         layer = te.Linear(64, 32, bias=False)
     weight = layer.weight
-    for name in ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"):
+    for name in (
+        "_rowwise_data",
+        "_columnwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_scale_inv",
+    ):
         assert getattr(weight, name)._base is None
     x = torch.randn(32, 64, device=DEVICE, requires_grad=True)
 
@@ -122,7 +131,11 @@ def test_codes_of_mxfp8_are_not_views_and_may_use_a_callers_buffer():
 def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
     """Scales [128 r, 4 c] as a product reads them, in memory of the same shape."""
     rows, columns = scale.shape
-    return scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
+    return (
+        scale.reshape(rows // 128, 4, 32, columns // 4, 4)
+        .permute(0, 3, 2, 1, 4)
+        .reshape(rows, columns)
+    )
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (256, 160), (2, 64, 96)])
@@ -130,10 +143,17 @@ def test_mxfp8_tensors_of_swizzled_scales_have_the_same_values_and_products(shap
     result = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(shape))
     rowwise, columnwise = result._rowwise_scale_inv, result._columnwise_scale_inv
     build = partial(
-        te.MXFP8Tensor, shape=result.shape, dtype=result.dtype, fp8_dtype=result._fp8_dtype, quantizer=None,
-        rowwise_data=result._rowwise_data, columnwise_data=result._columnwise_data,
-    )  # fmt: skip
-    plain = build(rowwise_scale_inv=rowwise, columnwise_scale_inv=columnwise, with_gemm_swizzled_scales=False)
+        te.MXFP8Tensor,
+        shape=result.shape,
+        dtype=result.dtype,
+        fp8_dtype=result._fp8_dtype,
+        quantizer=None,
+        rowwise_data=result._rowwise_data,
+        columnwise_data=result._columnwise_data,
+    )
+    plain = build(
+        rowwise_scale_inv=rowwise, columnwise_scale_inv=columnwise, with_gemm_swizzled_scales=False
+    )
     assert result._with_gemm_swizzled_scales is False
     in_tiles = build(
         rowwise_scale_inv=swizzle_scales(rowwise),
@@ -189,7 +209,9 @@ def gradients(layer, x, *arguments):
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "GroupedLinear"])
 def test_a_monkey_patched_general_gemm_computes_every_product(name):
-    file = {"Linear": linear, "LayerNormLinear": layernorm_linear, "GroupedLinear": grouped_linear}[name]
+    file = {"Linear": linear, "LayerNormLinear": layernorm_linear, "GroupedLinear": grouped_linear}[
+        name
+    ]
     torch.manual_seed(0)
     layer, x = LAYERS[name](), torch.randn(16, 32, device=DEVICE, requires_grad=True)
     arguments = ([6, 10],) if name == "GroupedLinear" else ()
@@ -205,7 +227,9 @@ def test_a_monkey_patched_general_gemm_computes_every_product(name):
             layer(x, *arguments)
     groups = 2 if name == "GroupedLinear" else 1
     assert calls == ["TN"] * groups + ["NN", "NT"] * groups + ["TN"] * groups
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True)
+    )
     after = gradients(layer, x, *arguments)
     assert len(calls) == 4 * groups
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -227,7 +251,10 @@ def test_a_monkey_patched_norm_is_used(name, position, chosen):
     file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
     files = {"the layer's file": [file], "_common": [_common], "both": [_common, file]}[position]
     torch.manual_seed(0)
-    layer, x = LAYERS[name](normalization="RMSNorm"), torch.randn(32, 32, device=DEVICE, requires_grad=True)
+    layer, x = (
+        LAYERS[name](normalization="RMSNorm"),
+        torch.randn(32, 32, device=DEVICE, requires_grad=True),
+    )
     calls, original = [], _common.apply_normalization
 
     def count_calls(*args):
@@ -243,7 +270,9 @@ def test_a_monkey_patched_norm_is_used(name, position, chosen):
         after = gradients(layer, x)
     assert calls == ["RMSNorm"]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True)
+    )
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -292,7 +321,9 @@ def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
         y = layer(x)
     during = y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
     assert records == [((16, 32), (32,), (32,), (48, 32))]
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True)
+    )
 
 
 def test_a_custom_operation_is_a_module():
@@ -317,7 +348,9 @@ def test_a_custom_operation_is_a_module():
 def test_parts_of_a_split_are_views_and_adjacent_gradients_are_not_copied():
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     parts = SplitAlongDim.apply(x, 1, [4, 6])
-    assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
+    assert all(
+        part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts
+    )
     full = torch.randn(3, 10, dtype=torch.float64)
     (grad,) = torch.autograd.grad(parts, x, full.split([4, 6], dim=1))
     assert grad.data_ptr() == full.data_ptr()

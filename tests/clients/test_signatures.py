@@ -89,12 +89,16 @@ def test_a_constructor_is_called_as_in_the_original(name):
 
 @pytest.mark.parametrize("name", signatures.METHODS)
 def test_a_method_is_called_as_in_the_original(name):
-    assert differences(functools.reduce(getattr, name.split("."), te), signatures.METHODS[name]) == []
+    assert (
+        differences(functools.reduce(getattr, name.split("."), te), signatures.METHODS[name]) == []
+    )
 
 
 @pytest.mark.parametrize("name", signatures.BASE_MODULE)
 def test_a_method_of_the_base_module_is_called_as_in_the_original(name):
-    assert differences(getattr(TransformerEngineBaseModule, name), signatures.BASE_MODULE[name]) == []
+    assert (
+        differences(getattr(TransformerEngineBaseModule, name), signatures.BASE_MODULE[name]) == []
+    )
 
 
 @pytest.mark.parametrize("name", signatures.RECIPES)
@@ -151,13 +155,20 @@ def test_state_is_readable_as_class_attributes(device):
 
 
 def test_slots_have_the_numbers_of_the_extensions_enumerations():
-    for names, numbers in ((FP8FwdTensorIdx, tex.FP8FwdTensors), (FP8BwdTensorIdx, tex.FP8BwdTensors)):
+    for names, numbers in (
+        (FP8FwdTensorIdx, tex.FP8FwdTensors),
+        (FP8BwdTensorIdx, tex.FP8BwdTensors),
+    ):
         assert vars(names) == {member.name: member.value for member in numbers}
 
 
 def test_versions_are_compared_with_a_minimum():
     supported = FlashAttentionUtils.is_version_supported
-    assert supported("2.8.0", "2.7.3") and not supported("2.7.2", "2.7.3") and not supported(None, "2.0")
+    assert (
+        supported("2.8.0", "2.7.3")
+        and not supported("2.7.2", "2.7.3")
+        and not supported(None, "2.0")
+    )
     for version in ("2.1.1", "2.3.0", "2.8.3", "2.8.3+cu128torch2.9", "2.8.3.post1"):
         assert supported(version), version
     for version in ("2.1.0", "2.8.4", "2.8.4+cu128", "3.0.0", "1.0.9"):
@@ -175,7 +186,9 @@ def test_attention_parameters_compare_the_recipe_of_their_meta_alone():
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_take_margins_by_number_stage_and_environment(kind, device, monkeypatch):
     names = ("fwd_ln_sm_margin", "bwd_ln_sm_margin", "inf_ln_sm_margin")
-    norm = getattr(te, kind)(16, sm_margin={"forward": 1, "backward": 2, "inference": 3}, device=device)
+    norm = getattr(te, kind)(
+        16, sm_margin={"forward": 1, "backward": 2, "inference": 3}, device=device
+    )
     assert [getattr(norm, name) for name in names] == [1, 2, 3]
     assert norm(input=torch.ones(2, 16, device=device)).shape == (2, 16)
     monkeypatch.setenv("NVTE_BWD_LAYERNORM_SM_MARGIN", "7")
@@ -186,7 +199,9 @@ def test_norms_take_margins_by_number_stage_and_environment(kind, device, monkey
 
 
 def test_an_overlap_flag_changes_no_result(device):
-    plain, flagged = (te.LayerNormLinear(16, 16, ub_overlap_rs=rs, device=device) for rs in (False, True))
+    plain, flagged = (
+        te.LayerNormLinear(16, 16, ub_overlap_rs=rs, device=device) for rs in (False, True)
+    )
     flagged.load_state_dict(plain.state_dict())
     x = torch.randn(4, 16, device=device)
     assert torch.equal(plain(x), flagged(x))
@@ -239,8 +254,16 @@ def test_a_score_mod_gets_its_tensors_as_keywords(device):
     other = attention(q, k, v, score_mod=shift, score_mod_tensors={"slope": -table})
     assert not torch.allclose(other, out)
     for options, error, words in (
-        ({"score_mod_tensors": {"slope": table}}, ValueError, "score_mod_tensors=.* without score_mod"),
-        ({"score_mod": shift, "score_mod_tensors": {"slope": 1.0}}, TypeError, "no tensor under 'slope'"),
+        (
+            {"score_mod_tensors": {"slope": table}},
+            ValueError,
+            "score_mod_tensors=.* without score_mod",
+        ),
+        (
+            {"score_mod": shift, "score_mod_tensors": {"slope": 1.0}},
+            TypeError,
+            "no tensor under 'slope'",
+        ),
         ({"score_mod_bprop_tensors": {}}, ValueError, "without score_mod_bprop"),
     ):
         with pytest.raises(error, match=words):

@@ -41,7 +41,11 @@ def examples_of_page(page: str) -> list[Example]:
 
 def examples_of_client(client: str, device: str) -> list[Example]:
     """A client's example as printed on the page, and its cases on a device."""
-    cases = [(name, "\n".join(parts), device) for name, parts in CASES.items() if name.split()[0] == client]
+    cases = [
+        (name, "\n".join(parts), device)
+        for name, parts in CASES.items()
+        if name.split()[0] == client
+    ]
     return [("docs/other_clients.md", EXAMPLE_OF[client], None), *cases]
 
 
@@ -50,7 +54,11 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     """Run the examples for all selected tests in one program and return their errors."""
     programs: dict[str, list[Example]] = {}
     for item in request.session.items:
-        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if (
+            item.path == request.path
+            and isinstance(item, pytest.Function)
+            and hasattr(item, "callspec")
+        ):
             page, client, device = map(item.callspec.params.get, ("page", "client", "device"))
             needed = (PAGES | NEEDED)[page or client]
             if not all(map(importlib.util.find_spec, needed)):

@@ -34,9 +34,17 @@ def trainer(model: nn.Module, folder: Path, **settings: Any) -> Any:
 
     rows = [{"input_ids": row, "labels": row} for row in installed.tokens(batch=4)]
     arguments = TrainingArguments(
-        output_dir=str(folder), report_to=[], logging_steps=1, per_device_train_batch_size=4, learning_rate=2e-3,
-        lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, **settings,
-    )  # fmt: skip
+        output_dir=str(folder),
+        report_to=[],
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        **settings,
+    )
     return Trainer(model=model, args=arguments, train_dataset=rows)
 
 
@@ -55,7 +63,9 @@ def test_accelerate_s_fp8_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=["high precision", "delayed", "current"]
+    "recipe",
+    [None, DelayedScaling(), Float8CurrentScaling()],
+    ids=["high precision", "delayed", "current"],
 )
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.sampled(3)
@@ -101,7 +111,9 @@ def test_a_converted_training_resumes(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"]
+)
 def test_a_converted_model_trains_in_bf16_on_a_gpu(recipe, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512}
     model = te.convert_hf(installed.tiny_llama(**sizes).to(torch.bfloat16), recipe=recipe)

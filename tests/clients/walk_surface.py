@@ -108,7 +108,9 @@ class Names(ast.NodeVisitor):
 def public_names(source: str) -> set[str]:
     tree = ast.parse(source)
     names = Names()
-    for node in ast.walk(tree):  # imports first: a function may stand before the block that imports for it
+    for node in ast.walk(
+        tree
+    ):  # imports first: a function may stand before the block that imports for it
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign):
             names.visit(node)
     names.visit(tree)
@@ -132,7 +134,9 @@ def walk(packages: Path, is_known: dict[str, Any]) -> dict[str, Any]:
     surface = dict(is_known)
     for distribution, folder in CLIENTS.items():
         if (packages / folder).is_dir():
-            found = set[str]().union(*(public_names(source) for source in sources(packages / folder)))
+            found = set[str]().union(
+                *(public_names(source) for source in sources(packages / folder))
+            )
             surface[distribution] = {
                 "version": distribution_version(distribution, packages),
                 "names": sorted(found),

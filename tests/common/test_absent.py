@@ -32,7 +32,10 @@ NAMES = {
     ("transformer_engine.pytorch.cpu_offload_v1", "nothing"): "docs/support.md",
     ("transformer_engine.pytorch.custom_recipes", "quantization_mxfp8"): "recipe.CustomRecipe",
     ("transformer_engine.pytorch.custom_recipes.gemm", "nothing"): "recipe.CustomRecipe",
-    ("transformer_engine.pytorch.custom_recipes.quantizer_factories", "nothing"): "recipe.CustomRecipe",
+    (
+        "transformer_engine.pytorch.custom_recipes.quantizer_factories",
+        "nothing",
+    ): "recipe.CustomRecipe",
     ("transformer_engine.jax.debug.experimental", "nothing"): "docs/support.md",
     ("transformer_engine.jax.flax.module", "nothing"): "docs/support.md",
     ("transformer_engine.jax.version_utils", "nothing"): "docs/support.md",
@@ -162,13 +165,17 @@ def test_missing_special_attributes_keep_pythons_message():
 
 def test_packages_of_others_are_left_alone():
     assert absent.Finder().find_spec("transformer_engine_extensions") is None
-    with pytest.raises(ModuleNotFoundError, match="No module named 'transformer_engine_extensions'"):
+    with pytest.raises(
+        ModuleNotFoundError, match="No module named 'transformer_engine_extensions'"
+    ):
         importlib.import_module("transformer_engine_extensions")
 
 
 def test_the_sentence_is_there_before_a_framework_is():
     done = subprocess.run(
-        [sys.executable, "-c", "import transformer_engine.tensorflow"], capture_output=True, text=True
+        [sys.executable, "-c", "import transformer_engine.tensorflow"],
+        capture_output=True,
+        text=True,
     )
     assert "transformer_engine.tensorflow is not in this package" in done.stderr
 
@@ -176,7 +183,9 @@ def test_the_sentence_is_there_before_a_framework_is():
 @pytest.mark.parametrize("start", absent.ABSENT)
 def test_a_row_covers_no_name_that_exists(start: str):
     if start in ("transformer_engine.pytorch.ops", "transformer_engine.pytorch.custom_recipes"):
-        pytest.skip("the package has a part of the original's names; the row covers the missing ones")
+        pytest.skip(
+            "the package has a part of the original's names; the row covers the missing ones"
+        )
     module, _, name = start.rpartition(".")
     assert not fnmatch.filter(dir(imported(module)), name)
 

@@ -3,17 +3,28 @@ from typing import NamedTuple
 import pytest
 
 from transformer_engine.common import dispatch
-from transformer_engine.common.dispatch import Backend, Operator, PlanFailure, Table, Unsupported, use_backend
+from transformer_engine.common.dispatch import (
+    Backend,
+    Operator,
+    PlanFailure,
+    Table,
+    Unsupported,
+    use_backend,
+)
 
 
 @pytest.fixture
 def table():
     """Doubles its request; `small` supports numbers below 10, `even` even ones, neither supports the rest."""
     small = Backend(
-        "small", unsupported_reason=lambda n: None if n < 10 else f"n={n} >= 10", bind=lambda n: lambda: 2 * n
+        "small",
+        unsupported_reason=lambda n: None if n < 10 else f"n={n} >= 10",
+        bind=lambda n: lambda: 2 * n,
     )
     even = Backend(
-        "even", unsupported_reason=lambda n: f"n={n} is odd" if n % 2 else None, bind=lambda n: lambda: n + n
+        "even",
+        unsupported_reason=lambda n: f"n={n} is odd" if n % 2 else None,
+        bind=lambda n: lambda: n + n,
     )
     yield Table("double", (small, even))
     del dispatch.tables["double"]
@@ -37,7 +48,10 @@ def test_a_forced_backend_is_selected_before_the_order(table):
 
 
 def test_a_forced_backend_that_rejects_raises_its_reason_and_falls_back_to_nothing(table):
-    with use_backend(double="small"), pytest.raises(Unsupported, match=r"'small'.*n=12 >= 10.*use_backend"):
+    with (
+        use_backend(double="small"),
+        pytest.raises(Unsupported, match=r"'small'.*n=12 >= 10.*use_backend"),
+    ):
         table.bind(12)
 
 
@@ -78,9 +92,15 @@ def test_explain_reports_a_forced_choice(table):
 
 
 def test_unknown_operations_and_backends_are_rejected_with_the_names_there_are(table):
-    with pytest.raises(ValueError, match=r"unknown operation 'treble'.*double"), use_backend(treble="small"):
+    with (
+        pytest.raises(ValueError, match=r"unknown operation 'treble'.*double"),
+        use_backend(treble="small"),
+    ):
         pass
-    with pytest.raises(ValueError, match=r"no backend 'odd'.*small, even"), use_backend(double="odd"):
+    with (
+        pytest.raises(ValueError, match=r"no backend 'odd'.*small, even"),
+        use_backend(double="odd"),
+    ):
         pass
     assert table.chosen(2) == "small"
 
@@ -104,12 +124,16 @@ class Doubler:
                 Backend(
                     "small",
                     takes=frozenset({"negated"}),
-                    unsupported_reason=lambda request: None if request.n < 10 else f"n={request.n} >= 10",
+                    unsupported_reason=lambda request: (
+                        None if request.n < 10 else f"n={request.n} >= 10"
+                    ),
                     bind=self._small,
                 ),
                 Backend(
                     "even",
-                    unsupported_reason=lambda request: f"n={request.n} is odd" if request.n % 2 else None,
+                    unsupported_reason=lambda request: (
+                        f"n={request.n} is odd" if request.n % 2 else None
+                    ),
                     bind=self._even,
                     opaque=True,
                 ),
@@ -164,7 +188,10 @@ def test_a_plan_that_fails_is_a_rejection_with_its_own_reason(doubler):
 
 
 def test_a_forced_backend_whose_plan_fails_raises_that_reason(doubler):
-    with use_backend(doubled="even"), pytest.raises(Unsupported, match=r"'even'.*too much of a plan"):
+    with (
+        use_backend(doubled="even"),
+        pytest.raises(Unsupported, match=r"'even'.*too much of a plan"),
+    ):
         doubler.table.bound((40,))
 
 
@@ -183,7 +210,10 @@ def test_forcing_reaches_a_bound_request_and_ends_with_its_block(doubler):
             assert doubler.table.name_of((2,)) == "even"
     assert doubler.table.name_of((2,)) == "small"
     doubler.table.bound((2,))
-    assert doubler.planned == [("small", 2), ("even", 2)]  # a plan outlives the block it was made in
+    assert doubler.planned == [
+        ("small", 2),
+        ("even", 2),
+    ]  # a plan outlives the block it was made in
 
 
 def test_observers_are_called_for_every_bound_request(doubler):
@@ -217,12 +247,16 @@ def test_requests_without_end_do_not_fill_the_memory(doubler, monkeypatch):
     for n in range(-9, 9):
         doubler.table.bound((n,))
         doubler.table.name_of((n,))
-    assert all(len(m) <= 4 for m in (doubler.table._bound, doubler.table._plans, doubler.table._names))
+    assert all(
+        len(m) <= 4 for m in (doubler.table._bound, doubler.table._plans, doubler.table._names)
+    )
 
 
 def test_a_table_of_ways_to_go_decides_and_is_observed():
     left = Backend(
-        "left", takes=frozenset({"rain"}), unsupported_reason=lambda r: None if r.n < 0 else f"n={r.n} >= 0"
+        "left",
+        takes=frozenset({"rain"}),
+        unsupported_reason=lambda r: None if r.n < 0 else f"n={r.n} >= 0",
     )
     table = Table("ways", (left, Backend("right", takes=frozenset({"rain"}))), describe=Doubling)
     try:
@@ -260,7 +294,10 @@ def test_a_backend_whose_results_vary_rejects_where_they_must_not(demanded):
             table.explain(1)[0].reason
             == "its results differ from run to run, it adds in the order of arrival"
         )
-        with use_backend(sum="fast"), pytest.raises(Unsupported, match="adds in the order of arrival"):
+        with (
+            use_backend(sum="fast"),
+            pytest.raises(Unsupported, match="adds in the order of arrival"),
+        ):
             table.bind(1)
         demanded["on"] = False
         assert table.bound((1,))() == "fast"

@@ -26,9 +26,13 @@ def with_urls(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
 
 
 def test_a_published_wheel_names_the_address_of_a_page(monkeypatch: pytest.MonkeyPatch):
-    with_urls(monkeypatch, "Issues, https://git.example/te/issues", "Repository, https://git.example/te")
+    with_urls(
+        monkeypatch, "Issues, https://git.example/te/issues", "Repository, https://git.example/te"
+    )
     assert documentation.page("support") == "https://git.example/te/blob/main/docs/support.md"
-    with pytest.raises(AttributeError, match=r"https://git\.example/te/blob/main/docs/support\.md lists"):
+    with pytest.raises(
+        AttributeError, match=r"https://git\.example/te/blob/main/docs/support\.md lists"
+    ):
         importlib.import_module("transformer_engine.common.recipe").Nothing  # noqa: B018
 
 

@@ -26,7 +26,9 @@ def test_a_default_has_the_type_and_the_value_that_its_row_allows(name):
 
 
 def test_every_variable_is_either_read_somewhere_or_marked_as_accepted():
-    source = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path != Path(env.__file__))
+    source = "".join(
+        path.read_text() for path in PACKAGE.rglob("*.py") if path != Path(env.__file__)
+    )
     source += Path(env.__file__).read_text().partition("VARIABLES:")[2]
     # A public constant of the original that holds the name of a variable does not read the variable.
     source = re.sub(r'^\w+_ENV = "\w+"$', "", source, flags=re.MULTILINE)
@@ -75,7 +77,11 @@ def test_a_key_of_variables_changes_with_each_of_them(monkeypatch):
     for name in names:
         monkeypatch.delenv(name, raising=False)
     keys = [key()]
-    for name, text in (("NVTE_FLASH_ATTN", "1"), ("NVTE_FLASH_ATTN", "0"), ("NVTE_FUSED_ATTN", "0")):
+    for name, text in (
+        ("NVTE_FLASH_ATTN", "1"),
+        ("NVTE_FLASH_ATTN", "0"),
+        ("NVTE_FUSED_ATTN", "0"),
+    ):
         monkeypatch.setenv(name, text)
         keys.append(key())
     assert len(set(keys)) == 4
@@ -92,7 +98,9 @@ def test_a_key_of_variables_changes_with_each_of_them(monkeypatch):
         ("NVTE_BACKWARD_OVERRIDE", "low", "'high_precision', 'dequantized'"),
     ],
 )
-def test_an_invalid_value_raises_with_the_variable_and_the_allowed_values(monkeypatch, name, text, allowed):
+def test_an_invalid_value_raises_with_the_variable_and_the_allowed_values(
+    monkeypatch, name, text, allowed
+):
     monkeypatch.setenv(name, text)
     with pytest.raises(ValueError) as raised:
         env.get(name)

@@ -118,12 +118,17 @@ def test_a_gpu_is_found_by_its_name(name, architecture):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "likeness"), [("8.7", "8.6"), ("10.1", "10.0"), ("12.3", "12.1"), ("14.0", "12.1")]
+    ("architecture", "likeness"),
+    [("8.7", "8.6"), ("10.1", "10.0"), ("12.3", "12.1"), ("14.0", "12.1")],
 )
-def test_an_unlisted_architecture_has_the_capabilities_of_its_nearest_older_relative(architecture, likeness):
+def test_an_unlisted_architecture_has_the_capabilities_of_its_nearest_older_relative(
+    architecture, likeness
+):
     row = hardware_named("nvidia", architecture)
     assert set(row.capabilities) >= set(hardware_named("nvidia", likeness).capabilities)
-    assert row.portable_ptx > (90, 0), "kernels of an unlisted architecture may need a newer version"
+    assert row.portable_ptx > (90, 0), (
+        "kernels of an unlisted architecture may need a newer version"
+    )
     assert f"compute capability {architecture} (not in the table, treated as {likeness})" in str(
         row.lacks("hopper instructions")
     )
@@ -132,7 +137,9 @@ def test_an_unlisted_architecture_has_the_capabilities_of_its_nearest_older_rela
 
 def test_the_number_that_rocm_reports_is_no_compute_capability():
     row = hardware_named("amd", "gfx942")
-    assert row.has("triton kernels") and not row.has("fp8 products") and capability_number(row) == 94
+    assert (
+        row.has("triton kernels") and not row.has("fp8 products") and capability_number(row) == 94
+    )
     assert row.lacks("fp8 products") == (
         "AMD gfx942 has no fp8 products (its FP8 codes (fnuz) differ from those of the recipes); "
         "NVIDIA GPUs of compute capability 8.9 and higher have"

@@ -78,7 +78,9 @@ def test_a_build_that_could_read_more_than_its_key_is_rejected():
             Memory(build, 8)
 
 
-@pytest.mark.parametrize("repeated", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "repeated", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
 def test_a_copy_begins_empty(repeated):
     memory = Memory(plus, 8, 10)
     assert memory[1] == 11
@@ -91,7 +93,8 @@ def test_the_generation_follows_every_variable_that_is_read(monkeypatch):
     read = [
         variable
         for variable in env.VARIABLES.values()
-        if not variable.meaning.startswith("Accepted") and variable.name != "TE_FAST"  # it is read once
+        if not variable.meaning.startswith("Accepted")
+        and variable.name != "TE_FAST"  # it is read once
     ]
     for variable in read:
         monkeypatch.delenv(variable.name, raising=False)

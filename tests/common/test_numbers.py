@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from transformer_engine.common.checks import switch
-from transformer_engine.common.numbers import parse_bool, parse_float, parse_int, to_bool, to_float, to_int
+from transformer_engine.common.numbers import (
+    parse_bool,
+    parse_float,
+    parse_int,
+    to_bool,
+    to_float,
+    to_int,
+)
 from transformer_engine.common.warning import forget_issued
 
 TWO = [
@@ -22,7 +29,18 @@ TWO = [
     torch.tensor(2.0),
     torch.tensor([2]),
 ]
-TRUE = [True, 1, 2, 0.5, "yes", [0], np.bool_(True), np.int64(3), torch.tensor(True), torch.tensor([2.0])]
+TRUE = [
+    True,
+    1,
+    2,
+    0.5,
+    "yes",
+    [0],
+    np.bool_(True),
+    np.int64(3),
+    torch.tensor(True),
+    torch.tensor([2.0]),
+]
 FALSE = [False, None, 0, 0.0, "", [], np.bool_(False), torch.tensor(False), torch.tensor(0)]
 NEITHER = [torch.float32, len, int, object(), torch.nn.Identity(), torch.zeros(2), torch.zeros(0)]
 
@@ -36,14 +54,20 @@ def test_a_number_has_the_same_value_in_every_form(convert, value):
 
 
 def test_a_bool_counts_as_a_number():
-    assert (to_int("size", True), to_int("size", np.bool_(False)), to_float("size", True)) == (1, 0, 1.0)
+    assert (to_int("size", True), to_int("size", np.bool_(False)), to_float("size", True)) == (
+        1,
+        0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(
     "value", [1.5, float("nan"), float("inf"), "2", None, [2], torch.zeros(2), len], ids=repr
 )
 def test_other_values_are_not_whole_numbers(value):
-    with pytest.raises(TypeError, match=r"size=.* must be a whole number; give an int of at least 1"):
+    with pytest.raises(
+        TypeError, match=r"size=.* must be a whole number; give an int of at least 1"
+    ):
         to_int("size", value, 1)
 
 
@@ -74,7 +98,9 @@ def test_objects_without_a_truth_value_are_not_flags(value):
 
 def test_text_that_spells_false_counts_as_true_and_warns_once():
     forget_issued()
-    with pytest.warns(UserWarning, match="enabled='false' is a non-empty string and counts as True"):
+    with pytest.warns(
+        UserWarning, match="enabled='false' is a non-empty string and counts as True"
+    ):
         assert to_bool("enabled", "false") is True
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -53,7 +53,9 @@ def test_a_rocm_device_is_found_by_its_architecture(rocm):
 def test_rocm_has_bfloat16_and_no_fp8_for_a_reason(rocm):
     assert te.is_bf16_available()
     available, reason = te.is_fp8_available(return_reason=True)
-    assert not available and "AMD gfx942" in reason and "fnuz" in reason and "TE_EMULATE=1" in reason
+    assert (
+        not available and "AMD gfx942" in reason and "fnuz" in reason and "TE_EMULATE=1" in reason
+    )
     for check in (te.is_mxfp8_available, te.is_nvfp4_available, te.is_fp8_block_scaling_available):
         assert check(return_reason=True)[0] is False
     with te.emulate():
@@ -79,7 +81,9 @@ def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
         ("gemm", dataclasses.replace(request, bias=torch.bfloat16)),
         ("gemm_epilogue", FusedRequest(GELU, request, False, None, None, None)),
     ):
-        verdicts = [v for v in tables[operation].explain(requested) if v.backend.startswith("cublaslt")]
+        verdicts = [
+            v for v in tables[operation].explain(requested) if v.backend.startswith("cublaslt")
+        ]
         assert verdicts
         for verdict in verdicts:
             assert f"AMD {row.architecture} has no cublaslt" in str(verdict.reason), (
@@ -92,10 +96,22 @@ def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
 def test_no_attention_library_of_nvidia_is_chosen_on_amd(row, monkeypatch):
     monkeypatch.setattr(launch, "missing", lambda hardware: None)
     call = AttentionCall(
-        batch=2, heads=16, groups=16, seqlen_q=512, seqlen_kv=512, head_dim_qk=128, head_dim_v=128,
-        dtype=torch.bfloat16, q_format="bshd", kv_format="bshd", page_size=0, mask=resolve("causal", None, None),
-        scale=0.1, device_type="cuda", hardware=row,
-    )  # fmt: skip
+        batch=2,
+        heads=16,
+        groups=16,
+        seqlen_q=512,
+        seqlen_kv=512,
+        head_dim_qk=128,
+        head_dim_v=128,
+        dtype=torch.bfloat16,
+        q_format="bshd",
+        kv_format="bshd",
+        page_size=0,
+        mask=resolve("causal", None, None),
+        scale=0.1,
+        device_type="cuda",
+        hardware=row,
+    )
     reasons = {verdict.backend: verdict.reason for verdict in tables["attention"].explain(call)}
     for backend in ("cudnn", "torch_cudnn", "torch_flash", "flash3", "flash4"):
         assert reasons[backend] is not None, backend

@@ -14,7 +14,12 @@ import pytest
 
 from tests.support.programs import ROOT
 from transformer_engine.common.planning import GPUS, MODELS, LinkRates, ModelShape, plan, search
-from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, format_named, host_links
+from transformer_engine.common.planning.hardware import (
+    DEFAULT_LINKS,
+    FORMATS,
+    format_named,
+    host_links,
+)
 from transformer_engine.common.planning.layer import MicroBatch, layer
 from transformer_engine.common.planning.models import model_shape
 from transformer_engine.common.planning.simulate import RankMachine
@@ -30,20 +35,26 @@ def checks():
 
 def test_every_claimed_measurement_is_predicted_within_15_percent(checks):
     claimed = [check for check in checks if check.reason is None]
-    wrong = {f"{check.group}: {check.case}": check.error for check in claimed if abs(check.error) > 0.15}
+    wrong = {
+        f"{check.group}: {check.case}": check.error for check in claimed if abs(check.error) > 0.15
+    }
     assert len(claimed) > 350 and not wrong
     assert sum(not check.fitted for check in claimed) > 200
 
 
 def test_exceptions_are_few_and_each_pattern_has_one(checks):
-    reasons = {check.reason for check in checks if check.reason is not None and abs(check.error) > 0.15}
+    reasons = {
+        check.reason for check in checks if check.reason is not None and abs(check.error) > 0.15
+    }
     assert reasons == set(plan_accuracy.NOT_CLAIMED.values())
     assert sum(check.reason is not None for check in checks) < len(checks) / 6
 
 
 def test_the_prediction_of_a_layer_follows_its_measurement_over_all_recipes(checks):
     """A single product rate would be wrong by a factor of 2, the ratio between FP8 and bfloat16."""
-    rows = [check for check in checks if check.case.startswith("layer_fb/") and "H200" in check.group]
+    rows = [
+        check for check in checks if check.case.startswith("layer_fb/") and "H200" in check.group
+    ]
     ratios = [check.predicted / check.measured for check in rows]
     assert len(rows) == 16 and max(ratios) / min(ratios) < 1.12
 
@@ -75,7 +86,9 @@ def test_parts_and_exposed_communication_add_up_to_the_step():
     ):
         total = sum(result.parts.values()) + sum(result.exposed.values())
         assert total == pytest.approx(result.step_ms)
-        assert all(took <= result.communication[axis] * 1.000001 for axis, took in result.exposed.items())
+        assert all(
+            took <= result.communication[axis] * 1.000001 for axis, took in result.exposed.items()
+        )
         assert result.memory.peak == pytest.approx(sum(result.as_dict()["memory"].values()) / 2)
 
 
@@ -111,7 +124,9 @@ def test_sequence_parallel_ranks_halve_the_saved_activations():
 
 
 def test_a_pipeline_idles_for_its_other_stages():
-    result = plan(replace(TINY, layers=4, vocabulary=1), 4, pp=4, micro_batch=1, global_batch=8, graphs=True)
+    result = plan(
+        replace(TINY, layers=4, vocabulary=1), 4, pp=4, micro_batch=1, global_batch=8, graphs=True
+    )
     assert result.micro_batches == 8
     busy = (
         result.step_ms
@@ -120,16 +135,22 @@ def test_a_pipeline_idles_for_its_other_stages():
         - result.exposed.get("dp", 0)
     )
     assert result.parts["pipeline idle"] == pytest.approx(busy * 3 / 8, rel=0.1)
-    more = plan(replace(TINY, layers=4, vocabulary=1), 4, pp=4, micro_batch=1, global_batch=64, graphs=True)
+    more = plan(
+        replace(TINY, layers=4, vocabulary=1), 4, pp=4, micro_batch=1, global_batch=64, graphs=True
+    )
     assert more.parts["pipeline idle"] == pytest.approx(result.parts["pipeline idle"])
 
 
 def test_collectives_follow_bytes_ranks_and_hosts():
     links, size = LinkRates(), 1 << 28
     assert links.collective_ms("all_gather", size, 1, 1) == 0
-    two, eight = (links.collective_ms("all_gather", size, ranks, 1) - links.start for ranks in (2, 8))
+    two, eight = (
+        links.collective_ms("all_gather", size, ranks, 1) - links.start for ranks in (2, 8)
+    )
     assert eight / two == pytest.approx((7 / 8) / (1 / 2))
-    gather, reduce = (links.collective_ms(kind, size, 8, 1) for kind in ("all_gather", "all_reduce"))
+    gather, reduce = (
+        links.collective_ms(kind, size, 8, 1) for kind in ("all_gather", "all_reduce")
+    )
     assert gather < reduce < 2 * gather
     # One rank per host has one network adapter; 8 ranks on a host have 8 adapters.
     separate, joint = (links.collective_ms("all_gather", size, 16, stride) for stride in (8, 1))
@@ -144,9 +165,9 @@ def test_collectives_follow_bytes_ranks_and_hosts():
 
 
 def test_a_search_equals_trying_every_mesh():
-    found = search(TINY, 8, gpu="h200", recipe="delayed", count=1, cp=1, pp=1, micro_batch=1, sequence=4096)[
-        0
-    ]
+    found = search(
+        TINY, 8, gpu="h200", recipe="delayed", count=1, cp=1, pp=1, micro_batch=1, sequence=4096
+    )[0]
     every = [
         plan(
             TINY,
@@ -169,26 +190,47 @@ def test_a_search_equals_trying_every_mesh():
     assert found.global_batch == 8
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"tp": 3}, "dp=2 * fsdp=1 * tp=3 * cp=1 * pp=1 is 6, but devices=8"),
-    ({"tp": 16, "devices": 16}, "kv_heads=8 is not divisible by tp=16; choose tp from the divisors of 8"),
-    ({"pp": 3, "devices": 3}, "layers=32 is not divisible by pp=3"),
-    ({"cp": 8, "sequence": 1000}, "sequence=1000 is not divisible by 2 * cp=16"),
-    ({"ep": 2}, "ep=2 needs a model with experts, and llama-8b has none; use ep=1"),
-    ({"model": "mixtral-8x7b", "ep": 3, "devices": 3}, "experts=8 is not divisible by ep=3"),
-    ({"gpu": "h10"}, "gpu 'h10' is unknown (did you mean 'h100'?); choose from h100, h200, b200"),
-    ({"recipe": "curent"}, "recipe 'curent' is unknown (did you mean 'current'?)"),
-    ({"recipe": "mxfp8"}, "recipe='mxfp8' has no products on gpu='h100' (compute capability 9.0 has no mxfp8 products"),
-    ({"recipe": "block", "gpu": "b200"}, "recipe='block' has no products on gpu='b200'"),
-    ({"model": "lama-8b"}, "did you mean 'llama-8b'?"),
-    ({"recompute": "some"}, "recompute='some' is unknown; choose from none, full"),
-    ({"global_batch": 12, "fsdp": 8}, "global_batch=12 is not divisible by dp * fsdp * micro_batch = 8; use 16"),
-    ({"devices": 0}, "devices=0 must be an integer of at least 1"),
-    ({"micro_batch": True}, "micro_batch=True must be an integer"),
-    ({"sequence": 8200, "recipe": "current"}, "tokens of a rank (current) = 8200 is not divisible by 16"),
-    ({"hidden": -4096}, "hidden=-4096 of model 'llama-8b' must be an integer of at least 1"),
-    ({"scheme": "a2a", "cp": 8, "tp": 2, "devices": 16}, "kv_heads / tp=4 is not divisible by cp with scheme='a2a'=8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"tp": 3}, "dp=2 * fsdp=1 * tp=3 * cp=1 * pp=1 is 6, but devices=8"),
+        (
+            {"tp": 16, "devices": 16},
+            "kv_heads=8 is not divisible by tp=16; choose tp from the divisors of 8",
+        ),
+        ({"pp": 3, "devices": 3}, "layers=32 is not divisible by pp=3"),
+        ({"cp": 8, "sequence": 1000}, "sequence=1000 is not divisible by 2 * cp=16"),
+        ({"ep": 2}, "ep=2 needs a model with experts, and llama-8b has none; use ep=1"),
+        ({"model": "mixtral-8x7b", "ep": 3, "devices": 3}, "experts=8 is not divisible by ep=3"),
+        (
+            {"gpu": "h10"},
+            "gpu 'h10' is unknown (did you mean 'h100'?); choose from h100, h200, b200",
+        ),
+        ({"recipe": "curent"}, "recipe 'curent' is unknown (did you mean 'current'?)"),
+        (
+            {"recipe": "mxfp8"},
+            "recipe='mxfp8' has no products on gpu='h100' (compute capability 9.0 has no mxfp8 products",
+        ),
+        ({"recipe": "block", "gpu": "b200"}, "recipe='block' has no products on gpu='b200'"),
+        ({"model": "lama-8b"}, "did you mean 'llama-8b'?"),
+        ({"recompute": "some"}, "recompute='some' is unknown; choose from none, full"),
+        (
+            {"global_batch": 12, "fsdp": 8},
+            "global_batch=12 is not divisible by dp * fsdp * micro_batch = 8; use 16",
+        ),
+        ({"devices": 0}, "devices=0 must be an integer of at least 1"),
+        ({"micro_batch": True}, "micro_batch=True must be an integer"),
+        (
+            {"sequence": 8200, "recipe": "current"},
+            "tokens of a rank (current) = 8200 is not divisible by 16",
+        ),
+        ({"hidden": -4096}, "hidden=-4096 of model 'llama-8b' must be an integer of at least 1"),
+        (
+            {"scheme": "a2a", "cp": 8, "tp": 2, "devices": 16},
+            "kv_heads / tp=4 is not divisible by cp with scheme='a2a'=8",
+        ),
+    ],
+)
 def test_a_wrong_argument_is_named_with_its_limit_and_remedy(options, words):
     kwargs = {"model": "llama-8b", "devices": 8, **options}
     with pytest.raises(ValueError) as raised:
@@ -198,11 +240,13 @@ def test_a_wrong_argument_is_named_with_its_limit_and_remedy(options, words):
 
 def test_a_search_that_finds_nothing_names_the_smallest_mesh():
     with pytest.raises(
-        ValueError, match=r"no mesh of 2 devices fits: llama-405b needs at least \d+.\d GiB of the 75"
+        ValueError,
+        match=r"no mesh of 2 devices fits: llama-405b needs at least \d+.\d GiB of the 75",
     ):
         search("llama-405b", 2)
     with pytest.raises(
-        ValueError, match=r"no mesh of 8 devices is valid for llama-8b; the first reason: recipe 'x'"
+        ValueError,
+        match=r"no mesh of 8 devices is valid for llama-8b; the first reason: recipe 'x'",
     ):
         search("llama-8b", 8, recipe="x")
 
@@ -217,7 +261,9 @@ def test_a_configuration_of_hugging_face_is_a_model(tmp_path):
     path.write_text(json.dumps(config))
     assert model_shape(path) == model_shape(tmp_path) == replace(LLAMA, name="llama")
     path.write_text(json.dumps({**config, "num_local_experts": 8, "num_experts_per_tok": 2}))
-    assert model_shape(path).parameters() == pytest.approx(MODELS["mixtral-8x7b"].parameters(), rel=0.02)
+    assert model_shape(path).parameters() == pytest.approx(
+        MODELS["mixtral-8x7b"].parameters(), rel=0.02
+    )
     path.write_text(json.dumps({**config, "kv_lora_rank": 512}))
     with pytest.raises(ValueError, match=r"kv_lora_rank=512: latent attention .* not simulated"):
         model_shape(path)
@@ -238,7 +284,9 @@ def test_a_configuration_of_hugging_face_is_a_model(tmp_path):
         with pytest.raises(ValueError, match=words):
             model_shape(path)
     sizes = {"hidden": 512, "layers": 2, "heads": 8}
-    assert model_shape("mine", **sizes).ffn == 2048 and model_shape("llama-8b", layers=2).layers == 2
+    assert (
+        model_shape("mine", **sizes).ffn == 2048 and model_shape("llama-8b", layers=2).layers == 2
+    )
 
 
 def test_every_model_has_a_plan_under_every_recipe_of_each_gpu():
@@ -252,7 +300,9 @@ def test_every_model_has_a_plan_under_every_recipe_of_each_gpu():
                         recipe,
                         shape.name,
                     )
-                    assert all(took >= 0 for took in (*result.parts.values(), *result.exposed.values()))
+                    assert all(
+                        took >= 0 for took in (*result.parts.values(), *result.exposed.values())
+                    )
 
 
 @pytest.mark.parametrize("gpu", GPUS)

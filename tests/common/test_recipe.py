@@ -24,7 +24,13 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 
-FAMILIES = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling]
+FAMILIES = [
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+]
 PREDICATES = {
     "delayed": {DelayedScaling},
     "float8_current_scaling": {Float8CurrentScaling},
@@ -40,7 +46,9 @@ class PositionalDelayedScaling(DelayedScaling):
     """A subclass as training frameworks write them: no dataclass, its own constructor."""
 
     def __init__(self, length, **extra):
-        super().__init__(amax_history_len=length, override_linear_precision=(False, False, False), **extra)
+        super().__init__(
+            amax_history_len=length, override_linear_precision=(False, False, False), **extra
+        )
 
 
 def make(kind) -> Recipe:
@@ -74,7 +82,10 @@ def test_recipes_pickle_copy_and_compare_by_value(kind):
     ("recipe", "beginning"),
     [
         (DelayedScaling(), "recipe_type=DelayedScaling, margin=0, format=HYBRID, "),
-        (type("Derived", (DelayedScaling,), {})(), "recipe_type=Derived, margin=0, format=HYBRID, "),
+        (
+            type("Derived", (DelayedScaling,), {})(),
+            "recipe_type=Derived, margin=0, format=HYBRID, ",
+        ),
         (Float8CurrentScaling(), "recipe_type=Float8CurrentScaling, format=HYBRID, "),
         (Float8BlockScaling(), "recipe_type=Float8BlockScaling, format=E4M3, "),
         (MXFP8BlockScaling(), "recipe_type=MXFP8BlockScaling, margin=0, format=E4M3, "),
@@ -117,28 +128,46 @@ def test_current_scaling_defaults():
     assert recipe.fp8_format is Format.HYBRID
     assert recipe.fp8_gemm_fprop == MMParams(use_split_accumulator=False)
     assert recipe.fp8_gemm_dgrad == recipe.fp8_gemm_wgrad == MMParams(use_split_accumulator=True)
-    assert recipe.fp8_quant_fwd_inp == recipe.fp8_quant_fwd_weight == recipe.fp8_quant_bwd_grad == QParams()
+    assert (
+        recipe.fp8_quant_fwd_inp
+        == recipe.fp8_quant_fwd_weight
+        == recipe.fp8_quant_bwd_grad
+        == QParams()
+    )
 
 
 def test_block_scaling_defaults():
     recipe = Float8BlockScaling()
     assert recipe.fp8_format is Format.E4M3
-    assert (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) == (
+    assert (
+        recipe.x_block_scaling_dim,
+        recipe.w_block_scaling_dim,
+        recipe.grad_block_scaling_dim,
+    ) == (
         1,
         2,
         1,
     )
     assert recipe.fp8_quant_fwd_inp == QParams(power_2_scale=True)
-    assert Float8BlockScaling(use_f32_scales=True).fp8_quant_bwd_grad == QParams(power_2_scale=False)
+    assert Float8BlockScaling(use_f32_scales=True).fp8_quant_bwd_grad == QParams(
+        power_2_scale=False
+    )
 
 
 def test_nvfp4_derives_the_settings_of_each_tensor():
     recipe = NVFP4BlockScaling()
     assert recipe.fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
     assert recipe.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)
-    assert recipe.fp4_quant_bwd_grad == QParams(random_hadamard_transform=True, stochastic_rounding=True)
+    assert recipe.fp4_quant_bwd_grad == QParams(
+        random_hadamard_transform=True, stochastic_rounding=True
+    )
     plain = NVFP4BlockScaling(True, True, True)
-    assert plain.fp4_quant_fwd_inp == plain.fp4_quant_fwd_weight == plain.fp4_quant_bwd_grad == QParams()
+    assert (
+        plain.fp4_quant_fwd_inp
+        == plain.fp4_quant_fwd_weight
+        == plain.fp4_quant_bwd_grad
+        == QParams()
+    )
 
 
 def test_derived_fields_follow_their_flag_and_stay_assignable():
@@ -167,7 +196,9 @@ def test_parameters_are_frozen(kind):
 @pytest.mark.parametrize("kind", [*FAMILIES, CustomRecipe])
 def test_unknown_keywords_are_dropped_with_one_warning_that_names_them(kind):
     keywords = {"qfactory": len} if kind is CustomRecipe else {}
-    with pytest.warns(UserWarning, match=r"interval, fp8_formt \(did you mean fp8_format\?\)$") as caught:
+    with pytest.warns(
+        UserWarning, match=r"interval, fp8_formt \(did you mean fp8_format\?\)$"
+    ) as caught:
         recipe = kind(**keywords, interval=16, fp8_formt=None, params_dtype=None)
     assert len([w for w in caught if w.category is UserWarning]) == 1
     assert recipe == make(kind)
@@ -185,15 +216,25 @@ def test_keywords_of_earlier_releases_warn_only_if_their_value_has_a_meaning(kin
         warnings.simplefilter("error")
         for silent in (
             {"interval": 1, "override_linear_precision": (False, False, False)},
-            {"override_linear_precision": [False, False, False], "params_dtype": "bfloat16", "device": 0},
+            {
+                "override_linear_precision": [False, False, False],
+                "params_dtype": "bfloat16",
+                "device": 0,
+            },
             {"override_linear_precision": None},
         ):
             assert kind(**silent) == kind()
     for name, value in {
-        "interval": 4, "override_linear_precision": (False, False, True), "marginn": 1
-    }.items():  # fmt: skip
-        meant = r" \(did you mean margin\?\)" if name == "marginn" and hasattr(kind(), "margin") else ""
-        with pytest.warns(UserWarning, match=f"{kind.__name__} ignores unknown arguments: {name}{meant}$"):
+        "interval": 4,
+        "override_linear_precision": (False, False, True),
+        "marginn": 1,
+    }.items():
+        meant = (
+            r" \(did you mean margin\?\)" if name == "marginn" and hasattr(kind(), "margin") else ""
+        )
+        with pytest.warns(
+            UserWarning, match=f"{kind.__name__} ignores unknown arguments: {name}{meant}$"
+        ):
             assert kind(device="cuda", **{name: value}) == kind()
 
 
@@ -227,9 +268,15 @@ def test_a_subclass_with_its_own_constructor_works():
             lambda: DelayedScaling(backward_override="dequantized"),
             ["backward_override", "NVTE_BACKWARD_OVERRIDE"],
         ),
-        (lambda: MXFP8BlockScaling(backward_override="low"), ["backward_override", "high_precision"]),
+        (
+            lambda: MXFP8BlockScaling(backward_override="low"),
+            ["backward_override", "high_precision"],
+        ),
         (lambda: Float8BlockScaling(x_block_scaling_dim=3), ["x_block_scaling_dim=3", "1 or 2"]),
-        (lambda: Float8BlockScaling(x_block_scaling_dim=2), ["x_block_scaling_dim and w_block_scaling_dim"]),
+        (
+            lambda: Float8BlockScaling(x_block_scaling_dim=2),
+            ["x_block_scaling_dim and w_block_scaling_dim"],
+        ),
         (lambda: Float8BlockScaling(fp8_gemm_dgrad=MMParams(False)), ["fp8_gemm_dgrad", "split"]),
         (lambda: Float8BlockScaling(fp8_dpa=True), ["fp8_dpa", "DelayedScaling"]),
         (lambda: NVFP4BlockScaling(fp4_format=Format.E4M3), ["fp4_format", "E2M1"]),
@@ -237,7 +284,10 @@ def test_a_subclass_with_its_own_constructor_works():
         (lambda: NVFP4BlockScaling(nvfp4_4over6="some"), ["nvfp4_4over6", "weights"]),
         (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="MAX"), ["MAE", "MSE"]),
         (lambda: CustomRecipe(), ["qfactory=None", "callable"]),
-        (lambda: CustomRecipe(qfactory=len, quantization_alignment=0), ["quantization_alignment=0"]),
+        (
+            lambda: CustomRecipe(qfactory=len, quantization_alignment=0),
+            ["quantization_alignment=0"],
+        ),
     ],
 )
 def test_impossible_recipes_are_rejected_with_value_and_remedy(make_recipe, words):
@@ -250,10 +300,18 @@ def test_impossible_recipes_are_rejected_with_value_and_remedy(make_recipe, word
 @pytest.mark.parametrize(
     ("name", "value", "expression"),
     [
-        ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1", "Float8CurrentScaling().use_power_2_scales"),
+        (
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+            "1",
+            "Float8CurrentScaling().use_power_2_scales",
+        ),
         ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", "Float8BlockScaling().use_f32_scales"),
         ("NVTE_NVFP4_DISABLE_RHT", "1", "NVFP4BlockScaling().disable_rht"),
-        ("NVTE_BACKWARD_OVERRIDE", "dequantized", "MXFP8BlockScaling().backward_override == 'dequantized'"),
+        (
+            "NVTE_BACKWARD_OVERRIDE",
+            "dequantized",
+            "MXFP8BlockScaling().backward_override == 'dequantized'",
+        ),
     ],
 )
 def test_environment_variables_are_defaults_from_import_on(name, value, expression):
@@ -267,7 +325,10 @@ def test_environment_variables_are_defaults_from_import_on(name, value, expressi
     for environment, expected in (({name: value}, "True"), ({}, "False")):
         clean = {k: v for k, v in os.environ.items() if k != name}
         answer = subprocess.run(
-            [sys.executable, "-c", source, root], env={**clean, **environment}, capture_output=True, text=True
+            [sys.executable, "-c", source, root],
+            env={**clean, **environment},
+            capture_output=True,
+            text=True,
         )
         assert answer.stdout.strip() == expected, answer.stderr
 
@@ -321,7 +382,9 @@ def test_a_value_assigned_to_a_derived_field_stays():
         (MXFP8BlockScaling, "fp8_format", Format.E5M2, ValueError, "gradients alone may use E5M2"),
     ],
 )
-def test_an_assignment_that_the_constructor_would_reject_changes_nothing(recipe, name, value, error, message):
+def test_an_assignment_that_the_constructor_would_reject_changes_nothing(
+    recipe, name, value, error, message
+):
     changed = recipe()
     with pytest.raises(error, match=re.escape(message)):
         setattr(changed, name, value)

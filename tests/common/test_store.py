@@ -99,7 +99,12 @@ def test_the_least_recently_used_files_are_deleted(stored: Store):
         os.utime(entry_path(few, age), (1000 + age, 1000 + age))
     assert few.read(entry_path(few, 0)) == b"content"
     few.write(entry_path(few, 3), b"content")
-    assert [few.read(entry_path(few, age)) is None for age in range(4)] == [False, True, False, False]
+    assert [few.read(entry_path(few, age)) is None for age in range(4)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files exist on POSIX systems")

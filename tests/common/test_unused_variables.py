@@ -31,7 +31,10 @@ def messages(make=DelayedScaling):
 REASONS = {
     "NVTE_PRINT_RANK": ("1", "nothing is logged per rank"),
     "NVTE_USE_FAST_MATH": ("2", "arithmetic is IEEE everywhere"),
-    "NVTE_MASKED_SOFTMAX_FUSION": ("0", "scale, mask of bool or uint8 and softmax are one operation"),
+    "NVTE_MASKED_SOFTMAX_FUSION": (
+        "0",
+        "scale, mask of bool or uint8 and softmax are one operation",
+    ),
     "NVTE_EXT_MARGIN_SM": ("8", "matrix products leave no SMs free"),
     "NVTE_JAX_CUSTOM_CALLS_RE": ("Norm.*", "name the primitives in NVTE_JAX_CUSTOM_CALLS"),
     "NVTE_UBDEBUG": ("verbose", "communication overlap has no debug mode"),
@@ -77,11 +80,13 @@ def test_importing_warns_only_where_a_variable_is_set(value, expected):
     environment = {k: v for k, v in os.environ.items() if k not in env.VARIABLES}
     environment |= {"PYTHONPATH": str(Path(env.__file__).parents[2])}
     environment |= {} if value is None else {"NVTE_PRINT_RANK": value}
-    program = (
-        "from transformer_engine.common.recipe import DelayedScaling; DelayedScaling(); DelayedScaling()"
-    )
+    program = "from transformer_engine.common.recipe import DelayedScaling; DelayedScaling(); DelayedScaling()"
     run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("NVTE_PRINT_RANK='1' has no effect") == expected

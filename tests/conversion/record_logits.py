@@ -18,7 +18,9 @@ def theirs(name: str) -> torch.nn.Module:
     """Return the model of transformers; its weights must match its settings exactly."""
     settings = dict(SETTINGS[name])
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     given = weights(SETTINGS[name])
     left = set(model.state_dict()) - set(given)
     assert left <= {"lm_head.weight"}, left
@@ -34,7 +36,11 @@ def logits(name: str) -> torch.Tensor:
 
 def _round_logits(values: Any) -> Any:
     """Return nested lists of float32 numbers with nine digits, which represent them exactly."""
-    return [_round_logits(value) for value in values] if isinstance(values, list) else float(f"{values:.9g}")
+    return (
+        [_round_logits(value) for value in values]
+        if isinstance(values, list)
+        else float(f"{values:.9g}")
+    )
 
 
 if __name__ == "__main__":

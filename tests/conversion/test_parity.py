@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.conversion.tiny_models import COLUMNS, SETTINGS, golden, tokens, weights, write_checkpoint
+from tests.conversion.tiny_models import (
+    COLUMNS,
+    SETTINGS,
+    golden,
+    tokens,
+    weights,
+    write_checkpoint,
+)
 from tests.support.tolerances import ATTENDED
 from transformer_engine.common.optional import installed
 from transformer_engine.pytorch import conversion
@@ -34,7 +41,9 @@ def test_logits_equal_the_recorded_ones_of_transformers(
     not installed("transformers"), reason="transformers is not installed: pip install transformers"
 )
 @FAMILIES
-def test_logits_equal_those_of_transformers(name: str, model: conversion.Decoder, device: torch.device):
+def test_logits_equal_those_of_transformers(
+    name: str, model: conversion.Decoder, device: torch.device
+):
     from tests.conversion.record_logits import logits
 
     torch.testing.assert_close(model(tokens().to(device)).cpu(), logits(name), **ATTENDED)
@@ -54,14 +63,20 @@ def test_transformers_reads_a_checkpoint_converted_back(name: str, tmp_path: Pat
     repeated, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", output_loading_info=True
     )
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     for key, value in theirs(name).state_dict().items():
         assert torch.equal(repeated.state_dict()[key], value), key
 
 
 @FAMILIES
 def test_every_weight_comes_back_bit_for_bit(name: str, tmp_path: Path):
-    conversion.convert(write_checkpoint(tmp_path / "theirs", name), tmp_path / "ours", shard_bytes=50_000)
+    conversion.convert(
+        write_checkpoint(tmp_path / "theirs", name), tmp_path / "ours", shard_bytes=50_000
+    )
     conversion.convert(tmp_path / "ours", tmp_path / "back")
     back, argument = Shards.open(tmp_path / "back"), weights(SETTINGS[name])
     assert set(back.files) == set(argument)
@@ -70,7 +85,9 @@ def test_every_weight_comes_back_bit_for_bit(name: str, tmp_path: Path):
 
 
 @FAMILIES
-def test_a_loaded_model_is_sampled_with_a_cache_to_the_same_end(name: str, model: conversion.Decoder, device):
+def test_a_loaded_model_is_sampled_with_a_cache_to_the_same_end(
+    name: str, model: conversion.Decoder, device
+):
     prompt = tokens()[:, :6].to(device)
     drawn = model.generate(prompt, 10, temperature=0)
     assert torch.equal(drawn[:, :6], prompt)
@@ -78,7 +95,9 @@ def test_a_loaded_model_is_sampled_with_a_cache_to_the_same_end(name: str, model
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-def test_a_loaded_model_trains_and_is_saved_in_its_new_state(name: str, model, tmp_path: Path, device):
+def test_a_loaded_model_trains_and_is_saved_in_its_new_state(
+    name: str, model, tmp_path: Path, device
+):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = tokens().to(device)
     losses = []
@@ -97,7 +116,9 @@ def test_a_loaded_model_trains_and_is_saved_in_its_new_state(name: str, model, t
 
 
 @pytest.mark.parametrize("name", ["llama"])
-def test_the_state_of_delayed_scaling_is_saved_with_a_model(name: str, model, tmp_path: Path, device):
+def test_the_state_of_delayed_scaling_is_saved_with_a_model(
+    name: str, model, tmp_path: Path, device
+):
     batch = tokens().to(device)
     with te.autocast():
         model.loss(batch[:, :-1], batch[:, 1:]).backward()
@@ -119,7 +140,8 @@ def test_weights_are_quantized_while_loading(tmp_path: Path, device: torch.devic
     weight = quantized.layers[0].layernorm_mlp.fc1_weight
     assert isinstance(weight, te.Float8Tensor)
     assert torch.equal(
-        weight.dequantize(), weight._quantizer(plain.layers[0].layernorm_mlp.fc1_weight).dequantize()
+        weight.dequantize(),
+        weight._quantizer(plain.layers[0].layernorm_mlp.fc1_weight).dequantize(),
     )
 
 

@@ -20,7 +20,10 @@ from transformer_engine.pytorch.conversion.serving_formats import FORMATS, Servi
 
 UNCALIBRATED = [name for name, form in FORMATS.items() if not form.calibrated]
 # Half a unit in the last place, relative to the largest value of a block: 2^-4 of E4M3, one of E2M1's gaps of 2 at 6.
-ERRORS = dict.fromkeys(FORMATS, 2.0**-4) | {"nvfp4": 1 / 6 + 2.0**-4, "nvfp4_modelopt": 1 / 6 + 2.0**-4}
+ERRORS = dict.fromkeys(FORMATS, 2.0**-4) | {
+    "nvfp4": 1 / 6 + 2.0**-4,
+    "nvfp4_modelopt": 1 / 6 + 2.0**-4,
+}
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -31,7 +34,9 @@ def model(tmp_path: Path) -> conversion.Decoder:
 
 def decode_folder(folder: Path) -> dict[str, Tensor]:
     """The tensors of a quantized folder in float32."""
-    shards = dequantized(Shards.open(folder), {**read_json(folder / "config.json"), "torch_dtype": "float32"})
+    shards = dequantized(
+        Shards.open(folder), {**read_json(folder / "config.json"), "torch_dtype": "float32"}
+    )
     return {name: shards.read(name) for name in shards.files}
 
 
@@ -40,7 +45,9 @@ def is_linear(name: str) -> bool:
 
 
 def save_folder(model: conversion.Decoder, folder: Path, name: str) -> Path:
-    conversion.save_quantized(model, folder, name, sample=tokens() if FORMATS[name].calibrated else None)
+    conversion.save_quantized(
+        model, folder, name, sample=tokens() if FORMATS[name].calibrated else None
+    )
     return folder
 
 
@@ -111,12 +118,16 @@ def test_codes_equal_those_of_quantized_parameters(name: str, recipe, tmp_path: 
 
 
 @pytest.mark.parametrize("name", UNCALIBRATED)
-def test_second_round_trip_returns_the_same_values(name: str, model: conversion.Decoder, tmp_path: Path):
+def test_second_round_trip_returns_the_same_values(
+    name: str, model: conversion.Decoder, tmp_path: Path
+):
     first = save_folder(model, tmp_path / "first", name)
     second_result = conversion.load_model(first, device="cpu", dtype=torch.float32)
     second = save_folder(second_result, tmp_path / "second", name)
     values, repeated = decode_folder(first), decode_folder(second)
-    exact = name != "nvfp4"  # block scales are rounded to E4M3, so the second quantization may choose others
+    exact = (
+        name != "nvfp4"
+    )  # block scales are rounded to E4M3, so the second quantization may choose others
     for key in values:
         if exact:
             assert torch.equal(values[key], repeated[key]), key
@@ -127,9 +138,15 @@ def test_second_round_trip_returns_the_same_values(name: str, model: conversion.
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_modelopt"])
-def test_concatenated_layers_share_their_scale(name: str, model: conversion.Decoder, tmp_path: Path):
+def test_concatenated_layers_share_their_scale(
+    name: str, model: conversion.Decoder, tmp_path: Path
+):
     shards = Shards.open(save_folder(model, tmp_path / "quantized", name))
-    suffix = {"fp8": "weight_scale", "nvfp4": "weight_global_scale", "nvfp4_modelopt": "weight_scale_2"}[name]
+    suffix = {
+        "fp8": "weight_scale",
+        "nvfp4": "weight_global_scale",
+        "nvfp4_modelopt": "weight_scale_2",
+    }[name]
     for joint in (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("mlp.gate_proj", "mlp.up_proj"),
@@ -138,10 +155,17 @@ def test_concatenated_layers_share_their_scale(name: str, model: conversion.Deco
         assert all(torch.equal(scale, scales[0]) for scale in scales)
 
 
-@pytest.mark.parametrize(("name", "suffix"), [("fp8", "input_scale"), ("nvfp4", "input_global_scale")])
-def test_sample_determines_static_scales(name: str, suffix: str, model: conversion.Decoder, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("fp8", "input_scale"), ("nvfp4", "input_global_scale")]
+)
+def test_sample_determines_static_scales(
+    name: str, suffix: str, model: conversion.Decoder, tmp_path: Path
+):
     conversion.save_quantized(model, tmp_path / "quantized", name, sample=tokens())
-    shards, config = Shards.open(tmp_path / "quantized"), read_json(tmp_path / "quantized" / "config.json")
+    shards, config = (
+        Shards.open(tmp_path / "quantized"),
+        read_json(tmp_path / "quantized" / "config.json"),
+    )
     largest: dict[str, Tensor] = {}
     block = model.layers[0]
     handles = [
@@ -176,7 +200,10 @@ def test_model_of_transformers_is_saved_under_its_names(tmp_path: Path):
     model.model.layers[0].self_attn.o_proj = replaced
     conversion.save_quantized(model, tmp_path / "by_transformers", "fp8_block")
     conversion.convert(source, tmp_path / "converted", quantization="fp8_block")
-    ours, theirs = decode_folder(tmp_path / "converted"), decode_folder(tmp_path / "by_transformers")
+    ours, theirs = (
+        decode_folder(tmp_path / "converted"),
+        decode_folder(tmp_path / "by_transformers"),
+    )
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -223,7 +250,11 @@ def test_compressed_tensors_decodes_the_same_weights(
         output_loading_info=True,
         quantization_config=transformers.CompressedTensorsConfig(run_compressed=False),
     )
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     state = theirs.state_dict()
     for key, value in decode_folder(folder).items():
         assert torch.equal(state[key], value.to(dtype)), key
@@ -259,7 +290,9 @@ def test_models_without_a_checkpoint_are_rejected(tmp_path: Path):
 
 def test_transposed_weights_are_rejected(tmp_path: Path):
     source = write_checkpoint(tmp_path / "source", "gpt2")
-    with pytest.raises(ValueError, match="gpt2 stores weights transposed, which has no quantized layout"):
+    with pytest.raises(
+        ValueError, match="gpt2 stores weights transposed, which has no quantized layout"
+    ):
         conversion.convert(source, tmp_path / "quantized", quantization="fp8")
     assert not (tmp_path / "quantized").exists()
 
@@ -271,7 +304,10 @@ def test_transposed_weights_are_rejected(tmp_path: Path):
             {"quant_method": "gptq"},
             "quant_method='gptq', which is not read; compressed-tensors, fp8, modelopt are",
         ),
-        ({"weight_block_size": [64, 64]}, r"is \[1, 1\], which does not fit .* in blocks of \[64, 64\]"),
+        (
+            {"weight_block_size": [64, 64]},
+            r"is \[1, 1\], which does not fit .* in blocks of \[64, 64\]",
+        ),
     ],
 )
 def test_unsupported_quantizations_raise_an_error(
@@ -286,7 +322,9 @@ def test_unsupported_quantizations_raise_an_error(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_loaded_model_trains_and_converts_back(name: str, model: conversion.Decoder, tmp_path: Path):
+def test_loaded_model_trains_and_converts_back(
+    name: str, model: conversion.Decoder, tmp_path: Path
+):
     folder = save_folder(model, tmp_path / "quantized", name)
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         frozen = conversion.load_model(folder, device="cpu")

@@ -14,7 +14,12 @@ import torch
 from tests.conversion.tiny_models import SETTINGS, weights, write_checkpoint
 from transformer_engine.common import optional
 from transformer_engine.pytorch import conversion
-from transformer_engine.pytorch.conversion.safetensors import Described, SafetensorsFile, Shards, write
+from transformer_engine.pytorch.conversion.safetensors import (
+    Described,
+    SafetensorsFile,
+    Shards,
+    write,
+)
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 HEAD = "lm_head.weight"
@@ -29,7 +34,9 @@ def rejection_message(source: Path) -> str:
     with pytest.raises(ValueError) as raised_again:
         conversion.load_model(source, device="cpu")
     # The safetensors library names any one of several wrong tensors.
-    first, second = (re.sub(r"layers\.\d+", "layers", str(error.value)) for error in (raised, raised_again))
+    first, second = (
+        re.sub(r"layers\.\d+", "layers", str(error.value)) for error in (raised, raised_again)
+    )
     assert first == second
     return str(raised.value)
 
@@ -40,7 +47,10 @@ def rejection_message(source: Path) -> str:
         ({Q: None}, f"lacks {Q}; convert the checkpoint that its config.json belongs to"),
         ({"more": torch.ones(2)}, "also holds more, which its model lacks"),
         ({Q: torch.ones(64, 32)}, f"{Q} is [64, 32], its config makes it [64, 64]"),
-        ({Q: torch.ones(64, 64, dtype=torch.int8)}, f"{Q} is torch.int8, which is not a dtype of weights"),
+        (
+            {Q: torch.ones(64, 64, dtype=torch.int8)},
+            f"{Q} is torch.int8, which is not a dtype of weights",
+        ),
     ],
     ids=["missing", "over", "shape", "dtype"],
 )
@@ -70,7 +80,9 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
     argument = weights(SETTINGS["gpt2"])
     bare: dict = dict.fromkeys(argument)
     bare |= {name.removeprefix("transformer."): value for name, value in argument.items()}
-    model = conversion.load_model(write_checkpoint(tmp_path / "theirs", "gpt2", **bare), device="cpu")
+    model = conversion.load_model(
+        write_checkpoint(tmp_path / "theirs", "gpt2", **bare), device="cpu"
+    )
     assert torch.equal(model.embedding.weight, argument["transformer.wte.weight"])
 
 
@@ -81,10 +93,19 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
             {"model_type": "mamba"},
             "model_type 'mamba' has no table of names; known types: gemma, gpt2, llama",
         ),
-        ({"hidden_act": "relu"}, "hidden_act='relu' is not computed by TransformerLayer; it takes silu"),
-        ({"hidden_size": None}, "has no 'hidden_size'; take the config.json that belongs to the weights"),
+        (
+            {"hidden_act": "relu"},
+            "hidden_act='relu' is not computed by TransformerLayer; it takes silu",
+        ),
+        (
+            {"hidden_size": None},
+            "has no 'hidden_size'; take the config.json that belongs to the weights",
+        ),
         ({"vocab_size": "many"}, "vocab_size='many' is not a whole number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type='yarn' is not supported",
+        ),
         ({"num_key_value_heads": 3}, "groups=3 does not divide heads=4"),
         (
             {"quantization_config": {"bits": 4}},
@@ -108,7 +129,11 @@ def test_settings_that_are_not_computed_are_named(settings: dict, sentence: str,
         ),
         ("llama", {"num_hidden_layers": 1}, "num_hidden_layers=1, but the weights have 2 layers"),
         ("gpt2", {"n_layer": 10**9}, "n_layer=1000000000, but the weights have 2 layers"),
-        ("qwen3", {"head_dim": 10**10}, "head_size=10000000000, but no dimension of the weights exceeds 128"),
+        (
+            "qwen3",
+            {"head_dim": 10**10},
+            "head_size=10000000000, but no dimension of the weights exceeds 128",
+        ),
         ("llama", {"hidden_size": 10**10, "head_dim": 16}, "hidden=10000000000, but no dimension"),
         ("llama", {"vocab_size": 10**10}, "vocabulary=10000000000, but no dimension"),
     ],
@@ -128,7 +153,9 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "safetensors", None)
     optional._failure.cache_clear()
     try:
-        with pytest.raises(ImportError, match=r"safetensors.*pip install 'safetensors>=0\.4\.3,<1'"):
+        with pytest.raises(
+            ImportError, match=r"safetensors.*pip install 'safetensors>=0\.4\.3,<1'"
+        ):
             conversion.convert(folder, tmp_path / "ours")
     finally:
         optional._failure.cache_clear()
@@ -165,7 +192,9 @@ def _overlapping(folder: Path) -> None:
 
 def _unsupported(folder: Path) -> None:
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"F32","shape":[112,64]', b'"U16","shape":[224,64]', 1))
+    path.write_bytes(
+        path.read_bytes().replace(b'"F32","shape":[112,64]', b'"U16","shape":[224,64]', 1)
+    )
 
 
 def _pickle_model(folder: Path) -> None:
@@ -182,7 +211,9 @@ def _no_json(folder: Path) -> None:
 
 def _absent_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q: "../absent"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {Q: "../absent"}})
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +241,9 @@ def test_an_existing_folder_is_left_unchanged(tmp_path: Path):
         conversion.convert(folder, folder)
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_conversion_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
 
     def failing(self: Shards, name: str) -> torch.Tensor:
@@ -246,7 +279,9 @@ def test_sampling_beyond_the_model_is_rejected(arguments: dict, sentence: str, t
     "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.bool]
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)])
-def test_a_file_holds_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path):
+def test_a_file_holds_every_dtype_and_shape(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+):
     value = torch.randn(shape).to(dtype)
     path = tmp_path / "model.safetensors"
     write(path, {"a": Described(dtype, shape)}, [("a", value)])

@@ -85,7 +85,11 @@ def noise(name: str, shape: tuple[int, ...]) -> Tensor:
     """Return float32 numbers in [-0.5, 0.5), computed from the name with integer arithmetic, equal on all machines."""
     count = torch.Size(shape).numel()
     state = torch.arange(count, dtype=torch.int64) + (zlib.crc32(name.encode()) << 20)
-    for factor, shift in ((-7046029254386353131, 31), (-4658895280553007687, 27), (-7723592293110705685, 33)):
+    for factor, shift in (
+        (-7046029254386353131, 31),
+        (-4658895280553007687, 27),
+        (-7723592293110705685, 33),
+    ):
         state = state * factor
         state = state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))
     return (((state >> 24) & 0xFFFFFF).double() / 2**24 - 0.5).float().reshape(shape)
@@ -98,7 +102,9 @@ def weights(settings: dict[str, Any]) -> dict[str, Tensor]:
     outputs = {}
     for name, shape in Correspondence.of(family, config).theirs.items():
         is_norm = len(shape) == 1 and name.endswith("weight")
-        outputs[name] = 0.4 * noise(name, shape) + (1.0 if is_norm and not config.zero_centered else 0.0)
+        outputs[name] = 0.4 * noise(name, shape) + (
+            1.0 if is_norm and not config.zero_centered else 0.0
+        )
     return outputs
 
 
@@ -120,7 +126,9 @@ def write_checkpoint(folder: Path, name: str, *, most: int = 10**9, **changed: A
     (folder / "config.json").write_text(json.dumps({**settings, "torch_dtype": "float32"}))
     (folder / "tokenizer.json").write_text("{}")
     tensors = {
-        key: value.contiguous() for key, value in (weights(settings) | changed).items() if value is not None
+        key: value.contiguous()
+        for key, value in (weights(settings) | changed).items()
+        if value is not None
     }
     plan = {key: Described(value.dtype, tuple(value.shape)) for key, value in tensors.items()}
     write_shards(folder, plan, iter(tensors.items()), most)

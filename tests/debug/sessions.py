@@ -36,7 +36,9 @@ class Recorder(BaseLogger):
 
 
 @contextmanager
-def session(folder: Path, features: dict[str, Any], pattern: str = ".*", *extra: Path) -> Iterator[Recorder]:
+def session(
+    folder: Path, features: dict[str, Any], pattern: str = ".*", *extra: Path
+) -> Iterator[Recorder]:
     """Open a session with these features for the layers whose names match."""
     recorder = Recorder()
     enabled = {name: {"enabled": True, **settings} for name, settings in features.items()}
@@ -103,4 +105,6 @@ def quantize_float8(x: torch.Tensor, block: int | None) -> tuple[torch.Tensor, t
         return (x * scale).to(torch.float8_e4m3fn).float() / scale, inverse.reshape(1)
     blocks = x.reshape(-1, block)
     inverse = (blocks.abs().amax(1, keepdim=True) / 448.0).log2().ceil().exp2()
-    return ((blocks / inverse).to(torch.float8_e4m3fn).float() * inverse).view_as(x), inverse.flatten()
+    return ((blocks / inverse).to(torch.float8_e4m3fn).float() * inverse).view_as(
+        x
+    ), inverse.flatten()

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.debug.sessions import GEMMS, LAYERS, TENSORS, assert_equal, quantize_float8, session, train_layer
+from tests.debug.sessions import (
+    GEMMS,
+    LAYERS,
+    TENSORS,
+    assert_equal,
+    quantize_float8,
+    session,
+    train_layer,
+)
 from tests.support.layers import QUANTIZED, RECIPES
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -57,7 +65,9 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
         for name, value in statistics(torch.stack(parts)).items():
             if tensor == "weight":  # the same in both micro-batches, counted once
                 value = statistics(parts[0])[name]
-            assert log.values[f"layer_{tensor}_{name}", 0] == pytest.approx(value, rel=1e-6, abs=1e-9)
+            assert log.values[f"layer_{tensor}_{name}", 0] == pytest.approx(
+                value, rel=1e-6, abs=1e-9
+            )
 
 
 def blockwise(matrix: torch.Tensor, size: int, dims: int) -> float:
@@ -77,13 +87,19 @@ def test_dynamic_range_of_blocks(size: int, dims: int, tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="layer")
     stats = [{"max_blockwise_dynamic_range": {"block_size": size, "dims": dims}}]
     x = torch.randn(40, 64) * torch.randn(40, 64).exp2() * (torch.rand(40, 64) > 0.2)
-    with session(tmp_path, {"LogTensorStats": {"tensors": ["activation", "output"], "stats": stats}}) as log:
+    with session(
+        tmp_path, {"LogTensorStats": {"tensors": ["activation", "output"], "stats": stats}}
+    ) as log:
         y = layer(x)
         debug_api.step()
     name = f"max_blockwise_dynamic_range_block_size_{size}_dims_{dims}"
     both = max(blockwise(x, size, dims), blockwise(x.t(), size, dims))
-    assert log.values[f"layer_activation_{name}_max_over_orientations", 0] == pytest.approx(both, rel=1e-6)
-    assert log.values[f"layer_output_{name}", 0] == pytest.approx(blockwise(y, size, dims), rel=1e-6)
+    assert log.values[f"layer_activation_{name}_max_over_orientations", 0] == pytest.approx(
+        both, rel=1e-6
+    )
+    assert log.values[f"layer_output_{name}", 0] == pytest.approx(
+        blockwise(y, size, dims), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
@@ -92,7 +108,9 @@ def test_quantization_errors_are_those_of_float8_in_plain_torch(recipe: str, tmp
     x = torch.randn(64, 64) * (torch.randn(64, 64) * 6).exp2()
     names = ["underflows%", "mse", "scale_inv_min", "scale_inv_max"]
     stats = [*names, "mxfp8_mse", "fp8_current_scaling_underflows%", "mxfp8_mse_columnwise"]
-    with session(tmp_path, {"LogFp8TensorStats": {"tensors": ["activation"], "stats": stats}}) as log:
+    with session(
+        tmp_path, {"LogFp8TensorStats": {"tensors": ["activation"], "stats": stats}}
+    ) as log:
         with te.autocast(recipe=RECIPES[recipe]):
             layer(x.requires_grad_())
         debug_api.step()
@@ -123,7 +141,10 @@ def test_quantization_errors_are_those_of_float8_in_plain_torch(recipe: str, tmp
 def test_overflow_of_delayed_scaling_is_counted(tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="layer")
     x = torch.randn(32, 64) * 300.0  # the first scale is 1
-    settings = {"tensors": ["activation"], "stats": ["overflows%", "fp8_delayed_scaling_overflows%"]}
+    settings = {
+        "tensors": ["activation"],
+        "stats": ["overflows%", "fp8_delayed_scaling_overflows%"],
+    }
     with session(tmp_path, {"LogFp8TensorStats": settings}) as log:
         with te.autocast(recipe=DelayedScaling()):
             layer(x)
@@ -184,12 +205,19 @@ def test_layer_without_quantization_computes_as_outside_of_autocast(kind: str, t
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.filterwarnings("ignore:the debug feature DisableFP8GEMM:DeprecationWarning")
 @pytest.mark.sampled
-def test_one_product_in_high_precision_leaves_the_others_quantized(gemm: str, recipe: str, tmp_path: Path):
-    plain, quantized = train_layer("Linear", "none", steps=1), train_layer("Linear", recipe, steps=1)
+def test_one_product_in_high_precision_leaves_the_others_quantized(
+    gemm: str, recipe: str, tmp_path: Path
+):
+    plain, quantized = (
+        train_layer("Linear", "none", steps=1),
+        train_layer("Linear", recipe, steps=1),
+    )
     with session(tmp_path, {"DisableFP8GEMM": {"gemms": [gemm]}}):
         found = train_layer("Linear", recipe, steps=1)
     for name, one, in_high_precision, in_codes in zip(GEMMS, found, plain, quantized, strict=False):
-        torch.testing.assert_close(one, in_high_precision if name == gemm else in_codes, rtol=0, atol=0)
+        torch.testing.assert_close(
+            one, in_high_precision if name == gemm else in_codes, rtol=0, atol=0
+        )
         assert not torch.equal(in_high_precision, in_codes)
 
 
@@ -200,7 +228,10 @@ def test_fake_quantization_multiplies_decoded_values(tmp_path: Path):
         "FakeQuant": {
             "gemms_struct": [
                 {"gemm": "fprop", "tensors": ["activation", "weight"], "quant_format": "FP8E4M3"},
-                {"gemm": "wgrad", "tensors_struct": [{"tensor": "gradient", "quant_format": "MXFP8E4M3"}]},
+                {
+                    "gemm": "wgrad",
+                    "tensors_struct": [{"tensor": "gradient", "quant_format": "MXFP8E4M3"}],
+                },
             ]
         }
     }
@@ -208,7 +239,10 @@ def test_fake_quantization_multiplies_decoded_values(tmp_path: Path):
         with te.autocast(recipe=Float8CurrentScaling()):
             y = layer(x)
         y.backward(dy)
-    values, weight = quantize_float8(x.detach(), None)[0], quantize_float8(layer.weight.detach(), None)[0]
+    values, weight = (
+        quantize_float8(x.detach(), None)[0],
+        quantize_float8(layer.weight.detach(), None)[0],
+    )
     torch.testing.assert_close(y, torch.nn.functional.linear(values, weight, layer.bias))
     torch.testing.assert_close(layer.weight.grad, quantize_float8(dy, 32)[0].t() @ x.detach())
 
@@ -230,14 +264,18 @@ def test_margin_of_per_tensor_scaling_halves_the_scale(tmp_path: Path):
         te.autocast(recipe=DelayedScaling()),
     ):
         layer(x)
-    content = torch.load(tmp_path / "tensor_dumps/rank_0/iter_000000/layer_activation.pt", weights_only=True)
+    content = torch.load(
+        tmp_path / "tensor_dumps/rank_0/iter_000000/layer_activation.pt", weights_only=True
+    )
     assert content["quantized"]._scale_inv.item() == pytest.approx(2 * x.abs().max().item() / 448.0)
 
 
 def test_dumped_tensors_are_those_of_the_step(tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="a.b/c")
     x = torch.randn(32, 64)
-    features = {"DumpTensors": {"tensors": ["activation", "output"], "start_step": 1, "end_step": 1}}
+    features = {
+        "DumpTensors": {"tensors": ["activation", "output"], "start_step": 1, "end_step": 1}
+    }
     with session(tmp_path, features):
         for _ in range(3):
             with te.autocast(recipe=RECIPES["mxfp8"]):
@@ -262,6 +300,10 @@ def test_statistics_of_special_values(tmp_path: Path):
         debug_api.step()
         layer(torch.zeros(0, 64))
         debug_api.step()
-    assert log.values["layer_activation_dynamic_range", 0] == 0.0 == log.values["layer_activation_std", 0]
+    assert (
+        log.values["layer_activation_dynamic_range", 0]
+        == 0.0
+        == log.values["layer_activation_std", 0]
+    )
     assert math.isnan(log.values["layer_activation_max", 1])
     assert log.iterations("layer_activation_max") == [0, 1]

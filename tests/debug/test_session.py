@@ -121,7 +121,9 @@ def test_warm_passes_make_the_same_calls_before_and_after_a_session(make: type, 
     with session(tmp_path, MAXIMA):
         during = python_calls(layer, x)
     assert python_calls(layer, x) == before
-    hooks = [path for path, _ in before if re.search("transformer_engine/debug/|nvdlfw_inspect", path)]
+    hooks = [
+        path for path, _ in before if re.search("transformer_engine/debug/|nvdlfw_inspect", path)
+    ]
     assert not hooks and len(during) > len(before) > 10
 
 
@@ -180,7 +182,9 @@ def test_recomputed_tensors_count_once_and_are_replaced_both_times(tmp_path: Pat
             y = te.checkpoint(layer, x)
         y.sum().backward()
         debug_api.step()
-    assert log.values["layer_activation_l1_norm", 0] == pytest.approx(x.abs().sum().item(), rel=1e-6)
+    assert log.values["layer_activation_l1_norm", 0] == pytest.approx(
+        x.abs().sum().item(), rel=1e-6
+    )
     assert log.values["layer_output_l1_norm", 0] == pytest.approx(y.abs().sum().item(), rel=1e-6)
 
 
@@ -193,12 +197,17 @@ def test_weight_gradients_that_are_accumulated_are_inspected_alone(tmp_path: Pat
         debug_api.step()
     gradient = dy.t() @ x
     torch.testing.assert_close(layer.weight.main_grad, 3.0 + gradient)
-    assert log.values["layer_wgrad_l1_norm", 0] == pytest.approx(gradient.abs().sum().item(), rel=1e-5)
+    assert log.values["layer_wgrad_l1_norm", 0] == pytest.approx(
+        gradient.abs().sum().item(), rel=1e-5
+    )
 
 
 def test_delayed_weight_gradients_are_rejected(tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="layer", delay_wgrad_compute=True)
-    with session(tmp_path, MAXIMA), pytest.raises(RuntimeError, match="layer has delay_wgrad_compute"):
+    with (
+        session(tmp_path, MAXIMA),
+        pytest.raises(RuntimeError, match="layer has delay_wgrad_compute"),
+    ):
         layer(torch.randn(8, 64))
     layer(torch.randn(8, 64))
 
@@ -249,23 +258,79 @@ def test_observed_layers_are_rejected_and_keep_their_observation(tmp_path: Path)
 @pytest.mark.parametrize(
     ("features", "error", "message"),
     [
-        ({"DisableQuantizationGEMM": {}}, ValueError, "DisableQuantizationGEMM, layer .*, gemm fprop.*names no pr"),
-        ({"DisableQuantizationGEMM": {"gemms": ["fprob"]}}, AssertionError, "gemm 'fprob' is unknown"),
-        ({"DisableQuantizationGEMM": {"gemms": ["fprop"], "a": 1}}, ValueError, "a: unknown settings"),
-        ({"LogTensorStats": {"tensors": ["weight"], "stats": ["mox"]}}, AssertionError, "tensor_name weight.*'mox'"),
-        ({"LogTensorStats": {"tensors": ["weight"]}}, ValueError, "tensor_name weight.*add `stats:"),
-        ({"LogFp8TensorStats": {"tensors": ["weight"]}}, ValueError, "tensor_name weight.*add `stats:"),
+        (
+            {"DisableQuantizationGEMM": {}},
+            ValueError,
+            "DisableQuantizationGEMM, layer .*, gemm fprop.*names no pr",
+        ),
+        (
+            {"DisableQuantizationGEMM": {"gemms": ["fprob"]}},
+            AssertionError,
+            "gemm 'fprob' is unknown",
+        ),
+        (
+            {"DisableQuantizationGEMM": {"gemms": ["fprop"], "a": 1}},
+            ValueError,
+            "a: unknown settings",
+        ),
+        (
+            {"LogTensorStats": {"tensors": ["weight"], "stats": ["mox"]}},
+            AssertionError,
+            "tensor_name weight.*'mox'",
+        ),
+        (
+            {"LogTensorStats": {"tensors": ["weight"]}},
+            ValueError,
+            "tensor_name weight.*add `stats:",
+        ),
+        (
+            {"LogFp8TensorStats": {"tensors": ["weight"]}},
+            ValueError,
+            "tensor_name weight.*add `stats:",
+        ),
         ({"DumpTensors": {"tensors": ["weight"], "freq": 0}}, ValueError, "freq=0 is below 1"),
-        ({"DumpTensors": {"tensors": ["weight"], "freq": "two"}}, TypeError, "freq='two' must be a whole number"),
-        ({"DumpTensors": {"tensors": ["weight"], "start_end_list": [1, 3]}}, ValueError, "give pairs of a first"),
-        ({"DumpTensors": {"tensors": ["weight"], "end_step": [3]}}, TypeError, "end_step=.*must be a whole number"),
-        ({"LogFp8TensorStats": {"tensors": ["weight"], "stats": ["nvfp4_mse"]}}, ValueError, "'nvfp4_mse' is unknown"),
-        ({"LogFp8TensorStats": {"tensors": ["weight"], "stats": ["overflows%"]}}, ValueError, "delayed scaling only"),
-        ({"LogNvfp4TensorStats": {"tensors": ["weight"], "stats": ["mse"]}}, ValueError, "use LogFp8TensorStats"),
-        ({"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["weight"]}}, AssertionError, "use the recipe Delayed"),
-        ({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}}, ValueError, "quant_format=None"),
+        (
+            {"DumpTensors": {"tensors": ["weight"], "freq": "two"}},
+            TypeError,
+            "freq='two' must be a whole number",
+        ),
+        (
+            {"DumpTensors": {"tensors": ["weight"], "start_end_list": [1, 3]}},
+            ValueError,
+            "give pairs of a first",
+        ),
+        (
+            {"DumpTensors": {"tensors": ["weight"], "end_step": [3]}},
+            TypeError,
+            "end_step=.*must be a whole number",
+        ),
+        (
+            {"LogFp8TensorStats": {"tensors": ["weight"], "stats": ["nvfp4_mse"]}},
+            ValueError,
+            "'nvfp4_mse' is unknown",
+        ),
+        (
+            {"LogFp8TensorStats": {"tensors": ["weight"], "stats": ["overflows%"]}},
+            ValueError,
+            "delayed scaling only",
+        ),
+        (
+            {"LogNvfp4TensorStats": {"tensors": ["weight"], "stats": ["mse"]}},
+            ValueError,
+            "use LogFp8TensorStats",
+        ),
+        (
+            {"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["weight"]}},
+            AssertionError,
+            "use the recipe Delayed",
+        ),
+        (
+            {"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}},
+            ValueError,
+            "quant_format=None",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_error_names_feature_layer_and_tensor(
     features: dict, error: type[Exception], message: str, tmp_path: Path
 ):
@@ -325,7 +390,9 @@ def test_a_feature_of_the_user_modifies_and_fails(tmp_path: Path):
 def test_threads_share_a_session(tmp_path: Path):
     layers = [te.Linear(64, 96, device="cpu", name=f"layer{i}") for i in range(4)]
     x = torch.randn(32, 64)
-    with session(tmp_path, {"LogTensorStats": {"tensors": ["activation"], "stats": ["l1_norm"]}}) as log:
+    with session(
+        tmp_path, {"LogTensorStats": {"tensors": ["activation"], "stats": ["l1_norm"]}}
+    ) as log:
 
         def work(i: int) -> None:
             for _ in range(5):
@@ -356,12 +423,19 @@ def test_a_compiled_call_of_a_debugged_layer_raises(tmp_path: Path):
 
 def test_a_debug_quantizer_returns_both_directions(tmp_path: Path):
     with session(tmp_path, {"DisableQuantizationGEMM": {"gemms": ["wgrad"]}}):
-        quantizer = DebugQuantizer("layer", "activation", te.MXFP8Quantizer(te.DType.kFloat8E4M3), None, 1)
-    assert (quantizer.plan.rowwise, quantizer.plan.columnwise) == (STANDARD_QUANTIZE, HIGH_PRECISION)
+        quantizer = DebugQuantizer(
+            "layer", "activation", te.MXFP8Quantizer(te.DType.kFloat8E4M3), None, 1
+        )
+    assert (quantizer.plan.rowwise, quantizer.plan.columnwise) == (
+        STANDARD_QUANTIZE,
+        HIGH_PRECISION,
+    )
     assert quantizer.any_feature_enabled() and quantizer.get_next_debug_iter() is None
     x = torch.randn(32, 64)
     result = quantizer(x)
-    assert torch.equal(result.get_tensor(False).dequantize(), quantizer.parent_quantizer(x).dequantize())
+    assert torch.equal(
+        result.get_tensor(False).dequantize(), quantizer.parent_quantizer(x).dequantize()
+    )
     assert torch.equal(result.get_tensor(True), x)
 
 
@@ -381,9 +455,13 @@ def statistics_of_two_ranks(device: torch.device) -> dict[str, float]:
     torch.manual_seed(rank)
     x = torch.randn(16 + 16 * rank, 64)
     torch.manual_seed(5)
-    replica = torch.nn.parallel.DistributedDataParallel(te.Linear(64, 96, device="cpu", name="layer"))
+    replica = torch.nn.parallel.DistributedDataParallel(
+        te.Linear(64, 96, device="cpu", name="layer")
+    )
     unused = te.Linear(64, 96, device="cpu", name="unused")
-    features = {"LogTensorStats": {"tensors": ["activation", "weight"], "stats": ["mean", "std", "max"]}}
+    features = {
+        "LogTensorStats": {"tensors": ["activation", "weight"], "stats": ["mean", "std", "max"]}
+    }
     with tempfile.TemporaryDirectory() as folder, session(Path(folder), features) as log:
         replica(x).sum().backward()
         if rank == 1:
@@ -395,19 +473,25 @@ def statistics_of_two_ranks(device: torch.device) -> dict[str, float]:
 def test_merged_fields_are_those_of_the_concatenated_tensors():
     fields = Fields.of(MOMENTS)
     parts = [torch.randn(rows, 8) + rows for rows in (1, 5, 9)]
-    merged = fields.merged(torch.stack([moments(parts[0]), fields.neutral(), *map(moments, parts[1:])]))
+    merged = fields.merged(
+        torch.stack([moments(parts[0]), fields.neutral(), *map(moments, parts[1:])])
+    )
     torch.testing.assert_close(merged, moments(torch.cat(parts)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
 def test_statistics_are_reduced_over_ranks(tmp_path: Path):
     found = run_on_ranks(statistics_of_two_ranks, 2, tmp_path)
-    parts = [torch.randn(16 + 16 * rank, 64, generator=torch.manual_seed(rank)) for rank in range(2)]
+    parts = [
+        torch.randn(16 + 16 * rank, 64, generator=torch.manual_seed(rank)) for rank in range(2)
+    ]
     full = torch.cat(parts).double()
     for values in found:
         assert values["layer_activation_mean"] == pytest.approx(full.mean().item(), rel=1e-6)
         assert values["layer_activation_std"] == pytest.approx(full.std().item(), rel=1e-6)
         assert values["layer_activation_max"] == full.max().item()
-        assert values["unused_activation_std"] == pytest.approx(parts[1].double().std().item(), rel=1e-6)
+        assert values["unused_activation_std"] == pytest.approx(
+            parts[1].double().std().item(), rel=1e-6
+        )
     assert found[0]["layer_weight_std"] == found[1]["layer_weight_std"]
     assert "unused_weight_std" in found[1] and "unused_weight_std" not in found[0]

@@ -43,7 +43,9 @@ class Trained:
         if mesh is not None:
             for layer in (*self.model, self.model):
                 fully_shard(layer, mesh=mesh)
-        self.optimizer = te.optimizers.FusedAdam(self.model.parameters(), lr=1e-2, master_weights=True)
+        self.optimizer = te.optimizers.FusedAdam(
+            self.model.parameters(), lr=1e-2, master_weights=True
+        )
 
     def step(self, number: int) -> Tensor:
         """Train on a batch that is equal on all ranks; return the output [ROWS, HIDDEN]."""
@@ -76,7 +78,9 @@ class Trained:
             tensors = {"": parameter, **self.optimizer.state[parameter]}
             for state, tensor in tensors.items():
                 for i, part in enumerate(gather_shards(tensor, group)):
-                    found[f"{name}/{state}/{i}"] = part.detach().clone()  # later steps change the tensors
+                    found[f"{name}/{state}/{i}"] = (
+                        part.detach().clone()
+                    )  # later steps change the tensors
         for name, extra in self.model.state_dict().items():
             content = decode_extra_state(extra) if name.endswith("_extra_state") else None
             for key, value in (content or {}).items():
@@ -101,7 +105,9 @@ def gather_shards(tensor: Tensor, group: Any) -> list[Tensor]:
     return [*sent, *payload.whole.values()]
 
 
-def save_and_load(device: torch.device, cases: list[tuple[str, bool]], directory: Path) -> dict[str, Any]:
+def save_and_load(
+    device: torch.device, cases: list[tuple[str, bool]], directory: Path
+) -> dict[str, Any]:
     """Per recipe and parameter type: states saved by 4 ranks and read by 2 and 1, and the following steps.
 
     The four ranks are two replicas with two shards each in the first case, and four shards in the others.
@@ -122,7 +128,9 @@ def save_and_load(device: torch.device, cases: list[tuple[str, bool]], directory
                 if dist.get_rank() < size:
                     scaling_group = meshes[size].get_group()
                     group = scaling_group if size > 1 else None
-                    read = Trained(name, quantized, meshes[size] if size > 1 else None, scaling_group)
+                    read = Trained(
+                        name, quantized, meshes[size] if size > 1 else None, scaling_group
+                    )
                     read.load(position, group)
                     states[size] = read.whole(group)
                     steps[size] = torch.stack([first, read.step(1), read.step(2)])

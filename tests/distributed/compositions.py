@@ -37,7 +37,16 @@ RECIPES = {
 
 
 SWITCH, SIZES = (False, True), (1, 2)
-VALUES = (SIZES, SWITCH, SIZES, SIZES, SIZES, tuple(RECIPES), SWITCH, SWITCH)  # for each field in Composition
+VALUES = (
+    SIZES,
+    SWITCH,
+    SIZES,
+    SIZES,
+    SIZES,
+    tuple(RECIPES),
+    SWITCH,
+    SWITCH,
+)  # for each field in Composition
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,11 @@ class Composition:
 
         A graph never captures a call that a checkpoint will run again.
         """
-        return (self.tp > 1 or not self.sp) and self.ranks <= 4 and not (self.recompute and self.graphs)
+        return (
+            (self.tp > 1 or not self.sp)
+            and self.ranks <= 4
+            and not (self.recompute and self.graphs)
+        )
 
     @property
     def ranks(self) -> int:
@@ -107,7 +120,9 @@ class Experts(nn.Module):
         weights = self.router(flat).softmax(dim=1)
         if self.ranks == 1:
             # `forward` instead of a call: a rank's experts see other tokens than on one device.
-            parts = [expert.forward(flat) * weights[:, i, None] for i, expert in enumerate(self.experts)]
+            parts = [
+                expert.forward(flat) * weights[:, i, None] for i, expert in enumerate(self.experts)
+            ]
             return x + torch.stack(parts).sum(0).view(x.shape)
         chosen = torch.arange(EXPERTS, device=x.device).expand(len(flat), -1).contiguous()
         buffer = te.ep.EpBuffer(EXPERTS, TOKENS * BATCH, HIDDEN, len(self.own))
@@ -115,7 +130,9 @@ class Experts(nn.Module):
         rows = received.split(counts.tolist())
         outputs = [self.experts[i].forward(part) for i, part in zip(self.own, rows, strict=True)]
         # A zero gradient for other ranks' experts.
-        idle = sum(expert.weight.sum() for i, expert in enumerate(self.experts) if i not in self.own)
+        idle = sum(
+            expert.weight.sum() for i, expert in enumerate(self.experts) if i not in self.own
+        )
         y = te.ep.ep_combine(
             buffer, torch.cat(outputs) * scales[:, None] + 0 * idle, num_local_tokens=len(flat)
         )
@@ -146,7 +163,9 @@ class Block(nn.Module):
         )
         if mesh is not None and row.cp > 1:
             ring = mesh.get_group("cp")
-            self.layer.set_context_parallel_group(ring, dist.get_process_group_ranks(ring), None, "p2p")
+            self.layer.set_context_parallel_group(
+                ring, dist.get_process_group_ranks(ring), None, "p2p"
+            )
         if row.graphs:
             te.graphed(self.layer)
         self.experts = None
@@ -178,7 +197,9 @@ def create_model(row: Composition, device: torch.device, mesh: Any) -> nn.Module
 
 def pairwise() -> list[Composition]:
     """Select compositions greedily until every possible pair of settings occurs."""
-    candidates = [row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible]
+    candidates = [
+        row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible
+    ]
     left = set(itertools.chain.from_iterable(map(pairs, candidates)))
     chosen: list[Composition] = []
     while left:
@@ -190,7 +211,9 @@ def pairwise() -> list[Composition]:
 
 def pairs(row: Composition) -> set[tuple[tuple[str, Any], ...]]:
     """Pairs of settings in a composition."""
-    return set(itertools.combinations([(field.name, getattr(row, field.name)) for field in fields(row)], 2))
+    return set(
+        itertools.combinations([(field.name, getattr(row, field.name)) for field in fields(row)], 2)
+    )
 
 
 def verify_on_threads(row: Composition, device: torch.device) -> te.Verification:

@@ -44,7 +44,9 @@ class Case:
 
     def __str__(self) -> str:
         listing = [self.comm, str(self.size), self.layout, self.mask]
-        listing += [str(self.window)] * (self.window is not None) + [f"g{self.groups}"] * (self.groups != 8)
+        listing += [str(self.window)] * (self.window is not None) + [f"g{self.groups}"] * (
+            self.groups != 8
+        )
         listing += [
             f"{n}={v}"
             for n, v in (("bias", self.bias), ("d", self.head_dim), ("s", self.softmax))
@@ -57,7 +59,9 @@ class Case:
         ]
         listing += [f"softcap={self.softcap}"] * (self.softcap > 0.0)
         listing += ["padded"] * (self.padded is not None) + ["lengths"] * (self.lengths is not None)
-        listing += ["cross"] * (self.keys is not None) + [str(self.dtype)[6:]] * (self.dtype != torch.float32)
+        listing += ["cross"] * (self.keys is not None) + [str(self.dtype)[6:]] * (
+            self.dtype != torch.float32
+        )
         return " ".join(listing)
 
 
@@ -91,10 +95,18 @@ def problem(case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]
         "v": (total_k, case.groups, d_v),
         "dout": (total_q, case.heads, d_v),
     }
-    result = {name: torch.randn(shape, generator=generator).to(case.dtype) for name, shape in shapes.items()}
+    result = {
+        name: torch.randn(shape, generator=generator).to(case.dtype)
+        for name, shape in shapes.items()
+    }
     rows, columns = case.tokens, case.keys or case.tokens
     if case.bias:
-        shape = (case.batch if "b" in case.bias else 1, case.heads if "h" in case.bias else 1, rows, columns)
+        shape = (
+            case.batch if "b" in case.bias else 1,
+            case.heads if "h" in case.bias else 1,
+            rows,
+            columns,
+        )
         result["bias"] = torch.randn(shape, generator=generator).to(case.dtype)
     if case.arbitrary:
         masked = torch.rand((case.batch, 1, rows, columns), generator=generator) < 0.4
@@ -157,7 +169,10 @@ def exact(case: Case) -> dict[str, Tensor]:
         rows[start_q : start_q + real_q] = (p @ v).transpose(0, 1)
         out = out + rows
     grads = torch.autograd.grad(out, list(leaves.values()), argument["dout"].double())
-    found = {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)}}
+    found = {
+        "out": out.detach(),
+        **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)},
+    }
     if case.max_logit:
         found["max_logit"] = torch.stack(logits_of).amax(0)
     return found
@@ -213,10 +228,17 @@ def cumulative(lengths: tuple[int, ...]) -> Tensor:
 
 def create_attention(case: Case, group: Any) -> DotProductAttention:
     module = DotProductAttention(
-        case.heads, case.head_dim, case.groups, qkv_format=case.layout, attn_mask_type=case.mask,
-        window_size=case.window, softcap=case.softcap, softmax_type=case.softmax, return_max_logit=case.max_logit,
+        case.heads,
+        case.head_dim,
+        case.groups,
+        qkv_format=case.layout,
+        attn_mask_type=case.mask,
+        window_size=case.window,
+        softcap=case.softcap,
+        softmax_type=case.softmax,
+        return_max_logit=case.max_logit,
         attention_type="self" if case.keys is None else "cross",
-    )  # fmt: skip
+    )
     module.set_context_parallel_group(group, list(range(case.size)), None, case.comm)
     return module
 
@@ -237,16 +259,19 @@ def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[st
     of_row = rank_tokens((case.tokens,), case.size, rank)
     if case.bias:
         local["bias"] = argument["bias"][:, :, of_row].contiguous().requires_grad_()
-        arguments |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": local["bias"]}
+        arguments |= {
+            "core_attention_bias_type": "post_scale_bias",
+            "core_attention_bias": local["bias"],
+        }
     if case.alibi:
         arguments["core_attention_bias_type"] = "alibi"
     if case.arbitrary:
         arguments["attention_mask"] = argument["masked"][:, :, of_row]
     if case.mask_tensor:
         assert case.lengths is not None
-        arguments["attention_mask"] = (torch.arange(case.tokens) >= torch.tensor(case.lengths)[:, None])[
-            :, None, None
-        ]
+        arguments["attention_mask"] = (
+            torch.arange(case.tokens) >= torch.tensor(case.lengths)[:, None]
+        )[:, None, None]
     elif "padding" in case.mask:
         real = [(x[2], x[3]) for x in sequences(case)]
         cu_q = cumulative(tuple(x for x, _ in real))

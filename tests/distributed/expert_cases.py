@@ -63,7 +63,9 @@ def inputs(case: Case) -> Inputs:
     choices = []
     for count in case.tokens:
         allowed = torch.tensor(range(case.experts) if case.spread is None else case.spread)
-        chosen = allowed[torch.rand(count, len(allowed), generator=random).argsort(1)[:, : case.top_k]]
+        chosen = allowed[
+            torch.rand(count, len(allowed), generator=random).argsort(1)[:, : case.top_k]
+        ]
         chosen[torch.rand(chosen.shape, generator=random) < case.absent] = -1
         choices.append(chosen)
     weights = [torch.rand(count, case.top_k, generator=random) for count in case.tokens]
@@ -128,22 +130,33 @@ def rank_results(
     argument, ranks = inputs(case), len(case.tokens)
     local = case.experts // ranks
     most = max(1, *case.tokens)
-    ep.ep_bootstrap(None, case.experts, most, HIDDEN, case.top_k, case.capacity, drop_on_overflow=drop)
+    ep.ep_bootstrap(
+        None, case.experts, most, HIDDEN, case.top_k, case.capacity, drop_on_overflow=drop
+    )
     buffer = ep.EpBuffer(case.top_k, most, HIDDEN, local, alignment=case.alignment, **case.settings)
-    x, w = (values[rank].to(device).requires_grad_() for values in (argument.tokens, argument.weights))
+    x, w = (
+        values[rank].to(device).requires_grad_() for values in (argument.tokens, argument.weights)
+    )
     separate = slice(rank * local, (rank + 1) * local)
     fc1, fc2 = (
-        full[separate].to(device, copy=True).requires_grad_() for full in (argument.fc1, argument.fc2)
+        full[separate].to(device, copy=True).requires_grad_()
+        for full in (argument.fc1, argument.fc2)
     )
-    received, received_weights, counts = ep.ep_dispatch(buffer, x, argument.choices[rank].to(device), w)
+    received, received_weights, counts = ep.ep_dispatch(
+        buffer, x, argument.choices[rank].to(device), w
+    )
     rows = (
         received.dequantize()
         if hasattr(received, "dequantize") and type(received) is not Tensor
         else received
     )
     parts = rows.split([*counts.tolist(), rows.shape[0] - int(counts.sum())])
-    outputs = [torch.tanh(part @ a.t()) @ b.t() for part, a, b in zip(parts, fc1, fc2, strict=False)]
-    out = torch.cat([*outputs, torch.full_like(parts[-1], float("nan"))])  # unused rows do not contribute
+    outputs = [
+        torch.tanh(part @ a.t()) @ b.t() for part, a, b in zip(parts, fc1, fc2, strict=False)
+    ]
+    out = torch.cat(
+        [*outputs, torch.full_like(parts[-1], float("nan"))]
+    )  # unused rows do not contribute
     weighted = (out * received_weights[:, None]).to(x.dtype)
     y = ep.ep_combine(buffer, weighted, num_local_tokens=case.tokens[rank])
     y.backward(argument.gradients[rank].to(device))
@@ -152,9 +165,14 @@ def rank_results(
         dist.barrier()
     of_leaves = {"tokens": x, "weights": w, "fc1": fc1, "fc2": fc2}
     gradients = {
-        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in of_leaves.items()
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in of_leaves.items()
     }
     return {
-        "y": y.detach(), **gradients, "counts": counts, "total": buffer.total_recv_tokens.clone(),
-        "rows": rows.detach(), "row_weights": received_weights.detach(),
-    }  # fmt: skip
+        "y": y.detach(),
+        **gradients,
+        "counts": counts,
+        "total": buffer.total_recv_tokens.clone(),
+        "rows": rows.detach(),
+        "row_weights": received_weights.detach(),
+    }

@@ -31,7 +31,9 @@ class Peers:
         self.rank, self.world_size = rank, len(memory.buffers)
         self._memory = memory
 
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+    def get_buffer(
+        self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor:
         (count,) = sizes
         found = self._memory.buffers[rank][storage_offset : storage_offset + count]
         assert found.dtype is dtype and found.numel() == count

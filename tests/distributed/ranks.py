@@ -22,11 +22,19 @@ def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: 
     """Run function(device) on `size` CPU ranks and return the results; raise with all ranks' errors."""
     try:
         multiprocessing.start_processes(
-            _rank, (function, size, str(directory)), nprocs=size, start_method=CONTEXT.get_start_method()
+            _rank,
+            (function, size, str(directory)),
+            nprocs=size,
+            start_method=CONTEXT.get_start_method(),
         )
-    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+    except (
+        multiprocessing.ProcessRaisedException,
+        multiprocessing.ProcessExitedException,
+    ) as error:
         # torch raises the first rank's error, often only that another rank disconnected.
-        report = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))]
+        report = [
+            f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))
+        ]
         raise RuntimeError("\n".join(report)) from error
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
 

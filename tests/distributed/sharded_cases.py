@@ -20,7 +20,9 @@ ROWS, BATCH = 32, 1
 def _hybrid(role):
     """Products read MXFP8 along rows and one scale a tensor along columns; gradients have one scale."""
     grad = role.tensor_type == "grad_output"
-    current = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2 if grad else te.DType.kFloat8E4M3)
+    current = te.Float8CurrentScalingQuantizer(
+        te.DType.kFloat8E5M2 if grad else te.DType.kFloat8E4M3
+    )
     return current if grad else HybridQuantizer(te.MXFP8Quantizer(te.DType.kFloat8E4M3), current)
 
 
@@ -46,7 +48,9 @@ class Run:
     reshard: bool | int | None = True
     prefetch: bool = False
     accumulate: int = 1
-    rowwise_only: bool = False  # the model is made without gradients, so its shards have no column-wise codes
+    rowwise_only: bool = (
+        False  # the model is made without gradients, so its shards have no column-wise codes
+    )
     evaluate: bool = False  # a forward without gradients before every step
     recompute: bool = False  # the fused layer recomputes its forward in the backward
     replicated: bool = False  # every rank holds a whole copy
@@ -58,12 +62,21 @@ def create_model(name: str, run: Run, device: torch.device) -> nn.Sequential:
     torch.manual_seed(3)
     FP8GlobalStateManager.reset()
     options, width = {"params_dtype": torch.bfloat16, "device": device}, model_width(name)
-    with te.quantized_model_init(recipe=RECIPES[name]()), torch.set_grad_enabled(not run.rowwise_only):
+    with (
+        te.quantized_model_init(recipe=RECIPES[name]()),
+        torch.set_grad_enabled(not run.rowwise_only),
+    ):
         return nn.Sequential(
             te.Linear(width, width, bias=False, **options),
             te.LayerNormMLP(width, width, checkpoint=run.recompute, **options),
             te.TransformerLayer(
-                width, width, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
+                width,
+                width,
+                4,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                fuse_qkv_params=True,
+                **options,
             ),
         )
 
@@ -87,7 +100,9 @@ def sharded(model: nn.Sequential, run: Run, device: torch.device) -> nn.Sequenti
 
 def batch(name: str, device: torch.device, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, BATCH, model_width(name), generator=generator).to(device, torch.bfloat16)
+    return torch.randn(ROWS, BATCH, model_width(name), generator=generator).to(
+        device, torch.bfloat16
+    )
 
 
 def train(name: str, run: Run, device: torch.device, shards: bool, look=None) -> torch.Tensor:
@@ -133,7 +148,9 @@ def count_gathered_bytes(model: nn.Sequential, loss: torch.Tensor) -> int:
         state = layer._get_fsdp_state()
         # One group a module until torch 2.12, several from 2.13 on.
         groups = (
-            state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            state._fsdp_param_groups
+            if hasattr(state, "_fsdp_param_groups")
+            else [state._fsdp_param_group]
         )
         for group in groups:
             for parameter in group.fsdp_params:

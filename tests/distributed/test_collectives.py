@@ -60,7 +60,8 @@ def _collect(device):
     results["gather_fp8"] = gather_along_first_dim(x.to(torch.float8_e5m2), group)[0].float()
     results["gather_quantized"] = gather_along_first_dim(x, group, quantizer=lambda t: t * 2)[0]
     results |= {
-        f"gather_{name}": _gather_quantized(quantizer, device) for name, quantizer in _quantizers(device)
+        f"gather_{name}": _gather_quantized(quantizer, device)
+        for name, quantizer in _quantizers(device)
     }
     gathered, handle = gather_along_first_dim(x, group, async_op=True)
     handle.wait()
@@ -94,7 +95,9 @@ def _gather_ragged(device, group):
         UserWarning, match="3 rows ends inside a block of 128 rows of one scale: it is gathered in"
     ):
         found, _ = gather_along_first_dim(ragged, group)
-    assert type(found) is type(expected) and torch.equal(found._rowwise_data, expected._rowwise_data)
+    assert type(found) is type(expected) and torch.equal(
+        found._rowwise_data, expected._rowwise_data
+    )
     assert torch.equal(found._columnwise_data, expected._columnwise_data)
     later, handle = gather_along_first_dim(ragged, group, async_op=True, quantizer=quantizer)
     handle.wait()
@@ -113,7 +116,9 @@ def _gather_into_buffers(x, group):
     outputs = [gather_along_first_dim(x, group, output_tensor=tokens[0])[0]]
     with dist._coalescing_manager(group, async_ops=False):
         outputs += [
-            gather_along_first_dim(x * factor, group, output_tensor=out, external_coalescing=True)[0]
+            gather_along_first_dim(x * factor, group, output_tensor=out, external_coalescing=True)[
+                0
+            ]
             for factor, out in ((1, tokens[1]), (2, tokens[2]))
         ]
     assert all(a is b for a, b in zip(outputs, tokens, strict=True))
@@ -193,7 +198,9 @@ def test_quantized_rows_are_sent_as_codes(results, name):
 
 
 def test_a_quantizer_receives_the_gathered_tensor(results):
-    assert all(torch.equal(result["gather_quantized"], torch.cat((X0, X1)) * 2) for result in results)
+    assert all(
+        torch.equal(result["gather_quantized"], torch.cat((X0, X1)) * 2) for result in results
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -27,8 +27,12 @@ pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.any_device]
 WAYS: dict[str, Callable[[Function], Function]] = {
     "hooks": torch_checkpoint_caller(False),
     "reentrant": torch_checkpoint_caller(True),
-    "hooks in reentrant": lambda f: torch_checkpoint_caller(True)(torch_checkpoint_caller(False)(f)),
-    "reentrant in hooks": lambda f: torch_checkpoint_caller(False)(torch_checkpoint_caller(True)(f)),
+    "hooks in reentrant": lambda f: torch_checkpoint_caller(True)(
+        torch_checkpoint_caller(False)(f)
+    ),
+    "reentrant in hooks": lambda f: torch_checkpoint_caller(False)(
+        torch_checkpoint_caller(True)(f)
+    ),
     "hooks in hooks": lambda f: torch_checkpoint_caller(False)(torch_checkpoint_caller(False)(f)),
     "te hooks": lambda f: lambda x: te.checkpoint(f, x, use_reentrant=False),
     "te": lambda f: lambda x: te.checkpoint(f, x),
@@ -39,7 +43,9 @@ WAYS: dict[str, Callable[[Function], Function]] = {
 OFTEN = ("LayerNormMLP", "GroupedLinear", "called twice", "TransformerLayer")
 
 
-def compiled(way: Callable[[Function], Function], backend: str, frames: list[CompileCounterWithBackend]):
+def compiled(
+    way: Callable[[Function], Function], backend: str, frames: list[CompileCounterWithBackend]
+):
     """The way around a compiled function."""
 
     def wrap(function: Function) -> Function:
@@ -66,7 +72,8 @@ def assert_compiled_equals_eager(layer, recipe, way, inside, device, backend="ao
 
 @pytest.mark.parametrize("inside", [False, True], ids=["autocast outside", "autocast inside"])
 @pytest.mark.parametrize(
-    "layer", ["Linear", *(pytest.param(layer, marks=pytest.mark.slow) for layer in ("te.ops", *OFTEN))]
+    "layer",
+    ["Linear", *(pytest.param(layer, marks=pytest.mark.slow) for layer in ("te.ops", *OFTEN))],
 )
 def test_delayed_scales_are_repeated_in_compiled_functions(layer, inside, device):
     assert_compiled_equals_eager(layer, "delayed", "hooks", inside, device)
@@ -123,7 +130,9 @@ def test_eager_and_compiled_layers_in_one_checkpoint(device):
     actual = train_two_steps(twin, RECIPES["delayed"], torch_checkpoint_caller(False), False)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.is_cuda or torch.equal(ours, theirs)
-        assert relative_error(ours.float(), theirs.float()) <= 1e-2  # a GPU's eager kernels fuse more
+        assert (
+            relative_error(ours.float(), theirs.float()) <= 1e-2
+        )  # a GPU's eager kernels fuse more
 
 
 def test_a_scale_that_the_first_run_did_not_read_raises(device):
@@ -131,7 +140,8 @@ def test_a_scale_that_the_first_run_did_not_read_raises(device):
     with (
         compiled_runs.compiled_run({}, True, True),
         pytest.raises(
-            RuntimeError, match=r"reads a scale 1 times in the second run .* and 0 times in its first"
+            RuntimeError,
+            match=r"reads a scale 1 times in the second run .* and 0 times in its first",
         ),
     ):
         compiled_runs.replay_scale(scale, history, "state")

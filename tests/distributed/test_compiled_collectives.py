@@ -21,7 +21,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 TOKENS, HIDDEN, INNER, STEPS = 256, 512, 1024, 6
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_wgrad": True, "ub_bulk_dgrad": True}
 LAYERS = {
-    "column": lambda **options: te.LayerNormLinear(HIDDEN, INNER, parallel_mode="column", **options),
+    "column": lambda **options: te.LayerNormLinear(
+        HIDDEN, INNER, parallel_mode="column", **options
+    ),
     "row": lambda **options: te.Linear(INNER, HIDDEN, parallel_mode="row", **options),
     "mlp": lambda **options: te.LayerNormMLP(
         HIDDEN, INNER, activation="swiglu", set_parallel_mode=True, **options
@@ -29,7 +31,9 @@ LAYERS = {
 }
 
 
-def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device) -> list[torch.Tensor]:
+def _steps(
+    module: torch.nn.Module, recipe: Any, rows: int, device: torch.device
+) -> list[torch.Tensor]:
     """Results and gradients from some steps."""
     FP8GlobalStateManager.reset()
     width = module.weight.shape[1] if isinstance(module, te.Linear) else HIDDEN
@@ -41,10 +45,17 @@ def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device
         module.zero_grad()
         group = dist.group.WORLD
         # Emulated MXFP8 and NVFP4 products run on every GPU.
-        with te.emulate(), te.autocast(recipe is not None, recipe=recipe, amax_reduction_group=group):
+        with (
+            te.emulate(),
+            te.autocast(recipe is not None, recipe=recipe, amax_reduction_group=group),
+        ):
             y = module(x)
         y.backward(torch.randn(y.shape, device=device, dtype=y.dtype, generator=generator))
-        outputs += [y.detach(), x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
+        outputs += [
+            y.detach(),
+            x.grad,
+            *[p.grad for p in module.parameters() if p.grad is not None],
+        ]
     return outputs
 
 

@@ -7,7 +7,14 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.distributed.compositions import VALUES, Composition, outcome, pairs, pairwise, read_outcomes
+from tests.distributed.compositions import (
+    VALUES,
+    Composition,
+    outcome,
+    pairs,
+    pairwise,
+    read_outcomes,
+)
 
 ROWS = pairwise()
 # By default two compositions, which together cover every kind of parallelism, run on threads.
@@ -24,7 +31,9 @@ def composition_name(row: Composition) -> str:
 
 def read_outcome(row: Composition) -> str:
     (found,) = [
-        argument["outcome"] for argument in read_outcomes() if asdict(row).items() <= argument.items()
+        argument["outcome"]
+        for argument in read_outcomes()
+        if asdict(row).items() <= argument.items()
     ]
     return found
 
@@ -43,7 +52,10 @@ def test_every_other_composition_has_the_recorded_outcome(row: Composition):
 
 def test_every_pair_of_settings_is_recorded():
     assert [
-        asdict(row).items() <= argument.items() for row, argument in zip(ROWS, read_outcomes(), strict=True)
+        asdict(row).items() <= argument.items()
+        for row, argument in zip(ROWS, read_outcomes(), strict=True)
     ].count(False) == 0
-    possible = [row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible]
+    possible = [
+        row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible
+    ]
     assert set().union(*map(pairs, possible)) == set().union(*map(pairs, ROWS))

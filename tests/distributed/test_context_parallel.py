@@ -66,7 +66,9 @@ OPTIONS = [
     Case(softcap=0.7, groups=4, max_logit=True),
     Case(softcap=0.7, bias="1h", window=(6, 0), layout="bshd"),
     Case(softcap=0.7, mask="padding_causal", softmax="learnable", **PACKED),
-    Case(softcap=1.5, mask="no_mask", window=(5, 3), groups=4, softmax="off-by-one", recompute=True),
+    Case(
+        softcap=1.5, mask="no_mask", window=(5, 3), groups=4, softmax="off-by-one", recompute=True
+    ),
     Case(softcap=0.7, mask="padding_causal", window=(4, 0), max_logit=True, **ROWS),
     Case(softcap=0.7, mask="padding_causal", window=(3, 0), groups=4, head_dim=(8, 4), **PACKED),
     Case(softcap=1.5, mask="causal_bottom_right", keys=32, bias="bh", layout="bshd"),
@@ -139,7 +141,9 @@ def _check(case: Case) -> None:
     for rank, result in enumerate(results):
         for name, expected in rank_results(case, full, rank).items():
             message = partial("rank {}, {}: {}".format, rank, name)
-            torch.testing.assert_close(result[name].double(), expected.double(), **ATTENDED, msg=message)
+            torch.testing.assert_close(
+                result[name].double(), expected.double(), **ATTENDED, msg=message
+            )
 
 
 @pytest.mark.parametrize("case", [*_sample_cases(), *HIERARCHICAL[::2], *LARGE_HIERARCHY], ids=str)
@@ -212,9 +216,18 @@ def test_four_gpus_compute_full_sequence_attention(tmp_path):
 def _layer(layout: str) -> te.TransformerLayer:
     mask = "padding_causal" if layout == "thd" else "causal"
     return te.TransformerLayer(
-        32, 64, 4, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type=mask,
-        attn_input_format=layout, device="cpu", params_dtype=torch.float32, fuse_qkv_params=True,
-    )  # fmt: skip
+        32,
+        64,
+        4,
+        num_gqa_groups=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type=mask,
+        attn_input_format=layout,
+        device="cpu",
+        params_dtype=torch.float32,
+        fuse_qkv_params=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +241,12 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
     bounds = torch.tensor([0, 8, 24], dtype=torch.int32)
     options = {"rotary_pos_emb": angles}
     if layout == "thd":
-        options |= {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+        options |= {
+            "cu_seqlens_q": bounds,
+            "cu_seqlens_kv": bounds,
+            "max_seqlen_q": 16,
+            "max_seqlen_kv": 16,
+        }
     full, layers = _layer(layout), [_layer(layout) for _ in range(2)]
     for layer in layers:
         layer.load_state_dict(full.state_dict())
@@ -256,11 +274,15 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
 # Dropout, determinism, explanations
 
 
-def _dropout_results(rank: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def _dropout_results(
+    rank: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of a rank with dropout, and <dout, out> and <dv, v>, summed over the ranks."""
     case = Case(comm="p2p", size=2, tokens=32)
     argument, rows = problem(case, device), rank_tokens((32, 32), 2, rank)
-    q, k, v = (convert_layout(argument[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")
+    q, k, v = (
+        convert_layout(argument[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv"
+    )
     module = create_attention(case, dist.group.WORLD)
     module.attention_dropout = 0.5
     out = module(q, k, v)
@@ -280,7 +302,9 @@ def test_dropout_of_both_passes_is_the_same():
 def test_explain_names_the_scheme_and_why_others_are_not_used():
     table = tables["context_parallel"]
     call = _call(Mask("padding_causal", (3, 0), False), q_format="thd", kv_format="thd")
-    verdicts = {verdict.backend: verdict for verdict in table.explain(table.described((call, "p2p", 1, 2)))}
+    verdicts = {
+        verdict.backend: verdict for verdict in table.explain(table.described((call, "p2p", 1, 2)))
+    }
     assert "window_size=(3, 0)" in (verdicts["p2p"].reason or "")
     assert verdicts["all_gather"].chosen
 
@@ -289,12 +313,16 @@ def test_the_backward_pass_saves_only_the_ranks_own_tensors():
     def run(rank):
         case = Case(comm="p2p", size=4, tokens=32)
         argument, rows = problem(case), rank_tokens((32, 32), 4, rank)
-        q, k, v = (convert_layout(argument[name][rows], "sbhd", 2).requires_grad_() for name in "qkv")
+        q, k, v = (
+            convert_layout(argument[name][rows], "sbhd", 2).requires_grad_() for name in "qkv"
+        )
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             out = create_attention(case, dist.group.WORLD)(q, k, v)
         # q, k, v and the output, and the log-sum-exp: one number per query and head.
-        return sum(x.numel() for x in saved), q.numel() + k.numel() + v.numel() + out.numel() + q.numel() // 8
+        return sum(
+            x.numel() for x in saved
+        ), q.numel() + k.numel() + v.numel() + out.numel() + q.numel() // 8
 
     for saved, expected in run_on_threads(run, 4):
         assert saved == expected
@@ -306,12 +334,25 @@ def test_the_backward_pass_saves_only_the_ranks_own_tensors():
 def _call(mask: Mask, length: int = 16, **fields) -> AttentionCall:
     formats = {"q_format": "sbhd", "kv_format": "sbhd"} | fields
     return AttentionCall.on(
-        "cpu", False, dtype=torch.float32, batch=1, heads=2, groups=2, seqlen_q=length, seqlen_kv=length,
-        head_dim_qk=8, head_dim_v=8, mask=mask, scale=1.0, **formats,
-    )  # fmt: skip
+        "cpu",
+        False,
+        dtype=torch.float32,
+        batch=1,
+        heads=2,
+        groups=2,
+        seqlen_q=length,
+        seqlen_kv=length,
+        head_dim_qk=8,
+        head_dim_v=8,
+        mask=mask,
+        scale=1.0,
+        **formats,
+    )
 
 
-def _visible_pairs(block, length_q: int, length_k: int, rows: list[int], columns: list[int]) -> torch.Tensor:
+def _visible_pairs(
+    block, length_q: int, length_k: int, rows: list[int], columns: list[int]
+) -> torch.Tensor:
     """Query-key pairs in the full sequence that a block computes."""
     i = torch.tensor(rows[block.queries.first : block.queries.stop])
     j = torch.tensor(columns[block.keys.first : block.keys.stop])
@@ -381,7 +422,9 @@ def test_gathered_causal_work_is_balanced_and_has_one_masked_square_per_rank():
             local, rest = plan_gathered_steps(call, size, rank)
             assert [block.mask.name for block in local] == ["causal"]
             assert {block.mask.name for block in rest} == {"no_mask"}
-            sizes = [[part.stop - part.first for part in (block.queries, block.keys)] for block in rest]
+            sizes = [
+                [part.stop - part.first for part in (block.queries, block.keys)] for block in rest
+            ]
             works.append(sum(rows * columns for rows, columns in sizes))
         assert len(set(works)) == 1
 

@@ -22,8 +22,18 @@ from transformer_engine.pytorch.attention.dot_product_attention.context_parallel
 def _qkv(case: Case, tokens: int | None = None, keys: int | None = None) -> list[torch.Tensor]:
     tokens = case.tokens // case.size if tokens is None else tokens
     found = []
-    for length, heads in ((tokens, case.heads), (keys or tokens, case.groups), (keys or tokens, case.groups)):
-        shape = (length,) if case.layout == "thd" else (length, 2) if case.layout == "sbhd" else (2, length)
+    for length, heads in (
+        (tokens, case.heads),
+        (keys or tokens, case.groups),
+        (keys or tokens, case.groups),
+    ):
+        shape = (
+            (length,)
+            if case.layout == "thd"
+            else (length, 2)
+            if case.layout == "sbhd"
+            else (2, length)
+        )
         found.append(torch.randn(*shape, heads, 8))
     return found
 
@@ -109,7 +119,10 @@ CALLS = {
         Case(),
         None,
         None,
-        {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 16, 16)},
+        {
+            "core_attention_bias_type": "post_scale_bias",
+            "core_attention_bias": torch.zeros(1, 1, 16, 16),
+        },
         "core_attention_bias .1, 1, 16, 16. has 16 rows; a context-parallel rank gives the rows of its 8 queries",
     ),
     "mask rows of the whole sequence": (

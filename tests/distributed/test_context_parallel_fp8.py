@@ -75,7 +75,8 @@ def test_fp8_errors_are_at_most_twice_the_one_device_errors(case, recipe, backwa
 def _shared_output(case: Case, recipe, fp8_output: bool, recompute: bool, rank: int):
     argument, rows = problem(case), rank_tokens((case.tokens,) * case.batch, case.size, rank)
     q, k, v = (
-        convert_layout(argument[name][rows], case.layout, case.batch).requires_grad_() for name in "qkv"
+        convert_layout(argument[name][rows], case.layout, case.batch).requires_grad_()
+        for name in "qkv"
     )
     module = create_attention(case, dist.group.WORLD)
     with te.autocast(enabled=True, recipe=recipe):
@@ -103,7 +104,9 @@ def test_codes_are_returned_if_the_caller_requests_them(comm, recompute):
 @pytest.mark.parametrize("comm", ["p2p", "a2a", "all_gather"])
 def test_the_forward_pass_sends_bytes_of_codes(comm, recipe, monkeypatch):
     sent = []
-    monkeypatch.setattr(attention, "checks_step", lambda *_: False)  # it sends a hash in the first step
+    monkeypatch.setattr(
+        attention, "checks_step", lambda *_: False
+    )  # it sends a hash in the first step
     for name in ("all_to_all_single", "all_gather_into_tensor"):
         plain = getattr(dist, name)
 
@@ -143,7 +146,12 @@ def test_projections_that_make_codes_share_a_scale(comm):
 
     def layer() -> te.MultiheadAttention:
         return te.MultiheadAttention(
-            64, 4, attention_dropout=0.0, attn_mask_type="causal", device="cpu", params_dtype=torch.bfloat16
+            64,
+            4,
+            attention_dropout=0.0,
+            attn_mask_type="causal",
+            device="cpu",
+            params_dtype=torch.bfloat16,
         )
 
     full, layers = layer(), [layer(), layer()]
@@ -186,7 +194,9 @@ def _quantized_shards(case: Case, factor: float) -> list[list[te.Float8Tensor]]:
     return shards
 
 
-def _results(case: Case, recipe, qkv: list[list[torch.Tensor]], dout: list[torch.Tensor], rank: int):
+def _results(
+    case: Case, recipe, qkv: list[list[torch.Tensor]], dout: list[torch.Tensor], rank: int
+):
     """One rank's output, and its gradients for q, k and v."""
     leaves = [x.detach().requires_grad_() for x in qkv[rank]]
     module = create_attention(case, communication_groups(case, rank)[0])
@@ -202,7 +212,9 @@ def _results(case: Case, recipe, qkv: list[list[torch.Tensor]], dout: list[torch
     + [("delayed", "p2p", 4, "0"), ("delayed", "a2a", 4, "1"), ("delayed", "a2a+p2p", 4, "1")]
     + [("delayed", "a2a", 2, "0"), ("delayed", "a2a+p2p", 4, "0")],
 )
-def test_quantized_inputs_are_read_with_their_ranks_scale(recipe, comm, size, backward, monkeypatch):
+def test_quantized_inputs_are_read_with_their_ranks_scale(
+    recipe, comm, size, backward, monkeypatch
+):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
     case = replace(CASE, comm=comm, size=size)
     # At the initial scale of 1, keys with the factor would saturate. Gradients in E5M2 would underflow.
@@ -222,7 +234,9 @@ def test_quantized_inputs_are_read_with_their_ranks_scale(recipe, comm, size, ba
     codes = [quantizer(x) for x in full]
     run = partial(_results, replace(case, comm="p2p", size=1), RECIPES[recipe], [codes], [dout])
     alone = run_on_threads(run, 1)[0]
-    run = partial(_results, case, RECIPES[recipe], shards, [dout[token_indices] for token_indices in rows])
+    run = partial(
+        _results, case, RECIPES[recipe], shards, [dout[token_indices] for token_indices in rows]
+    )
     for tokens, result in zip(rows, run_on_threads(run, size), strict=True):
         for found, plain, exact_result in zip(result, alone, expected, strict=True):
             assert_as_good_as(found, plain[tokens], exact_result[tokens])
@@ -268,7 +282,9 @@ def _steps_with_own_maxima(
         ("a2a", "1", False),
     ],
 )
-def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(comm, backward, reduce_amax, tmp_path):
+def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(
+    comm, backward, reduce_amax, tmp_path
+):
     """The second rank has values 16 times as large: without a common scale their codes are read with another one."""
     case = replace(CASE, comm=comm, tokens=32)
     recipe = DelayedScaling(fp8_dpa=True, amax_history_len=1, reduce_amax=reduce_amax)
@@ -279,7 +295,9 @@ def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(comm, backward,
     full = replace(case, comm="p2p", size=1)
     (tmp_path / "alone").mkdir()
     alone = run_on_ranks(
-        partial(_steps_with_own_maxima, full, recipe, values, False, backward), 1, tmp_path / "alone"
+        partial(_steps_with_own_maxima, full, recipe, values, False, backward),
+        1,
+        tmp_path / "alone",
     )[0]
     run = partial(_steps_with_own_maxima, case, recipe, values, reduce_amax, backward)
     found = run_on_ranks(run, case.size, tmp_path)
@@ -301,7 +319,9 @@ def test_recipes_that_scale_blocks_exchange_values(emulated):
     full = exact(case)
     alone = run_on_threads(partial(_run, replace(case, size=1), recipe), 1)[0]
     for comm in ("p2p", "a2a"):
-        for rank, result in enumerate(run_on_threads(partial(_run, replace(case, comm=comm), recipe), 2)):
+        for rank, result in enumerate(
+            run_on_threads(partial(_run, replace(case, comm=comm), recipe), 2)
+        ):
             plain = rank_results(case, alone, rank)
             for name, expected in rank_results(case, full, rank).items():
                 assert_as_good_as(result[name], plain[name], expected)

@@ -49,7 +49,9 @@ def _train(device: torch.device) -> dict[str, Any]:
         assert all(isinstance(parameter, DTensor) for parameter in after.parameters())
         keys = list(Decoder().state_dict())
         assert list(before.state_dict()) == keys and list(after.state_dict()) == keys
-        choices = [[row.choice for row in te.conversion_table(model)] for model in (alone, before, after)]
+        choices = [
+            [row.choice for row in te.conversion_table(model)] for model in (alone, before, after)
+        ]
         results["choices"] = [torch.tensor(choices[0] == other) for other in choices]
     return results
 

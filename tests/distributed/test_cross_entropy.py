@@ -53,6 +53,8 @@ def _outside(device):
     return torch.ones(1)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="labels on a GPU are checked with TE_CHECK alone")
+@pytest.mark.skipif(
+    torch.cuda.device_count() >= 2, reason="labels on a GPU are checked with TE_CHECK alone"
+)
 def test_labels_are_ids_of_the_whole_vocabulary(tmp_path):
     assert len(run_on_ranks(_outside, 2, tmp_path)) == 2

@@ -23,7 +23,9 @@ RECIPES = {"none": None, "delayed": recipes.DelayedScaling, "current": recipes.F
 def _layers(device):
     torch.manual_seed(3)
     FP8GlobalStateManager.reset()
-    return nn.Sequential(te.Linear(WIDTH, WIDTH, device=device), te.LayerNormMLP(WIDTH, WIDTH, device=device))
+    return nn.Sequential(
+        te.Linear(WIDTH, WIDTH, device=device), te.LayerNormMLP(WIDTH, WIDTH, device=device)
+    )
 
 
 def _loss(model, recipe, number, parts=1):
@@ -31,7 +33,10 @@ def _loss(model, recipe, number, parts=1):
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     with te.autocast(recipe is not None, recipe=None if recipe is None else recipe()):
         y = model(torch.randn(ROWS, WIDTH, generator=generator).to(next(model.parameters()).device))
-    return sum(((part - i).square().mean() for i, part in enumerate(y.chunk(parts, dim=-1))), y.new_zeros(()))
+    return sum(
+        ((part - i).square().mean() for i, part in enumerate(y.chunk(parts, dim=-1))),
+        y.new_zeros(()),
+    )
 
 
 def _average_gradients(model):
@@ -92,10 +97,15 @@ def _fsdp1(recipe, device):
 
     wrap = te.distributed.FullyShardedDataParallel
     model = wrap(
-        nn.Sequential(*[wrap(layer, device_id=device) for layer in _layers(device)]), device_id=device
+        nn.Sequential(*[wrap(layer, device_id=device) for layer in _layers(device)]),
+        device_id=device,
     )
-    layers = [module for module in model.modules() if isinstance(module, (te.Linear, te.LayerNormMLP))]
-    assert len(layers) == 2 and all(dist.get_world_size(vars(layer)["fsdp_group"]) == 2 for layer in layers)
+    layers = [
+        module for module in model.modules() if isinstance(module, (te.Linear, te.LayerNormMLP))
+    ]
+    assert len(layers) == 2 and all(
+        dist.get_world_size(vars(layer)["fsdp_group"]) == 2 for layer in layers
+    )
     assert isinstance(model, fsdp.FullyShardedDataParallel)
     with te.quantized_model_init(recipe=recipe()):
         quantized = te.Linear(WIDTH, WIDTH, device=device)
@@ -114,7 +124,9 @@ def _wrap_quantized_parameters(layer, wrapper):
 
 def _everything(device):
     found = {f"ddp {name}": _ddp(recipe, device) for name, recipe in RECIPES.items()}
-    return found | {f"fsdp1 {name}": _fsdp1(RECIPES[name], device) for name in ("delayed", "current")}
+    return found | {
+        f"fsdp1 {name}": _fsdp1(RECIPES[name], device) for name in ("delayed", "current")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,9 @@ def create_layer(dtype: torch.dtype = torch.float32) -> Model:
     drawn = torch.Generator().manual_seed(3)  # ranks that are threads share the default generator
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=drawn) + (parameter.dim() == 1))
+            parameter.copy_(
+                0.1 * torch.randn(parameter.shape, generator=drawn) + (parameter.dim() == 1)
+            )
     return model
 
 
@@ -66,7 +68,9 @@ def parallel(model: Model, sequence: bool, mesh: DeviceMesh | None = None) -> Mo
     }
     if sequence:
         plan["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
-    return parallelize_module(model, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return parallelize_module(
+        model, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), plan
+    )
 
 
 def steps(
@@ -86,14 +90,18 @@ def steps(
         optimizer.step()
     found |= {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in found.items()
     }
 
 
-def largest_errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+def largest_errors(
+    found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """Each tensor's largest error, relative to its largest value."""
     return {
-        name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in exact.items()
+        name: float((found[name] - value).abs().max() / value.abs().max())
+        for name, value in exact.items()
     }
 
 
@@ -115,10 +123,16 @@ def compare_gradients(used: Any, sequence: bool) -> tuple[list[str], dict[str, s
         used is not None
     ):  # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
         exact = {
-            name: value for name, value in exact.items() if name in ("output", "input") or "grad" in name
+            name: value
+            for name, value in exact.items()
+            if name in ("output", "input") or "grad" in name
         }
     errors = largest_errors(found, exact)
-    wrong = [f"{name}: {error}" for name, error in errors.items() if error > 2 * of_one_device[name] + 1e-5]
+    wrong = [
+        f"{name}: {error}"
+        for name, error in errors.items()
+        if error > 2 * of_one_device[name] + 1e-5
+    ]
     placed = {
         name: f"{p.placements[0]} {p.grad.placements[0]}" if isinstance(p, DTensor) else "plain"
         for name, p in model.named_parameters()
@@ -189,7 +203,10 @@ def run_on_two_ranks(body) -> None:
 
 def test_replicated_weights_take_inputs_that_are_sharded_by_rows():
     def body(mesh) -> None:
-        layer, x = create_layer().third, torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6))
+        layer, x = (
+            create_layer().third,
+            torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6)),
+        )
         expected = layer(x)
         expected.square().sum().backward()
         gradient = layer.weight.grad
@@ -239,14 +256,26 @@ def test_calls_that_cannot_be_served_name_the_remedy():
     def body(mesh) -> None:
         x = torch.randn(4, 32)
         for layer, style, text in (
-            (te.LayerNormMLP(32, 32, **options), ColwiseParallel(), "Linear or LayerNormLinear.*tp_group"),
-            (te.LayerNormLinear(32, 32, **options), RowwiseParallel(), "does not shard a LayerNormLinear"),
+            (
+                te.LayerNormMLP(32, 32, **options),
+                ColwiseParallel(),
+                "Linear or LayerNormLinear.*tp_group",
+            ),
+            (
+                te.LayerNormLinear(32, 32, **options),
+                RowwiseParallel(),
+                "does not shard a LayerNormLinear",
+            ),
             (
                 te.Linear(32, 32, parameters_split=("q", "k"), **options),
                 ColwiseParallel(),
                 "parameters_split",
             ),
-            (te.Linear(32, 32, fuse_wgrad_accumulation=True, **options), ColwiseParallel(), "fuse_wgrad"),
+            (
+                te.Linear(32, 32, fuse_wgrad_accumulation=True, **options),
+                ColwiseParallel(),
+                "fuse_wgrad",
+            ),
             (
                 te.Linear(32, 32, delay_wgrad_compute=True, **options),
                 RowwiseParallel(),
@@ -267,8 +296,12 @@ def test_calls_that_cannot_be_served_name_the_remedy():
         with pytest.raises(NotImplementedError, match=r"shard its rows, Shard\(0\)"):
             partial(distribute_tensor(x, mesh, [Replicate()]))
         other = te.LayerNormMLP(32, 32, **options)
-        other.fc1_weight = nn.Parameter(distribute_tensor(other.fc1_weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(NotImplementedError, match="parameter fc1_weight of LayerNormMLP is a DTensor"):
+        other.fc1_weight = nn.Parameter(
+            distribute_tensor(other.fc1_weight.detach(), mesh, [Shard(0)])
+        )
+        with pytest.raises(
+            NotImplementedError, match="parameter fc1_weight of LayerNormMLP is a DTensor"
+        ):
             other(x)
 
     run_on_two_ranks(body)

@@ -19,8 +19,14 @@ SIZE, ROWS = 2, 64
 LAYERS: dict[str, tuple[Any, list[list[str]]]] = {
     "linear": (lambda **options: te.Linear(64, 128, **options), [["weight"]]),
     "norm_linear": (lambda **options: te.LayerNormLinear(64, 128, **options), [["weight"]]),
-    "mlp": (lambda **options: te.LayerNormMLP(64, 128, **options), [["fc1_weight"], ["fc2_weight"]]),
-    "grouped": (lambda **options: te.GroupedLinear(2, 64, 128, **options), [["weight0", "weight1"]]),
+    "mlp": (
+        lambda **options: te.LayerNormMLP(64, 128, **options),
+        [["fc1_weight"], ["fc2_weight"]],
+    ),
+    "grouped": (
+        lambda **options: te.GroupedLinear(2, 64, 128, **options),
+        [["weight0", "weight1"]],
+    ),
     "pieces": (
         lambda **options: te.Linear(64, 128, parameters_split=("a", "b"), **options),
         [["a_weight", "b_weight"]],
@@ -95,7 +101,9 @@ def step(layer: Any, kind: str, name: str, batch: int, device: torch.device) -> 
     return [y.detach(), x.grad]
 
 
-def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool = False) -> dict[str, Any]:
+def case(
+    device: torch.device, kind: str, name: str, fused: bool, delayed: bool = False
+) -> dict[str, Any]:
     """Compare one step between sharded weights and full weights; the latter train on all ranks' batches."""
     make, groups = LAYERS[kind]
     names = [member for group in groups for member in group]
@@ -113,7 +121,9 @@ def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool 
     expected = [step(one, kind, name, batch, device) for batch in range(SIZE)][rank]
     actual = step(layer, kind, name, rank, device)
     if delayed:
-        assert "gradients" not in calls and all(getattr(layer, member).grad is None for member in names)
+        assert "gradients" not in calls and all(
+            getattr(layer, member).grad is None for member in names
+        )
         for _ in range(SIZE):
             one.backward_dw()
         layer.backward_dw()
@@ -141,7 +151,10 @@ def chain(device: torch.device, fused: bool, grouped: bool = False) -> te.ops.Se
         else te.ops.BasicLinear(64, 128, **to_main_grad)
     )
     return te.ops.Sequential(
-        first, te.ops.GELU(), te.ops.BasicLinear(128, 64, **to_main_grad), te.ops.Bias(64, **options)
+        first,
+        te.ops.GELU(),
+        te.ops.BasicLinear(128, 64, **to_main_grad),
+        te.ops.Bias(64, **options),
     )
 
 
@@ -167,7 +180,9 @@ def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) 
         full = getattr(one[i], weight)
         gradient = full.main_grad if fused else full.grad
         theirs = gradient.chunk(SIZE)[rank].float()
-        error = max(error, float((getattr(ours[i], weight).grad.float() - theirs).norm() / theirs.norm()))
+        error = max(
+            error, float((getattr(ours[i], weight).grad.float() - theirs).norm() / theirs.norm())
+        )
     return {"equal": equal, "error": error, "calls": calls}
 
 
@@ -210,7 +225,9 @@ def test_layers_with_sharded_weights_equal_layers_with_full_weights(measured, ki
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "chain of groups"])
-def test_operation_chains_with_sharded_weights_equal_chains_with_full_weights(measured, kind, name, fused):
+def test_operation_chains_with_sharded_weights_equal_chains_with_full_weights(
+    measured, kind, name, fused
+):
     for rank in measured:
         found = rank[f"{kind}/{name}/{fused}"]
         assert all(found["equal"]) and found["error"] < 2**-7, found
@@ -236,11 +253,15 @@ def test_delayed_gradients_of_whole_weights_are_finalized_in_backward_dw(measure
 
 
 def test_delayed_gradients_of_shards_accumulate_and_skip_frozen_weights():
-    layer: Any = te.LayerNormMLP(64, 128, device="cpu", params_dtype=torch.bfloat16, delay_wgrad_compute=True)
+    layer: Any = te.LayerNormMLP(
+        64, 128, device="cpu", params_dtype=torch.bfloat16, delay_wgrad_compute=True
+    )
     calls = sharded(layer, [["fc1_weight"], ["fc2_weight"]], 1)
     for name in ("fc1_weight", "fc2_weight"):
         shard = getattr(layer, name)
-        shard.materialize_group_for_forward = shard.materialize_group_for_backward = shard.detach().clone
+        shard.materialize_group_for_forward = shard.materialize_group_for_backward = (
+            shard.detach().clone
+        )
         shard.finalize_group_grads = lambda wgrads: calls.append("gradients") or wgrads
     layer.fc1_weight.requires_grad_(False)
     gradients = []
@@ -255,7 +276,9 @@ def test_delayed_gradients_of_shards_accumulate_and_skip_frozen_weights():
 def test_operations_that_do_not_accept_shards_raise_an_error():
     bias = te.ops.Bias(64, device="cpu")
     sharded(bias, [["bias"]])
-    with pytest.raises(NotImplementedError, match=r"Bias does not accept .* Shard: use te.ops.BasicLinear"):
+    with pytest.raises(
+        NotImplementedError, match=r"Bias does not accept .* Shard: use te.ops.BasicLinear"
+    ):
         te.ops.Sequential(bias)(torch.randn(64, 64))
     for option, names in (
         ("delay_wgrad_compute", ["weight0", "weight1"]),
@@ -263,11 +286,15 @@ def test_operations_that_do_not_accept_shards_raise_an_error():
     ):
         grouped = te.ops.GroupedLinear(2, 64, 64, bias=False, device="cpu", **{option: True})
         sharded(grouped, [names])
-        with pytest.raises(NotImplementedError, match=rf"GroupedLinear .* Shard: leave {option} False"):
+        with pytest.raises(
+            NotImplementedError, match=rf"GroupedLinear .* Shard: leave {option} False"
+        ):
             te.ops.Sequential(grouped)(torch.randn(64, 64), torch.tensor([32, 32]))
     model = chain(torch.device("cpu"), False)
     sharded(model[0], [["weight"]])
-    model[2] = te.ops.BasicLinear(128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16)
+    model[2] = te.ops.BasicLinear(
+        128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16
+    )
     sharded(model[2], [["weight"]])
     with pytest.raises(NotImplementedError, match="differ in accumulate_into_main_grad"):
         step(model, "chain", "none", 0, torch.device("cpu"))
@@ -276,15 +303,21 @@ def test_operations_that_do_not_accept_shards_raise_an_error():
 def test_a_chain_of_shards_accumulates_gradients_of_whole_weights_into_main_grad():
     """The first weight is a shard, whose gradient is returned; the other is whole and has a buffer."""
     full, ours = (chain(torch.device("cpu"), False) for _ in range(2))
-    ours[2] = te.ops.BasicLinear(128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16)
+    ours[2] = te.ops.BasicLinear(
+        128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16
+    )
     with torch.no_grad():
         ours[2].weight.copy_(full[2].weight)
     ours[2].weight.main_grad = torch.zeros(64, 128)
     sharded(ours[0], [["weight"]], 1)
     shard = ours[0].weight
-    shard.materialize_group_for_forward = shard.materialize_group_for_backward = shard.detach().clone
+    shard.materialize_group_for_forward = shard.materialize_group_for_backward = (
+        shard.detach().clone
+    )
     shard.finalize_group_grads = lambda wgrads: wgrads
-    expected, actual = [step(model, "chain", "none", 0, torch.device("cpu")) for model in (full, ours)]
+    expected, actual = [
+        step(model, "chain", "none", 0, torch.device("cpu")) for model in (full, ours)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert torch.equal(shard.grad, full[0].weight.grad)
     assert torch.equal(ours[2].weight.main_grad.bfloat16(), full[2].weight.grad)
@@ -304,7 +337,9 @@ def test_a_traced_layer_of_shards_raises_an_error():
     sharded(layer, [["weight"]])
     with (
         mock.patch.object(torch.compiler, "is_compiling", lambda: True),
-        pytest.raises(NotImplementedError, match=r"torch.compile with a distributed weight.*in eager mode"),
+        pytest.raises(
+            NotImplementedError, match=r"torch.compile with a distributed weight.*in eager mode"
+        ),
         whole_weights([[layer.weight]], False, None),
     ):
         pass
@@ -338,10 +373,12 @@ def test_a_frozen_weight_of_a_group_has_no_gradient(name, fused):
 def test_a_group_that_returns_another_number_of_gradients_raises_an_error():
     layer: Any = te.GroupedLinear(2, 64, 128, device="cpu", params_dtype=torch.bfloat16)
     sharded(layer, [["weight0", "weight1"]], 1)
-    layer.weight0.materialize_group_for_forward = layer.weight0.materialize_group_for_backward = lambda: [
-        shard.detach().clone() for shard in layer.weight0.group
-    ]
+    layer.weight0.materialize_group_for_forward = layer.weight0.materialize_group_for_backward = (
+        lambda: [shard.detach().clone() for shard in layer.weight0.group]
+    )
     layer.weight0.finalize_group_grads = lambda wgrads: wgrads[0]
-    with pytest.raises(ValueError, match=r"finalize_group_grads of Shard returned 1 gradients; return 2"):
+    with pytest.raises(
+        ValueError, match=r"finalize_group_grads of Shard returned 1 gradients; return 2"
+    ):
         step(layer, "grouped", "none", 0, torch.device("cpu"))
     assert layer.weight0.grad is None and layer.weight1.grad is None

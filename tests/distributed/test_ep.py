@@ -47,7 +47,9 @@ DROPPED = {
 }
 
 
-def assert_equal_to_one_device(case: Case, found: list[dict[str, Any]], rtol: float, atol: float) -> None:
+def assert_equal_to_one_device(
+    case: Case, found: list[dict[str, Any]], rtol: float, atol: float
+) -> None:
     expected = one_device_results(case)
     local = case.experts // len(case.tokens)
     for rank, of_rank in enumerate(found):
@@ -112,8 +114,14 @@ def test_rows_are_ordered_by_expert_rank_and_token_and_padded_with_zeros():
 
 
 def test_both_modes_compute_the_same_bits():
-    eager, fixed = Case((7, 5), dtype=torch.bfloat16), Case((7, 5), dtype=torch.bfloat16, capacity=40)
-    found = [run_on_threads(lambda rank, case=case: rank_results(case, rank), 2) for case in (eager, fixed)]
+    eager, fixed = (
+        Case((7, 5), dtype=torch.bfloat16),
+        Case((7, 5), dtype=torch.bfloat16, capacity=40),
+    )
+    found = [
+        run_on_threads(lambda rank, case=case: rank_results(case, rank), 2)
+        for case in (eager, fixed)
+    ]
     for one, other in zip(*found, strict=True):
         for name in ("y", "tokens", "weights", "fc1", "fc2", "counts"):
             assert torch.equal(one[name], other[name]), name
@@ -136,7 +144,9 @@ def test_mxfp8_dispatch_sends_codes_and_scales(capacity):
         return {"plain": rows[0], "quantized": rows[1]}
 
     for of_rank in run_on_threads(record_received, 2):
-        expected = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)(of_rank["plain"])
+        expected = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)(
+            of_rank["plain"]
+        )
         filled = of_rank["plain"].any(1)
         assert filled.any()
         for name in ("_rowwise_data", "_rowwise_scale_inv"):
@@ -174,7 +184,9 @@ def test_recipes_whose_rows_share_a_scale_are_rejected(result):
     def attempt(rank: int) -> str:
         ep.ep_bootstrap(None, 4, 4, HIDDEN)
         try:
-            with pytest.raises(NotImplementedError, match=r"share a scale.*pass MXFP8BlockScaling") as raised:
+            with pytest.raises(
+                NotImplementedError, match=r"share a scale.*pass MXFP8BlockScaling"
+            ) as raised:
                 ep.EpBuffer(1, 4, HIDDEN, 4, dispatch_fwd_quant_recipe=result)
             return str(raised.value)
         finally:
@@ -194,7 +206,10 @@ def test_two_dispatches_in_flight_and_a_buffer_used_again_keep_their_routing():
         transposed = argument.choices[rank].flip(0)
         a = ep.ep_dispatch(first, x, argument.choices[rank], w)[0]
         b = ep.ep_dispatch(second, x, transposed, w)[0]
-        y = [ep.ep_combine(buffer, rows, num_local_tokens=6) for buffer, rows in ((first, a), (second, b))]
+        y = [
+            ep.ep_combine(buffer, rows, num_local_tokens=6)
+            for buffer, rows in ((first, a), (second, b))
+        ]
         ep.ep_dispatch(first, x, transposed, w)  # before the backward pass for its first use
         torch.testing.assert_close(y[0], 2 * x)
         torch.testing.assert_close(y[1], 2 * x)
@@ -212,10 +227,14 @@ def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
     def attempt(rank: int) -> None:
         ep.ep_bootstrap(None, 8, 6, HIDDEN, 2, 32)
         buffer = ep.EpBuffer(2, 6, HIDDEN, 4)
-        rows, gradient = (ep.symm_mem_alloc((32, HIDDEN), torch.float32, None, "cpu") for _ in range(2))
+        rows, gradient = (
+            ep.symm_mem_alloc((32, HIDDEN), torch.float32, None, "cpu") for _ in range(2)
+        )
         weights = ep.symm_mem_alloc([32], torch.float32, None, "cpu")
         assert (
-            ep.is_symm_backed(rows) and ep.is_symm_backed(rows[3:]) and not ep.is_symm_backed(torch.zeros(3))
+            ep.is_symm_backed(rows)
+            and ep.is_symm_backed(rows[3:])
+            and not ep.is_symm_backed(torch.zeros(3))
         )
         x = argument.tokens[rank].clone().requires_grad_()
         for _ in range(2):  # the second call overwrites the first result
@@ -224,14 +243,18 @@ def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
                 buffer, *arguments, recv_tokens=rows, recv_topk_weights=weights
             )
             assert (
-                received.data_ptr() == rows.data_ptr() and received_weights.data_ptr() == weights.data_ptr()
+                received.data_ptr() == rows.data_ptr()
+                and received_weights.data_ptr() == weights.data_ptr()
             )
             y = ep.ep_combine(buffer, received * 2, grad_out=gradient)
             assert y.shape == (6, HIDDEN) and not y[case.tokens[rank] :].any()
             x.grad = None
             y[: case.tokens[rank]].sum().backward()
             torch.testing.assert_close(x.grad, torch.full_like(x, 4.0))
-            assert gradient[: int(counts.sum())].eq(1).all() and not gradient[int(counts.sum()) :].any()
+            assert (
+                gradient[: int(counts.sum())].eq(1).all()
+                and not gradient[int(counts.sum()) :].any()
+            )
         ep.ep_finalize()
 
     run_on_threads(attempt, 2)
@@ -247,8 +270,12 @@ def test_prepare_returns_the_counts_of_a_dispatch_and_frozen_inputs_are_dispatch
         expected = ep.ep_prepare(buffer, argument.choices[rank].int())
         assert buffer.handle_mem.dtype == torch.uint8 and buffer.tokens_per_expert is expected
         x = argument.tokens[rank].view(2, 3, HIDDEN)
-        rows, weights, counts = ep.ep_dispatch(buffer, x, argument.choices[rank], argument.weights[rank])
-        assert torch.equal(counts, expected) and not rows.requires_grad and not weights.requires_grad
+        rows, weights, counts = ep.ep_dispatch(
+            buffer, x, argument.choices[rank], argument.weights[rank]
+        )
+        assert (
+            torch.equal(counts, expected) and not rows.requires_grad and not weights.requires_grad
+        )
         w = argument.weights[rank].clone().requires_grad_()  # the router alone is trained
         rows, weights, _ = ep.ep_dispatch(buffer, x, argument.choices[rank], w)
         y = ep.ep_combine(buffer, rows * weights[:, None], num_local_tokens=6)
@@ -274,9 +301,17 @@ def test_rows_that_do_not_fit_are_an_error_on_every_rank():
 INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weights": ({"topk_weights": torch.rand(4, 2).double()}, TypeError, r"pass float32"),
     "width": ({"tokens": torch.rand(4, 8)}, ValueError, r"pass \[T, 32\]"),
-    "number of tokens": ({"tokens": torch.rand(3, HIDDEN)}, ValueError, "one row of topk_idx per token"),
+    "number of tokens": (
+        {"tokens": torch.rand(3, HIDDEN)},
+        ValueError,
+        "one row of topk_idx per token",
+    ),
     "choices": ({"topk_idx": torch.rand(4, 2)}, TypeError, "int32"),
-    "number of choices": ({"topk_idx": torch.zeros(4, 3, dtype=torch.long)}, ValueError, r"\[T, 2\]"),
+    "number of choices": (
+        {"topk_idx": torch.zeros(4, 3, dtype=torch.long)},
+        ValueError,
+        r"\[T, 2\]",
+    ),
     "too many tokens": (
         {"topk_idx": torch.zeros(9, 2, dtype=torch.long)},
         ValueError,
@@ -370,7 +405,9 @@ def test_compiled_code_calls_the_functions_eagerly_with_the_same_bits():
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         y = mixture(leaves[0], choices, leaves[1])
         (gradient,) = torch.autograd.grad(y.sum(), leaves[:1], create_graph=True)
-        with pytest.raises(RuntimeError, match=r"moe_permute|expert parallelism"):  # a second derivative
+        with pytest.raises(
+            RuntimeError, match=r"moe_permute|expert parallelism"
+        ):  # a second derivative
             gradient.sum().backward()
     finally:
         ep.ep_finalize()
@@ -392,7 +429,11 @@ def test_invalid_settings_are_rejected(arguments, words):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"alignment": 3}, "power of two"), ({"num_local_experts": 2}, "pass 4"), ({"top_k": 0}, "top_k")],
+    [
+        ({"alignment": 3}, "power of two"),
+        ({"num_local_experts": 2}, "pass 4"),
+        ({"top_k": 0}, "top_k"),
+    ],
 )
 def test_invalid_buffers_are_rejected(arguments, words):
     ep.ep_bootstrap(None, 4, 8, HIDDEN)

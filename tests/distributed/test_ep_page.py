@@ -37,14 +37,19 @@ def run_example(device: torch.device) -> dict[str, Any]:
 def test_two_processes_print_the_page_and_equal_one_device(tmp_path):
     found = run_on_ranks(run_example, 2, tmp_path)
     page = (DOCS / "experts.md").read_text()
-    assert found[0]["printed"] == page.split("With two processes it prints\n\n```\n")[1].split("```")[0]
+    assert (
+        found[0]["printed"]
+        == page.split("With two processes it prints\n\n```\n")[1].split("```")[0]
+    )
     assert found[1]["printed"] == ""
     for number, case in enumerate(CASES):
         expected = one_device_results(case)
         for rank, of_rank in enumerate(found):
             of_case = of_rank["cases"][number]
             for name in ("y", "tokens", "weights"):
-                torch.testing.assert_close(of_case[name].double(), expected[name][rank], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    of_case[name].double(), expected[name][rank], rtol=1e-5, atol=1e-5
+                )
             for name in ("fc1", "fc2"):
                 local = expected[name][rank * 4 : rank * 4 + 4]
                 torch.testing.assert_close(of_case[name].double(), local, rtol=1e-5, atol=1e-5)

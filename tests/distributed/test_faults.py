@@ -53,7 +53,11 @@ def row_layer(**options: Any) -> te.Linear:
 
 
 def forward(
-    rank: int, rows: int = TOKENS, dtype: torch.dtype = torch.float32, used: Any = None, **options: Any
+    rank: int,
+    rows: int = TOKENS,
+    dtype: torch.dtype = torch.float32,
+    used: Any = None,
+    **options: Any,
 ):
     layer = row_layer(params_dtype=dtype, **options)
     with te.autocast(enabled=used is not None, recipe=used):
@@ -61,7 +65,12 @@ def forward(
 
 
 def attention(
-    rank: int, comm: str = "p2p", tokens: int = 8, heads: int = 4, dtype=torch.float32, **options: Any
+    rank: int,
+    comm: str = "p2p",
+    tokens: int = 8,
+    heads: int = 4,
+    dtype=torch.float32,
+    **options: Any,
 ):
     mask = options.pop("mask", "causal")
     window = options.pop("window", None)
@@ -113,12 +122,16 @@ def gather_on_ranks(rank: int, kind: str = "values", rows: int = 32) -> None:
 def fp8_attention(rank: int, kind: str = "values", used: Any = None) -> None:
     layer = te.DotProductAttention(2, 16)
     layer.set_context_parallel_group(dist.group.WORLD, list(range(2)), None, "p2p")
-    q, k, v = (convert_kind(torch.randn(16, 2, 2, 16, dtype=torch.bfloat16), kind) for _ in range(3))
+    q, k, v = (
+        convert_kind(torch.randn(16, 2, 2, 16, dtype=torch.bfloat16), kind) for _ in range(3)
+    )
     with te.autocast(enabled=used is not None, recipe=used):
         layer(q, k, v)
 
 
-def micro_batches(rank: int, kind: str, frozen: bool = False, without_gradients: bool = False) -> None:
+def micro_batches(
+    rank: int, kind: str, frozen: bool = False, without_gradients: bool = False
+) -> None:
     """Run two micro-batches; options: input and parameters need no gradients, or gradients are off."""
     if kind in ("column", "row"):
         layer: Any = row_layer(parallel_mode=kind, sequence_parallel=True)
@@ -139,7 +152,12 @@ CURRENT, DELAYED = recipe.Float8CurrentScaling(), recipe.DelayedScaling(amax_his
 MXFP8, FP8_ATTENTION = recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling(fp8_dpa=True)
 # {difference: (function, rank 0 arguments, rank 1 arguments, message text)}
 MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {
-    "rows": (forward, {}, {"rows": 8}, r"tensor: rank 0: float32 \[16, 32\]; rank 1: float32 \[8, 32\]"),
+    "rows": (
+        forward,
+        {},
+        {"rows": 8},
+        r"tensor: rank 0: float32 \[16, 32\]; rank 1: float32 \[8, 32\]",
+    ),
     "more rows": (forward, {}, {"rows": 32}, r"\[32, 32\]"),
     "output features": (forward, {}, {"out_features": 64}, r"\[16, 64\]"),
     "dtype": (forward, {}, {"dtype": torch.bfloat16}, r"rank 1: bfloat16"),
@@ -151,22 +169,52 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], 
         {"used": recipe.DelayedScaling(amax_history_len=8)},
         r"amax_history_len=8|len=8",
     ),
-    "sequence parallelism": (forward, {"sequence_parallel": True}, {}, "sequence_parallel: rank 0: True"),
-    "micro-batches": (accumulate, {"micro_batches": 3}, {"micro_batches": 2}, "number of micro-batches"),
-    "fewer micro-batches": (accumulate, {"micro_batches": 1}, {"micro_batches": 2}, "optimizer steps"),
-    "one pass more": (accumulate, {"micro_batches": 4}, {"micro_batches": 3}, "rank 0: 0; rank 1: 1"),
+    "sequence parallelism": (
+        forward,
+        {"sequence_parallel": True},
+        {},
+        "sequence_parallel: rank 0: True",
+    ),
+    "micro-batches": (
+        accumulate,
+        {"micro_batches": 3},
+        {"micro_batches": 2},
+        "number of micro-batches",
+    ),
+    "fewer micro-batches": (
+        accumulate,
+        {"micro_batches": 1},
+        {"micro_batches": 2},
+        "optimizer steps",
+    ),
+    "one pass more": (
+        accumulate,
+        {"micro_batches": 4},
+        {"micro_batches": 3},
+        "rank 0: 0; rank 1: 1",
+    ),
     "gradient rows": (column, {}, {"rows": 32}, r"tensor: .*rank 1: float32 \[32, 32\]"),
     "scheme": (attention, {}, {"comm": "all_gather"}, "scheme: rank 0: p2p; rank 1: all_gather"),
     "scheme of heads": (attention, {"comm": "a2a"}, {}, "scheme"),
     "tokens": (attention, {}, {"tokens": 12}, "seqlen_q"),
     "heads": (attention, {}, {"heads": 2}, r"heads: rank 0: 4; rank 1: 2"),
-    "dtype of attention": (attention, {}, {"dtype": torch.bfloat16}, "dtype: rank 0: torch.float32"),
+    "dtype of attention": (
+        attention,
+        {},
+        {"dtype": torch.bfloat16},
+        "dtype: rank 0: torch.float32",
+    ),
     "mask": (attention, {}, {"mask": "no_mask"}, "mask"),
     "window": (attention, {"comm": "a2a"}, {"comm": "a2a", "window": (2, 0)}, "mask"),
     "softmax": (attention, {}, {"softmax_type": "off-by-one"}, "softmax: rank 0: vanilla"),
     "dropout": (attention, {}, {"attention_dropout": 0.1}, "dropout: rank 0: 0.0; rank 1: 0.1"),
     "scale": (attention, {}, {"softmax_scale": 0.5}, "scale"),
-    "codes": (sequence, {"kind": "float8"}, {}, r"tensor: rank 0: Float8Tensor \[32, 32\]; rank 1: float32"),
+    "codes": (
+        sequence,
+        {"kind": "float8"},
+        {},
+        r"tensor: rank 0: Float8Tensor \[32, 32\]; rank 1: float32",
+    ),
     "codes under a recipe": (
         sequence,
         {"kind": "float8", "used": CURRENT},
@@ -192,7 +240,12 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], 
         {"rows": 64, "used": CURRENT},
         r"rank 1: float32 \[64, 32\]",
     ),
-    "rows under MXFP8": (sequence, {"used": MXFP8}, {"rows": 64, "used": MXFP8}, r"rank 1: .*\[64, 32\]"),
+    "rows under MXFP8": (
+        sequence,
+        {"used": MXFP8},
+        {"rows": 64, "used": MXFP8},
+        r"rank 1: .*\[64, 32\]",
+    ),
     "gathered codes": (gather_on_ranks, {"kind": "float8"}, {}, "tensor: rank 0: Float8Tensor"),
     "gathered rows": (gather_on_ranks, {}, {"rows": 64}, r"rank 1: float32 \[64, 32\]"),
     **{
@@ -258,7 +311,9 @@ def steps(rank: int, number: int, rows: Callable[[int], int] = lambda step: TOKE
 def test_settings_are_compared_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch):
     counted = exchanges(monkeypatch)
     run_on_threads(lambda rank: steps(rank, 5), 2)
-    assert len(counted) == 2 * 3  # ranks x (two micro-batches, and the first one after the optimizer step)
+    assert (
+        len(counted) == 2 * 3
+    )  # ranks x (two micro-batches, and the first one after the optimizer step)
 
 
 def test_every_step_is_compared_with_te_check(monkeypatch: pytest.MonkeyPatch):
@@ -268,9 +323,9 @@ def test_every_step_is_compared_with_te_check(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TE_CHECK", "1")
     counted = exchanges(monkeypatch)
     messages = rank_errors(body)
-    assert all(re.search(r"tensor: rank 0: .*\[16, 32\]; rank 1: .*\[24, 32\]", text) for text in messages), (
-        messages
-    )
+    assert all(
+        re.search(r"tensor: rank 0: .*\[16, 32\]; rank 1: .*\[24, 32\]", text) for text in messages
+    ), messages
     assert len(counted) == 2 * 7
 
 
@@ -325,7 +380,10 @@ def scales_differ(rank: int, directory: str, fault: str) -> None:
     """Ranks reduce the maxima of delayed scaling over all ranks; the second rank has another step or other layers."""
     join_pair(rank, directory, seconds=20)
     warnings.filterwarnings("error", "the ranks of a process group differ")
-    layers = [te.Linear(HIDDEN, HIDDEN, device="cpu") for _ in range(1 + (fault == "layers" and rank == 1))]
+    layers = [
+        te.Linear(HIDDEN, HIDDEN, device="cpu")
+        for _ in range(1 + (fault == "layers" and rank == 1))
+    ]
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
     try:
         for _ in range(2):
@@ -363,7 +421,8 @@ def scales_differ(rank: int, directory: str, fault: str) -> None:
 def test_reductions_of_delayed_scaling_are_compared(fault: str, text: str, tmp_path: Path):
     context = CONTEXT
     processes = [
-        context.Process(target=scales_differ, args=(rank, str(tmp_path), fault)) for rank in range(2)
+        context.Process(target=scales_differ, args=(rank, str(tmp_path), fault))
+        for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -372,7 +431,9 @@ def test_reductions_of_delayed_scaling_are_compared(fault: str, text: str, tmp_p
         assert not process.is_alive()
     for rank in range(2):
         message = (tmp_path / f"{rank}.message").read_text()
-        assert "the ranks of a process group differ" in message and re.search(text, message), message
+        assert "the ranks of a process group differ" in message and re.search(text, message), (
+            message
+        )
 
 
 def fail_during(rank: int, size: int, directory: str, fault: str) -> None:
@@ -448,15 +509,20 @@ def sharded_fails(rank: int, directory: str) -> None:
 
 
 def test_a_rank_that_ends_under_fully_shard_is_named(tmp_path: Path):
-    processes = [CONTEXT.Process(target=sharded_fails, args=(rank, str(tmp_path))) for rank in range(2)]
+    processes = [
+        CONTEXT.Process(target=sharded_fails, args=(rank, str(tmp_path))) for rank in range(2)
+    ]
     run_all(processes)
     message = (tmp_path / "0.message").read_text()
     assert (
-        "a collective over ranks [0, 1] failed on rank 0: rank 1 has ended or does not take part" in message
+        "a collective over ranks [0, 1] failed on rank 0: rank 1 has ended or does not take part"
+        in message
     )
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo"), RuntimeError("gloo")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("gloo"), RuntimeError("gloo")]
+)
 def test_other_errors_and_processes_without_ranks_pass_unchanged(error: Exception):
     with pytest.raises(type(error)) as raised, te.distributed.named_failures():
         raise error

@@ -40,8 +40,15 @@ TWO_FORMATS = {
 ROWWISE_ONLY = ("delayed", "current", "block", "nvfp4")
 CASES = (
     {f"{name}-{label}": (name, run) for name in RECIPES for label, run in EVERY_FORMAT.items()}
-    | {f"{name}-{label}": (name, run) for name in ("delayed", "block") for label, run in TWO_FORMATS.items()}
-    | {f"{name}-rowwise_only": (name, Run(rowwise_only=True, evaluate=True)) for name in ROWWISE_ONLY}
+    | {
+        f"{name}-{label}": (name, run)
+        for name in ("delayed", "block")
+        for label, run in TWO_FORMATS.items()
+    }
+    | {
+        f"{name}-rowwise_only": (name, Run(rowwise_only=True, evaluate=True))
+        for name in ROWWISE_ONLY
+    }
 )
 RESHARDED = [case for case, (_, run) in CASES.items() if run.reshard is True and run.autocast]
 
@@ -49,11 +56,18 @@ RESHARDED = [case for case, (_, run) in CASES.items() if run.reshard is True and
 # On two ranks, each format and each way to train always run, and these pairs in the slow tests.
 SLOW = (
     *(f"{name}-prefetched" for name in ("current", "block", "hybrid", "nvfp4")),
-    *(f"{name}-evaluated" for name in ("current", "block", "nvfp4")),  # "rowwise_only" evaluates them too
-    *(f"delayed-{label}" for label in ("resharded_to_one_rank", "replicated", "rowwise_only", "three_steps")),
+    *(
+        f"{name}-evaluated" for name in ("current", "block", "nvfp4")
+    ),  # "rowwise_only" evaluates them too
+    *(
+        f"delayed-{label}"
+        for label in ("resharded_to_one_rank", "replicated", "rowwise_only", "three_steps")
+    ),
     *(f"block-{label}" for label in ("default", "kept_prefetched", "dequantized", "three_steps")),
 )
-ON_ONE_RANK = tuple(f"delayed-{label}" for label in ("resharded", "kept", "prefetched", "rowwise_only"))
+ON_ONE_RANK = tuple(
+    f"delayed-{label}" for label in ("resharded", "kept", "prefetched", "rowwise_only")
+)
 # (ranks, cases, marks): a single rank gathers nothing from others, so that one format and the settings of every format
 # always run on it. Two ranks always run the other settings.
 GROUPS = (
@@ -126,7 +140,10 @@ def parametrize_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
 def test_sharded_training_equals_unsharded_training(case, ranks):
     name, run = _alone(case)
     for rank in ranks:
-        alone, (joint, _) = rank.get(f"alone {name} {run}", ranks[0][f"alone {name} {run}"]), rank[case]
+        alone, (joint, _) = (
+            rank.get(f"alone {name} {run}", ranks[0][f"alone {name} {run}"]),
+            rank[case],
+        )
         assert torch.equal(alone, joint)
         assert alone.isfinite().all() and not torch.equal(alone[0], alone[-1])
 
@@ -135,7 +152,9 @@ def test_sharded_training_equals_unsharded_training(case, ranks):
 def test_gathered_weights_are_freed_after_the_forward_pass(case, ranks):
     for rank in ranks:
         assert not rank[case][1].any()
-        assert rank[_case_without_resharding(case)][1].all()  # the same count, for weights that are not freed
+        assert rank[_case_without_resharding(case)][
+            1
+        ].all()  # the same count, for weights that are not freed
 
 
 def _train_uneven_shards(sharded: bool) -> torch.Tensor:
@@ -143,7 +162,9 @@ def _train_uneven_shards(sharded: bool) -> torch.Tensor:
     FP8GlobalStateManager.reset()
     torch.manual_seed(3)
     with te.quantized_model_init(recipe=RECIPES["current"]()):
-        model = nn.Sequential(*[te.Linear(i, o, device="cpu", bias=False) for i, o in ((16, 20), (20, 4))])
+        model = nn.Sequential(
+            *[te.Linear(i, o, device="cpu", bias=False) for i, o in ((16, 20), (20, 4))]
+        )
     if sharded:
         for layer in model:
             fully_shard(layer, mesh=init_device_mesh("cpu", (3,)))

@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_on_ranks
 from tests.support.layers import QUANTIZED, RECIPES
-from transformer_engine.pytorch import LayerNormLinear, LayerNormMLP, Linear, MXFP8Quantizer, autocast, ops
+from transformer_engine.pytorch import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MXFP8Quantizer,
+    autocast,
+    ops,
+)
 from transformer_engine.pytorch.distributed import faults
 from transformer_engine.pytorch.functions import linear_spec
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
@@ -24,7 +31,9 @@ DTYPE = torch.bfloat16
 
 
 def _column(**options: Any) -> torch.nn.Module:
-    return Linear(HIDDEN, INNER, parallel_mode="column" if "tp_group" in options else None, **options)
+    return Linear(
+        HIDDEN, INNER, parallel_mode="column" if "tp_group" in options else None, **options
+    )
 
 
 def _row(**options: Any) -> torch.nn.Module:
@@ -86,7 +95,9 @@ def record_collectives() -> Iterator[Sent]:
         function = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            sent.bytes.setdefault(name, []).append(args[position].numel() * args[position].element_size())
+            sent.bytes.setdefault(name, []).append(
+                args[position].numel() * args[position].element_size()
+            )
             return function(*args, **kwargs)
 
         return mock.patch.object(dist, name, call)
@@ -98,7 +109,11 @@ def record_collectives() -> Iterator[Sent]:
 
 
 def _create_layer(kind: str, sharded: bool, device: torch.device) -> torch.nn.Module:
-    parallel = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True} if sharded else {}
+    parallel = (
+        {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True}
+        if sharded
+        else {}
+    )
     layer = LAYERS[kind](params_dtype=DTYPE, device=device, **parallel)
     generator = torch.Generator().manual_seed(3 + dist.get_rank())
     with torch.no_grad():
@@ -122,7 +137,9 @@ def _step(
         if storage.data_ptr() not in parameters:
             # On a GPU, per-tensor scales are elements of one process-wide array.
             position, size = (
-                (tensor.data_ptr(), 4) if tensor.numel() == 1 else (storage.data_ptr(), storage.nbytes())
+                (tensor.data_ptr(), 4)
+                if tensor.numel() == 1
+                else (storage.data_ptr(), storage.nbytes())
             )
             remaining[position] = max(size, remaining.get(position, 0))
         return tensor
@@ -157,7 +174,9 @@ def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, 
     for _ in range(2):
         found, forward, backward, saved = _step(layer, recipe, _rows(kind, tokens))
         with mock.patch.object(linear_spec, "plan_gather", lambda quantizer, *_: linear_spec.ONCE):
-            full, whole_forward, whole_backward, whole_saved = _step(other, recipe, _rows(kind, tokens))
+            full, whole_forward, whole_backward, whole_saved = _step(
+                other, recipe, _rows(kind, tokens)
+            )
         equal = equal and all(torch.equal(found[key], full[key]) for key in found)
     alone = 0
     if kind != "row":
@@ -178,10 +197,14 @@ def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, 
 
 DIRECTIONS = [(True, True), (True, False), (False, True)]
 CASES = [(kind, name, TOKENS) for kind in LAYERS for name in RECIPES]
-CASES += [("column", name, RAGGED) for name in QUANTIZED] + [("mlp", name, RAGGED) for name in QUANTIZED]
+CASES += [("column", name, RAGGED) for name in QUANTIZED] + [
+    ("mlp", name, RAGGED) for name in QUANTIZED
+]
 
 
-def _compare_quantized_layers(device: torch.device, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+def _compare_quantized_layers(
+    device: torch.device, rowwise: bool, columnwise: bool
+) -> dict[str, Any]:
     """Compare column-parallel layers on MXFP8 shards and the quantized full matrix; return the sent bytes."""
     generator = torch.Generator().manual_seed(5)
     full = torch.randn(TOKENS, HIDDEN, generator=generator).to(device, DTYPE)
@@ -190,14 +213,21 @@ def _compare_quantized_layers(device: torch.device, rowwise: bool, columnwise: b
     alone.load_state_dict(layer.state_dict())
     found: dict[str, Any] = {"sent": []}
     results = []
-    cases = ((layer, full.chunk(SIZE)[dist.get_rank()], rowwise, columnwise), (alone, full, True, True))
+    cases = (
+        (layer, full.chunk(SIZE)[dist.get_rank()], rowwise, columnwise),
+        (alone, full, True, True),
+    )
     for module, x, *directions in cases:
-        codes = MXFP8Quantizer(torch.float8_e4m3fn, rowwise=directions[0], columnwise=directions[1])(x)
+        codes = MXFP8Quantizer(
+            torch.float8_e4m3fn, rowwise=directions[0], columnwise=directions[1]
+        )(x)
         with record_collectives() as forward, autocast(recipe=RECIPES["mxfp8"]):
             y = module(codes)
         with record_collectives() as backward:
             y.backward(y.detach())
-        found["sent"].append([forward.of("all_gather_into_tensor"), backward.of("all_gather_into_tensor")])
+        found["sent"].append(
+            [forward.of("all_gather_into_tensor"), backward.of("all_gather_into_tensor")]
+        )
         results.append([y.detach(), module.weight.grad, module.bias.grad])
     found["equal"] = all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     return found
@@ -207,7 +237,9 @@ def _measure_traffic(device: torch.device) -> dict[str, Any]:
     with emulate():  # MXFP8 and NVFP4 on Hopper
         found = {"/".join(map(str, case)): _case(device, *case) for case in CASES}
         for rowwise, columnwise in DIRECTIONS:
-            found[f"codes/{rowwise}/{columnwise}"] = _compare_quantized_layers(device, rowwise, columnwise)
+            found[f"codes/{rowwise}/{columnwise}"] = _compare_quantized_layers(
+                device, rowwise, columnwise
+            )
     return found
 
 

@@ -92,7 +92,9 @@ def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnw
         options: dict[str, Any] = {"async_op": way == "later"}
         if way == "into a tensor":
             options["output_tensor"] = quantizer(torch.zeros_like(x))
-        full_value, handle = gather_along_first_dim(shard, dist.group.WORLD, quantizer=quantizer, **options)
+        full_value, handle = gather_along_first_dim(
+            shard, dist.group.WORLD, quantizer=quantizer, **options
+        )
         assert (handle is not None) == (way == "later")
         if handle is not None:
             handle.wait()
@@ -109,7 +111,9 @@ def test_scale_rows_are_sent_without_tile_padding(name, rows):
 
     def gather(rank: int) -> None:
         quantizer = create_quantizer(name, columnwise=False)
-        gather_along_first_dim(quantizer(x[rank * rows : (rank + 1) * rows]), None, quantizer=quantizer)
+        gather_along_first_dim(
+            quantizer(x[rank * rows : (rank + 1) * rows]), None, quantizer=quantizer
+        )
 
     with Gathered() as sent:
         run_on_threads(gather, SIZE)
@@ -145,7 +149,9 @@ def test_sequence_parallel_layers_gather_inputs_with_swizzled_scales(name, rows)
     state[0, 0] = 5.0  # the half's maximum, too
 
     def step(codes: Any, dy: Tensor, **parallel: Any) -> list[Tensor]:
-        layer = Linear(DEPTH, OUT, bias=False, params_dtype=torch.bfloat16, device="cpu", **parallel)
+        layer = Linear(
+            DEPTH, OUT, bias=False, params_dtype=torch.bfloat16, device="cpu", **parallel
+        )
         with torch.no_grad():
             layer.weight.copy_(state[: layer.weight.shape[0]])
         with autocast(recipe=RECIPES[name]):
@@ -163,5 +169,7 @@ def test_sequence_parallel_layers_gather_inputs_with_swizzled_scales(name, rows)
         y, grad_weight = step(create_quantizer(name)(x), grad)
         for results in run_on_threads(sharded, SIZE):
             assert torch.equal(results[0], y[:, : OUT // SIZE])
-            if name == "mxfp8":  # the second-level scale of the gradient equals the one for its half
+            if (
+                name == "mxfp8"
+            ):  # the second-level scale of the gradient equals the one for its half
                 assert torch.equal(results[1], grad_weight[: OUT // SIZE])

@@ -42,44 +42,87 @@ def transformer_layer(**options: Any) -> torch.nn.Module:
         "attention_dropout": 0.0,
     }
     return te.TransformerLayer(
-        HIDDEN, options.pop("ffn", 64), options.pop("heads", 4), tp_group=dist.group.WORLD,
+        HIDDEN,
+        options.pop("ffn", 64),
+        options.pop("heads", 4),
+        tp_group=dist.group.WORLD,
         **(PARALLEL | arguments | options),
-    )  # fmt: skip
+    )
 
 
 def mlp(**options: Any) -> torch.nn.Module:
-    return te.LayerNormMLP(HIDDEN, options.pop("ffn", 64), tp_group=dist.group.WORLD, **(PARALLEL | options))
+    return te.LayerNormMLP(
+        HIDDEN, options.pop("ffn", 64), tp_group=dist.group.WORLD, **(PARALLEL | options)
+    )
 
 
 def attention(**options: Any) -> torch.nn.Module:
     return te.MultiheadAttention(
-        HIDDEN, 4, attention_dropout=0.0, fuse_qkv_params=True, tp_group=dist.group.WORLD,
+        HIDDEN,
+        4,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        tp_group=dist.group.WORLD,
         **(PARALLEL | options),
-    )  # fmt: skip
+    )
 
 
 def linear(**options: Any) -> torch.nn.Module:
     return te.LayerNormLinear(
-        HIDDEN, HIDDEN, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu",
+        HIDDEN,
+        HIDDEN,
+        parallel_mode="column",
+        tp_group=dist.group.WORLD,
+        device="cpu",
         **({"sequence_parallel": True} | options),
-    )  # fmt: skip
+    )
 
 
 # {setting: (layer, first rank's options, second rank's options, message text)}
 DIFFERENCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
-    "activation": (transformer_layer, {}, {"activation": "relu"}, "activation: rank 0: 'gelu'; rank 1: 'relu'"),
-    "normalization": (transformer_layer, {}, {"normalization": "RMSNorm"}, "normalization: .*'RMSNorm'"),
-    "epsilon": (transformer_layer, {}, {"layernorm_epsilon": 1e-3}, r"eps: rank 0: 1e-05; rank 1: 0\.001"),
-    "zero-centered gamma": (transformer_layer, {}, {"zero_centered_gamma": True}, "zero_centered_gamma"),
+    "activation": (
+        transformer_layer,
+        {},
+        {"activation": "relu"},
+        "activation: rank 0: 'gelu'; rank 1: 'relu'",
+    ),
+    "normalization": (
+        transformer_layer,
+        {},
+        {"normalization": "RMSNorm"},
+        "normalization: .*'RMSNorm'",
+    ),
+    "epsilon": (
+        transformer_layer,
+        {},
+        {"layernorm_epsilon": 1e-3},
+        r"eps: rank 0: 1e-05; rank 1: 0\.001",
+    ),
+    "zero-centered gamma": (
+        transformer_layer,
+        {},
+        {"zero_centered_gamma": True},
+        "zero_centered_gamma",
+    ),
     "bias": (transformer_layer, {}, {"bias": False}, "use_bias: rank 0: True; rank 1: False"),
     "mask type": (transformer_layer, {}, {"self_attn_mask_type": "no_mask"}, "self_attn_mask_type"),
-    "groups": (transformer_layer, {}, {"num_gqa_groups": 4}, "num_gqa_groups: rank 0: 2; rank 1: 4"),
+    "groups": (
+        transformer_layer,
+        {},
+        {"num_gqa_groups": 4},
+        "num_gqa_groups: rank 0: 2; rank 1: 4",
+    ),
     "feed-forward size": (transformer_layer, {}, {"ffn": 128}, "ffn_shard: rank 0: 32; rank 1: 64"),
     "heads": (transformer_layer, {}, {"heads": 8}, "num_attention_heads: rank 0: 4; rank 1: 8"),
     "softmax type": (transformer_layer, {}, {"softmax_type": "off-by-one"}, "softmax_type"),
     "qk norm": (transformer_layer, {}, {"qk_norm_type": "RMSNorm"}, "qk_norm_type"),
     "window": (transformer_layer, {}, {"window_size": (2, 0)}, r"window_size: .*\(2, 0\)"),
-    "attention dropout": (transformer_layer, {}, {"attention_dropout": 0.5}, r"attention_dropout: .*0\.5"),
+    "attention dropout": (
+        transformer_layer,
+        {},
+        {"attention_dropout": 0.5},
+        r"attention_dropout: .*0\.5",
+    ),
     "hidden dropout": (transformer_layer, {}, {"hidden_dropout": 0.5}, r"hidden_dropout: .*0\.5"),
     "epsilon of the qk norm": (
         transformer_layer,
@@ -88,9 +131,17 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         r"q_norm\.eps: .*0\.1",
     ),
     "drop path": (transformer_layer, {}, {"drop_path_rate": 0.5}, r"drop_path\.drop_prob: .*0\.5"),
-    "parallel layer": (transformer_layer, {}, {"parallel_attention_mlp": True}, "parallel_attention_mlp"),
+    "parallel layer": (
+        transformer_layer,
+        {},
+        {"parallel_attention_mlp": True},
+        "parallel_attention_mlp",
+    ),
     "residual": (
-        transformer_layer, {}, {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"
+        transformer_layer,
+        {},
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection",
     ),
     "output norm": (transformer_layer, {}, {"output_layernorm": True}, "output_layernorm"),
     "order of the qk norm": (
@@ -100,10 +151,20 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         "qk_norm_before_rope",
     ),
     "rotation": (transformer_layer, {}, {"rotary_pos_interleaved": True}, "rotary_pos_interleaved"),
-    "order of fused weights": (transformer_layer, {}, {"qkv_weight_interleaved": False}, "interleaved"),
+    "order of fused weights": (
+        transformer_layer,
+        {},
+        {"qkv_weight_interleaved": False},
+        "interleaved",
+    ),
     "attention's window": (attention, {}, {"window_size": (1, 0)}, r"window_size: .*\(1, 0\)"),
     "attention's mask": (attention, {}, {"attn_mask_type": "no_mask"}, "attn_mask_type"),
-    "attention's softmax": (attention, {}, {"softmax_type": "off-by-one"}, "core_attention.softmax_type"),
+    "attention's softmax": (
+        attention,
+        {},
+        {"softmax_type": "off-by-one"},
+        "core_attention.softmax_type",
+    ),
     "attention's qk norm": (attention, {}, {"qk_norm_type": "L2Normalization"}, "qk_norm_type"),
     "MLP's activation": (mlp, {}, {"activation": "silu"}, "LayerNormMLP.activation"),
     "MLP's parameters": (
@@ -116,11 +177,16 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "MLP's epsilon": (mlp, {}, {"eps": 0.1}, r"LayerNormMLP\.eps: rank 0: 1e-05; rank 1: 0\.1"),
     "MLP's size": (mlp, {}, {"ffn": 32}, "ffn_shard"),
     "MLP's bias": (mlp, {}, {"bias": False}, "use_bias"),
-    "norm's gamma": (linear, {}, {"zero_centered_gamma": True}, "LayerNormLinear.zero_centered_gamma"),
+    "norm's gamma": (
+        linear,
+        {},
+        {"zero_centered_gamma": True},
+        "LayerNormLinear.zero_centered_gamma",
+    ),
     "norm's epsilon": (linear, {}, {"eps": 0.1}, "LayerNormLinear.eps"),
     "norm": (linear, {}, {"normalization": "RMSNorm"}, "LayerNormLinear.normalization"),
     "linear's bias": (linear, {}, {"bias": False}, "LayerNormLinear.use_bias"),
-}  # fmt: skip
+}
 
 
 NAMED = 14  # the first ones; the others are their neighbors
@@ -161,7 +227,9 @@ def test_a_written_setting_of_a_product_is_compared():
         layer.eps = eps
         return layer
 
-    assert all("LayerNormMLP.eps" in message for message in messages(build, {"eps": 1e-5}, {"eps": 0.1}))
+    assert all(
+        "LayerNormMLP.eps" in message for message in messages(build, {"eps": 1e-5}, {"eps": 0.1})
+    )
 
 
 def test_every_step_is_compared_with_te_check(monkeypatch: pytest.MonkeyPatch):

@@ -31,7 +31,10 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
 )
 
 SWAP, CONTIGUOUS = te.CPLoadBalancingStrategy
-REAL, PADDED = torch.tensor([0, 7, 21], dtype=torch.int32), torch.tensor([0, 8, 24], dtype=torch.int32)
+REAL, PADDED = (
+    torch.tensor([0, 7, 21], dtype=torch.int32),
+    torch.tensor([0, 8, 24], dtype=torch.int32),
+)
 HEADS, GROUPS, SIZE = 4, 2, 8
 
 
@@ -75,7 +78,13 @@ def test_gathered_keys_are_restored(strategy):
 
 
 def test_masks_and_bounds_of_packed_and_full_sequences():
-    assert get_thd_padding_mask(26, REAL, PADDED).nonzero().flatten().tolist() == [7, 22, 23, 24, 25]
+    assert get_thd_padding_mask(26, REAL, PADDED).nonzero().flatten().tolist() == [
+        7,
+        22,
+        23,
+        24,
+        25,
+    ]
     full = get_full_cu_seqlens(3, 5, torch.device("cpu"))
     assert full.tolist() == [0, 5, 10, 15] and full.dtype == torch.int32
 
@@ -83,7 +92,10 @@ def test_masks_and_bounds_of_packed_and_full_sequences():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((REAL, PADDED, 24, 5), "24 packed tokens are not a multiple of 5 ranks; pad the buffer to 25"),
+        (
+            (REAL, PADDED, 24, 5),
+            "24 packed tokens are not a multiple of 5 ranks; pad the buffer to 25",
+        ),
         ((REAL, PADDED, 32, 2), "cu_seqlens_padded ends at 24, the buffer has 32 tokens"),
         ((REAL[:2], PADDED, 24, 2), r"cu_seqlens is \[2\] and cu_seqlens_padded \[3\]"),
         ((PADDED, REAL, 24, 2), "do not bound sequences with padding"),
@@ -104,7 +116,9 @@ def test_batches_of_a_rank_are_contiguous_pieces(monkeypatch):
     )
     assert ids is not None and ids.tolist() == list(range(12, 24)) and positions is None
     assert labels is not None and labels.tolist() == [list(range(12, 24))]
-    with pytest.raises(AssertionError, match="load_balancing_strategy=1 is not a CPLoadBalancingStrategy"):
+    with pytest.raises(
+        AssertionError, match="load_balancing_strategy=1 is not a CPLoadBalancingStrategy"
+    ):
         get_batch_on_this_cp_rank(PADDED, torch.arange(24), None, None, None, "thd", 1)  # pyright: ignore
 
 
@@ -161,7 +175,9 @@ def rank_attention(buffer: str, size: int, options: dict[str, Any], rank: int):
     real, padded = BUFFERS[buffer]
     generator = torch.Generator().manual_seed(3)
     total = sum(padded)
-    full = [torch.randn(total, h, SIZE, generator=generator) for h in (HEADS, GROUPS, GROUPS, HEADS)]
+    full = [
+        torch.randn(total, h, SIZE, generator=generator) for h in (HEADS, GROUPS, GROUPS, HEADS)
+    ]
     tokens = get_thd_partitioned_indices(bounds(padded), total, size, rank, None, CONTIGUOUS).long()
     q, k, v, grad = (x[tokens].clone() for x in full)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -179,10 +195,26 @@ def rank_attention(buffer: str, size: int, options: dict[str, Any], rank: int):
         sink = torch.linspace(-1, 1, HEADS).requires_grad_()
     if function:
         out = attn_forward_func_with_cp(
-            True, *leaves, cu, cu, max(padded), max(padded), starts, starts, 0.0, dist.group.WORLD, None, None,
-            "all_gather", None, "thd", "padding_causal", softmax_offset=sink, load_balancing_strategy=CONTIGUOUS,
+            True,
+            *leaves,
+            cu,
+            cu,
+            max(padded),
+            max(padded),
+            starts,
+            starts,
+            0.0,
+            dist.group.WORLD,
+            None,
+            None,
+            "all_gather",
+            None,
+            "thd",
+            "padding_causal",
+            softmax_offset=sink,
+            load_balancing_strategy=CONTIGUOUS,
             **options,
-        )  # fmt: skip
+        )
     else:
         layer = te.DotProductAttention(
             HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding_causal", **options
@@ -213,10 +245,22 @@ def test_pieces_compute_the_attention_of_the_whole_buffer(buffer, size, options)
     real, padded = BUFFERS[buffer]
     full = results[0][1]
     leaves = [x.double().requires_grad_() for x in full[:3]]
-    sink = torch.linspace(-1, 1, HEADS).double().requires_grad_() if "softmax_type" in options else None
-    slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1) / HEADS).double() if options.get("alibi") else None
-    expected, best = whole_attention(leaves, real, padded, options.get("softcap", 0.0), sink, slopes)
-    reference = torch.autograd.grad(expected, leaves if sink is None else [*leaves, sink], full[3].double())
+    sink = (
+        torch.linspace(-1, 1, HEADS).double().requires_grad_()
+        if "softmax_type" in options
+        else None
+    )
+    slopes = (
+        torch.exp2(-8.0 * torch.arange(1, HEADS + 1) / HEADS).double()
+        if options.get("alibi")
+        else None
+    )
+    expected, best = whole_attention(
+        leaves, real, padded, options.get("softcap", 0.0), sink, slopes
+    )
+    reference = torch.autograd.grad(
+        expected, leaves if sink is None else [*leaves, sink], full[3].double()
+    )
     for tokens, _, out, grads, largest in results:
         torch.testing.assert_close(out.double(), expected[tokens].detach(), **ATTENDED)
         for got, exact in zip(grads[:3], reference[:3], strict=True):
@@ -235,7 +279,9 @@ def catch_assertion(changes: dict[str, Any], rank: int) -> str:
     arguments: dict[str, Any] = (
         {"cu_seqlens_q": REAL, "cu_seqlens_kv": REAL} if options["qkv_format"] == "thd" else {}
     )
-    arguments |= {"cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED} if arguments else {}
+    arguments |= (
+        {"cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED} if arguments else {}
+    )
     arguments |= changes.get("call", {})
     if options["qkv_format"] != "thd":
         q, k = q[:, None], k[:, None]
@@ -259,7 +305,10 @@ def catch_assertion(changes: dict[str, Any], rank: int) -> str:
             {"strategy": "no_load_balance"},
             "load_balancing_strategy='no_load_balance' is not a CPLoadBalancingStrategy",
         ),
-        ({"layer": {"qkv_format": "sbhd", "attn_mask_type": "causal"}}, "qkv_format='sbhd'; it takes 'thd'"),
+        (
+            {"layer": {"qkv_format": "sbhd", "attn_mask_type": "causal"}},
+            "qkv_format='sbhd'; it takes 'thd'",
+        ),
         ({"comm": "p2p"}, "cp_comm_type='p2p'; it takes 'all_gather'"),
         ({"layer": {"attn_mask_type": "padding"}}, "attn_mask_type='padding'"),
         ({"layer": {"window_size": (3, 0)}}, "window_size=(3, 0)"),
@@ -277,16 +326,26 @@ def test_calls_that_need_balanced_ranks_raise(changes, words):
 def layer_outputs(strategy, rank):
     generator = torch.Generator().manual_seed(5)  # threads share torch's own
     layer = te.MultiheadAttention(
-        16, 2, qkv_format="thd", attn_mask_type="padding_causal", attention_dropout=0.0, device="cpu"
+        16,
+        2,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        attention_dropout=0.0,
+        device="cpu",
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     x, grad = (torch.randn(24, 16, generator=generator) for _ in range(2))
     angles = te.RotaryPositionEmbedding(8)(16).cpu()
     arguments = {
-        "cu_seqlens_q": REAL, "cu_seqlens_kv": REAL, "cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED,
-        "max_seqlen_q": 16, "max_seqlen_kv": 16, "rotary_pos_emb": angles,
-    }  # fmt: skip
+        "cu_seqlens_q": REAL,
+        "cu_seqlens_kv": REAL,
+        "cu_seqlens_q_padded": PADDED,
+        "cu_seqlens_kv_padded": PADDED,
+        "max_seqlen_q": 16,
+        "max_seqlen_kv": 16,
+        "rotary_pos_emb": angles,
+    }
     tokens = torch.arange(24)
     if strategy is not None:
         layer.set_context_parallel_group(dist.group.WORLD, None, None, "all_gather", strategy)
@@ -313,7 +372,9 @@ def create_balanced_function(rank):
     for comm in ("p2p", "all_gather", "a2a"):
         local = [x[tokens] for x in (q, k, v)]
         rest = (0.0, dist.group.WORLD, [0, 1], None, comm, None, "sbhd", "causal")
-        results.append(attn_forward_func_with_cp(False, *local, None, None, 8, 8, None, None, *rest))
+        results.append(
+            attn_forward_func_with_cp(False, *local, None, None, 8, 8, None, None, *rest)
+        )
     return tokens, results, te.DotProductAttention(HEADS, SIZE, GROUPS)(q, k, v)
 
 

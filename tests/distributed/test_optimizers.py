@@ -11,7 +11,10 @@ import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedMuon
-from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
+from transformer_engine.pytorch.tensor.utils import (
+    post_all_gather_processing,
+    quantize_master_weights,
+)
 
 SHAPES = ((6, 4), (1, 3))  # one rank has an empty shard of the second parameter
 WIDTH, STEPS = 32, 4
@@ -24,7 +27,9 @@ def whole(kind):
 
 def _sharded_steps(device):
     mesh = init_device_mesh(device.type, (2,))
-    params = [torch.nn.Parameter(distribute_tensor(x.to(device), mesh, [Shard(0)])) for x in whole(0)]
+    params = [
+        torch.nn.Parameter(distribute_tensor(x.to(device), mesh, [Shard(0)])) for x in whole(0)
+    ]
     optimizer = FusedAdam(params, lr=0.1, weight_decay=0.1)
     for step in range(3):
         for p, grad in zip(params, whole(step + 1), strict=True):
@@ -59,7 +64,9 @@ def _layer(device, recipe):
 
 def _loss(layer, recipe, device):
     generator = torch.Generator().manual_seed(2)
-    x, target = (torch.randn(WIDTH, WIDTH, generator=generator).to(device).bfloat16() for _ in range(2))
+    x, target = (
+        torch.randn(WIDTH, WIDTH, generator=generator).to(device).bfloat16() for _ in range(2)
+    )
     with te.autocast(recipe=recipe):
         loss = (layer(x) - target).float().square().mean()
     loss.backward()
@@ -74,7 +81,10 @@ def _zero_redundancy(device):
     flat = layer.weight.get_high_precision_init_val().float().view(-1).to(device)
     cut = 600  # not in the middle, nor at a row's end
     start, stop = ((0, cut), (cut, flat.numel()))[rank]
-    shard, whole_master = torch.nn.Parameter(flat[start:stop].clone()), torch.nn.Parameter(flat.clone())
+    shard, whole_master = (
+        torch.nn.Parameter(flat[start:stop].clone()),
+        torch.nn.Parameter(flat.clone()),
+    )
     one, all_of_it = FusedAdam([shard], lr=1e-2), FusedAdam([whole_master], lr=1e-2)
     for _ in range(STEPS):
         for model in (layer, replica):
@@ -111,7 +121,9 @@ def _matrices(seed):
 def _muon_steps(device):
     """Parameters after each step under FSDP2 and tensor parallelism, as full tensors."""
     mesh = init_device_mesh(device.type, (2,))
-    sharded = [torch.nn.Parameter(distribute_tensor(x.to(device), mesh, [Shard(0)])) for x in _matrices(0)]
+    sharded = [
+        torch.nn.Parameter(distribute_tensor(x.to(device), mesh, [Shard(0)])) for x in _matrices(0)
+    ]
     rank = dist.get_rank()
     parts = []
     for dimension, matrix in enumerate(_matrices(0)[:2]):
@@ -131,7 +143,9 @@ def _muon_steps(device):
         for optimizer in optimizers:
             optimizer.step()
     assert isinstance(optimizers[0].state[sharded[0]]["momentum_buffer"], DTensor)
-    return [parameter.detach().full_tensor() for parameter in sharded], [part.detach() for part in parts]
+    return [parameter.detach().full_tensor() for parameter in sharded], [
+        part.detach() for part in parts
+    ]
 
 
 def test_muon_steps_on_sharded_matrices_equal_unsharded_steps(tmp_path):

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -75,7 +78,11 @@ def _operations(**options: Any) -> nn.Module:
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
-    **{kind.__name__: partial(make_layer, kind.__name__) for kind in KINDS if "Linear" not in kind.__name__},
+    **{
+        kind.__name__: partial(make_layer, kind.__name__)
+        for kind in KINDS
+        if "Linear" not in kind.__name__
+    },
     "Linear": partial(te.Linear, HIDDEN, HIDDEN),
     "LayerNormLinear": partial(te.LayerNormLinear, HIDDEN, HIDDEN),
     "GroupedLinear": _Grouped,
@@ -102,7 +109,9 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.
 
 
 def torch_checkpoint_caller(reentrant: bool, **options: Any) -> Callable[[Function], Function]:
-    return lambda function: lambda x: torch_checkpoint(function, x, use_reentrant=reentrant, **options)
+    return lambda function: (
+        lambda x: torch_checkpoint(function, x, use_reentrant=reentrant, **options)
+    )
 
 
 def _nested(outer: bool, inner: bool) -> Callable[[Function], Function]:
@@ -143,15 +152,24 @@ def scaling_states(module: nn.Module) -> list[Tensor]:
     for layer in module.modules():
         states: list[Any] = []
         if isinstance(layer, te.module.base.TransformerEngineBaseModule):
-            states = [s for key in ("scaling_fwd", "scaling_bwd") for s in layer.numerics.delayed_states(key)]
+            states = [
+                s
+                for key in ("scaling_fwd", "scaling_bwd")
+                for s in layer.numerics.delayed_states(key)
+            ]
         elif isinstance(layer, te.ops.BasicOperation):
             states = [s for mode in ("forward", "backward") for s in layer.delayed_states(mode)]
-        found += [tensor.clone() for state in states for tensor in (state.scale, state.amax_history)]
+        found += [
+            tensor.clone() for state in states for tensor in (state.scale, state.amax_history)
+        ]
     return found
 
 
 def train_two_steps(
-    module: nn.Module, recipe: Recipe | None, way: Callable[[Function], Function] | None, inside: bool
+    module: nn.Module,
+    recipe: Recipe | None,
+    way: Callable[[Function], Function] | None,
+    inside: bool,
 ) -> list[Tensor]:
     """Results from two steps with two growing micro-batches, whose backward passes follow both forwards."""
     device = next(module.parameters(), torch.empty(0)).device
@@ -179,9 +197,9 @@ def train_two_steps(
             torch.manual_seed(7)  # later draws must not matter
             y.square().mean().backward()
         records += [y.detach() for y in outputs] + [x.grad for x in inputs if x.grad is not None]
-        records += [p.grad.clone() for p in module.parameters() if p.grad is not None] + scaling_states(
-            module
-        )
+        records += [
+            p.grad.clone() for p in module.parameters() if p.grad is not None
+        ] + scaling_states(module)
     return records
 
 
@@ -215,7 +233,9 @@ def test_torchs_checkpoint_has_the_bits_of_saved_activations(layer, recipe, way,
 @pytest.mark.parametrize("way", ["reentrant", "hooks"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("layer", ["Linear", "LayerNormMLP", "te.ops"])
-def test_frequent_recomputations_have_the_bits_of_saved_activations(layer, recipe, way, inside, device):
+def test_frequent_recomputations_have_the_bits_of_saved_activations(
+    layer, recipe, way, inside, device
+):
     test_torchs_checkpoint_has_the_bits_of_saved_activations(layer, recipe, way, inside, device)
 
 
@@ -224,7 +244,9 @@ def test_the_checkpoint_wrapper_of_fsdp_repeats_scales(implementation, device):
     layer = te.LayerNormMLP(HIDDEN, 96, device=device)
     twin = checkpoint_wrapper(copy.deepcopy(layer), checkpoint_impl=implementation)
     recipe = ALL_RECIPES["delayed"]
-    assert_same(train_two_steps(layer, recipe, None, False), train_two_steps(twin, recipe, None, False))
+    assert_same(
+        train_two_steps(layer, recipe, None, False), train_two_steps(twin, recipe, None, False)
+    )
 
 
 def test_a_model_that_is_evaluated_without_gradients_runs_once_and_updates_no_scales(device):
@@ -278,7 +300,10 @@ class ForeignCheckpoint(_Foreign):
 
 @pytest.mark.parametrize("layer", ["Linear", "LayerNormMLP", "GroupedLinear", "te.ops"])
 def test_a_checkpoint_of_another_library_raises_if_it_loses_the_autocast(layer, device):
-    module, x = LAYERS[layer](device=device), torch.randn(16, 4, HIDDEN, device=device, requires_grad=True)
+    module, x = (
+        LAYERS[layer](device=device),
+        torch.randn(16, 4, HIDDEN, device=device, requires_grad=True),
+    )
     with te.autocast(recipe=Float8CurrentScaling()):
         y = ForeignCheckpoint.apply(module, x)
     with pytest.raises(
@@ -295,7 +320,9 @@ def test_a_checkpoint_of_another_library_that_keeps_no_scales_is_announced(devic
             return layer(x)
 
     y: Any = ForeignCheckpoint.apply(function, x.requires_grad_())
-    with pytest.warns(UserWarning, match="does not keep the scales of delayed scaling runs Linear again"):
+    with pytest.warns(
+        UserWarning, match="does not keep the scales of delayed scaling runs Linear again"
+    ):
         y.sum().backward()
 
 

@@ -57,7 +57,9 @@ def _norm(options: dict[str, Any], flags: dict[str, bool]) -> torch.nn.Module:
 
 
 def _mlp(options: dict[str, Any], flags: dict[str, bool]) -> torch.nn.Module:
-    return te.LayerNormMLP(HIDDEN, INNER, activation="swiglu", set_parallel_mode=True, **options, **flags)
+    return te.LayerNormMLP(
+        HIDDEN, INNER, activation="swiglu", set_parallel_mode=True, **options, **flags
+    )
 
 
 def _layer(options: dict[str, Any], flags: dict[str, bool]) -> torch.nn.Module:
@@ -89,8 +91,13 @@ def _operations(options: dict[str, Any], flags: dict[str, bool]) -> torch.nn.Mod
 
 
 BUILD = {
-    "column": _column, "row": _row, "norm": _norm, "mlp": _mlp, "layer": _layer, "operations": _operations
-}  # fmt: skip
+    "column": _column,
+    "row": _row,
+    "norm": _norm,
+    "mlp": _mlp,
+    "layer": _layer,
+    "operations": _operations,
+}
 
 
 OVERLAPPED = ("none", "current", "block", "mxfp8", "nvfp4")
@@ -149,7 +156,10 @@ class Uses:
         rank = dist.get_rank(group)
         if rank not in self._of_thread:
             buffers = [torch.full((1 << 20,), 255, dtype=torch.uint8) for _ in self._memories]
-            pairs = [(b, memory.peers(rank, b)) for b, memory in zip(buffers, self._memories, strict=True)]
+            pairs = [
+                (b, memory.peers(rank, b))
+                for b, memory in zip(buffers, self._memories, strict=True)
+            ]
             self._of_thread[rank] = PeerBuffers(pairs, None)
         if rank == 0:
             self.counts[operation] += 1
@@ -170,12 +180,16 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
     ranks = 2
     uses = Uses(ranks)
     monkeypatch.setattr(overlapped_products, "peer_buffers", uses)
-    for found, expected in run_on_threads(lambda rank: _both(kind, recipe, torch.device("cpu")), ranks):
+    for found, expected in run_on_threads(
+        lambda rank: _both(kind, recipe, torch.device("cpu")), ranks
+    ):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-5, msg=name)
     gathers = {"row": 0, "layer": 2, "operations": 1, "mlp": 1}.get(kind, 1)
-    assert uses.counts["all_gather"] >= 3 * gathers, uses.counts  # twice in training, once in evaluation
+    assert uses.counts["all_gather"] >= 3 * gathers, (
+        uses.counts
+    )  # twice in training, once in evaluation
     if kind not in ("column", "norm"):
         assert uses.counts["reduce_scatter"] >= 3, uses.counts
     assert uses.counts["reduce_scatter"] >= 2, uses.counts
@@ -185,7 +199,9 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
 def test_more_ranks_compute_the_same(ranks, monkeypatch):
     monkeypatch.setattr(overlapped_products, "peer_buffers", Uses(ranks))
     monkeypatch.setitem(globals(), "INNER", 128 * ranks)
-    for found, expected in run_on_threads(lambda rank: _both("mlp", "none", torch.device("cpu")), ranks):
+    for found, expected in run_on_threads(
+        lambda rank: _both("mlp", "none", torch.device("cpu")), ranks
+    ):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-5, msg=name)
 
@@ -199,13 +215,17 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
         try:
             buffers = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in memories]
             copies = PeerBuffers(
-                [(b, memory.peers(rank, b)) for b, memory in zip(buffers, memories, strict=True)], None
+                [(b, memory.peers(rank, b)) for b, memory in zip(buffers, memories, strict=True)],
+                None,
             )
             for turn in range(20):
                 rows, columns = 1 + turn % 4, 1 + turn % 7
                 full = torch.arange(ranks * rows * columns).view(-1, columns).float() + turn
                 second = torch.arange(ranks * rows).to(torch.uint8)
-                parts = [full[rank * rows : (rank + 1) * rows], second[rank * rows : (rank + 1) * rows]]
+                parts = [
+                    full[rank * rows : (rank + 1) * rows],
+                    second[rank * rows : (rank + 1) * rows],
+                ]
 
                 def multiply(
                     other: int, out: torch.Tensor, whole: torch.Tensor = full, rows: int = rows
@@ -219,7 +239,9 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                 for other in gathered.order():
                     found = gathered.rows_of(other)
                     assert torch.equal(found[0], full[other * rows : (other + 1) * rows])
-                assert torch.equal(gathered.wait()[0], full) and torch.equal(gathered.wait()[1], second)
+                assert torch.equal(gathered.wait()[0], full) and torch.equal(
+                    gathered.wait()[1], second
+                )
                 pending.append(ScatteredRows(copies, layout, multiply))
                 expected = full[rank * rows : (rank + 1) * rows] * (ranks * (ranks + 1) / 2)
                 for result in pending:
@@ -240,7 +262,9 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
 def capture(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Thread-local number of the capture in which collectives believe to be; None outside."""
     state = threading.local()
-    monkeypatch.setattr(overlapped_rows, "is_captured", lambda _: getattr(state, "number", None) is not None)
+    monkeypatch.setattr(
+        overlapped_rows, "is_captured", lambda _: getattr(state, "number", None) is not None
+    )
     monkeypatch.setattr(overlapped_rows, "capture_number", lambda _: state.number)
     return state
 
@@ -248,7 +272,9 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 def test_the_first_collective_of_a_graph_and_all_outside_of_graphs_begin_with_a_barrier(capture):
     memories = [Memory(1), Memory(1)]
     values = [torch.zeros(1 << 10, dtype=torch.uint8) for _ in memories]
-    buffers = PeerBuffers([(b, memory.peers(0, b)) for b, memory in zip(values, memories, strict=True)], None)
+    buffers = PeerBuffers(
+        [(b, memory.peers(0, b)) for b, memory in zip(values, memories, strict=True)], None
+    )
     barriers: list[int] = []
     wait = buffers.barrier
     buffers.barrier = lambda *args: (barriers.append(1), wait(*args))[0]  # pyright: ignore
@@ -285,9 +311,12 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
             common, local = random.Random(0), random.Random(1 + rank)
             values = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in memories]
             buffers = PeerBuffers(
-                [(b, memory.peers(rank, b)) for b, memory in zip(values, memories, strict=True)], None
+                [(b, memory.peers(rank, b)) for b, memory in zip(values, memories, strict=True)],
+                None,
             )
-            outer = 0  # the next buffer of collectives outside of graphs, which replays do not change
+            outer = (
+                0  # the next buffer of collectives outside of graphs, which replays do not change
+            )
             for turn in range(60):
                 replays = common.random() < 0.5 or not turn
                 capture.number = turn if replays else None
@@ -324,7 +353,9 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
 def test_buffers_used_in_inference_mode_are_used_in_training():
     memories = [Memory(1), Memory(1)]
     values = [torch.zeros(1 << 10, dtype=torch.uint8) for _ in memories]
-    buffers = PeerBuffers([(b, memory.peers(0, b)) for b, memory in zip(values, memories, strict=True)], None)
+    buffers = PeerBuffers(
+        [(b, memory.peers(0, b)) for b, memory in zip(values, memories, strict=True)], None
+    )
     x = torch.arange(6.0).view(3, 2)
     for inference in (True, True, False, False):
         with torch.inference_mode(inference):
@@ -334,7 +365,9 @@ def test_buffers_used_in_inference_mode_are_used_in_training():
 
 @pytest.mark.any_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("size", "parts"), [((7, 33), 3), ((64, 128), 2), ((512, 257), 7)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "parts"), [((7, 33), 3), ((64, 128), 2), ((512, 257), 7)], ids=str
+)
 def test_parts_are_added_in_order_in_float32_and_rounded_once(size, parts, dtype, device):
     total = torch.randn(size, device=device).to(dtype)
     numel = total.numel()
@@ -374,14 +407,21 @@ def test_flags_without_effect_warn_once_and_say_why():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         te.Linear(8, 8, ub_overlap_ag=True, device="cpu")
-    assert [w.filename for w in caught if "ub_overlap_ag=True has no effect" in str(w.message)] == [__file__]
+    assert [w.filename for w in caught if "ub_overlap_ag=True has no effect" in str(w.message)] == [
+        __file__
+    ]
 
 
 def test_flags_have_no_effect_on_a_cpu_and_say_so():
     forget_issued()
 
     def run(rank: int) -> list[str]:
-        options = {"tp_group": dist.group.WORLD, "tp_size": 2, "sequence_parallel": True, "device": "cpu"}
+        options = {
+            "tp_group": dist.group.WORLD,
+            "tp_size": 2,
+            "sequence_parallel": True,
+            "device": "cpu",
+        }
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _column(options, FLAGS)(torch.ones(4, HIDDEN))
@@ -401,9 +441,13 @@ def _run_on_gpus(device: torch.device) -> dict[str, Any]:
     for kind in BUILD:
         for recipe in ("none", "delayed", "current", "block"):
             results = _both(kind, recipe, device)
-            found[f"{kind}/{recipe}"] = [{k: v.cpu() for k, v in values.items()} for values in results]
+            found[f"{kind}/{recipe}"] = [
+                {k: v.cpu() for k, v in values.items()} for values in results
+            ]
     group: Any = dist.group.WORLD
-    assert isinstance(overlap._reserved.groups[group], GroupBuffers), overlap._reserved.groups[group]
+    assert isinstance(overlap._reserved.groups[group], GroupBuffers), overlap._reserved.groups[
+        group
+    ]
     for recipe in ("none", "delayed", "current"):
         found[f"graph/{recipe}"] = _replay_graph(device, recipe)
     gc.collect()  # destroy_process_group waits until graphs with NCCL collectives are deleted

@@ -10,7 +10,10 @@ from tests.support.pages import DOCS, examples
 
 @pytest.mark.parametrize(
     ("page", "before"),
-    [("context_parallel.md", "With two processes it prints\n\n```\n"), ("verify.md", "It prints\n\n```\n")],
+    [
+        ("context_parallel.md", "With two processes it prints\n\n```\n"),
+        ("verify.md", "It prints\n\n```\n"),
+    ],
 )
 def test_the_example_of_a_page_prints_the_output_on_the_page(page, before, tmp_path):
     program = tmp_path / "example.py"

@@ -65,8 +65,14 @@ def join(rank: int, ranks: int, folder: str, seconds: int) -> torch.device:
 def row_layer(device: torch.device, **options: Any) -> te.Linear:
     size = dist.get_world_size()
     return te.Linear(
-        HIDDEN, HIDDEN, parallel_mode="row", tp_group=dist.group.WORLD, tp_size=size, device=device, **options
-    )  # fmt: skip
+        HIDDEN,
+        HIDDEN,
+        parallel_mode="row",
+        tp_group=dist.group.WORLD,
+        tp_size=size,
+        device=device,
+        **options,
+    )
 
 
 def delayed(rank: int, ranks: int, folder: str, fault: str) -> None:
@@ -80,7 +86,9 @@ def delayed(rank: int, ranks: int, folder: str, fault: str) -> None:
             if fault == "ends":
                 Path(folder, f"{rank}.done").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            while not all(Path(folder, f"{other}.log").stat().st_size for other in range(ranks - 1)):
+            while not all(
+                Path(folder, f"{other}.log").stat().st_size for other in range(ranks - 1)
+            ):
                 time.sleep(0.1)
         layer(x).sum().backward()
         optimizer.step()
@@ -123,12 +131,15 @@ def run_until(
 ) -> None:
     """Run function(rank, ..) in processes until done() or all have ended, and kill those that are left."""
     processes = [
-        CONTEXT.Process(target=function, args=(rank, ranks, str(folder), fault)) for rank in range(ranks)
+        CONTEXT.Process(target=function, args=(rank, ranks, str(folder), fault))
+        for rank in range(ranks)
     ]
     for process in processes:
         process.start()
     end = time.monotonic() + WAIT
-    while time.monotonic() < end and not done() and any(process.is_alive() for process in processes):
+    while (
+        time.monotonic() < end and not done() and any(process.is_alive() for process in processes)
+    ):
         time.sleep(0.1)
     for process in processes:
         if done():
@@ -139,7 +150,10 @@ def run_until(
 
 
 def logs(folder: Path, ranks: int) -> list[str]:
-    return [path.read_text() if (path := folder / f"{rank}.log").exists() else "" for rank in range(ranks)]
+    return [
+        path.read_text() if (path := folder / f"{rank}.log").exists() else ""
+        for rank in range(ranks)
+    ]
 
 
 def check_slow_rank(folder: Path, ranks: int) -> None:

@@ -81,7 +81,9 @@ def test_intermediate_activations_are_not_saved(reentrant, device):
 @BOTH
 def test_gradients_reach_tensors_inside_nested_arguments(reentrant, device):
     def function(x, pair, *, options, power):
-        return {"y": (x * pair[0] + pair[1]) * options["scale"] ** power, "n": None}, options["name"]
+        return {"y": (x * pair[0] + pair[1]) * options["scale"] ** power, "n": None}, options[
+            "name"
+        ]
 
     x, a, b, scale = (torch.rand(4, device=device).add(0.5).requires_grad_() for _ in range(4))
     arguments = (x, [a, b]), {"options": {"scale": scale, "name": "here"}, "power": 3}
@@ -128,7 +130,9 @@ def test_parameters_get_gradients_if_no_argument_requires_one(reentrant, device)
 @BOTH
 def test_a_frozen_function_of_constants_needs_no_gradient(reentrant, device):
     block = _block(device).requires_grad_(False)
-    assert not checkpoint(block, torch.randn(4, 16, device=device), use_reentrant=reentrant).requires_grad
+    assert not checkpoint(
+        block, torch.randn(4, 16, device=device), use_reentrant=reentrant
+    ).requires_grad
 
 
 @BOTH
@@ -140,7 +144,9 @@ def test_without_gradients_the_function_runs_once_unmodified(reentrant, device):
         return x
 
     with torch.no_grad(), quantized(recipe=DelayedScaling()):
-        checkpoint(function, torch.ones(2, device=device, requires_grad=True), use_reentrant=reentrant)
+        checkpoint(
+            function, torch.ones(2, device=device, requires_grad=True), use_reentrant=reentrant
+        )
     assert calls == [[False, False]]
 
 
@@ -155,7 +161,9 @@ class _Probe(torch.nn.Module):
     def forward(self, x):
         flags = tuple(flag() for flag in FLAGS)
         kind = x.device.type
-        self.runs.append((*flags, current(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        self.runs.append(
+            (*flags, current(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        )
         return self.norm(x)
 
 
@@ -177,7 +185,9 @@ def test_both_runs_set_their_phase_and_see_the_same_autocasts(reentrant, device)
 @BOTH
 def test_without_quantization_only_the_phase_is_marked(reentrant, device):
     probe = _Probe(device)
-    y = checkpoint(probe, torch.randn(2, 4, device=device, requires_grad=True), use_reentrant=reentrant)
+    y = checkpoint(
+        probe, torch.randn(2, 4, device=device, requires_grad=True), use_reentrant=reentrant
+    )
     y.sum().backward()
     assert [run[:2] for run in probe.runs] == [(False, False), (False, True)]
 
@@ -202,7 +212,9 @@ def test_an_exception_restores_the_recomputation_phase(reentrant, device):
         raise ZeroDivisionError
 
     with quantized(recipe=DelayedScaling()), pytest.raises(ZeroDivisionError):
-        checkpoint(function, torch.ones(2, device=device, requires_grad=True), use_reentrant=reentrant)
+        checkpoint(
+            function, torch.ones(2, device=device, requires_grad=True), use_reentrant=reentrant
+        )
     assert not any(flag() for flag in FLAGS)
 
 
@@ -257,7 +269,9 @@ def _training(block, recipe, call, device):
 
 @BOTH
 @pytest.mark.parametrize(
-    "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=["delayed", "current"]
+    "recipe",
+    [DelayedScaling(amax_history_len=4), Float8CurrentScaling()],
+    ids=["delayed", "current"],
 )
 def test_quantized_training_with_recomputation_is_bitwise_unchanged(reentrant, recipe, device):
     block = torch.nn.Sequential(
@@ -268,7 +282,9 @@ def test_quantized_training_with_recomputation_is_bitwise_unchanged(reentrant, r
     )
     twin = copy.deepcopy(block)
     expected = _training(block, recipe, lambda block, x: block(x), device)
-    actual = _training(twin, recipe, lambda twin, x: checkpoint(twin, x, use_reentrant=reentrant), device)
+    actual = _training(
+        twin, recipe, lambda twin, x: checkpoint(twin, x, use_reentrant=reentrant), device
+    )
     assert len(actual) == len(expected) == (12 + 8 if isinstance(recipe, DelayedScaling) else 12)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
@@ -365,7 +381,11 @@ def test_the_marks_are_restored_from_block_to_block():
 
 def test_compiled_code_reads_the_marks(device):
     def run(x):
-        return x + 1 if is_fp8_activation_recompute_enabled() and in_fp8_activation_recompute_phase() else x
+        return (
+            x + 1
+            if is_fp8_activation_recompute_enabled() and in_fp8_activation_recompute_phase()
+            else x
+        )
 
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     x = torch.zeros(2, device=device)
@@ -382,8 +402,12 @@ def _distributed(device):
     saved = []
 
     def call(x):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-            return checkpoint(block, x, distribute_saved_activations=True, tp_group=dist.group.WORLD)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.append(t.numel()) or t, lambda t: t
+        ):
+            return checkpoint(
+                block, x, distribute_saved_activations=True, tp_group=dist.group.WORLD
+            )
 
     pairs = zip(_gradients(block, x, call), _gradients(block, x, block), strict=True)
     equal = all(torch.equal(a, b) for a, b in pairs)
@@ -418,7 +442,9 @@ def _shared_arguments(device):
                 with torch.autograd.graph.saved_tensors_hooks(
                     lambda t, remaining=saved: remaining.append(t) or t, lambda t: t
                 ):
-                    y = checkpoint(function, first, factor, names=["a"], distribute_saved_activations=True)
+                    y = checkpoint(
+                        function, first, factor, names=["a"], distribute_saved_activations=True
+                    )
             else:
                 y = function(first, factor, names=["a"])
             y.sum().backward()

@@ -76,7 +76,11 @@ def test_dropout_under_a_tracker_drops_the_same_values_again(recipe, reentrant, 
         }
         layers = [make_layer("TransformerLayer", device=device, **options) for _ in range(2)]
         torch.manual_seed(11)
-        x = torch.randn(16, 4, 64, generator=torch.Generator().manual_seed(5)).to(device).requires_grad_()
+        x = (
+            torch.randn(16, 4, 64, generator=torch.Generator().manual_seed(5))
+            .to(device)
+            .requires_grad_()
+        )
         y = x
         with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
             for layer in layers:

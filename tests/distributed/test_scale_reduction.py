@@ -58,7 +58,9 @@ def _frozen_first(device):
     frozen, trained = (te.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
     frozen.requires_grad_(False)
     for _ in range(2):
-        _train((frozen, trained), recipe, torch.randn(16, WIDTH, device=device) * (dist.get_rank() + 1))
+        _train(
+            (frozen, trained), recipe, torch.randn(16, WIDTH, device=device) * (dist.get_rank() + 1)
+        )
     return _scales((frozen, trained))
 
 
@@ -79,7 +81,9 @@ def _scales_of_two_steps(block, device, compiled=False):
         return y
 
     forward = torch.compile(forward, backend="eager") if compiled else forward
-    values = torch.linspace(-1, 1, 16 * WIDTH, device=device).view(16, WIDTH) * (dist.get_rank() + 1)
+    values = torch.linspace(-1, 1, 16 * WIDTH, device=device).view(16, WIDTH) * (
+        dist.get_rank() + 1
+    )
     for size in (1.0, 3.0):
         forward(size * values).square().sum().backward()
     return _scales((layer,))
@@ -102,7 +106,9 @@ def test_without_a_group_maxima_are_reduced_over_all_ranks_if_the_recipe_reduces
     first, second = run_on_ranks(_train_in_blocks, 2, tmp_path)
     of_all = first[:1].expand(3, -1)
     assert torch.equal(first[:3], of_all) and torch.equal(second[:3], of_all)
-    assert torch.equal(second[3:, 0], of_all[:2, 0])  # the input's scale; this rank has the largest values
+    assert torch.equal(
+        second[3:, 0], of_all[:2, 0]
+    )  # the input's scale; this rank has the largest values
     assert torch.equal(first[3:, 0], 2 * of_all[:2, 0])
 
 

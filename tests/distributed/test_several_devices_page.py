@@ -34,11 +34,23 @@ def run(name, folder, *arguments):
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
         [*launch, str(program), *arguments],
-        capture_output=True, text=True, check=False, env=environment, cwd=folder, timeout=500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=folder,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

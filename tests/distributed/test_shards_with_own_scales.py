@@ -67,8 +67,14 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _consumer(kind: str, device: torch.device) -> Any:
     parallel = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True}
     if kind == "operations":
-        options = {"tensor_parallel_group": dist.group.WORLD, "sequence_parallel": True, "device": device}
-        return ops.Sequential(ops.BasicLinear(HIDDEN, INNER, tensor_parallel_mode="column", **options))
+        options = {
+            "tensor_parallel_group": dist.group.WORLD,
+            "sequence_parallel": True,
+            "device": device,
+        }
+        return ops.Sequential(
+            ops.BasicLinear(HIDDEN, INNER, tensor_parallel_mode="column", **options)
+        )
     mode = "row" if kind == "gradient" else "column"
     return Linear(HIDDEN, INNER, parallel_mode=mode, device=device, bias=mode == "row", **parallel)
 
@@ -117,7 +123,12 @@ def _case(kind: str, name: str, device: torch.device) -> dict[str, Any]:
 def _local(name: str, device: torch.device) -> dict[str, bool]:
     """Whether layers that gather no input read a rank's codes with the rank's scale."""
     x = _quantized(name, _own(device, ROWS, HIDDEN))
-    parallel = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True, "device": device}
+    parallel = {
+        "tp_group": dist.group.WORLD,
+        "tp_size": SIZE,
+        "sequence_parallel": True,
+        "device": device,
+    }
     mlp: Any = LayerNormMLP(HIDDEN, INNER, set_parallel_mode=True, **parallel)
     grouped: Any = GroupedLinear(2, HIDDEN, INNER, parallel_mode="column", bias=False, **parallel)
     results = []
@@ -152,7 +163,9 @@ def _gathers(device: torch.device) -> dict[str, Any]:
         later, handle = gather_along_first_dim(shard, dist.group.WORLD, async_op=True)
         assert handle is not None
         handle.wait()
-        assert torch.equal(full._data, later._data) and torch.equal(full._scale_inv, later._scale_inv)
+        assert torch.equal(full._data, later._data) and torch.equal(
+            full._scale_inv, later._scale_inv
+        )
         found[kind] = {
             "shard": shard._data,
             "scale": shard._scale_inv,
@@ -177,7 +190,9 @@ def _compiled(device: torch.device) -> bool:
 
 def _measure_errors(device: torch.device) -> dict[str, Any]:
     with emulate():  # NVFP4 on Hopper
-        found: dict[str, Any] = {f"{kind}/{name}": _case(kind, name, device) for kind, name in CASES}
+        found: dict[str, Any] = {
+            f"{kind}/{name}": _case(kind, name, device) for kind, name in CASES
+        }
         found |= {f"local/{name}": _local(name, device) for name in ALLOWED}
     return found | {"gathers": _gathers(device)}
 
@@ -207,7 +222,9 @@ def test_layers_that_gather_no_input_read_their_rows_with_their_scale(measured, 
 def test_gathered_codes_are_rounded_to_the_largest_scale(measured):
     shards = [rank["gathers"]["own"] for rank in measured]
     largest = torch.stack([shard["scale"] for shard in shards]).amax()
-    expected = [(s["shard"].view(E4M3).float() * (s["scale"] / largest)).to(E4M3).float() for s in shards]
+    expected = [
+        (s["shard"].view(E4M3).float() * (s["scale"] / largest)).to(E4M3).float() for s in shards
+    ]
     for shard in shards:
         assert torch.equal(shard["scale_of_whole"].reshape(()), largest)
         full = shard["whole"].view(E4M3).float()

@@ -45,7 +45,9 @@ def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
         buffer = torch.full((64,), float("nan"), dtype=torch.bfloat16)
         peers = memory.peers(rank, buffer)
         results = []
-        for turn, count in enumerate(counts):  # the second message overwrites the first message's buffer
+        for turn, count in enumerate(
+            counts
+        ):  # the second message overwrites the first message's buffer
             values = draw_values(rank, count, torch.bfloat16, turn)
             reduce_values(peers, buffer, values, two_shots)
             results.append(values)
@@ -79,15 +81,24 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
     def buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> Any:
         recognized = vars(buffers).setdefault("made", {})
         if numel not in recognized:
-            recognized[numel] = symmetric_memory._SharedBuffer(*allocate(numel, dtype, device, group), group)
+            recognized[numel] = symmetric_memory._SharedBuffer(
+                *allocate(numel, dtype, device, group), group
+            )
         return recognized[numel]
 
     monkeypatch.setattr(symmetric_memory, "_buffer", buffer)
-    monkeypatch.setattr(ALL_REDUCE, "choose", lambda key: PROCESS_GROUP if key[0] is None else SYMMETRIC)
+    monkeypatch.setattr(
+        ALL_REDUCE, "choose", lambda key: PROCESS_GROUP if key[0] is None else SYMMETRIC
+    )
 
     def run(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         layer = te.Linear(
-            32, 16, parallel_mode="row", tp_group=dist.group.WORLD, symmetric_ar_type="two_shot", device="cpu"
+            32,
+            16,
+            parallel_mode="row",
+            tp_group=dist.group.WORLD,
+            symmetric_ar_type="two_shot",
+            device="cpu",
         )
         with torch.no_grad():
             layer.weight.copy_(draw_values(rank, 16 * 16, torch.float32).view(16, 16))
@@ -122,7 +133,9 @@ def _run_on_ranks(device: torch.device) -> dict[str, Any]:
     assert handle is not None
     handle.wait()
     sums["later"] = result
-    report = [str(warning.message) for warning in caught if "symmetric_ar_type" in str(warning.message)]
+    report = [
+        str(warning.message) for warning in caught if "symmetric_ar_type" in str(warning.message)
+    ]
     return {"sums": sums, "told": len(report), "cuda": device.type == "cuda"}
 
 
@@ -143,7 +156,10 @@ def test_every_type_computes_the_sum_and_one_without_effect_is_warned_about_once
     [
         (Reduction(None, "cuda", torch.bfloat16, "cuda:nccl", False), "own all-reduce"),
         (Reduction("two_shot", "cpu", torch.bfloat16, "cpu:gloo", False), "on cpu"),
-        (Reduction("two_shot", "cuda", torch.bfloat16, "cuda:gloo", False), "requires an NCCL group"),
+        (
+            Reduction("two_shot", "cuda", torch.bfloat16, "cuda:gloo", False),
+            "requires an NCCL group",
+        ),
         (Reduction("two_shot", "cuda", torch.int32, "cuda:nccl", False), "int32"),
         (Reduction("two_shot", "cuda", torch.bfloat16, "cuda:nccl", True), "compiler"),
         (Reduction("two_shot", "cuda", torch.bfloat16, "cpu:gloo,cuda:nccl", False), None),

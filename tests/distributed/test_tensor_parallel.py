@@ -38,7 +38,12 @@ def _two_layers(column, row, x, w1, w2, dy):
     y = row.leave_forward(hidden @ w2.T)
     dy = row.enter_backward(dy)
     dhidden = column.enter_backward(row.leave_backward(dy @ w2))
-    return {"y": y, "dx": column.leave_backward(dhidden @ w1), "dw1": dhidden.T @ x, "dw2": dy.T @ hidden}
+    return {
+        "y": y,
+        "dx": column.leave_backward(dhidden @ w1),
+        "dw1": dhidden.T @ x,
+        "dw2": dy.T @ hidden,
+    }
 
 
 def _gather_gradient(x, group, index):
@@ -79,8 +84,12 @@ def test_tensor_parallel_activations_equal_one_rank(results, sequence, name):
 def test_weight_gradients_are_shards_of_the_one_rank_gradients(results, sequence):
     expected = _one_rank()
     for index, result in enumerate(results):
-        torch.testing.assert_close(result[str(sequence)]["dw1"], expected["dw1"].chunk(SIZE, 0)[index])
-        torch.testing.assert_close(result[str(sequence)]["dw2"], expected["dw2"].chunk(SIZE, 1)[index])
+        torch.testing.assert_close(
+            result[str(sequence)]["dw1"], expected["dw1"].chunk(SIZE, 0)[index]
+        )
+        torch.testing.assert_close(
+            result[str(sequence)]["dw2"], expected["dw2"].chunk(SIZE, 1)[index]
+        )
 
 
 def test_a_gathered_sequence_sums_the_gradients_of_all_ranks(results):
@@ -121,7 +130,11 @@ def test_invalid_settings_are_rejected():
 def test_a_parameter_is_marked_once_with_its_split_axis():
     weight = torch.nn.Parameter(torch.empty(4, 2))
     set_tensor_model_parallel_attributes(weight, True, 1, 1)
-    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, 1, 1)
+    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (
+        True,
+        1,
+        1,
+    )
     with pytest.raises(ValueError, match="already"):
         set_tensor_model_parallel_attributes(weight, False, 0, 1)
 

@@ -21,9 +21,13 @@ CPU: dict[str, Any] = {"device": "cpu"}
 LAYERS: dict[str, Callable[..., Any]] = {
     "column": lambda **kwargs: te.Linear(HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs),
     "row": lambda **kwargs: te.Linear(INNER, HIDDEN, parallel_mode="row", **CPU, **kwargs),
-    "norm": lambda **kwargs: te.LayerNormLinear(HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs),
+    "norm": lambda **kwargs: te.LayerNormLinear(
+        HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs
+    ),
     "mlp": lambda **kwargs: te.LayerNormMLP(HIDDEN, INNER, set_parallel_mode=True, **CPU, **kwargs),
-    "grouped": lambda **kwargs: te.GroupedLinear(2, HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs),
+    "grouped": lambda **kwargs: te.GroupedLinear(
+        2, HIDDEN, INNER, parallel_mode="column", **CPU, **kwargs
+    ),
 }
 
 
@@ -35,7 +39,9 @@ def test_a_group_decides_how_many_ranks_share_a_layer():
     def run(rank: int) -> list[bool]:
         group = dist.group.WORLD
         return [
-            group_sizes(make(tp_group=group)) == group_sizes(make(tp_size=SIZE)) != group_sizes(make())
+            group_sizes(make(tp_group=group))
+            == group_sizes(make(tp_size=SIZE))
+            != group_sizes(make())
             for make in LAYERS.values()
         ]
 
@@ -69,7 +75,9 @@ def test_a_group_of_another_size_is_an_error_on_every_rank(kind):
 def test_rows_that_the_ranks_cannot_share_are_an_error_on_every_rank_that_names_the_padding():
     def run(rank: int) -> tuple[int, ...]:
         layer = LAYERS["row"](tp_group=dist.group.WORLD, sequence_parallel=True)
-        with pytest.raises(ValueError, match=r"scatters 7 rows over tp_size=2 .* so that there are 8 rows"):
+        with pytest.raises(
+            ValueError, match=r"scatters 7 rows over tp_size=2 .* so that there are 8 rows"
+        ):
             layer(torch.ones(7, INNER // SIZE))
         return tuple(layer(torch.ones(8, INNER // SIZE)).shape)  # no rank waits for another
 
@@ -78,7 +86,10 @@ def test_rows_that_the_ranks_cannot_share_are_an_error_on_every_rank_that_names_
 
 def test_experts_sharded_over_ranks_equal_whole_experts():
     generator = torch.Generator().manual_seed(5)
-    x, dy = torch.randn(10, HIDDEN, generator=generator), torch.randn(10, INNER, generator=generator)
+    x, dy = (
+        torch.randn(10, HIDDEN, generator=generator),
+        torch.randn(10, INNER, generator=generator),
+    )
     weights = torch.randn(2, INNER, HIDDEN, generator=generator)
     rows = [3, 7]
 
@@ -107,7 +118,11 @@ def test_experts_sharded_over_ranks_equal_whole_experts():
 
     full = step(create(weights), x, dy)
     for rank, (by_columns, by_rows) in enumerate(run_on_threads(run, SIZE)):
-        shards = [full[0].chunk(SIZE, 1)[rank], full[1], *[w.chunk(SIZE, 0)[rank] for w in full[2:]]]
+        shards = [
+            full[0].chunk(SIZE, 1)[rank],
+            full[1],
+            *[w.chunk(SIZE, 0)[rank] for w in full[2:]],
+        ]
         torch.testing.assert_close(by_columns, shards)
         shards = [full[0], *[w.chunk(SIZE, 1)[rank] for w in full[1:]]]
         torch.testing.assert_close(by_rows, shards)

@@ -26,11 +26,20 @@ def pair(**options):
 
 
 def mlp(**options):
-    return torch.nn.Sequential(LayerNormMLP(HIDDEN, INNER, set_parallel_mode=bool(options), **options))
+    return torch.nn.Sequential(
+        LayerNormMLP(HIDDEN, INNER, set_parallel_mode=bool(options), **options)
+    )
 
 
 BUILD = {"pair": pair, "mlp": mlp}
-SHARDED = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "0.fc1_weight": 0, "0.fc1_bias": 0, "0.fc2_weight": 1}
+SHARDED = {
+    "0.weight": 0,
+    "0.bias": 0,
+    "1.weight": 1,
+    "0.fc1_weight": 0,
+    "0.fc1_bias": 0,
+    "0.fc2_weight": 1,
+}
 
 
 def whole(kind: str) -> torch.nn.Sequential:
@@ -101,7 +110,9 @@ def test_tensor_parallel_layers_on_two_ranks_equal_one_rank(kind, recipe, sequen
 @pytest.mark.parametrize("mode, features", [("row", HIDDEN // 2), ("column", HIDDEN)])
 def test_a_missing_group_names_the_remedy(mode, features):
     layer = Linear(HIDDEN, HIDDEN, parallel_mode=mode, tp_size=2, device="cpu")
-    with pytest.raises(RuntimeError, match=r"tp_size=2 .*set_tensor_parallel_group\(group\).*tp_group=group"):
+    with pytest.raises(
+        RuntimeError, match=r"tp_size=2 .*set_tensor_parallel_group\(group\).*tp_group=group"
+    ):
         layer(torch.randn(4, features))
 
 
@@ -145,7 +156,12 @@ def with_norm_output(kind: str, x, weights, **options):
 def run_gathered_norm(device, kind: str):
     rank = dist.get_rank()
     x, weights = (t.to(device) for t in problem())
-    options = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True, "device": device}
+    options = {
+        "tp_group": dist.group.WORLD,
+        "tp_size": SIZE,
+        "sequence_parallel": True,
+        "device": device,
+    }
     local = x.chunk(SIZE)[rank].contiguous()
     return with_norm_output(kind, local, weights, return_layernorm_output_gathered=True, **options)
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.distributed.userbuffers import get_ub, get_ub_is_fp8, is_ub_initialized
+from transformer_engine.pytorch.distributed.userbuffers import (
+    get_ub,
+    get_ub_is_fp8,
+    is_ub_initialized,
+)
 from transformer_engine.pytorch.module import base
 
 NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
@@ -32,7 +36,10 @@ def test_a_configuration_is_recorded_until_it_is_destroyed():
     assert not get_ub("qkv_fprop", False).is_fp8_ubuf()
     assert get_ub("qkv_fprop", True).is_fp8_ubuf() and get_ub_is_fp8("qkv_fprop", True)
     assert get_ub("proj_fprop", False).get_tp_size() == 2
-    assert get_ub("proj_dgrad", False).is_p2p_overlap() and not get_ub("proj_fprop", False).is_p2p_overlap()
+    assert (
+        get_ub("proj_dgrad", False).is_p2p_overlap()
+        and not get_ub("proj_fprop", False).is_p2p_overlap()
+    )
     assert base.get_ub is get_ub
     te.destroy_ub()
     assert not is_ub_initialized()
@@ -66,7 +73,11 @@ def test_settings_of_products_change_their_communicators():
         ({"bootstrap_backend": "ucc"}, ValueError, "ucc"),
         ({"quantization_modes": (FP8,)}, TypeError, "list"),
         ({"quantization_modes": ["fp8"]}, TypeError, "UserBufferQuantizationMode"),
-        ({"quantization_modes": [NONE, FP8], "ub_cfgs": [{}]}, ValueError, "1 configurations for 2"),
+        (
+            {"quantization_modes": [NONE, FP8], "ub_cfgs": [{}]},
+            ValueError,
+            "1 configurations for 2",
+        ),
         ({"ub_cfgs": {"fc1_fprop": {"methods": "bulk"}}}, TypeError, "'methods'"),
         ({"ub_cfgs": {"fc1_fprop": {"method": "tree"}}}, ValueError, "'tree'"),
         ({"ub_cfgs": {"fc1_fprop": {"method": "pipeline"}}}, ValueError, "pipeline"),

@@ -48,11 +48,15 @@ def create_model(plan: Plan, mesh: Any) -> nn.Sequential:
     size, error = (2 if tp else 1), plan.error if mesh is not None else ""
     options: dict[str, Any] = {"device": plan.device, "params_dtype": plan.dtype}
     parallel = {"tp_group": group, "tp_size": size, "sequence_parallel": plan.sequence and tp}
-    first = te.LayerNormLinear(HIDDEN, INNER, parallel_mode="column" if tp else None, **options, **parallel)
+    first = te.LayerNormLinear(
+        HIDDEN, INNER, parallel_mode="column" if tp else None, **options, **parallel
+    )
     if error == "no all-reduce":
         second = te.Linear(INNER // 2, HIDDEN, **options)
     else:
-        second = te.Linear(INNER, HIDDEN, parallel_mode="row" if tp else None, **options, **parallel)
+        second = te.Linear(
+            INNER, HIDDEN, parallel_mode="row" if tp else None, **options, **parallel
+        )
     if error == "no all-reduce in the backward pass":
         first = te.LayerNormLinear(HIDDEN, INNER // 2, **options)
     block = te.TransformerLayer(
@@ -67,13 +71,17 @@ def create_model(plan: Plan, mesh: Any) -> nn.Sequential:
         **options,
         **parallel,
     )
-    norm = te.LayerNorm(HIDDEN, sequence_parallel=plan.sequence and tp, dtype=plan.dtype, device=plan.device)
+    norm = te.LayerNorm(
+        HIDDEN, sequence_parallel=plan.sequence and tp, dtype=plan.dtype, device=plan.device
+    )
     model = nn.Sequential(norm, first, second, block)
     local = mesh.get_local_rank("tp") if mesh is not None and tp else 0
     fill(model, local)
     if mesh is not None and "cp" in plan.names:
         ring = mesh.get_group("cp")
-        block.set_context_parallel_group(ring, dist.get_process_group_ranks(ring), None, cp_comm_type="p2p")
+        block.set_context_parallel_group(
+            ring, dist.get_process_group_ranks(ring), None, cp_comm_type="p2p"
+        )
     if error == "weight of another rank":
         fill(second, 0, start=6)
     if error == "exchanged weights":
@@ -98,7 +106,8 @@ def fill(model: nn.Module, shard: int, start: int = 0) -> None:
             )
             generator = torch.Generator().manual_seed(100 * number + (shard if sharded else 0))
             p.copy_(
-                0.2 * torch.randn(p.shape, generator=generator) + (p.dim() == 1 and "norm_weight" in name)
+                0.2 * torch.randn(p.shape, generator=generator)
+                + (p.dim() == 1 and "norm_weight" in name)
             )
 
 
@@ -136,7 +145,11 @@ def verify_on_threads(plan: Plan, recipe: Any = None, **options: Any) -> te.Veri
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.sampled(9)
 def test_a_correct_model_is_within_its_noise(plan: Plan, name: str, emulated):
-    recipes = {"none": None, "current": recipe.Float8CurrentScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
+    recipes = {
+        "none": None,
+        "current": recipe.Float8CurrentScaling(),
+        "mxfp8": recipe.MXFP8BlockScaling(),
+    }
     report = verify_on_threads(plan, recipes[name])
     assert report.equal, str(report)
     assert not report.not_compared
@@ -184,7 +197,10 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
             for rank, shard in enumerate(shards):
                 fill(shard, rank, start=6)
             with torch.no_grad():
-                full = {"weight": torch.cat([shard.weight for shard in shards], 1), "bias": shards[0].bias}
+                full = {
+                    "weight": torch.cat([shard.weight for shard in shards], 1),
+                    "bias": shards[0].bias,
+                }
                 model[2].load_state_dict(full, strict=False)
         return nn.Sequential(model[2])
 
@@ -199,7 +215,11 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
 
         def run(rank: int) -> te.Verification:
             return te.verify(
-                functools.partial(model_fn, plan), x, mesh=plan.mesh(), weights="own", shard_fn=shard
+                functools.partial(model_fn, plan),
+                x,
+                mesh=plan.mesh(),
+                weights="own",
+                shard_fn=shard,
             )
 
         return run_on_threads(run, 2)[0]
@@ -217,7 +237,9 @@ def test_a_sum_in_place_of_an_average_is_found_in_every_gradient():
     report = verify_on_threads(Plan(("dp",)), reduce_fn=sum_values)
     assert report.first is not None and report.first.tensor.endswith(".grad")
     gradients = [
-        check for check in report.checks if check.tensor.endswith(".grad") and check.gain is not None
+        check
+        for check in report.checks
+        if check.tensor.endswith(".grad") and check.gain is not None
     ]
     assert all(check.differs for check in gradients)
     assert all(abs(check.gain - 2) < 0.01 for check in gradients if check.gain is not None)
@@ -233,7 +255,10 @@ def test_unsummed_norm_gradients_of_sequence_parallelism_are_found():
 
 def verify_in_processes(device: torch.device) -> dict[str, Any]:
     """Reports of delayed scaling, whose states belong to a process, with and without their reduction."""
-    delayed, plan = recipe.DelayedScaling(amax_history_len=2), Plan(sequence=True, device=str(device))
+    delayed, plan = (
+        recipe.DelayedScaling(amax_history_len=2),
+        Plan(sequence=True, device=str(device)),
+    )
     found: dict[str, Any] = {"delayed": verify_model(plan, delayed)}
     reduce = delayed_scaling._reduce
     delayed_scaling._reduce = lambda *arguments: None
@@ -256,7 +281,9 @@ def test_scales_of_delayed_scaling_that_are_not_reduced_are_found(tmp_path):
 
 def test_one_process_without_a_group():
     x = torch.randn(TOKENS, BATCH, HIDDEN)
-    report = te.verify(lambda mesh: create_model(Plan(), mesh), x, recipe=recipe.Float8CurrentScaling())
+    report = te.verify(
+        lambda mesh: create_model(Plan(), mesh), x, recipe=recipe.Float8CurrentScaling()
+    )
     assert report.equal and report.ranks == 1
     assert "1 rank under Float8CurrentScaling" in report.summary()
     assert "float32" in str(report) and report.table().row_count == len(report.checks)

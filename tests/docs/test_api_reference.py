@@ -68,7 +68,9 @@ def names_used(texts: Iterable[str]) -> set[str]:
     nodes = [node for one in examples for node in ast.walk(ast.parse(one.source))]
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    stores = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stores = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     return attributes | (names - stores - defined)
 
@@ -95,7 +97,9 @@ def documented() -> set[int]:
 @pytest.mark.parametrize("package", api_entries.PACKAGES)
 def test_each_public_name_has_an_entry(package: str, documented: set[int]):
     names = dict(api_entries.public_names(package))
-    missing = [name for name, value in names.items() if callable(value) and id(value) not in documented]
+    missing = [
+        name for name, value in names.items() if callable(value) and id(value) not in documented
+    ]
     assert names and missing == []
 
 
@@ -118,7 +122,9 @@ def test_each_argument_is_described(package: str):
         if package == f"{api_entries.JAX}.checkpoint_policies":  # closures that only JAX calls
             continue
         recognized = api_entries.public_arguments(package, value)
-        missing += [f"{name}: {one}" for one in api_entries.parameter_names(value) if one not in recognized]
+        missing += [
+            f"{name}: {one}" for one in api_entries.parameter_names(value) if one not in recognized
+        ]
     assert missing == []
 
 
@@ -130,7 +136,9 @@ def test_each_argument_of_a_forward_pass_is_described():
             if forward is not None:
                 recognized = api_entries.public_arguments(package, forward)
                 names = api_entries.parameter_names(forward)
-                missing += [f"{name}.forward: {one}" for one in names if one not in {*recognized, "self"}]
+                missing += [
+                    f"{name}.forward: {one}" for one in names if one not in {*recognized, "self"}
+                ]
     assert missing == []
 
 
@@ -153,7 +161,9 @@ def test_each_shared_description_is_used():
                 if re.match(entries["names"], path):
                     used |= {(family, name) for name in api_entries.parameter_names(value)}
     described = {
-        (family, name) for family, entries in api_entries.FAMILIES.items() for name in entries["arguments"]
+        (family, name)
+        for family, entries in api_entries.FAMILIES.items()
+        for name in entries["arguments"]
     }
     assert described - used == set()
 
@@ -201,7 +211,9 @@ def test_the_examples_of_docstrings_run(package: str):
 
 
 @pytest.mark.parametrize("package", api_entries.PACKAGES)
-def test_each_public_name_is_used_in_an_example_of_its_page(package: str, shown: dict[int, set[str]]):
+def test_each_public_name_is_used_in_an_example_of_its_page(
+    package: str, shown: dict[int, set[str]]
+):
     names = {
         name: value
         for name, value in api_entries.public_names(package)
@@ -217,7 +229,9 @@ def test_names_of_examples_are_those_of_their_statements():
 
 
 def test_shapes_become_code_spans():
-    text = "y [*batch, f] = x [.., k] @ w[k], `a [m, n]` and [links](to.md)\n\n    >>> x[0] + [1, 2]\n"
+    text = (
+        "y [*batch, f] = x [.., k] @ w[k], `a [m, n]` and [links](to.md)\n\n    >>> x[0] + [1, 2]\n"
+    )
     assert api_entries.with_code_spans(text).splitlines() == [
         "y `[*batch, f]` = x `[.., k]` @ w[k], `a [m, n]` and [links](to.md)",
         "",

@@ -70,10 +70,14 @@ def test_the_row_of_the_latest_release_has_the_bounds_of_the_extras():
     _, torch, triton, jax, python = next(
         cells for first, cells in rows(page).items() if re.match(r"\d.*\(", first)
     )
-    assert (torch, triton) == (f"{bounds('torch')[0]} and newer", f"{bounds('triton')[0]} and newer")
+    assert (torch, triton) == (
+        f"{bounds('torch')[0]} and newer",
+        f"{bounds('triton')[0]} and newer",
+    )
     assert jax.startswith(f"{bounds('jax')[0]} to ")
     assert [
-        f">={least},<3.{int(most) + 1}" for least, most in re.findall(r"([\d.]+) to 3\.(\d+)", python)
+        f">={least},<3.{int(most) + 1}"
+        for least, most in re.findall(r"([\d.]+) to 3\.(\d+)", python)
     ] == re.findall(r'requires-python = "(.+)"', PROJECT)
 
 
@@ -83,7 +87,9 @@ def test_every_option_of_an_example_is_described():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
                 described += 1
-                assert "help" in {keyword.arg for keyword in node.keywords}, f"{path.name}:{node.lineno}"
+                assert "help" in {keyword.arg for keyword in node.keywords}, (
+                    f"{path.name}:{node.lineno}"
+                )
     assert described > 30
 
 

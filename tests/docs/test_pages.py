@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.pages import DOCS
 
-PAGES = [path for path in sorted((*DOCS.glob("*.md"), *DOCS.glob("api/*.md"))) if path.name != "index.md"]
+PAGES = [
+    path for path in sorted((*DOCS.glob("*.md"), *DOCS.glob("api/*.md"))) if path.name != "index.md"
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(DOCS)))

@@ -83,7 +83,10 @@ GEOMETRY = """
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the site of `make docs` if it is newer than the pages; otherwise build one without the API reference."""
-    built, sources = ROOT / "site", [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.css")]
+    built, sources = (
+        ROOT / "site",
+        [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.css")],
+    )
     index = built / "index.html"
     if index.exists() and index.stat().st_mtime > max(path.stat().st_mtime for path in sources):
         return built
@@ -92,9 +95,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("site")
     config = load_config(
-        str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=False, plugins=["search"], nav=None,
-        exclude_docs="*.json\n*.py\n__pycache__/\napi/\n", repo_url=REPOSITORY,
-    )  # fmt: skip
+        str(ROOT / "mkdocs.yml"),
+        site_dir=str(folder),
+        strict=False,
+        plugins=["search"],
+        nav=None,
+        exclude_docs="*.json\n*.py\n__pycache__/\napi/\n",
+        repo_url=REPOSITORY,
+    )
     build(config)
     return folder
 
@@ -132,7 +140,9 @@ def test_wide_elements_scroll_in_their_own_box(site: Path):
     assert re.search(r"\.md-typeset__scrollwrap,[^}]*overflow-x: auto", local)
     for page in PAGES:
         for table in re.findall(r"<table[^>]*>", html(site, page)):
-            assert table == "<table>" or "highlighttable" in table, f"{page}: {table} is not wrapped"
+            assert table == "<table>" or "highlighttable" in table, (
+                f"{page}: {table} is not wrapped"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +161,9 @@ def address(site: Path) -> Iterator[str]:
         def log_message(self, format: str, *arguments: Any) -> None:
             """Print nothing."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(site))
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -166,7 +178,9 @@ def overflowing(browser: Browser, address: str, width: int, scheme: str) -> list
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("pages", [WIDEST, pytest.param(PAGES[3:] + REFERENCE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pages", [WIDEST, pytest.param(PAGES[3:] + REFERENCE, marks=pytest.mark.slow)]
+)
 def test_no_element_overflows(
     browser: Browser,
     site: Path,
@@ -205,13 +219,22 @@ def test_signatures_tables_and_programs_fit_into_the_page(
         found = browser.evaluate(GEOMETRY)
         limit = PHONE_COLUMNS if width < 600 else 100
         tables = [text for columns, text in found["tables"] if columns <= limit]
-        programs = found["programs"] if width >= 1280 else []  # on a phone, they scroll in their box
-        if found["signatures"] or programs or tables or (width == 1280 and found["height"] > TALLEST):
+        programs = (
+            found["programs"] if width >= 1280 else []
+        )  # on a phone, they scroll in their box
+        if (
+            found["signatures"]
+            or programs
+            or tables
+            or (width == 1280 and found["height"] > TALLEST)
+        ):
             wide[page] = found["signatures"], programs, tables, found["height"]
     assert wide == {}
 
 
-def test_a_table_a_signature_and_a_program_that_are_too_wide_are_found(browser: Browser, tmp_path: Path):
+def test_a_table_a_signature_and_a_program_that_are_too_wide_are_found(
+    browser: Browser, tmp_path: Path
+):
     page = tmp_path / "clipped.html"
     page.write_text(
         "<main class='md-content'><div class='doc-signature' style='width: 90px; overflow: auto'>"
@@ -240,7 +263,9 @@ def test_the_dark_scheme_has_dark_pictures(browser: Browser, site: Path, address
         assert {filter for _, filter in browser.evaluate(listing)} == {inverted}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("*.png")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/images").glob("*.png")), ids=lambda path: path.stem
+)
 def test_a_picture_is_drawn_in_the_width_of_the_text(path: Path):
     """A picture of at most eight inches is not scaled below the size of its labels (8.5 points or more)."""
     data = path.read_bytes()
@@ -252,13 +277,18 @@ def test_a_picture_is_drawn_in_the_width_of_the_text(path: Path):
 
 def test_the_site_has_no_sources(site: Path):
     assert not [
-        path for path in site.rglob("*") if path.suffix in (".py", ".pyc") or path.name == "__pycache__"
+        path
+        for path in site.rglob("*")
+        if path.suffix in (".py", ".pyc") or path.name == "__pycache__"
     ]
 
 
 def test_an_element_that_is_too_wide_is_found(browser: Browser, tmp_path: Path):
     page = tmp_path / "wide.html"
-    wide, scrolled = ('<div style="width: 700px">wide</div>', '<div style="width: 300px; overflow: auto">')
+    wide, scrolled = (
+        '<div style="width: 700px">wide</div>',
+        '<div style="width: 300px; overflow: auto">',
+    )
     meta = '<meta name="viewport" content="width=device-width">'
     page.write_text(
         f"{meta}<main class='md-content'>{wide}{scrolled}{wide.replace('wide', 'fits')}</div></main>"

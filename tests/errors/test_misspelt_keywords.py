@@ -23,7 +23,13 @@ PASSING = {"checkpoint", "explain", "memory_plan", "plan", "use_backend"}
 # Tensor, quantizer and record constructors, which extensions and tests call, and names without a keyword.
 STORAGES = (QuantizedTensorStorage, Quantizer, torch.Tensor, tuple, torch.autograd.Function)
 OTHERS = {
-    *("Observation", "Verification", "FusedMLAQUpProjRopeQuant", "DelayedScalingRequest", "QuantizerRequest"),
+    *(
+        "Observation",
+        "Verification",
+        "FusedMLAQUpProjRopeQuant",
+        "DelayedScalingRequest",
+        "QuantizerRequest",
+    ),
     *("QuantizerRole", "OperationContext", "OperationFuser", "MultiTensorApply"),
 }
 EXTENSIONS = ("multi_tensor", "register_", "extend_", "TransformerLayerType")
@@ -85,7 +91,8 @@ def test_the_first_word_of_a_parameter_suggests_it_unless_several_begin_with_it(
 
 def test_recipes_name_the_field_that_an_ignored_argument_resembles():
     with pytest.warns(
-        UserWarning, match=r"ignores unknown arguments: amax_history \(did you mean amax_history_len\?\)"
+        UserWarning,
+        match=r"ignores unknown arguments: amax_history \(did you mean amax_history_len\?\)",
     ):
         recipe.DelayedScaling(amax_history=16)
     with warnings.catch_warnings():
@@ -120,7 +127,10 @@ def test_users_operations_receive_their_own_keywords():
 @pytest.mark.parametrize(
     ("call", "meant"),
     [
-        (lambda: te.DotProductAttention(4, 16, qkv_format="bsdh"), r"thd \(did you mean 'bshd'\?\)"),
+        (
+            lambda: te.DotProductAttention(4, 16, qkv_format="bsdh"),
+            r"thd \(did you mean 'bshd'\?\)",
+        ),
         (
             lambda: te.TransformerLayer(64, 128, 4, self_attn_mask_type="causel"),
             r"\(did you mean 'causal'\?\)",
@@ -129,7 +139,10 @@ def test_users_operations_receive_their_own_keywords():
             lambda: te.LayerNormMLP(64, 128, activation="gleu"),
             r"\(did you mean 'gelu'\?\)|\(did you mean 'g?e?glu'\?\)",
         ),
-        (lambda: te.LayerNormMLP(64, 128, normalization="BatchNorm1d"), "choose one of LayerNorm, RMSNorm$"),
+        (
+            lambda: te.LayerNormMLP(64, 128, normalization="BatchNorm1d"),
+            "choose one of LayerNorm, RMSNorm$",
+        ),
     ],
 )
 def test_misspelt_options_raise_with_the_nearest_name(call: Callable[[], Any], meant: str):

@@ -33,7 +33,11 @@ def enter_context(context: Any) -> None:
 
 
 def attention(
-    heads: int = 4, size: int = 16, key_heads: int = 4, dtype: torch.dtype | None = None, **options: Any
+    heads: int = 4,
+    size: int = 16,
+    key_heads: int = 4,
+    dtype: torch.dtype | None = None,
+    **options: Any,
 ):
     """Call an attention with 4 heads of size 16 on 8 tokens in 2 sequences."""
     q = torch.randn(8, 2, heads, size)
@@ -51,7 +55,10 @@ def cache(**options: Any) -> te.InferenceParams:
 
 
 def load_extra_state(data: bytes) -> None:
-    state = {**linear().state_dict(), "_extra_state": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    state = {
+        **linear().state_dict(),
+        "_extra_state": torch.frombuffer(bytearray(data), dtype=torch.uint8),
+    }
     linear().load_state_dict(state)
 
 
@@ -219,7 +226,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         ValueError,
         ("qkv_format='bhsd'", "sbhd, bshd, thd", "choose"),
     ),
-    "width of a head": (lambda: attention(size=32), ValueError, ("[8, 2, 4, 32]", "(4, 16)", "reshape it")),
+    "width of a head": (
+        lambda: attention(size=32),
+        ValueError,
+        ("[8, 2, 4, 32]", "(4, 16)", "reshape it"),
+    ),
     "dtypes of query and key": (
         lambda: attention(dtype=torch.float16),
         ValueError,
@@ -351,7 +362,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         TypeError,
         ("class Linear", "cannot be constructed", "construct the module first"),
     ),
-    "misspelled name": (lambda: te.Lineer, AttributeError, ("'Lineer'", "has no", "did you mean 'Linear'?")),
+    "misspelled name": (
+        lambda: te.Lineer,
+        AttributeError,
+        ("'Lineer'", "has no", "did you mean 'Linear'?"),
+    ),
     "text in a Sequential": (
         lambda: te.ops.Sequential("relu"),
         TypeError,
@@ -391,10 +406,16 @@ def test_there_are_fifty_mistakes():
     ("features", "dtype", "message"),
     [
         ("64", "jax", "'64' must be a whole number or several; give an int or a tuple of ints"),
-        (8, "torch", "inputs is a Tensor of shape [4, 4] and torch.float32, which JAX does not read"),
+        (
+            8,
+            "torch",
+            "inputs is a Tensor of shape [4, 4] and torch.float32, which JAX does not read",
+        ),
     ],
 )
-def test_a_flax_module_reports_a_wrong_size_and_a_tensor_of_torch(features: Any, dtype: str, message: str):
+def test_a_flax_module_reports_a_wrong_size_and_a_tensor_of_torch(
+    features: Any, dtype: str, message: str
+):
     pytest.importorskip("flax")
     import jax
 

@@ -27,7 +27,9 @@ CLIENTS = {
 
 def load(name: str) -> ModuleType:
     """Import an example as a module."""
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"examples_{name}", ROOT / "examples" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses resolve their annotations in sys.modules
@@ -37,7 +39,18 @@ def load(name: str) -> ModuleType:
 
 def test_training_of_the_llama_resumes_bit_for_bit(tmp_path: Path):
     main = load("llama").main
-    sizes = ["--layers", "1", "--hidden", "64", "--batch", "2", "--length", "32", "--recipe", "delayed"]
+    sizes = [
+        "--layers",
+        "1",
+        "--hidden",
+        "64",
+        "--batch",
+        "2",
+        "--length",
+        "32",
+        "--recipe",
+        "delayed",
+    ]
     full = main([*sizes, "--steps", "8"])
     saved = ["--checkpoint", str(tmp_path / "llama.pt")]
     first = main([*sizes, "--steps", "4", *saved])
@@ -86,7 +99,12 @@ def test_training_on_one_rank_lowers_the_loss(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     losses = load("fsdp2").main(["--steps", "8", "--hidden", "32", "--layers", "1"])
@@ -101,10 +119,15 @@ def test_converted_model_learns(options: list[str], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="NCCL needs two GPUs"
+)
 def test_sharded_training_on_two_ranks_lowers_the_loss():
-    program = ["-c", "import json, runpy; m = runpy.run_path('examples/fsdp2.py'); "
-               "print(json.dumps(m['main'](['--steps', '8', '--hidden', '32', '--layers', '1'])))"]  # fmt: skip
+    program = [
+        "-c",
+        "import json, runpy; m = runpy.run_path('examples/fsdp2.py'); "
+        "print(json.dumps(m['main'](['--steps', '8', '--hidden', '32', '--layers', '1'])))",
+    ]
     losses = json.loads(processes.run_on_ranks(program, 2).splitlines()[-1])
     assert losses[-1] < losses[0]
 

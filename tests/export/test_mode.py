@@ -51,7 +51,11 @@ def test_an_export_changes_no_scales_and_no_later_results():
 def test_a_program_of_torch_export_has_aten_and_tex_operators_only(chosen: recipe.Recipe | None):
     layer = te.LayerNormMLP(32, 64, activation="geglu", device="cpu").eval()
     x, rows = torch.randn(32, 32), torch.export.Dim("rows")
-    with torch.no_grad(), te.onnx_export(True), te.autocast(enabled=chosen is not None, recipe=chosen):
+    with (
+        torch.no_grad(),
+        te.onnx_export(True),
+        te.autocast(enabled=chosen is not None, recipe=chosen),
+    ):
         program = torch.export.export(layer, (x,), strict=False, dynamic_shapes=[{0: rows}])
     called = [node.target for node in program.graph.nodes if node.op == "call_function"]
     spaces = {target.namespace for target in called if isinstance(target, torch._ops.OpOverload)}
@@ -95,7 +99,10 @@ REJECTED = {
         None,
     ),
     "quantized result": (
-        lambda: (lambda x: te.Linear(32, 32, device="cpu")(x, fp8_output=True), (torch.randn(32, 32),)),
+        lambda: (
+            lambda x: te.Linear(32, 32, device="cpu")(x, fp8_output=True),
+            (torch.randn(32, 32),),
+        ),
         recipe.Float8CurrentScaling(),
     ),
 }
@@ -119,7 +126,11 @@ def test_delayed_scaling_needs_scales_before_an_export():
     layer, chosen = te.Linear(32, 32, device="cpu"), recipe.DelayedScaling()
     with pytest.raises(AssertionError, match="no quantizers yet"):
         assert_warmed_up(layer)
-    with te.onnx_export(True), te.autocast(recipe=chosen), pytest.raises(RuntimeError, match="has no scales"):
+    with (
+        te.onnx_export(True),
+        te.autocast(recipe=chosen),
+        pytest.raises(RuntimeError, match="has no scales"),
+    ):
         layer(torch.randn(32, 32))
     with torch.no_grad(), te.autocast(recipe=chosen):
         layer(torch.randn(32, 32))
@@ -129,7 +140,9 @@ def test_delayed_scaling_needs_scales_before_an_export():
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
-    pytest.importorskip("onnxruntime", reason="exported models run in onnxruntime, of the extra onnx")
+    pytest.importorskip(
+        "onnxruntime", reason="exported models run in onnxruntime, of the extra onnx"
+    )
     pytest.importorskip("onnxscript", reason="the export to ONNX needs the extra onnx")
     monkeypatch.chdir(tmp_path)
     assert (tmp_path / "model.onnx").exists() is False

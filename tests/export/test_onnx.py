@@ -22,7 +22,9 @@ from transformer_engine.pytorch.export import te_translation_table
 
 onnx = pytest.importorskip("onnx", reason="the export to ONNX needs the extra onnx")
 pytest.importorskip("onnxscript", reason="the export to ONNX needs the extra onnx")
-ort = pytest.importorskip("onnxruntime", reason="exported models run in onnxruntime, of the extra onnx")
+ort = pytest.importorskip(
+    "onnxruntime", reason="exported models run in onnxruntime, of the extra onnx"
+)
 
 RECIPES = {
     "float32": None,
@@ -43,7 +45,9 @@ def _one_registry_per_opset():
 
     def copy_values(**options: int) -> ONNXRegistry:
         registry = copy.copy(build(**options))
-        registry.functions = {name: list(functions) for name, functions in registry.functions.items()}
+        registry.functions = {
+            name: list(functions) for name, functions in registry.functions.items()
+        }
         return registry
 
     with pytest.MonkeyPatch.context() as patch:
@@ -63,13 +67,20 @@ def warm_up(layer: torch.nn.Module, chosen: recipe.Recipe | None, *shape: int) -
     return layer.eval()
 
 
-def export(layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe | None, **options: Any) -> Any:
+def export(
+    layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe | None, **options: Any
+) -> Any:
     """Return the ONNX model of a layer, with all dimensions but the last dynamic unless `options` say otherwise."""
     names = [{0: ROWS, 1: BATCH}] if x.dim() == 3 else [{0: ROWS}]
     options = {"dynamic_shapes": names, "opset_version": 21} | options
     with torch.no_grad(), recipe_autocast(chosen), te.onnx_export(enabled=True):
         program = torch.onnx.export(
-            layer, (x,), dynamo=True, custom_translation_table=te_translation_table, verbose=False, **options
+            layer,
+            (x,),
+            dynamo=True,
+            custom_translation_table=te_translation_table,
+            verbose=False,
+            **options,
         )
     assert program is not None
     onnx.checker.check_model(program.model_proto, full_check=True)
@@ -82,7 +93,9 @@ def run(model: Any, x: torch.Tensor) -> np.ndarray:
         "1.28"
     ):  # QGemm has no FP8 kernel; docs/export.md names the setting
         settings.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
@@ -154,10 +167,19 @@ class Rotated(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = te.MultiheadAttention(
-            64, 4, num_gqa_groups=2, attention_dropout=0.0, qk_norm_type="RMSNorm", input_layernorm=True,
-            qkv_format="bshd", attn_mask_type="causal", window_size=(9, 0), softmax_type="learnable",
-            fuse_qkv_params=True, device="cpu",
-        )  # fmt: skip
+            64,
+            4,
+            num_gqa_groups=2,
+            attention_dropout=0.0,
+            qk_norm_type="RMSNorm",
+            input_layernorm=True,
+            qkv_format="bshd",
+            attn_mask_type="causal",
+            window_size=(9, 0),
+            softmax_type="learnable",
+            fuse_qkv_params=True,
+            device="cpu",
+        )
         self.register_buffer("angles", te.RotaryPositionEmbedding(16)(64).cpu())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,9 +187,12 @@ class Rotated(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "others"), [("float32", [(3, 7, 64), (1, 64, 64)]), ("delayed", [(4, 8, 64), (1, 64, 64)])]
+    ("name", "others"),
+    [("float32", [(3, 7, 64), (1, 64, 64)]), ("delayed", [(4, 8, 64), (1, 64, 64)])],
 )
-def test_an_exported_attention_rotates_and_normalizes(name: str, others: list[tuple[int, int, int]]):
+def test_an_exported_attention_rotates_and_normalizes(
+    name: str, others: list[tuple[int, int, int]]
+):
     torch.manual_seed(0)
     chosen = RECIPES[name]
     layer = Rotated().eval()
@@ -206,9 +231,17 @@ def test_an_exported_attention_reads_padding_masks():
         return (q, k, v, *hidden)
 
     q, kv = torch.export.Dim("q"), torch.export.Dim("kv")
-    names = [{0: BATCH, 1: q}, {0: BATCH, 1: kv}, {0: BATCH, 1: kv}, {0: BATCH, 3: q}, {0: BATCH, 3: kv}]
+    names = [
+        {0: BATCH, 1: q},
+        {0: BATCH, 1: kv},
+        {0: BATCH, 1: kv},
+        {0: BATCH, 3: q},
+        {0: BATCH, 3: kv},
+    ]
     with torch.no_grad(), te.onnx_export(True):
-        program = torch.onnx.export(layer, inputs(3, 8, 12), dynamo=True, dynamic_shapes=names, verbose=False)
+        program = torch.onnx.export(
+            layer, inputs(3, 8, 12), dynamo=True, dynamic_shapes=names, verbose=False
+        )
     assert program is not None
     session = ort.InferenceSession(
         program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -218,7 +251,9 @@ def test_an_exported_attention_reads_padding_masks():
         with torch.no_grad():
             want = layer(*given)
         named = {info.name: x.numpy() for info, x in zip(session.get_inputs(), given, strict=True)}
-        torch.testing.assert_close(torch.from_numpy(session.run(None, named)[0]), want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.from_numpy(session.run(None, named)[0]), want, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -231,7 +266,9 @@ def test_a_bfloat16_model_is_exported_in_bfloat16():
     layer = te.TransformerLayer(32, 64, 2, params_dtype=torch.bfloat16, device="cpu").eval()
     x = torch.randn(4, 2, 32, dtype=torch.bfloat16)
     model = export(layer, x, None)
-    assert {entry.data_type for entry in model.graph.initializer if entry.dims} >= {onnx.TensorProto.BFLOAT16}
+    assert {entry.data_type for entry in model.graph.initializer if entry.dims} >= {
+        onnx.TensorProto.BFLOAT16
+    }
     given = {model.graph.input[0].name: x.float().numpy().astype(ml_dtypes.bfloat16)}
     got = np.asarray(ReferenceEvaluator(model).run(None, given)[0], dtype=np.float32)
     with torch.no_grad():
@@ -276,7 +313,9 @@ def test_a_bfloat16_layer_is_exported_under_a_recipe(name: str):
     with torch.no_grad(), recipe_autocast(chosen):
         want = model(x)
         if name == "current":
-            norm = torch.nn.functional.layer_norm(x.bfloat16().float(), (64,), eps=layer.eps).bfloat16()
+            norm = torch.nn.functional.layer_norm(
+                x.bfloat16().float(), (64,), eps=layer.eps
+            ).bfloat16()
             want = (divide(norm) @ divide(layer.weight).t() + layer.bias.float()).bfloat16().float()
     got = torch.from_numpy(run(export(model, x, chosen), x))
     assert (got - want).abs().max() <= 2.0**-8 * want.abs().max()  # one step of bfloat16

@@ -19,10 +19,17 @@ def sample(*shape, seed=0):
 @pytest.mark.parametrize("shape", [(32,), (2, 3, 32)])
 @pytest.mark.parametrize("eps", [torch.tensor(1e-5), numpy.float32(1e-5)])
 def test_norms_flatten_leading_axes(shape, eps):
-    x, gamma, beta, dy = sample(*shape), sample(32, seed=1), sample(32, seed=2), sample(*shape, seed=3)
+    x, gamma, beta, dy = (
+        sample(*shape),
+        sample(32, seed=1),
+        sample(32, seed=2),
+        sample(*shape, seed=3),
+    )
     leaf = x.double().requires_grad_()
     layer_norm = torch.nn.functional.layer_norm(leaf, (32,), gamma.double(), beta.double(), 1e-5)
-    out, mu, rsigma = tex.layernorm_fwd(x, gamma, beta, eps, None, None, tex.DType.kFloat32, 0, False)
+    out, mu, rsigma = tex.layernorm_fwd(
+        x, gamma, beta, eps, None, None, tex.DType.kFloat32, 0, False
+    )
     torch.testing.assert_close(out.double(), layer_norm, atol=1e-5, rtol=1e-5)
     (expected,) = torch.autograd.grad(layer_norm, leaf, dy.double())
     found = tex.layernorm_bwd(dy, x, mu, rsigma, gamma, 0, False)[0]
@@ -49,13 +56,21 @@ def test_a_gradient_may_have_its_leading_axes_flattened(name):
 
 @pytest.mark.parametrize(
     "sizes",
-    [(4, 8), [4.0, 8.0], numpy.array([4, 8]), torch.tensor([4, 8]), [numpy.int32(4), torch.tensor(8)]],
+    [
+        (4, 8),
+        [4.0, 8.0],
+        numpy.array([4, 8]),
+        torch.tensor([4, 8]),
+        [numpy.int32(4), torch.tensor(8)],
+    ],
 )
 def test_parts_may_leave_rows_out(sizes):
     x = sample(16, 32)
     quantizers = [te.Float8CurrentScalingQuantizer(E4M3), None]
     first, second = tex.split_quantize(x, sizes, quantizers)
-    assert torch.equal(first.dequantize(), te.Float8CurrentScalingQuantizer(E4M3)(x[:4]).dequantize())
+    assert torch.equal(
+        first.dequantize(), te.Float8CurrentScalingQuantizer(E4M3)(x[:4]).dequantize()
+    )
     assert torch.equal(second, x[4:12])
     assert tex.split_quantize(x, [], []) == []
 
@@ -78,7 +93,9 @@ def test_permuted_rows_are_counted_in_every_form(count):
     expected = x[order // 2]
     torch.testing.assert_close(y, expected[: int(count)] if count > 0 else expected, rtol=0, atol=0)
     if count <= 0:
-        back = tex.moe_unpermute_fwd(y, tex.DType.kFloat32, rows, None, torch.tensor(3), numpy.int64(2))
+        back = tex.moe_unpermute_fwd(
+            y, tex.DType.kFloat32, rows, None, torch.tensor(3), numpy.int64(2)
+        )
         torch.testing.assert_close(back, 2 * x)
 
 

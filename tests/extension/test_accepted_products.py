@@ -45,8 +45,22 @@ def operands(kind):
     return found
 
 
-def generic(A, B, *, transA=True, transB=False, D=None, quantizer=None, dtype=None, bias=None, gelu=False,
-            gelu_in=None, grad=False, accumulate=False, **rest):  # fmt: skip
+def generic(
+    A,
+    B,
+    *,
+    transA=True,
+    transB=False,
+    D=None,
+    quantizer=None,
+    dtype=None,
+    bias=None,
+    gelu=False,
+    gelu_in=None,
+    grad=False,
+    accumulate=False,
+    **rest,
+):
     """Call `tex.generic_gemm` by keywords, with the split accumulator."""
     places = (
         A,
@@ -114,8 +128,12 @@ def test_a_quantizer_writes_a_quantized_result_in_place():
     assert result is contents
     assert torch.equal(contents._rowwise_data, quantizer(product.float())._rowwise_data)
     contents.quantize_(old.float())
-    assert generic(wide, x, D=contents, quantizer=quantizer, accumulate=True, beta=0.5)[0] is contents
-    assert torch.equal(contents._rowwise_data, quantizer((product + 0.5 * old).float())._rowwise_data)
+    assert (
+        generic(wide, x, D=contents, quantizer=quantizer, accumulate=True, beta=0.5)[0] is contents
+    )
+    assert torch.equal(
+        contents._rowwise_data, quantizer((product + 0.5 * old).float())._rowwise_data
+    )
     contents.quantize_(old.float())
     assert generic(wide, x, D=contents)[0] is contents  # by the output quantizer
     assert torch.equal(contents._rowwise_data, quantizer(product.float())._rowwise_data)
@@ -126,10 +144,15 @@ def test_alpha_and_beta_may_be_scalars_of_any_library(number):
     x, x_values, w, w_values = operands("plain")
     contents = sample(M, N, seed=2)
     expected = 0.5 * x_values @ w_values.t() + 0.5 * contents.double()
-    close(cpp.general_gemm(w, x, out=contents, accumulate=True, alpha=number, beta=number)[0], expected)
+    close(
+        cpp.general_gemm(w, x, out=contents, accumulate=True, alpha=number, beta=number)[0],
+        expected,
+    )
 
 
-@pytest.mark.parametrize("flag", [2, "yes", torch.tensor(True), numpy.bool_(True), numpy.array([1])])
+@pytest.mark.parametrize(
+    "flag", [2, "yes", torch.tensor(True), numpy.bool_(True), numpy.array([1])]
+)
 def test_flags_may_be_anything_with_a_truth_value(flag):
     x, x_values, w, w_values = operands("plain")
     contents = sample(M, N, seed=2)
@@ -171,7 +194,8 @@ def test_grouped_results_stay_plain_whatever_quantizes_them():
 
 
 @pytest.mark.parametrize(
-    "m_splits", [numpy.array([8, 24]), torch.tensor([8, 24]), [8.0, 24.0], (numpy.int64(8), torch.tensor(24))]
+    "m_splits",
+    [numpy.array([8, 24]), torch.tensor([8, 24]), [8.0, 24.0], (numpy.int64(8), torch.tensor(24))],
 )
 def test_rows_of_groups_may_be_given_in_every_form(m_splits):
     x, x_values, w, w_values = operands("plain")

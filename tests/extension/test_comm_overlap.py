@@ -22,9 +22,13 @@ def values(*shape: int, seed: int, device: torch.device) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def create_buffer(cls: Any, dtype: torch.dtype, comm_type: Any, columns: int = DEPTH, **options: Any) -> Any:
+def create_buffer(
+    cls: Any, dtype: torch.dtype, comm_type: Any, columns: int = DEPTH, **options: Any
+) -> Any:
     helper = tex.CommOverlapHelper(dist.group.WORLD)
-    return cls([ROWS, columns], dtype, helper, dist.get_world_size(), comm_type=comm_type, **options)
+    return cls(
+        [ROWS, columns], dtype, helper, dist.get_world_size(), comm_type=comm_type, **options
+    )
 
 
 def all_gather_products(device: torch.device) -> list[torch.Tensor]:
@@ -34,12 +38,17 @@ def all_gather_products(device: torch.device) -> list[torch.Tensor]:
     for cls in CLASSES:
         ub = create_buffer(cls, torch.float32, AG)
         ub.copy_into_buffer(x[local], local_chunk=True)
-        assert torch.equal(ub.get_buffer(True), x[local]) and ub.get_buffer(shape=[ROWS * DEPTH]).dim() == 1
+        assert (
+            torch.equal(ub.get_buffer(True), x[local])
+            and ub.get_buffer(shape=[ROWS * DEPTH]).dim() == 1
+        )
         extra = torch.empty(ROWS // SIZE, DEPTH, device=device)
         y, _, _, returned = general_gemm(
             w, ub.get_buffer(), torch.float32, ub=ub, ub_type=AG, extra_output=extra
         )
-        assert returned is extra and torch.equal(extra, x[local]) and torch.equal(ub.get_buffer(), x)
+        assert (
+            returned is extra and torch.equal(extra, x[local]) and torch.equal(ub.get_buffer(), x)
+        )
         assert torch.equal(y, general_gemm(w, x, torch.float32)[0])
         with pytest.raises(ValueError, match="B has other memory"):
             general_gemm(w, x, torch.float32, ub=ub, ub_type=AG)
@@ -50,9 +59,13 @@ def all_gather_products(device: torch.device) -> list[torch.Tensor]:
         assert codes.is_fp8_ubuf() and not ub.is_fp8_ubuf()
         codes.copy_into_buffer(full._data[local], local_chunk=True)
         scattered = te.Float8Tensor(
-            shape=(ROWS, DEPTH), dtype=torch.float32, data=codes.get_buffer(), fp8_scale_inv=full._scale_inv,
-            fp8_dtype=te.DType.kFloat8E4M3, quantizer=quantizer,
-        )  # fmt: skip
+            shape=(ROWS, DEPTH),
+            dtype=torch.float32,
+            data=codes.get_buffer(),
+            fp8_scale_inv=full._scale_inv,
+            fp8_dtype=te.DType.kFloat8E4M3,
+            quantizer=quantizer,
+        )
         weight = quantizer(w)
         y = general_gemm(weight, scattered, torch.float32, ub=codes, ub_type=AG)[0]
         assert torch.equal(y, general_gemm(weight, full, torch.float32)[0])
@@ -71,7 +84,9 @@ def reduce_scatter_products(device: torch.device) -> list[torch.Tensor]:
         y, _, _, extra = general_gemm(
             w[:, local], x[:, local], torch.float32, ub=ub, ub_type=RS, extra_output=rows
         )
-        assert extra is rows and torch.equal(y, general_gemm(w[:, local], x[:, local], torch.float32)[0])
+        assert extra is rows and torch.equal(
+            y, general_gemm(w[:, local], x[:, local], torch.float32)[0]
+        )
         with pytest.raises(ValueError, match="RS without extra_output"):
             general_gemm(w[:, local], x[:, local], torch.float32, ub=ub, ub_type=RS)
         results.append(rows)
@@ -85,7 +100,9 @@ def bulk_collectives(device: torch.device) -> list[torch.Tensor]:
     expected = general_gemm(w, x, torch.float32)[0]
     ub = create_buffer(tex.CommOverlap, torch.float32, AG)
     ub.copy_into_buffer(x[local], local_chunk=True)
-    assert torch.equal(general_gemm(w, x, torch.float32, ub=ub, ub_type=AG, bulk_overlap=True)[0], expected)
+    assert torch.equal(
+        general_gemm(w, x, torch.float32, ub=ub, ub_type=AG, bulk_overlap=True)[0], expected
+    )
     gathered = ub.get_buffer().clone()
     ub.copy_into_buffer(x * (rank + 1))
     y = general_gemm(w, x, torch.float32, ub=ub, ub_type=RS, bulk_overlap=True)[0]
@@ -117,7 +134,9 @@ def test_reduce_scatter_products_equal_one_process(tmp_path):
     cpu = torch.device("cpu")
     x, w = values(ROWS, DEPTH, seed=1, device=cpu), values(COLUMNS, DEPTH, seed=2, device=cpu)
     expected = (x.double() @ w.double().t()).chunk(SIZE)
-    for found, rows in zip(run_on_ranks(reduce_scatter_products, SIZE, tmp_path), expected, strict=True):
+    for found, rows in zip(
+        run_on_ranks(reduce_scatter_products, SIZE, tmp_path), expected, strict=True
+    ):
         for result in found:
             torch.testing.assert_close(result.double(), rows, rtol=1e-4, atol=1e-4)
 
@@ -132,7 +151,14 @@ def test_bulk_collectives_run_beside_other_products(tmp_path):
 
 def test_one_rank_needs_no_group(device):
     ub = tex.CommOverlapP2P(
-        [8, 4], torch.bfloat16, tex.CommOverlapHelper(), 1, AG, atomic_gemm=True, use_ce=False, aggregate=True
+        [8, 4],
+        torch.bfloat16,
+        tex.CommOverlapHelper(),
+        1,
+        AG,
+        atomic_gemm=True,
+        use_ce=False,
+        aggregate=True,
     )
     assert (ub.get_tp_size(), ub.is_p2p_overlap(), ub.is_atomic_gemm(), ub.with_cublasmp()) == (
         1,

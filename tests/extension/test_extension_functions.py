@@ -63,13 +63,17 @@ def test_a_paged_cache_without_a_table_is_rejected(device):
     with pytest.raises(ValueError, match="a paged cache needs page_table"):
         tex.copy_to_kv_cache(x, x, x, x, None, lens, lens, BSHD, 1, 1, 1, 1, False)
     with pytest.raises(ValueError, match="convert it to one of sbhd, bshd, thd"):
-        tex.copy_to_kv_cache(x, x, x, x, None, lens, lens, tex.NVTE_QKV_Format.NVTE_BHSD, 1, 1, 1, 1, True)
+        tex.copy_to_kv_cache(
+            x, x, x, x, None, lens, lens, tex.NVTE_QKV_Format.NVTE_BHSD, 1, 1, 1, 1, True
+        )
 
 
 def test_tensors_that_do_not_fit_the_cache_are_rejected(device):
     cache, lens = sample(device, 2, 4, 3, 2), cumulative([1], device)
     new = sample(device, 1, 1, 3, 4)
-    with pytest.raises(ValueError, match=r"new_k \[1, 1, 3, 4\] does not fit k_cache \[2, 4, 3, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"new_k \[1, 1, 3, 4\] does not fit k_cache \[2, 4, 3, 2\]"
+    ):
         tex.copy_to_kv_cache(new, new, cache, cache, None, lens, lens, BSHD, 1, 1, 4, 1, True)
     wide = sample(device, 2, 4, 3, 4)[..., :2]
     with pytest.raises(ValueError, match="does not fit v_cache"):
@@ -126,7 +130,9 @@ def test_rotation_of_packed_projections_and_its_gradient(device):
         torch.testing.assert_close(got, expected.detach())
     grads = [sample(device, *x.shape, seed=seed) for seed, x in enumerate((q, k, v))]
     (expected,) = torch.autograd.grad([want_q, want_k, parts[2]], qkv, grads)
-    got = tex.fused_qkv_rope_backward(*grads, *freqs, sizes, SBHD, False, 1, 0, start_positions=start)
+    got = tex.fused_qkv_rope_backward(
+        *grads, *freqs, sizes, SBHD, False, 1, 0, start_positions=start
+    )
     torch.testing.assert_close(got, expected)
 
 

@@ -54,7 +54,9 @@ def convert_layout(x, axes, lengths):
     return {"sbhd": x.transpose(0, 1), "bshd": x, "bhsd": x.transpose(1, 2)}[axes].contiguous()
 
 
-def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax="vanilla", **options):
+def run(
+    device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax="vanilla", **options
+):
     """([O, aux..], gradients) from the extension in the oracle's shape, then from the float64 oracle."""
     window, dtype = options.pop("window", (-1, -1)), options.pop("dtype", torch.float32)
     parts = layout.lower().split("_")
@@ -70,13 +72,19 @@ def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax
     grad = sample(BATCH, LENGTH, HEADS, SIZE, seed=2)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     extra = [x.double().requires_grad_() for x in (table, offset) if x is not None]
-    sink = {"vanilla": None, "off-by-one": torch.zeros(HEADS).double(), "learnable": extra[-1:] and extra[-1]}
+    sink = {
+        "vanilla": None,
+        "off-by-one": torch.zeros(HEADS).double(),
+        "learnable": extra[-1:] and extra[-1],
+    }
     slopes = [2.0 ** (-8.0 * (h + 1) / HEADS) for h in range(HEADS)]
 
     def add_buffers(b, h, i, j):
         if bias == "alibi":
             shift = LENGTH - LENGTH if "padding" not in mask else lengths_kv[b] - lengths_q[b]
-            return -slopes[h] * abs(j - i - (shift if "bottom" in mask or "causal" not in mask else 0))
+            return -slopes[h] * abs(
+                j - i - (shift if "bottom" in mask or "causal" not in mask else 0)
+            )
         return extra[0][0, h, i, j] if table is not None else 0.0
 
     sees = visibility(mask, LENGTH, LENGTH, lengths_q, lengths_kv, window)
@@ -90,15 +98,40 @@ def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax
     before, after = (LENGTH, LENGTH), (1.0 / math.sqrt(SIZE), options.pop("dropout", 0.0), True)
     argument = None if offset is None else offset.view(1, HEADS, 1, 1).to(device)
     out = tex.fused_attn_fwd(
-        *before, True, *after, *kinds, *bounds, q, k, v, dtype,
-        Bias=None if table is None else table.to(device), SoftmaxOffset=argument, **options,
-    )  # fmt: skip
-    aux = [x for i, x in enumerate(out) if i > 0 and not (options.get("return_max_logit") and i == 2)]
+        *before,
+        True,
+        *after,
+        *kinds,
+        *bounds,
+        q,
+        k,
+        v,
+        dtype,
+        Bias=None if table is None else table.to(device),
+        SoftmaxOffset=argument,
+        **options,
+    )
+    aux = [
+        x for i, x in enumerate(out) if i > 0 and not (options.get("return_max_logit") and i == 2)
+    ]
     gradients = tex.fused_attn_bwd(
-        *before, *after, *kinds, True, *bounds, q, k, v, out[0], grad, dtype,
-        TE_DType[dtype], aux,
-    )  # fmt: skip
-    reference = [convert_layout(expected.unflatten(-1, (HEADS, SIZE)).detach(), formats[0], lengths_q)]
+        *before,
+        *after,
+        *kinds,
+        True,
+        *bounds,
+        q,
+        k,
+        v,
+        out[0],
+        grad,
+        dtype,
+        TE_DType[dtype],
+        aux,
+    )
+    reference = [
+        convert_layout(expected.unflatten(-1, (HEADS, SIZE)).detach(), formats[0], lengths_q)
+    ]
     for x, axes, lengths in zip(
         want_gradients,
         (formats[0], formats[1], formats[1]),
@@ -174,7 +207,9 @@ def test_lse_is_the_log_of_the_softmax_denominator(device):
     assert lse.shape == (sum(LENGTHS_Q), HEADS, 1)
 
 
-@pytest.mark.parametrize("layout", ["SB3HD", "BSH3D", "T3HD", "SBHD_SB2HD", "BSHD_BSH2D", "THD_TH2D"])
+@pytest.mark.parametrize(
+    "layout", ["SB3HD", "BSH3D", "T3HD", "SBHD_SB2HD", "BSHD_BSH2D", "THD_TH2D"]
+)
 def test_gradients_of_a_packed_layout_share_one_buffer(layout, device):
     _, gradients, *_ = run(device, layout, "padding" if layout.startswith("T") else "no_mask")
     packed = gradients[:3] if "3" in layout else gradients[1:3]
@@ -186,18 +221,43 @@ def test_dropout_is_replayed_by_the_backward(device):
     q, k = sample(1, 8, 2, 16).to(device), sample(1, 8, 2, 16, seed=1).to(device)
     v = torch.ones_like(k)
     bounds = cumulative([8], device)
-    kinds = [LAYOUTS["BSHD_BSHD_BSHD"], BIASES["no_bias"], MASKS["no_mask"], SOFTMAXES["vanilla"], (-1, -1)]
-    first = tex.fused_attn_fwd(8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32)
+    kinds = [
+        LAYOUTS["BSHD_BSHD_BSHD"],
+        BIASES["no_bias"],
+        MASKS["no_mask"],
+        SOFTMAXES["vanilla"],
+        (-1, -1),
+    ]
+    first = tex.fused_attn_fwd(
+        8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32
+    )
     out, _, state = first
     assert not torch.allclose(out, torch.ones_like(out))
     grad = torch.ones_like(out)
     *_, grad_v, _, _ = tex.fused_attn_bwd(
-        8, 8, 0.25, 0.5, True, *kinds, False, bounds, bounds, q, k, v, out, grad, torch.float32,
-        tex.DType.kFloat32, first[1:],
-    )  # fmt: skip
+        8,
+        8,
+        0.25,
+        0.5,
+        True,
+        *kinds,
+        False,
+        bounds,
+        bounds,
+        q,
+        k,
+        v,
+        out,
+        grad,
+        torch.float32,
+        tex.DType.kFloat32,
+        first[1:],
+    )
     # Summed over keys, dv equals the kept probabilities summed over queries, which are the output.
     torch.testing.assert_close(grad_v.sum(dim=1), out.sum(dim=1), atol=1e-4, rtol=1e-4)
-    repeated = tex.fused_attn_fwd(8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32)
+    repeated = tex.fused_attn_fwd(
+        8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32
+    )
     assert not torch.equal(repeated[2], state)
 
 
@@ -213,12 +273,25 @@ def test_pages_are_read_through_their_table(queries, keys, device):
     expected, _ = attend(q.double(), *(x.double() for x in dense), sees)
     expected = expected.unflatten(-1, (HEADS, SIZE))
     out, *_ = tex.fused_attn_fwd(
-        3, 8, False, 1.0 / math.sqrt(SIZE), 0.0, True, LAYOUTS[f"Paged_KV_{queries}_{keys}_{keys}"],
-        BIASES["no_bias"], MASKS[mask], SOFTMAXES["vanilla"], (-1, -1),
-        cumulative(lengths_q, device), cumulative(lengths_kv, device),
-        convert_layout(q, queries.lower(), lengths_q).to(device), *(convert_layout(x, keys.lower(), None).to(device)
-        for x in (k, v)), torch.float32, page_table_k=pages, page_table_v=pages,
-    )  # fmt: skip
+        3,
+        8,
+        False,
+        1.0 / math.sqrt(SIZE),
+        0.0,
+        True,
+        LAYOUTS[f"Paged_KV_{queries}_{keys}_{keys}"],
+        BIASES["no_bias"],
+        MASKS[mask],
+        SOFTMAXES["vanilla"],
+        (-1, -1),
+        cumulative(lengths_q, device),
+        cumulative(lengths_kv, device),
+        convert_layout(q, queries.lower(), lengths_q).to(device),
+        *(convert_layout(x, keys.lower(), None).to(device) for x in (k, v)),
+        torch.float32,
+        page_table_k=pages,
+        page_table_v=pages,
+    )
     torch.testing.assert_close(
         out.cpu().double(), convert_layout(expected, queries.lower(), lengths_q), **CLOSE
     )
@@ -226,8 +299,20 @@ def test_pages_are_read_through_their_table(queries, keys, device):
 
 def test_a_page_table_and_its_layout_belong_together(device):
     x, bounds = sample(1, 4, 1, 8).to(device), cumulative([4], device)
-    kinds = [BIASES["no_bias"], MASKS["padding"], SOFTMAXES["vanilla"], (-1, -1), bounds, bounds, x, x, x]
-    with pytest.raises(ValueError, match=r"qkv_layout='paged_kv_bshd_bshd_bshd' needs page_table_k"):
+    kinds = [
+        BIASES["no_bias"],
+        MASKS["padding"],
+        SOFTMAXES["vanilla"],
+        (-1, -1),
+        bounds,
+        bounds,
+        x,
+        x,
+        x,
+    ]
+    with pytest.raises(
+        ValueError, match=r"qkv_layout='paged_kv_bshd_bshd_bshd' needs page_table_k"
+    ):
         layout = LAYOUTS["Paged_KV_BSHD_BSHD_BSHD"]
         tex.fused_attn_fwd(4, 4, False, 1.0, 0.0, True, layout, *kinds, torch.float32)
 
@@ -265,14 +350,29 @@ def test_codes_are_attended_to_and_results_quantized(layout, kind, device):
     assert isinstance(out, Float8Tensor) and out.shape == plain.shape
     assert 0 < (out.dequantize() - plain).square().mean().sqrt() < 0.03
     if kind == "delayed":
-        torch.testing.assert_close(output.amax, out.dequantize().abs().amax().view(1), atol=0.1, rtol=0.1)
+        torch.testing.assert_close(
+            output.amax, out.dequantize().abs().amax().view(1), atol=0.1, rtol=0.1
+        )
     wide, *_ = tex.fused_attn_fwd(*call)
     assert type(wide) is torch.Tensor and wide.dtype == torch.float32
     assert 0 < (wide - plain).square().mean().sqrt() < 0.03
     gradients = tex.fused_attn_bwd(
-        32, 32, 0.25, 0.0, True, *kinds[:5], True, *kinds[5:], *narrow, out, quantizer(q), torch.float32,
-        tex.DType.kFloat8E5M2, aux, dqkv_quantizer=quantizer,
-    )  # fmt: skip
+        32,
+        32,
+        0.25,
+        0.0,
+        True,
+        *kinds[:5],
+        True,
+        *kinds[5:],
+        *narrow,
+        out,
+        quantizer(q),
+        torch.float32,
+        tex.DType.kFloat8E5M2,
+        aux,
+        dqkv_quantizer=quantizer,
+    )
     assert all(isinstance(x, Float8Tensor) and x.shape == q.shape for x in gradients[:3])
 
 
@@ -280,11 +380,21 @@ def test_the_softmax_quantizer_learns_the_largest_probability(device):
     quantizer, softmax = create_quantizer("current", device), create_quantizer("delayed", device)
     q, k, v = (quantizer(x) for x in sample(3, 4, 32, 2, 16).to(device))
     bounds = cumulative([32] * 4, device)
-    kinds = [LAYOUTS["BSHD_BSHD_BSHD"], BIASES["no_bias"], MASKS["causal"], SOFTMAXES["vanilla"], (-1, 0)]
+    kinds = [
+        LAYOUTS["BSHD_BSHD_BSHD"],
+        BIASES["no_bias"],
+        MASKS["causal"],
+        SOFTMAXES["vanilla"],
+        (-1, 0),
+    ]
     call = (32, 32, False, 0.25, 0.0, True, *kinds, bounds, bounds, q, k, v, torch.float32)
     with use_backend(attention="reference", fp8_attention="emulated"):
-        tex.fused_attn_fwd(*call, s_quantizer=softmax, o_quantizer=create_quantizer("delayed", device))
-    torch.testing.assert_close(softmax.amax, torch.ones(1, device=device))  # the first query sees one key
+        tex.fused_attn_fwd(
+            *call, s_quantizer=softmax, o_quantizer=create_quantizer("delayed", device)
+        )
+    torch.testing.assert_close(
+        softmax.amax, torch.ones(1, device=device)
+    )  # the first query sees one key
 
 
 def test_interleaved_buffers_are_split_and_merged(device):
@@ -383,11 +493,29 @@ def test_the_wrappers_take_names(device):
 
     backend = wrappers.FusedAttnBackend["F16_arbitrary_seqlen"]
     q, k, v = (sample(2, 6, 4, 8, seed=seed).to(device) for seed in range(3))
-    bounds, names = cumulative([6, 6], device), {"qkv_layout": "bshd_bshd_bshd", "attn_mask_type": "causal"}
+    bounds, names = (
+        cumulative([6, 6], device),
+        {"qkv_layout": "bshd_bshd_bshd", "attn_mask_type": "causal"},
+    )
     direct = tex.fused_attn_fwd(
-        6, 6, True, 8**-0.5, 0.0, True, LAYOUTS["BSHD_BSHD_BSHD"], BIASES["no_bias"], MASKS["causal"],
-        SOFTMAXES["vanilla"], (-1, -1), bounds, bounds, q, k, v, torch.float32,
-    )  # fmt: skip
+        6,
+        6,
+        True,
+        8**-0.5,
+        0.0,
+        True,
+        LAYOUTS["BSHD_BSHD_BSHD"],
+        BIASES["no_bias"],
+        MASKS["causal"],
+        SOFTMAXES["vanilla"],
+        (-1, -1),
+        bounds,
+        bounds,
+        q,
+        k,
+        v,
+        torch.float32,
+    )
     call = (6, 6, bounds, bounds, q, k, v)
     out, aux, max_logit = wrappers.fused_attn_fwd(
         True, *call, torch.float32, backend, return_max_logit=True, **names
@@ -398,10 +526,16 @@ def test_the_wrappers_take_names(device):
     *gradients, bias, offset = wrappers.fused_attn_bwd(
         *call, out, torch.ones_like(out), torch.float32, aux, backend, **names
     )
-    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape] and bias is None and offset is None
+    assert (
+        [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+        and bias is None
+        and offset is None
+    )
     with pytest.raises(ValueError, match="fused_attention_backend is No_Backend"):
         wrappers.fused_attn_fwd(True, *call, torch.float32, wrappers.FusedAttnBackend["No_Backend"])
-    with pytest.raises(ValueError, match="attn_mask_type='diagonal' does not exist; choose one of no_mask"):
+    with pytest.raises(
+        ValueError, match="attn_mask_type='diagonal' does not exist; choose one of no_mask"
+    ):
         wrappers.fused_attn_fwd(True, *call, torch.float32, backend, attn_mask_type="diagonal")
 
 

@@ -77,7 +77,9 @@ def decode_matrices(
             for packed, factors, amax in zip(halves, scale, maxima, strict=True):
                 shape = (packed.shape[0], 2 * packed.shape[1])
                 codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(shape)
-                values.append(FP4[codes] * np.repeat(e4m3(factors), 16, axis=1) * float(amax) / (6 * 448))
+                values.append(
+                    FP4[codes] * np.repeat(e4m3(factors), 16, axis=1) * float(amax) / (6 * 448)
+                )
             found.append((values[0], values[1].T))
         elif name == "block_1d":
             scale = scales.take(up(k, 128) // 128, up(m, 4))[:, :m].astype(float)
@@ -91,14 +93,19 @@ def decode_matrices(
             scale_t = scales_t.take(tiles_t, up(tiles, 4))[:, :tiles].astype(float)
             spread = [np.repeat(np.repeat(s, 128, axis=0), 128, axis=1) for s in (scale, scale_t)]
             found.append(
-                (e4m3(rows.take(m, k)) * spread[0][:m, :k], (e4m3(columns.take(k, m)) * spread[1][:k, :m]).T)
+                (
+                    e4m3(rows.take(m, k)) * spread[0][:m, :k],
+                    (e4m3(columns.take(k, m)) * spread[1][:k, :m]).T,
+                )
             )
     return found
 
 
 def tolerance(name: str, x: np.ndarray) -> np.ndarray:
     """Largest error per element: half an element step in its block's scale."""
-    if name == "nvfp4":  # the largest step, from 4 to 6, in the largest block; and its scale's rounding
+    if (
+        name == "nvfp4"
+    ):  # the largest step, from 4 to 6, in the largest block; and its scale's rounding
         return np.full(x.shape, np.abs(x).max(initial=0.0) * (1 / 6 + 1 / 16))
     least = np.abs(x).max(initial=0.0) * 2.0**-9 if name != "delayed" else 2.0**-10 / 4
     return np.maximum(np.abs(x) / 16, least) * (1 + 1e-6)
@@ -115,15 +122,23 @@ def random_matrices(name: str, kind: str, seed: int) -> list[torch.Tensor]:
     if kind in ("equal", "first"):
         columns = columns[:1] * count
     generator, factor = torch.Generator().manual_seed(seed), choose.choice([1e-3, 1.0, 30.0])
-    return [factor * torch.randn(m, k, generator=generator) for m, k in zip(rows, columns, strict=True)]
+    return [
+        factor * torch.randn(m, k, generator=generator) for m, k in zip(rows, columns, strict=True)
+    ]
 
 
 def check_group(name: str, group: Any, matrices: list[torch.Tensor]) -> None:
     """Compare a group's decoded buffers, offsets and members with its values."""
     shapes = [tuple(matrix.shape) for matrix in matrices]
-    for (by_row, by_column), values in zip(decode_matrices(name, group, shapes), matrices, strict=True):
+    for (by_row, by_column), values in zip(
+        decode_matrices(name, group, shapes), matrices, strict=True
+    ):
         matrix = values.double().numpy()
-        assert matrix.size == 0 or name == "delayed" or np.abs(by_row).max() > 0.8 * np.abs(matrix).max()
+        assert (
+            matrix.size == 0
+            or name == "delayed"
+            or np.abs(by_row).max() > 0.8 * np.abs(matrix).max()
+        )
         if name == "delayed":
             matrix = np.clip(matrix, -448 / 4, 448 / 4)  # the scale comes from earlier steps
         for found in (by_row, by_column):
@@ -160,19 +175,27 @@ def test_buffers_of_random_groups_decode_to_the_values(name, seed, kind):
     group = tex.group_quantize(x, RECIPES[name][0](), len(matrices), first_dims, last_dims)
     check_group(name, group, matrices)
     assert group.logical_shape == x.shape
-    assert (group.first_dims is None, group.last_dims is None) == (first_dims is None, last_dims is None)
+    assert (group.first_dims is None, group.last_dims is None) == (
+        first_dims is None,
+        last_dims is None,
+    )
 
 
 def flat_buffers(members: list[Any]) -> dict[str, torch.Tensor]:
     """Flat buffers with the parts of these tensors, in row-major order, by the constructor's keywords."""
     parts = {"data": "_rowwise_data", "scale_inv": "_rowwise_scale_inv"}
-    parts |= {"columnwise_data": "_columnwise_data", "columnwise_scale_inv": "_columnwise_scale_inv"}
+    parts |= {
+        "columnwise_data": "_columnwise_data",
+        "columnwise_scale_inv": "_columnwise_scale_inv",
+    }
     if isinstance(members[0], te.Float8Tensor):
         parts = {"data": "_data", "columnwise_data": "_transpose"}
         parts |= dict.fromkeys(("scale_inv", "columnwise_scale_inv"), "_scale_inv")
     if isinstance(members[0], te.NVFP4Tensor):
         parts |= {"amax": "_amax_rowwise", "columnwise_amax": "_amax_columnwise"}
-    return {key: torch.cat([getattr(m, part).flatten() for m in members]) for key, part in parts.items()}
+    return {
+        key: torch.cat([getattr(m, part).flatten() for m in members]) for key, part in parts.items()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,7 +206,9 @@ def test_created_and_adopted_buffers_are_row_major(name, seed, kind):
     matrices = random_matrices(name, kind, seed)
     shapes = [tuple(matrix.shape) for matrix in matrices]
     make = RECIPES[name][0]
-    created = GroupedTensor.make_grouped_tensor_with_shapes(len(shapes), shapes, make(), "cpu", torch.float32)
+    created = GroupedTensor.make_grouped_tensor_with_shapes(
+        len(shapes), shapes, make(), "cpu", torch.float32
+    )
     created.quantize(matrices)
     check_group(name, created, matrices)
     check_group(name, copy.deepcopy(created), matrices)

@@ -15,24 +15,42 @@ from transformer_engine.pytorch.tensor import NVFP4Quantizer
 
 MULTIPLES = {"mxfp8": 32, "mxfp8_2d": 32, "nvfp4": 16, "nvfp4_rht": 16, "nvfp4_4over6": 16}
 VARIANTS = {
-    "nvfp4_rht": lambda device, **usage: NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, **usage),
+    "nvfp4_rht": lambda device, **usage: NVFP4Quantizer(
+        with_rht=True, with_post_rht_amax=True, **usage
+    ),
     "nvfp4_4over6": lambda device, **usage: NVFP4Quantizer(
         nvfp4_use_4over6=True, nvfp4_e4m3_max=256, **usage
     ),
 }
-GROUPED = ("delayed", "state", "current", "mxfp8", "mxfp8_2d", "block_1d", "block_2d", "nvfp4", *VARIANTS)
+GROUPED = (
+    "delayed",
+    "state",
+    "current",
+    "mxfp8",
+    "mxfp8_2d",
+    "block_1d",
+    "block_2d",
+    "nvfp4",
+    *VARIANTS,
+)
 
 
 def quantizer(name: str, device: torch.device, **usage: bool) -> Any:
-    return VARIANTS[name](device, **usage) if name in VARIANTS else create_quantizer(name, device, **usage)
+    return (
+        VARIANTS[name](device, **usage)
+        if name in VARIANTS
+        else create_quantizer(name, device, **usage)
+    )
 
 
 class NoHostCopies(TorchDispatchMode):
     """Raises where an operation reads tensor values on the host."""
 
     READS = (
-        torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default
-    )  # fmt: skip
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.equal.default,
+    )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func not in self.READS, f"{func} reads values on the host"
@@ -77,7 +95,10 @@ def test_no_value_is_read_on_the_host(name):
     device = torch.device("cpu")
     x, first_dims = torch.randn(256, 64), torch.tensor([64, 0, 192])
     cast = quantizer(name, device)
-    before = [payload(m) for m in tex.group_quantize(x, cast, 3, first_dims).split_into_quantized_tensors()]
+    before = [
+        payload(m)
+        for m in tex.group_quantize(x, cast, 3, first_dims).split_into_quantized_tensors()
+    ]
     from transformer_engine.pytorch.tensor.grouped_rows import quantize_rows
 
     with NoHostCopies():
@@ -91,17 +112,28 @@ def test_maxima_and_scales_are_attributes(device):
     x = torch.randn(64, 32, device=device)
     pieces = x.split([16, 48])
     maxima = torch.stack([piece.abs().amax() for piece in pieces])
-    group = tex.group_quantize(x, quantizer("current", device), 2, torch.tensor([16, 48], device=device))
-    assert torch.equal(group.amax, maxima) and torch.equal(group.scale, (448 / maxima.double()).float())
+    group = tex.group_quantize(
+        x, quantizer("current", device), 2, torch.tensor([16, 48], device=device)
+    )
+    assert torch.equal(group.amax, maxima) and torch.equal(
+        group.scale, (448 / maxima.double()).float()
+    )
     assert group.scale_inv is group.columnwise_scale_inv and group.scale_inv.shape == (2,)
     equal = tex.group_quantize(x, quantizer("current", device), 2, None)
     assert equal.first_dims is None and equal.tensor_offsets is None and equal.shape == (2, 32, 32)
     assert equal.offsets == [0, 1024, 2048] and equal.amax.shape == equal.scale.shape == (2,)
-    delayed = tex.group_quantize(x, quantizer("delayed", device), 2, torch.tensor([16, 48], device=device))
+    delayed = tex.group_quantize(
+        x, quantizer("delayed", device), 2, torch.tensor([16, 48], device=device)
+    )
     assert torch.equal(delayed.amax, maxima) and delayed.scale_inv.tolist() == [0.25, 0.25]
-    half = tex.group_quantize(x, quantizer("nvfp4", device), 2, torch.tensor([16, 48], device=device))
+    half = tex.group_quantize(
+        x, quantizer("nvfp4", device), 2, torch.tensor([16, 48], device=device)
+    )
     assert torch.equal(half.amax, maxima) and half.rowwise_data.numel() == x.numel() // 2
-    assert half.nvfp4_e4m3_max == 448 and half.row_scaled_nvfp4 is half._with_gemm_swizzled_scales is False
+    assert (
+        half.nvfp4_e4m3_max == 448
+        and half.row_scaled_nvfp4 is half._with_gemm_swizzled_scales is False
+    )
     mxfp8 = tex.group_quantize(x, quantizer("mxfp8", device), 2, None)
     assert mxfp8.amax is None and mxfp8.scale_inv_offsets == [0, 512, 1024]
     assert mxfp8.columnwise_scale_inv_offsets == [0, 512, 1024]
@@ -113,7 +145,9 @@ def test_equal_first_dims_stay_varying(device):
     assert group.first_dims.tolist() == [32, 32] and group.shape == (64, 32)
     assert group.split_into_quantized_tensors()[1].shape == (32, 32)
     offsets = torch.tensor([0, 1024, 2048], device=device)
-    argument = tex.group_quantize(x, quantizer("mxfp8", device), 2, group.first_dims, tensor_offsets=offsets)
+    argument = tex.group_quantize(
+        x, quantizer("mxfp8", device), 2, group.first_dims, tensor_offsets=offsets
+    )
     assert argument.tensor_offsets is offsets
 
 
@@ -132,7 +166,9 @@ def test_varying_columns_and_other_variants_read_the_shapes(name, device):
     ):
         assert same_payload(member, cast(piece))
     assert (cast.groups_unsupported_reason() is None) == (name != "nvfp4_2d")
-    rows = tex.group_quantize(x, quantizer("nvfp4_2d", device), 2, torch.tensor([16, 16], device=device))
+    rows = tex.group_quantize(
+        x, quantizer("nvfp4_2d", device), 2, torch.tensor([16, 16], device=device)
+    )
     assert rows.first_dims.tolist() == [16, 16] and rows.tensor_offsets.tolist() == [0, 1536, 3072]
 
 
@@ -153,7 +189,10 @@ def test_arguments_that_do_not_fit_are_rejected(device):
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_captured_graph_follows_the_rows_of_each_replay(name):
     device = torch.device("cuda")
-    x, first_dims = torch.randn(512, 128, device=device), torch.tensor([128, 256, 128], device=device)
+    x, first_dims = (
+        torch.randn(512, 128, device=device),
+        torch.tensor([128, 256, 128], device=device),
+    )
     cast = quantizer(name, device)
     tex.group_quantize(x, cast, 3, first_dims)
     torch.cuda.synchronize()
@@ -168,7 +207,9 @@ def test_a_captured_graph_follows_the_rows_of_each_replay(name):
         x.normal_()
         first_dims.copy_(torch.tensor(rows))
         graph.replay()
-        for member, piece in zip(group.copy().split_into_quantized_tensors(), x.split(rows), strict=True):
+        for member, piece in zip(
+            group.copy().split_into_quantized_tensors(), x.split(rows), strict=True
+        ):
             assert same_payload(member, quantizer(name, device)(piece))
         if name != "state":
             torch.testing.assert_close(sums, torch.stack([piece.sum(0) for piece in x.split(rows)]))

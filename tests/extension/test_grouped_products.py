@@ -8,7 +8,10 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from tests.tensor.quantizer_cases import create_quantizer, same_payload
-from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm_for_grouped_tensor
+from transformer_engine.pytorch.cpp_extensions import (
+    general_gemm,
+    general_grouped_gemm_for_grouped_tensor,
+)
 
 ROWS = [32, 0, 64]
 
@@ -31,7 +34,9 @@ def test_grouped_products_equal_per_matrix_products(layout, kind, accumulate, de
     a, b, out = ([torch.randn(*each[i], device=device) for each in shapes] for i in range(3))
     expected = []
     for left, right, result in zip(a, b, out, strict=True):
-        product = right.t() @ left if layout == "NT" else right @ (left.t() if layout == "TN" else left)
+        product = (
+            right.t() @ left if layout == "NT" else right @ (left.t() if layout == "TN" else left)
+        )
         expected.append(product + result * accumulate)
     A = a if kind == "list of A" else create_group(a)
     results = out if kind == "list of results" else create_group(out)
@@ -50,7 +55,10 @@ def test_factors_and_scaled_biases_per_matrix(device):
         [torch.randn(m, 32, device=device) for m in (8, 24)],
         [torch.zeros(m, 16, device=device) for m in (8, 24)],
     )
-    biases, scales = [torch.randn(16, device=device) for _ in range(2)], torch.rand(32, device=device)
+    biases, scales = (
+        [torch.randn(16, device=device) for _ in range(2)],
+        torch.rand(32, device=device),
+    )
     alpha = torch.tensor([2.0, 0.5], device=device)
     out = general_grouped_gemm_for_grouped_tensor(
         create_group(w),
@@ -90,7 +98,9 @@ def test_unsupported_products_are_rejected(device):
         general_grouped_gemm_for_grouped_tensor(a, b, a)
     with pytest.raises(ValueError, match="bias with a list of results"):
         general_grouped_gemm_for_grouped_tensor(b, b, a, bias=b)
-    scaled = te.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)(torch.randn(16, 16, device=device))
+    scaled = te.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)(
+        torch.randn(16, 16, device=device)
+    )
     with pytest.raises(NotImplementedError, match="scale per row"):
         general_grouped_gemm_for_grouped_tensor([scaled], b, b)
 
@@ -109,7 +119,9 @@ def test_columns_are_added_from_decoded_rows(device):
         and group.has_columnwise_data()
     )
     columns = create_quantizer("mxfp8", device, rowwise=False)
-    for member, part in zip(group.split_into_quantized_tensors(), decoded.split([32, 64]), strict=True):
+    for member, part in zip(
+        group.split_into_quantized_tensors(), decoded.split([32, 64]), strict=True
+    ):
         assert torch.equal(member._columnwise_data, columns(part)._columnwise_data)
         assert torch.equal(member._columnwise_scale_inv, columns(part)._columnwise_scale_inv)
 
@@ -126,7 +138,9 @@ def test_recomputed_activations_are_quantized_by_group(clamped, device):
         values = tex.scaled_swiglu(x, prob, None)
     assert not group.has_data()
     columns = create_quantizer("mxfp8", device, rowwise=False)
-    for member, part in zip(group.split_into_quantized_tensors(), values.split([32, 64]), strict=True):
+    for member, part in zip(
+        group.split_into_quantized_tensors(), values.split([32, 64]), strict=True
+    ):
         assert same_payload(member, columns(part))
 
 
@@ -142,4 +156,8 @@ def test_given_maxima_and_preparations_of_attention(device):
     (transposed,) = tex.multi_tensor_transpose_to_bhsd([q], tex.NVTE_QKV_Format.NVTE_SBHD)
     assert torch.equal(transposed, q.permute(1, 2, 0, 3)) and transposed.is_contiguous()
     (padded,) = tex.multi_tensor_pad_last_dim([q], 8)
-    assert padded.shape == (5, 2, 3, 8) and torch.equal(padded[..., :6], q) and not padded[..., 6:].any()
+    assert (
+        padded.shape == (5, 2, 3, 8)
+        and torch.equal(padded[..., :6], q)
+        and not padded[..., 6:].any()
+    )

@@ -38,7 +38,9 @@ def test_a_group_has_the_codes_of_its_matrices(name, rows):
     expected = torch.cat([quantizer(piece).dequantize(dtype=torch.float32) for piece in pieces])
     assert torch.equal(torch.cat([m.reshape(-1, 64) for m in values.members()]), expected)
     sums, repeated = tex.bgrad_group_quantize(x, quantizer, len(used), dims)
-    assert torch.equal(sums, torch.stack([p.sum(0, dtype=torch.float32).bfloat16() for p in pieces]))
+    assert torch.equal(
+        sums, torch.stack([p.sum(0, dtype=torch.float32).bfloat16() for p in pieces])
+    )
     assert torch.equal(repeated.rowwise_data, group.rowwise_data)
 
 
@@ -62,15 +64,22 @@ def test_offsets_and_allocations():
     assert tex.splits_to_offsets(splits, 8).tolist() == [0, 16, 16, 40]
     for bulk in (True, False):
         sizes, tables = tex.splits_to_offsets_multi(
-            splits.int(), "cpu", strides=[8, 1], include_leading_zero=[True, False],
-            dtypes=[torch.int64, torch.int32], bulk_allocate=bulk,
-        )  # fmt: skip
+            splits.int(),
+            "cpu",
+            strides=[8, 1],
+            include_leading_zero=[True, False],
+            dtypes=[torch.int64, torch.int32],
+            bulk_allocate=bulk,
+        )
         assert torch.equal(sizes, splits) and sizes.dtype == torch.int64
         assert [t.tolist() for t in tables] == [[0, 16, 16, 40], [2, 2, 5]]
         assert [t.dtype for t in tables] == [torch.int64, torch.int32]
     a, b = tex.bulk_allocate([(3,), (2, 2)], [torch.uint8, torch.float32], "cpu", [1, 64])
     assert (a.shape, b.shape, b.dtype) == ((3,), (2, 2), torch.float32)
-    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.storage_offset() * 4 == 64
+    assert (
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and b.storage_offset() * 4 == 64
+    )
     addresses = tex.copy_data_ptrs_to_device([a, b], "cpu")
     assert addresses.tolist() == [a.data_ptr(), b.data_ptr()]
 
@@ -130,17 +139,24 @@ def test_groups_of_swizzled_scales_have_the_values_of_their_members(name):
             codes_t.append(member._columnwise_data.flatten())
             scales_t.append(tile_scales(member._columnwise_scale_inv))
     lists = {
-        "data": codes, "scale_inv": scales, "columnwise_data": codes_t, "columnwise_scale_inv": scales_t
-    }  # fmt: skip
+        "data": codes,
+        "scale_inv": scales,
+        "columnwise_data": codes_t,
+        "columnwise_scale_inv": scales_t,
+    }
     buffers: dict[str, Any] = {key: torch.cat(parts) for key, parts in lists.items()}
     if name == "nvfp4":
         buffers["amax"] = torch.cat([member._amax_rowwise for member in members])
         buffers["columnwise_amax"] = torch.cat([member._amax_columnwise for member in members])
     swizzled = buffers["scale_inv"].clone()
     group = GroupedTensorStorage(
-        dtype=torch.float32, num_tensors=2, shapes=shapes, quantizer=quantizer, with_gemm_swizzled_scales=True,
+        dtype=torch.float32,
+        num_tensors=2,
+        shapes=shapes,
+        quantizer=quantizer,
+        with_gemm_swizzled_scales=True,
         **buffers,
-    )  # fmt: skip
+    )
     assert torch.equal(buffers["scale_inv"], swizzled) and group.scale_inv is buffers["scale_inv"]
     assert group._with_gemm_swizzled_scales is True
     for member, expected in zip(group.members(), members, strict=True):
@@ -186,7 +202,10 @@ def test_mxfp8_shards_are_the_codes_of_the_quantizer():
     h, w = 64, 96
     weight = torch.randn(h, w, dtype=torch.bfloat16)
     full = te.MXFP8Quantizer(E4M3)(weight)
-    amaxes = (torch.zeros(h, w // 32, dtype=torch.bfloat16), torch.zeros(h // 32, w, dtype=torch.bfloat16))
+    amaxes = (
+        torch.zeros(h, w // 32, dtype=torch.bfloat16),
+        torch.zeros(h // 32, w, dtype=torch.bfloat16),
+    )
     for start, shard in shards(weight):
         parts = [torch.empty_like(amax) for amax in amaxes]
         tex.mxfp8_scaling_compute_partial_amax(shard, *parts, h, w, start)
@@ -194,10 +213,15 @@ def test_mxfp8_shards_are_the_codes_of_the_quantizer():
             torch.maximum(amax, part, out=amax)
     exponents = [torch.empty(amax.shape, dtype=torch.uint8) for amax in amaxes]
     tex.multi_tensor_compute_scale_inv_e8m0(65536, None, [list(amaxes), exponents])
-    rowwise, columnwise = torch.empty(h * w, dtype=torch.uint8), torch.empty(h * w, dtype=torch.uint8)
+    rowwise, columnwise = (
+        torch.empty(h * w, dtype=torch.uint8),
+        torch.empty(h * w, dtype=torch.uint8),
+    )
     for start, shard in shards(weight):
         where = slice(start, start + shard.numel())
-        tex.mxfp8_scaling_partial_cast(shard, rowwise[where], columnwise[where], *exponents, h, w, start)
+        tex.mxfp8_scaling_partial_cast(
+            shard, rowwise[where], columnwise[where], *exponents, h, w, start
+        )
     assert torch.equal(exponents[0], full._rowwise_scale_inv[:h, : w // 32])
     assert torch.equal(rowwise.view(h, w), full._rowwise_data)
     assert torch.equal(columnwise.view(h, w), full._columnwise_data)
@@ -221,12 +245,17 @@ def test_nvfp4_shards_are_the_codes_of_the_quantizer():
         tex.nvfp4_2d_partial_cast(shard, out, scales, global_scale, h, w, start)
     assert torch.equal(packed.view(h, w // 2), full._rowwise_data)
     with pytest.raises(ValueError, match="cuts a byte"):
-        tex.nvfp4_2d_partial_cast(weight.view(-1)[1:3], packed[:1], scales, full._amax_rowwise, h, w, 1)
+        tex.nvfp4_2d_partial_cast(
+            weight.view(-1)[1:3], packed[:1], scales, full._amax_rowwise, h, w, 1
+        )
 
 
 SCALED = {
     "swiglu": (lambda a, b: torch.nn.functional.silu(a) * b, ()),
-    "situglu": (lambda a, b: 4 * torch.tanh(a / 4) * torch.sigmoid(a) * 25 * torch.tanh(b / 25), ()),
+    "situglu": (
+        lambda a, b: 4 * torch.tanh(a / 4) * torch.sigmoid(a) * 25 * torch.tanh(b / 25),
+        (),
+    ),
     "clamped_swiglu": (
         lambda a, b: a.clamp(max=2) * torch.sigmoid(1.5 * a.clamp(max=2)) * (b.clamp(-2, 2) + 0.5),
         (2.0, 1.5, 0.5),
@@ -247,7 +276,9 @@ def test_scaled_activations_equal_float64_and_autograd(name, interleave):
     if name == "srelu":
         y = formula(x, None) * scales[..., None]
     else:
-        halves = x.unflatten(-1, (-1, 2, interleave)).transpose(-3, -2).flatten(-3) if interleave else x
+        halves = (
+            x.unflatten(-1, (-1, 2, interleave)).transpose(-3, -2).flatten(-3) if interleave else x
+        )
         y = formula(*halves.chunk(2, dim=-1)) * scales[..., None]
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -305,7 +336,9 @@ def test_margins_of_quantile_balancing():
 
 @pytest.mark.parametrize("name", [name for name in unavailable.__all__ if name[0].islower()])
 def test_an_unavailable_function_names_its_replacement(name):
-    with pytest.raises(NotImplementedError, match=rf"{name}: .*(torch\.distributed|te\.|transformer_engine)"):
+    with pytest.raises(
+        NotImplementedError, match=rf"{name}: .*(torch\.distributed|te\.|transformer_engine)"
+    ):
         getattr(tex, name)(1, group=None)
 
 
@@ -315,5 +348,7 @@ def test_build_queries_return_documented_values():
     assert (tex.get_cublasLt_version() > 0) in (True, torch.cuda.is_available())
     low, high = tex.get_stream_priority_range()
     assert low >= high
-    assert (tex.CommOverlapType.RS, tex.CommOverlapType.AG) == (0, 1) and len(tex.CommOverlapAlgo) == 9
+    assert (tex.CommOverlapType.RS, tex.CommOverlapType.AG) == (0, 1) and len(
+        tex.CommOverlapAlgo
+    ) == 9
     assert tex.Float8BlockScaleTensorFormat.COMPACT == 1

@@ -24,7 +24,9 @@ def tile_counts(weight: torch.Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_steps_over_shards_give_the_codes_and_scales_of_whole_weights(shards, device):
-    weights = [torch.randn(shape, device=device).bfloat16() * 3**i for i, shape in enumerate(SHAPES)]
+    weights = [
+        torch.randn(shape, device=device).bfloat16() * 3**i for i, shape in enumerate(SHAPES)
+    ]
     quantized = [whole(weight) for weight in weights]
     amaxes = [torch.zeros(tile_counts(w), device=device) for w in weights]
     maxima = [torch.zeros(1, device=device) for _ in weights]
@@ -32,7 +34,10 @@ def test_steps_over_shards_give_the_codes_and_scales_of_whole_weights(shards, de
     bounds = [[w.numel() * i // shards // 2 * 2 for i in range(shards + 1)] for w in weights]
     for i in range(shards):
         parts = [w.view(-1)[b[i] : b[i + 1]] for w, b in zip(weights, bounds, strict=True)]
-        local, largest = [torch.full_like(a, 7) for a in amaxes], [torch.full_like(m, 7) for m in maxima]
+        local, largest = (
+            [torch.full_like(a, 7) for a in amaxes],
+            [torch.full_like(m, 7) for m in maxima],
+        )
         starts = [b[i] for b in bounds]
         tex.nvfp4_multi_tensor_compute_partial_amax(parts, local, largest, heights, widths, starts)
         for total, part in zip((*amaxes, *maxima), (*local, *largest), strict=True):
@@ -52,14 +57,23 @@ def test_steps_over_shards_give_the_codes_and_scales_of_whole_weights(shards, de
         tex.nvfp4_multi_tensor_2d_partial_cast(
             [w.view(-1)[b[i] : b[i + 1]] for w, b in zip(weights, bounds, strict=True)],
             [c[b[i] // 2 : b[i + 1] // 2] for c, b in zip(codes, bounds, strict=True)],
-            scales, global_scales, heights, widths, [b[i] for b in bounds],
-        )  # fmt: skip
-    for weight, target, copy, code, q in zip(weights, targets, copies, codes, quantized, strict=True):
+            scales,
+            global_scales,
+            heights,
+            widths,
+            [b[i] for b in bounds],
+        )
+    for weight, target, copy, code, q in zip(
+        weights, targets, copies, codes, quantized, strict=True
+    ):
         rows = weight.shape[0]
         assert torch.equal(
-            target[:rows, : weight.shape[1] // 16], q._rowwise_scale_inv[:rows, : weight.shape[1] // 16]
+            target[:rows, : weight.shape[1] // 16],
+            q._rowwise_scale_inv[:rows, : weight.shape[1] // 16],
         )
-        assert torch.equal(copy, q._amax_rowwise) and torch.equal(code.view(rows, -1), q._rowwise_data)
+        assert torch.equal(copy, q._amax_rowwise) and torch.equal(
+            code.view(rows, -1), q._rowwise_data
+        )
         assert not target[-(-rows // 16) * 16 :].any()
     codes_t = [torch.empty_like(q._columnwise_data) for q in quantized]
     scales_t = [torch.full_like(q._columnwise_scale_inv, 7) for q in quantized]
@@ -85,7 +99,9 @@ def test_scales_equal_float64(device):
     out = torch.full((35, 4), 9, dtype=torch.uint8, device=device)
     tex.nvfp4_expand_scale_to_fp8(blocks, out, 2, 2, 35)
     values = out.view(torch.float8_e4m3fn).float()
-    assert torch.equal(values[:32, :2], blocks.to(torch.float8_e4m3fn).float().repeat_interleave(16, 0))
+    assert torch.equal(
+        values[:32, :2], blocks.to(torch.float8_e4m3fn).float().repeat_interleave(16, 0)
+    )
     assert not values[32:].any() and not values[:, 2:].any()
     zero = torch.zeros(1, device=device)
     tex.nvfp4_compute_global_scale(zero, scale)
@@ -97,9 +113,13 @@ def test_scales_equal_float64(device):
 def test_lists_of_other_lengths_are_rejected_before_a_write(device):
     weight, amax = torch.ones(16, 16, device=device), torch.full((1, 1), 7.0, device=device)
     with pytest.raises(ValueError, match=r"h_list has 2.*one entry per weight"):
-        tex.nvfp4_multi_tensor_compute_partial_amax([weight], [amax], [amax[0]], [16, 16], [16], [0])
+        tex.nvfp4_multi_tensor_compute_partial_amax(
+            [weight], [amax], [amax[0]], [16, 16], [16], [0]
+        )
     assert amax.item() == 7.0
-    with pytest.raises(ValueError, match=r"output is \[16, 1\]; give a matrix of at least \[17, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"output is \[16, 1\]; give a matrix of at least \[17, 1\]"
+    ):
         tex.nvfp4_2d_scale_transpose(
             torch.ones(16, 2, dtype=torch.uint8), torch.ones(16, 1, dtype=torch.uint8), 1, 2
         )
@@ -114,13 +134,18 @@ def test_groups_with_given_maxima_have_the_codes_of_their_matrices(options, rows
     cast = te.NVFP4Quantizer(**options)
     pieces = x.split(rows or [16] * 3)
     local = [cast(piece) for piece in pieces]
-    maxima = [torch.cat([getattr(q, name) for q in local]) for name in ("_amax_rowwise", "_amax_columnwise")]
+    maxima = [
+        torch.cat([getattr(q, name) for q in local])
+        for name in ("_amax_rowwise", "_amax_columnwise")
+    ]
     first_dims = None if rows is None else torch.tensor(rows, device=device)
     group = tex.nvfp4_group_quantize_with_amax(x, cast, 3, first_dims, None, *maxima)
     assert group.first_dims is first_dims and group.num_tensors == 3
     for member, expected in zip(group.split_into_quantized_tensors(), local, strict=True):
         assert same_payload(member, expected)
-    doubled = tex.nvfp4_group_quantize_with_amax(x, cast, 3, first_dims, None, 2 * maxima[0], maxima[1])
+    doubled = tex.nvfp4_group_quantize_with_amax(
+        x, cast, 3, first_dims, None, 2 * maxima[0], maxima[1]
+    )
     assert torch.equal(doubled.amax, 2 * maxima[0])
     one = cast.with_2d_quantization  # both directions have one maximum
     assert torch.equal(doubled.columnwise_amax, doubled.amax if one else maxima[1])
@@ -153,6 +178,8 @@ def test_every_function_is_exported():
     from transformer_engine.pytorch import cpp_extensions
 
     assert (
-        {"group_requantize_inplace", "nvfp4_fused_scale"} <= set(tex.__all__) <= set(cpp_extensions.__all__)
+        {"group_requantize_inplace", "nvfp4_fused_scale"}
+        <= set(tex.__all__)
+        <= set(cpp_extensions.__all__)
     )
     assert len(tex.__all__) == len(set(tex.__all__))

@@ -25,7 +25,10 @@ def sample(device, *shape, dtype=torch.float32, seed=0):
 
 def layer(device, dtype):
     """x [M, K], w [N, K], dy [M, N]"""
-    return [sample(device, *shape, dtype=dtype, seed=i) for i, shape in enumerate(((M, K), (N, K), (M, N)))]
+    return [
+        sample(device, *shape, dtype=dtype, seed=i)
+        for i, shape in enumerate(((M, K), (N, K), (M, N)))
+    ]
 
 
 def close(found, expected):
@@ -99,10 +102,17 @@ def test_gelu_and_its_derivative(device, dtype):
     exact = (x.float() @ w.float().t() + bias.float()).requires_grad_()
     close(before, exact.detach())
     close(out, gelu(exact, approximate="tanh").detach())
-    weight = sample(device, K, N, dtype=dtype, seed=6)  # for a second layer, whose input is a gelu result
+    weight = sample(
+        device, K, N, dtype=dtype, seed=6
+    )  # for a second layer, whose input is a gelu result
     grad = sample(device, M, K, dtype=dtype, seed=7)
-    (expected,) = torch.autograd.grad(gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float())
-    close(cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0], expected)
+    (expected,) = torch.autograd.grad(
+        gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float()
+    )
+    close(
+        cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0],
+        expected,
+    )
     with pytest.raises(ValueError, match="needs gelu_in"):
         cpp.general_gemm(weight, grad, layout="NN", gelu=True, grad=True)
 
@@ -112,7 +122,9 @@ def test_results_accumulate_into_the_output(alpha, beta, device, dtype):
     x, _, dy = layer(device, dtype)
     contents = sample(device, N, K, seed=8)
     expected = alpha * (dy.float().t() @ x.float()) + (1.0 if beta is None else beta) * contents
-    result = cpp.general_gemm(x, dy, layout="NT", out=contents, accumulate=True, alpha=alpha, beta=beta)[0]
+    result = cpp.general_gemm(
+        x, dy, layout="NT", out=contents, accumulate=True, alpha=alpha, beta=beta
+    )[0]
     assert result is contents
     torch.testing.assert_close(contents, expected, rtol=2e-2, atol=0.2)
 
@@ -143,7 +155,10 @@ def test_a_rejected_accumulation_changes_nothing(options, match, device, dtype):
 
 
 def test_matrices_with_two_dtypes_are_multiplied_in_the_wider_one(device):
-    x, w = sample(device, M, K, dtype=torch.float32), sample(device, N, K, dtype=torch.bfloat16, seed=1)
+    x, w = (
+        sample(device, M, K, dtype=torch.float32),
+        sample(device, N, K, dtype=torch.bfloat16, seed=1),
+    )
     out = cpp.general_gemm(w, x, out_dtype=torch.float32)[0]
     torch.testing.assert_close(out, x @ w.float().t(), rtol=2e-3, atol=2e-2)
 
@@ -174,12 +189,25 @@ def test_the_extensions_argument_list(device, dtype):
 
 
 def generic(
-    A, transA, B, transB, *, D=None, dtype=None, bias=None, gelu=False, gelu_in=None, grad=False, **rest
+    A,
+    transA,
+    B,
+    transB,
+    *,
+    D=None,
+    dtype=None,
+    bias=None,
+    gelu=False,
+    gelu_in=None,
+    grad=False,
+    **rest,
 ):
     """Call `tex.generic_gemm` by keywords, with the split accumulator by default."""
     accumulate, split = rest.pop("accumulate", False), rest.pop("split", True)
     options = (bias, None, gelu, gelu_in, grad, None, 0, accumulate, split)
-    return tex.generic_gemm(A, transA, B, transB, D, rest.pop("quantizer", None), dtype, *options, **rest)
+    return tex.generic_gemm(
+        A, transA, B, transB, D, rest.pop("quantizer", None), dtype, *options, **rest
+    )
 
 
 def blocks(dimensions, element="kFloat8E4M3", **usage):
@@ -205,8 +233,12 @@ def test_both_operands_may_be_transposed(device, dtype):
 
 
 @pytest.mark.parametrize(("a_blocks", "b_blocks"), [(1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize(("trans_a", "trans_b"), [(True, False), (False, False), (False, True), (True, True)])
-def test_blocks_are_read_along_the_axis_that_is_contracted(a_blocks, b_blocks, trans_a, trans_b, device):
+@pytest.mark.parametrize(
+    ("trans_a", "trans_b"), [(True, False), (False, False), (False, True), (True, True)]
+)
+def test_blocks_are_read_along_the_axis_that_is_contracted(
+    a_blocks, b_blocks, trans_a, trans_b, device
+):
     needs_blocks(device)
     m, n, k = 128, 256, 384
     a = sample(device, *((n, k) if trans_a else (k, n)), dtype=torch.bfloat16)
@@ -216,11 +248,17 @@ def test_blocks_are_read_along_the_axis_that_is_contracted(a_blocks, b_blocks, t
     left, right = (q.dequantize().double() for q in (qb, qa))
     expected = (left.t() if trans_b else left) @ (right.t() if trans_a else right)
     close_to_codes(
-        generic(qa, trans_a, qb, trans_b, dtype=torch.float32)[0], expected, left, right, (trans_b, trans_a)
+        generic(qa, trans_a, qb, trans_b, dtype=torch.float32)[0],
+        expected,
+        left,
+        right,
+        (trans_b, trans_a),
     )
 
 
-@pytest.mark.parametrize("elements", [("kFloat8E4M3", "kFloat8E5M2"), ("kFloat8E5M2", "kFloat8E4M3")])
+@pytest.mark.parametrize(
+    "elements", [("kFloat8E4M3", "kFloat8E5M2"), ("kFloat8E5M2", "kFloat8E4M3")]
+)
 @pytest.mark.parametrize(("a_blocks", "b_blocks"), [(1, 1), (1, 2), (2, 1)])
 def test_blocks_of_two_elements_are_multiplied(elements, a_blocks, b_blocks, device):
     needs_blocks(device)

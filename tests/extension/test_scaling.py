@@ -31,7 +31,9 @@ def test_a_step_takes_the_reduced_amaxes(algorithm, dtype, maximum, margin, devi
     scales = [torch.rand(n, generator=generator) for n in COLUMNS]
     buffer = torch.tensor([2.0, 0.0, 0.5, 3.0, 0.0])
     on_device = [[x.clone().to(device) for x in group] for group in (histories, scales)]
-    tex.fused_amax_and_scale_update_after_reduction(buffer.to(device), *on_device, algorithm, dtype, margin)
+    tex.fused_amax_and_scale_update_after_reduction(
+        buffer.to(device), *on_device, algorithm, dtype, margin
+    )
     column = 0
     for i, n in enumerate(COLUMNS):
         for j in range(n):

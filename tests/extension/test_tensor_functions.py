@@ -40,7 +40,9 @@ def test_the_quantize_function_equals_the_quantizer(quantizer, device):
     tex.quantize(2 * x, quantizer, out, torch.zeros(1, device=device))
     assert not same(out, expected)
     back = tex.dequantize(expected, BF16)
-    assert back.dtype == torch.bfloat16 and torch.equal(back, expected.dequantize(dtype=torch.bfloat16))
+    assert back.dtype == torch.bfloat16 and torch.equal(
+        back, expected.dequantize(dtype=torch.bfloat16)
+    )
 
 
 def test_parts_are_quantized_one_by_one(quantizer, device):
@@ -105,7 +107,9 @@ def test_norms_and_their_gradients(kind, zero_centered, quantizer, device):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=1e-4)
     if kind == "rmsnorm":
         added = tex.rmsnorm_bwd_add(grad, x, grad, rsigma, gamma, 0, zero_centered)
-        torch.testing.assert_close(added[0].double(), reference[0] + grad.double(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            added[0].double(), reference[0] + grad.double(), atol=1e-4, rtol=1e-4
+        )
 
 
 def quick_gelu(x):
@@ -182,6 +186,8 @@ def test_dropout_keeps_its_share_and_its_mask(device):
     share = saved.float().mean().item()
     assert abs(share - 0.75) < 5 * math.sqrt(0.25 * 0.75 / x.numel())
     grad = sample(device, 64, 128)
-    torch.testing.assert_close(tex.dropout_bwd(grad, mask, 0.25), torch.where(saved, grad / 0.75, 0.0))
+    torch.testing.assert_close(
+        tex.dropout_bwd(grad, mask, 0.25), torch.where(saved, grad / 0.75, 0.0)
+    )
     buffer = torch.empty_like(grad)
     assert torch.equal(tex.dropout_bwd(grad, mask, 0.25, buffer), buffer)

@@ -71,7 +71,9 @@ def test_reading_lse_of_second_halves(bounds, device):
     packed = sample(device, HEADS, TOKENS)
     got = tex.thd_read_second_half_lse(packed, bounds, True, TOKENS // 2 + 3)
     assert got.shape == (HEADS, TOKENS // 2 + 3)
-    assert torch.equal(got[:, : TOKENS // 2], halves(packed, 1, 1)) and not got[:, TOKENS // 2 :].any()
+    assert (
+        torch.equal(got[:, : TOKENS // 2], halves(packed, 1, 1)) and not got[:, TOKENS // 2 :].any()
+    )
     longest = max(LENGTHS)
     padded = sample(device, len(LENGTHS), HEADS, longest)
     got = tex.thd_read_second_half_lse(padded, bounds, False, longest // 2)
@@ -91,7 +93,9 @@ def padded_lse(packed, sizes):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("second_half", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_outputs_are_added_with_their_share_of_the_softmax(dtype, second_half, packed, bounds, device):
+def test_outputs_are_added_with_their_share_of_the_softmax(
+    dtype, second_half, packed, bounds, device
+):
     sizes = [n // 2 for n in LENGTHS] if second_half else LENGTHS
     out = sample(device, TOKENS, HEADS, SIZE).to(dtype)
     step = sample(device, sum(sizes), HEADS, SIZE, seed=1).to(dtype)
@@ -122,7 +126,9 @@ def test_merging_two_key_parts_gives_full_attention(bounds, device):
 
 @pytest.mark.parametrize("first", ["add", "copy", "none"])
 @pytest.mark.parametrize("second", ["add", "copy", "none"])
-@pytest.mark.parametrize("shape", [(TOKENS, HEADS, SIZE), (2, TOKENS, HEADS, SIZE)], ids=["q", "kv"])
+@pytest.mark.parametrize(
+    "shape", [(TOKENS, HEADS, SIZE), (2, TOKENS, HEADS, SIZE)], ids=["q", "kv"]
+)
 def test_each_half_of_the_gradients_is_set_copied_or_added(shape, first, second, bounds, device):
     axis = len(shape) - 3
     grad, step = sample(device, *shape), sample(device, *shape, seed=1)

@@ -41,7 +41,10 @@ def test_gradients_of_zero_size_inputs_have_their_shape(shape, by):
 
 def test_gradients_of_zero_size_inputs_with_probabilities_have_their_shape():
     for tokens in (0, T):
-        x, probs = torch.zeros(tokens, 0, requires_grad=True), torch.rand(tokens, E).requires_grad_()
+        x, probs = (
+            torch.zeros(tokens, 0, requires_grad=True),
+            torch.rand(tokens, E).requires_grad_(),
+        )
         for function, rest in (
             (te.moe_permute_with_probs, (ROUTED[:tokens], 0)),
             (te.moe_permute_and_pad_with_probs, (ROUTED[:tokens], ROUTED[:tokens].sum(0), 4)),
@@ -68,16 +71,22 @@ def test_tokens_without_routes_come_back_as_zeros_with_zero_gradients():
 def test_the_row_count_may_be_a_scalar_from_any_library(count):
     x = sample(T, H)
     assert torch.equal(te.moe_permute(x, ROUTED, count)[0], x[TOKEN_OF])
-    assert torch.equal(te.moe_permute_with_probs(x, torch.ones(T, E), ROUTED, count)[0], x[TOKEN_OF])
+    assert torch.equal(
+        te.moe_permute_with_probs(x, torch.ones(T, E), ROUTED, count)[0], x[TOKEN_OF]
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
 def test_a_routing_mask_may_have_any_dtype(dtype):
     x, probs = sample(T, H).requires_grad_(), torch.rand(T, E)
     y, rows = te.moe_permute(x, ROUTED.to(dtype), T * K)
     assert torch.equal(y, x[TOKEN_OF])
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, K))
-    assert torch.equal(te.moe_permute_with_probs(x, probs, ROUTED.to(dtype))[1], probs[TOKEN_OF, EXPERT_OF])
+    assert torch.equal(
+        te.moe_permute_with_probs(x, probs, ROUTED.to(dtype))[1], probs[TOKEN_OF, EXPERT_OF]
+    )
     padded = te.moe_permute_and_pad_with_probs(x, probs, ROUTED.to(dtype), ROUTED.sum(0), 1)
     assert torch.equal(padded[0], x[TOKEN_OF])
     assert torch.equal(te.moe_unpermute(y, rows), K * x)
@@ -88,7 +97,9 @@ def test_a_routing_mask_may_have_any_dtype(dtype):
 def test_expert_indices_may_have_any_dtype(dtype):
     x = sample(T, H)
     expected = te.moe_permute(x, EXPERTS, map_type="index")
-    for found, exact in zip(te.moe_permute(x, EXPERTS.to(dtype), map_type="index"), expected, strict=True):
+    for found, exact in zip(
+        te.moe_permute(x, EXPERTS.to(dtype), map_type="index"), expected, strict=True
+    ):
         assert torch.equal(found, exact)
 
 
@@ -97,9 +108,13 @@ def test_integers_are_moved_like_tokens(dtype):
     ids = torch.arange(T * H).view(T, H).to(dtype)
     assert torch.equal(te.moe_permute(ids, ROUTED, T * K)[0], ids[TOKEN_OF])
     y, row_ids, _ = te.moe_permute_with_probs(ids, ROUTED.long(), ROUTED, T * K)
-    assert torch.equal(y, ids[TOKEN_OF]) and torch.equal(row_ids, torch.ones(T * K, dtype=torch.int64))
+    assert torch.equal(y, ids[TOKEN_OF]) and torch.equal(
+        row_ids, torch.ones(T * K, dtype=torch.int64)
+    )
     expected = torch.cat((ids[2:], ids[:2]))
-    assert torch.equal(te.moe_sort_chunks_by_index(ids, torch.tensor([2, 4]), torch.tensor([1, 0])), expected)
+    assert torch.equal(
+        te.moe_sort_chunks_by_index(ids, torch.tensor([2, 4]), torch.tensor([1, 0])), expected
+    )
 
 
 def test_merging_weights_may_be_integers():
@@ -112,7 +127,9 @@ def test_merging_weights_may_be_integers():
 def test_chunk_sizes_may_have_any_integer_dtype(dtype):
     x, probs = sample(T, H), torch.rand(T, 1).requires_grad_()
     sizes, order = torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1])
-    y, row_probs = te.moe_sort_chunks_by_index_with_probs(x, probs, sizes.to(dtype), order.to(dtype))
+    y, row_probs = te.moe_sort_chunks_by_index_with_probs(
+        x, probs, sizes.to(dtype), order.to(dtype)
+    )
     places = torch.tensor([3, 4, 5, 0, 1, 2])
     assert torch.equal(y, x[places]) and torch.equal(row_probs, probs[places, 0])
     gradient = torch.arange(float(T))
@@ -128,7 +145,9 @@ def test_token_counts_and_alignment_may_be_floats(align):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("shape", [[T, H], numpy.array([T, H]), torch.tensor([T, H]), (float(T), H)])
+@pytest.mark.parametrize(
+    "shape", [[T, H], numpy.array([T, H]), torch.tensor([T, H]), (float(T), H)]
+)
 def test_the_restored_shape_may_be_any_pair_of_numbers(shape):
     x = sample(T, H)
     y, rows = te.moe_permute(x, ROUTED, T * K)
@@ -138,7 +157,10 @@ def test_the_restored_shape_may_be_any_pair_of_numbers(shape):
 def test_arguments_without_effect_by_index_warn_once():
     x, probs = sample(T, H), torch.full((T, K), 0.5)
     y, rows = te.moe_permute(x, EXPERTS, map_type="index")
-    for name, value in (("restore_shape", (T + 1, H)), ("pad_offsets", torch.zeros(E, dtype=torch.int64))):
+    for name, value in (
+        ("restore_shape", (T + 1, H)),
+        ("pad_offsets", torch.zeros(E, dtype=torch.int64)),
+    ):
         with pytest.warns(UserWarning, match=f"{name}.* no effect with map_type='index'"):
             found = te.moe_unpermute(y, rows, probs, map_type="index", **{name: value})
         torch.testing.assert_close(found, x)
@@ -174,7 +196,9 @@ def test_sparse_tensors_are_named():
         "row_id_map": lambda: te.moe_unpermute(y, rows.to_sparse()),
         "split_sizes": lambda: te.moe_sort_chunks_by_index(x, sizes.to_sparse(), order),
     }.items():
-        with pytest.raises(TypeError, match=rf"{name} is a torch.sparse_coo tensor; give a dense one"):
+        with pytest.raises(
+            TypeError, match=rf"{name} is a torch.sparse_coo tensor; give a dense one"
+        ):
             call()
     with pytest.raises(TypeError, match=r"inp is a torch\.sparse_coo tensor; give a dense one"):
         te.moe_unpermute(y.to_sparse(), rows)

@@ -59,7 +59,9 @@ def test_top_k_accepts_all_number_types_and_bias_dtypes(scalar, shape, dtype):
     )
     assert torch.equal(raw[0], probs) and torch.equal(raw[1], found)
     grad = torch.empty_like(logits)
-    tex.fused_topk_with_score_function_bwd(raw[1], raw[2], dprobs, grad, form(K), False, form(2.5), "sigmoid")
+    tex.fused_topk_with_score_function_bwd(
+        raw[1], raw[2], dprobs, grad, form(K), False, form(2.5), "sigmoid"
+    )
     torch.testing.assert_close(grad, theirs, atol=1e-6, rtol=1e-5)
 
 
@@ -71,7 +73,9 @@ def test_one_tokens_scores_sum_to_one(k):
     assert torch.equal(routed.nonzero()[:, 0], logits.topk(2).indices.sort().values)
 
 
-@pytest.mark.parametrize("total", [float(T), numpy.int32(T), torch.tensor(T), torch.tensor([float(T)])])
+@pytest.mark.parametrize(
+    "total", [float(T), numpy.int32(T), torch.tensor(T), torch.tensor([float(T)])]
+)
 @pytest.mark.parametrize("shape", [(E,), (1, E), (2, E // 2)])
 def test_the_auxiliary_loss_accepts_all_count_types(total, shape):
     probs = torch.rand(T, E, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -80,17 +84,24 @@ def test_the_auxiliary_loss_accepts_all_count_types(total, shape):
     found = fused_moe_aux_loss(probs, tokens, total, numpy.int64(E), float(K), torch.tensor(0.01))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y, probs)[0] for y in (found, expected)))
-    raw, constant = tex.fused_moe_aux_loss_fwd(probs.detach(), tokens, total, E, T, E, numpy.int64(K), 0.01)
+    raw, constant = tex.fused_moe_aux_loss_fwd(
+        probs.detach(), tokens, total, E, T, E, numpy.int64(K), 0.01
+    )
     torch.testing.assert_close(raw, expected.detach())
-    grad = tex.fused_moe_aux_loss_bwd(constant, tokens, torch.tensor(T), float(E), torch.tensor(1.0))
+    grad = tex.fused_moe_aux_loss_bwd(
+        constant, tokens, torch.tensor(T), float(E), torch.tensor(1.0)
+    )
     torch.testing.assert_close(grad, tokens.view(-1).expand(T, E) * E * 0.01 / (K * T**2))
 
 
 def torch_loss(logits, target, smoothing=0.0, reduction="none", ignored=-100):
     return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), target.reshape(-1).long(), ignore_index=ignored, label_smoothing=smoothing,
+        logits.flatten(0, 1),
+        target.reshape(-1).long(),
+        ignore_index=ignored,
+        label_smoothing=smoothing,
         reduction=reduction,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("form", [numpy.float32, torch.tensor, numpy.array])
@@ -102,7 +113,9 @@ def test_the_loss_accepts_all_number_and_flag_types(form, reduce_loss):
     leaf = logits.detach().clone().requires_grad_()
     found = te.parallel_cross_entropy(leaf * 1.0, target, form(0.125), reduce_loss, None, form(7))
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, leaf)[0], torch.autograd.grad(expected, logits)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaf)[0], torch.autograd.grad(expected, logits)[0]
+    )
 
 
 def test_float64_logits_are_computed_in_float32():
@@ -128,6 +141,8 @@ def test_targets_may_have_size_one_axes_or_be_flat(shape):
 
 def test_targets_in_another_shape_are_read_in_row_major_order_with_a_warning():
     logits, target = sample(2, 3, 11), torch.tensor([[0, 10, 3], [1, 2, 7]])
-    with pytest.warns(UserWarning, match=r"target is \[3, 2\], its ids are read in row-major order"):
+    with pytest.warns(
+        UserWarning, match=r"target is \[3, 2\], its ids are read in row-major order"
+    ):
         found = te.parallel_cross_entropy(logits, target.view(3, 2))
     torch.testing.assert_close(found.view(-1), torch_loss(logits, target))

@@ -45,7 +45,9 @@ def test_the_loss_and_its_gradient_equal_torch(dtype, smoothing, mean, device):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     loss.square().sum().backward()
     expected.square().sum().backward()
-    torch.testing.assert_close(logits.grad.float(), theirs.grad.float(), rtol=ROUNDED[dtype], atol=1e-6)
+    torch.testing.assert_close(
+        logits.grad.float(), theirs.grad.float(), rtol=ROUNDED[dtype], atol=1e-6
+    )
     assert (logits.grad[0, 2] == 0).all()
 
 
@@ -54,7 +56,9 @@ def test_one_row_equals_values_computed_by_hand(device):
     loss = parallel_cross_entropy(logits, torch.tensor([[2]], device=device), 0.1)
     assert loss.item() == pytest.approx(0.5076060, abs=1e-6)
     loss.sum().backward()
-    assert logits.grad.flatten().tolist() == pytest.approx([0.0566972, 0.2113951, -0.2680924], abs=1e-6)
+    assert logits.grad.flatten().tolist() == pytest.approx(
+        [0.0566972, 0.2113951, -0.2680924], abs=1e-6
+    )
 
 
 def test_an_empty_vocabulary_is_rejected(device):
@@ -72,7 +76,10 @@ def test_large_logits_have_torchs_smoothed_loss(value, device):
     logits = torch.full((1, 2, 40), value, device=device, requires_grad=True)
     theirs = logits.detach().clone().requires_grad_()
     target = torch.tensor([[0, 39]], device=device)
-    loss, expected = parallel_cross_entropy(logits, target, 0.1), torch_loss(theirs, target, 0.1, False)
+    loss, expected = (
+        parallel_cross_entropy(logits, target, 0.1),
+        torch_loss(theirs, target, 0.1, False),
+    )
     # The mean of equal logits has a rounding error proportional to the logits.
     torch.testing.assert_close(loss, expected, rtol=0.0, atol=abs(value) * 0.1 * 2**-20)
     assert torch.isfinite(loss).all()
@@ -169,7 +176,9 @@ def test_chunked_logits_have_the_full_gradients(parts, device):
     full = parallel_cross_entropy(leaf * 1.0, target).sum()
     (expected,) = torch.autograd.grad(full, leaf)
     chunks = zip((leaf * 1.0).chunk(parts), target.chunk(parts), strict=True)
-    sum(parallel_cross_entropy(*chunk, overwrite_input=parts > 1).sum() for chunk in chunks).backward()
+    sum(
+        parallel_cross_entropy(*chunk, overwrite_input=parts > 1).sum() for chunk in chunks
+    ).backward()
     assert torch.equal(leaf.grad, expected)
 
 
@@ -179,7 +188,9 @@ def test_logits_that_are_read_later_are_not_overwritten(kept_by, device):
     before = logits.detach().clone()
     loss = parallel_cross_entropy(logits, target).sum()
     saved = None if kept_by == "default" else True
-    (first,) = torch.autograd.grad(loss, logits, retain_graph=saved, create_graph=kept_by == "create_graph")
+    (first,) = torch.autograd.grad(
+        loss, logits, retain_graph=saved, create_graph=kept_by == "create_graph"
+    )
     assert torch.equal(logits, before)
     if saved:
         (second,) = torch.autograd.grad(loss, logits)
@@ -214,7 +225,9 @@ def test_the_mean_over_only_ignored_rows_is_zero(device):
     loss.backward()
     assert loss.item() == 0 and (logits.grad == 0).all()
     empty = torch.zeros(2, 0, 7, device=device, requires_grad=True)
-    assert parallel_cross_entropy(empty, torch.zeros(2, 0, dtype=torch.int64, device=device)).shape == (2, 0)
+    assert parallel_cross_entropy(
+        empty, torch.zeros(2, 0, dtype=torch.int64, device=device)
+    ).shape == (2, 0)
 
 
 def test_the_compiled_loss_equals_the_eager_loss(device):
@@ -233,9 +246,17 @@ def test_the_compiled_loss_equals_the_eager_loss(device):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"target": torch.full((3, 5), 37)}, ValueError, r"target 37 is outside of a vocabulary of 37 ids"),
+        (
+            {"target": torch.full((3, 5), 37)},
+            ValueError,
+            r"target 37 is outside of a vocabulary of 37 ids",
+        ),
         ({"target": torch.full((3, 5), -1)}, ValueError, r"target -1 is outside"),
-        ({"target": torch.zeros(3, 4, dtype=torch.int64)}, ValueError, r"give one id a row, \[3, 5\]"),
+        (
+            {"target": torch.zeros(3, 4, dtype=torch.int64)},
+            ValueError,
+            r"give one id a row, \[3, 5\]",
+        ),
         ({"target": torch.zeros(3, 5)}, TypeError, r"target is torch.float32; give ids"),
         ({"inp": torch.zeros(15, 37)}, ValueError, r"give logits \[batch, sequence, vocabulary\]"),
         ({"label_smoothing": -0.5}, ValueError, r"label_smoothing=-0.5 is not a share"),
@@ -335,7 +356,9 @@ def test_gradients_are_multiplied_in_place_unless_the_graph_is_retained(device):
     expected = torch.autograd.grad(torch_loss(linear(*leaves), target, 0.0, True), leaves)
     loss = fused_linear_cross_entropy(hidden, weight, target, bias)
     for factor, saved in ((2.0, True), (3.0, True), (0.5, False)):
-        found = torch.autograd.grad(loss, leaves, torch.tensor(factor, device=device), retain_graph=saved)
+        found = torch.autograd.grad(
+            loss, leaves, torch.tensor(factor, device=device), retain_graph=saved
+        )
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, factor * theirs, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="a second time"):
@@ -370,7 +393,11 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self.ids:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.dim() == 2
+                and tensor.shape[-1] == self.ids
+            ):
                 self.elements = max(self.elements, tensor.numel())
         return result
 
@@ -392,7 +419,9 @@ def test_a_mismatched_head_is_rejected(device):
         fused_linear_cross_entropy(hidden, weight.bfloat16(), target)
     with pytest.raises(ValueError, match=r"bias is \[3\]; give \[61\]"):
         fused_linear_cross_entropy(hidden, weight, target, bias[:3])
-    (hidden, weight, _), target = head(torch.float32, "cpu")  # on a GPU the call does not wait for this check
+    (hidden, weight, _), target = head(
+        torch.float32, "cpu"
+    )  # on a GPU the call does not wait for this check
     with pytest.raises(ValueError, match="target 61 is outside"):
         fused_linear_cross_entropy(hidden, weight, torch.full_like(target, 61))
 
@@ -542,7 +571,9 @@ def test_a_captured_step_is_replayed_with_other_logits():
     with torch.no_grad():
         static.copy_(torch.randn_like(static))
     graph.replay()
-    torch.testing.assert_close(loss, torch_loss(static, target, 0.1, True).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss, torch_loss(static, target, 0.1, True).detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_the_names_are_public():

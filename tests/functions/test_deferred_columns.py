@@ -34,7 +34,14 @@ LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
     "layernorm_linear": lambda **o: te.LayerNormLinear(HIDDEN, INNER, **BF16, **o),
     "mlp": lambda **o: te.LayerNormMLP(HIDDEN, INNER, activation="swiglu", bias=False, **BF16, **o),
     "layer": lambda **o: te.TransformerLayer(
-        HIDDEN, INNER, HEADS, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **BF16, **o
+        HIDDEN,
+        INNER,
+        HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        **BF16,
+        **o,
     ),
 }
 WEIGHTS = {"linear": HIDDEN * INNER, "layernorm_linear": HIDDEN * INNER, "mlp": 3 * HIDDEN * INNER}
@@ -57,7 +64,9 @@ def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, name, dev
     """Delayed scales change between each step's forward and backward pass."""
     with columns("saved"):
         theirs, more = train(make_layer(name, device), RECIPES[recipe](), SHAPE)
-    request = {"weight_columns": "recomputed"} | ({} if name == "layer" else {"input_columns": "saved"})
+    request = {"weight_columns": "recomputed"} | (
+        {} if name == "layer" else {"input_columns": "saved"}
+    )
     with te.emulate(), use_backend(**request):
         ours, less = train(make_layer(name, device), RECIPES[recipe](), SHAPE)
     assert same(ours, theirs)
@@ -98,7 +107,9 @@ def test_an_attentions_output_is_saved_once(recipe, device):
             layer = make_layer("layer", device)
             INPUT_COLUMNS.forget()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("transformer_engine.pytorch.functions.deferred_columns._FEWEST_ELEMENTS", 1)
+                patch.setattr(
+                    "transformer_engine.pytorch.functions.deferred_columns._FEWEST_ELEMENTS", 1
+                )
                 results[mode] = train(layer, RECIPES[recipe](), SHAPE)
             INPUT_COLUMNS.forget()
     assert same(results["recomputed"][0], results["saved"][0])
@@ -107,7 +118,9 @@ def test_an_attentions_output_is_saved_once(recipe, device):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "frozen weight", "frozen input", "delay_wgrad"])
+@pytest.mark.parametrize(
+    "way", ["checkpoint", "reentrant", "frozen weight", "frozen input", "delay_wgrad"]
+)
 def test_recomputed_columns_work_with_other_options(recipe, way, device):
     def measure() -> list[Tensor]:
         options = {"delay_wgrad_compute": True} if way == "delay_wgrad" else {}
@@ -138,7 +151,9 @@ def test_retained_graphs_and_overlapping_passes_equal_saved_columns_bitwise(reci
     def measure() -> list[Tensor]:
         layer = make_layer("mlp", device)
         torch.manual_seed(1)
-        inputs = [torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        inputs = [
+            torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)
+        ]
         outputs = []
         for x in inputs:
             x.requires_grad_()
@@ -170,9 +185,14 @@ def test_a_weight_that_changes_before_the_backward_pass_raises(device):
 
 
 WHOLE = OperandColumns(
-    elements=2**22, rows=16384, quantized=True, one_scale=True, copied=True, in_memory=True,
+    elements=2**22,
+    rows=16384,
+    quantized=True,
+    one_scale=True,
+    copied=True,
+    in_memory=True,
     communicates=False,
-)  # fmt: skip
+)
 
 
 def test_large_operands_are_recomputed_by_default():

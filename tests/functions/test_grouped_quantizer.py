@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.functions.grouped_quantizer import grouped
 from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.quantization import RecipeState
@@ -46,7 +50,9 @@ def test_a_grouped_quantizer_equals_separate_quantizers(recipe, device):
         quantizer.encode(part, True, True)
         for quantizer, part in zip(alone[0::3], x.split(SPLITS), strict=True)
     ]
-    expected = torch.cat([getattr(c, "_data" if hasattr(c, "_data") else "_rowwise_data") for c in codes])
+    expected = torch.cat(
+        [getattr(c, "_data" if hasattr(c, "_data") else "_rowwise_data") for c in codes]
+    )
     assert torch.equal(result.codes.view(torch.uint8), expected)
     if isinstance(recipe, DelayedScaling):
         for mine, other in zip(joint, alone, strict=True):

@@ -38,12 +38,18 @@ M, N, K = 64, 96, 32 * 4
 
 
 def make_spec(dtype=torch.bfloat16, qx=IDENTITY, qw=IDENTITY, qg=IDENTITY, **options):
-    return LinearSpec(dtype, qx, qw, qg, Accumulation(), TensorParallel(), WeightGradient(), **options)
+    return LinearSpec(
+        dtype, qx, qw, qg, Accumulation(), TensorParallel(), WeightGradient(), **options
+    )
 
 
 def quantizers(recipe, device):
-    forward = RecipeState.create(recipe, mode="forward", num_quantizers=3, device=device).make_quantizers()
-    backward = RecipeState.create(recipe, mode="backward", num_quantizers=2, device=device).make_quantizers()
+    forward = RecipeState.create(
+        recipe, mode="forward", num_quantizers=3, device=device
+    ).make_quantizers()
+    backward = RecipeState.create(
+        recipe, mode="backward", num_quantizers=2, device=device
+    ).make_quantizers()
     return forward[0], forward[1], backward[0]
 
 
@@ -126,7 +132,9 @@ def test_only_wanted_gradients_are_computed(needs, device):
     x.requires_grad_(needs[0])
     w.requires_grad_(needs[1])
     qx, qw, qg = quantizers(RECIPES["current"], device)
-    spec = make_spec(torch.bfloat16, qx, qw, qg, needs_grad_input=needs[0], needs_grad_weight=needs[1])
+    spec = make_spec(
+        torch.bfloat16, qx, qw, qg, needs_grad_input=needs[0], needs_grad_weight=needs[1]
+    )
     linear(x, w, None, spec).backward(dy)
     assert (x.grad is not None, w.grad is not None) == needs
 
@@ -146,12 +154,18 @@ def test_a_product_writes_codes_under_delayed_scaling(rows, device):
     quantized = {}
     for name in ("delayed", "current"):
         forward = RecipeState.create(RECIPES[name], mode="forward", num_quantizers=3, device=device)
-        backward = RecipeState.create(RECIPES[name], mode="backward", num_quantizers=2, device=device)
+        backward = RecipeState.create(
+            RECIPES[name], mode="backward", num_quantizers=2, device=device
+        )
         qx, qw, qy = forward.make_quantizers()
         qg, qdx = backward.make_quantizers()
-        spec = make_spec(torch.bfloat16, qx, qw, qg, output=qy, grad_input=qdx, needs_grad_bias=True)
+        spec = make_spec(
+            torch.bfloat16, qx, qw, qg, output=qy, grad_input=qdx, needs_grad_bias=True
+        )
         records = []
-        with observing(lambda operation, request, observed=records: observed.append((operation, request))):
+        with observing(
+            lambda operation, request, observed=records: observed.append((operation, request))
+        ):
             y = linear(x.view(*rows, K), w, b, spec)
             (dx,) = torch.autograd.grad(y, x, torch.ones(y.shape, device=device, dtype=y.dtype))
         kinds = [request.kind for operation, request in records if operation == "gemm_epilogue"]
@@ -178,9 +192,15 @@ def test_a_partial_sum_is_not_quantized_before_reduction(mode, expected, device,
         communication.COLLECTIVES, "all_reduce", lambda tensor, group, later: (tensor * 2, None)
     )
     spec = dataclasses.replace(
-        make_spec(torch.bfloat16, qx, qw, IDENTITY, output=qy), parallel=TensorParallel(mode, None, 2)
+        make_spec(torch.bfloat16, qx, qw, IDENTITY, output=qy),
+        parallel=TensorParallel(mode, None, 2),
     )
     records = []
-    with observing(lambda operation, request: records.append((operation, request))), torch.no_grad():
+    with (
+        observing(lambda operation, request: records.append((operation, request))),
+        torch.no_grad(),
+    ):
         linear(x, w, None, spec)
-    assert [request.kind for operation, request in records if operation == "gemm_epilogue"] == expected
+    assert [
+        request.kind for operation, request in records if operation == "gemm_epilogue"
+    ] == expected

@@ -69,7 +69,11 @@ def passes(
     events: list[str], mode: str, way: str, device: torch.device, plain: bool, **options: Any
 ) -> tuple[list[str], list[str], Any]:
     """Collectives and products in the forward and backward pass, and the result node."""
-    result = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
+    result = (
+        {}
+        if plain
+        else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
+    )
     spec: Any = dataclasses.replace(
         make_spec(torch.bfloat16, **result, plain=plain, **options),
         parallel=TensorParallel(mode, None, RANKS, True),
@@ -93,7 +97,10 @@ def passes(
 
 
 QUANTIZED = itertools.product(
-    [False], [False, True], ["quantized", "high_precision", "dequantized"], ["values", "codes", "row_codes"]
+    [False],
+    [False, True],
+    ["quantized", "high_precision", "dequantized"],
+    ["values", "codes", "row_codes"],
 )
 
 
@@ -152,7 +159,9 @@ NEEDS = [(True, False), (False, True), (True, True)]
 
 @pytest.mark.parametrize(("grad_input", "grad_weight"), NEEDS)
 @pytest.mark.parametrize("way", ["values", "codes", "row_codes", "once"])
-def test_an_input_is_gathered_once_per_pass_that_reads_it(way, grad_input, grad_weight, device, events):
+def test_an_input_is_gathered_once_per_pass_that_reads_it(
+    way, grad_input, grad_weight, device, events
+):
     needs = {"needs_grad_input": grad_input, "needs_grad_weight": grad_weight}
     forward, back, _ = passes(events, "column", way, device, False, gather_input=way, **needs)
     assert forward.count("all_gather begins") == 1
@@ -167,7 +176,9 @@ def test_an_output_gradient_is_gathered_once_per_code_direction(
     way, backward, grad_input, grad_weight, device, events
 ):
     needs = {"needs_grad_input": grad_input, "needs_grad_weight": grad_weight}
-    _, back, _ = passes(events, "row", way, device, False, gather_gradient=way, backward=backward, **needs)
+    _, back, _ = passes(
+        events, "row", way, device, False, gather_gradient=way, backward=backward, **needs
+    )
     directions = way == "codes" and backward == "quantized"
     assert back.count("all_gather begins") == (grad_input + grad_weight if directions else 1)
     assert back.count("all_gather ends") == back.count("all_gather begins")

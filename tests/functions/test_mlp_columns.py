@@ -13,7 +13,12 @@ import transformer_engine.pytorch as te
 from tests.support.training import same, train
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.pytorch.functions.fusions import MLP_COLUMNS, MLP_INPUT, CachedInput, Columns
+from transformer_engine.pytorch.functions.fusions import (
+    MLP_COLUMNS,
+    MLP_INPUT,
+    CachedInput,
+    Columns,
+)
 
 TOKENS, HIDDEN, INNER = 48, 64, 128
 SHAPE = (TOKENS, HIDDEN)
@@ -85,7 +90,9 @@ def test_microbatches_and_retained_graphs_equal_saved_columns_bitwise(recipe, de
     def measure() -> list[Tensor]:
         layer = mlp("swiglu", device)
         torch.manual_seed(1)
-        inputs = [torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        inputs = [
+            torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)
+        ]
         outputs = []
         for number, x in enumerate(inputs):
             x.requires_grad_()
@@ -111,7 +118,9 @@ def gradient_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_a_cached_quantized_input_leaves_the_output_and_halves_its_bytes(recipe, activation, device):
+def test_a_cached_quantized_input_leaves_the_output_and_halves_its_bytes(
+    recipe, activation, device
+):
     """E4M3 rounds to 2^-4 of a value: gradients differ by less from those with unrounded inputs."""
     with te.emulate():
         options = {"cache_quantized_activation_input": True}
@@ -166,7 +175,11 @@ def test_four_layers_need_less_memory_at_the_peak():
     """Each layer saves one byte less per activation output; the last layer computes it at the peak."""
     layers = [mlp("swiglu", torch.device("meta")) for _ in range(4)]
     plans = []
-    contexts = (contextlib.nullcontext(), use_backend(mlp_columns="saved"), contextlib.nullcontext())
+    contexts = (
+        contextlib.nullcontext(),
+        use_backend(mlp_columns="saved"),
+        contextlib.nullcontext(),
+    )
     for number, context in enumerate(contexts):
         for layer in layers:
             layer.cache_quantized_activation_input = number == 2
@@ -174,7 +187,10 @@ def test_four_layers_need_less_memory_at_the_peak():
             x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device="meta")
             plans.append(
                 te.memory_plan(
-                    torch.nn.Sequential(*layers), recipes.Float8CurrentScaling(), TOKENS, inputs=(x,)
+                    torch.nn.Sequential(*layers),
+                    recipes.Float8CurrentScaling(),
+                    TOKENS,
+                    inputs=(x,),
                 )
             )
     assert plans[1].saved - plans[0].saved == pytest.approx(4 * TOKENS * INNER, abs=256)

@@ -46,7 +46,10 @@ def test_tensors_are_scaled_by_a_number_or_a_tensor(to, device, flag):
     assert all(torch.equal(y, (x * 0.25).to(to)) for x, y in zip(argument, outputs, strict=True))
     expected = [x * 3 for x in argument]
     multi_tensor_applier(
-        tex.multi_tensor_scale_tensor, flag, [argument, argument], torch.tensor([3.0], device=device)
+        tex.multi_tensor_scale_tensor,
+        flag,
+        [argument, argument],
+        torch.tensor([3.0], device=device),
     )
     assert all(torch.equal(x, y) for x, y in zip(argument, expected, strict=True))
     assert flag.item() == 0
@@ -86,7 +89,9 @@ def test_adam_writes_the_master_parameters_codes(device, flag):
     twins = [x.clone() for x in masters]
     moments = [[torch.zeros(n, device=device) for n in sizes] for _ in range(4)]
     codes = [torch.zeros(n, dtype=torch.uint8, device=device) for n in sizes]
-    scale, amax, inverse = ([torch.full((1,), x, device=device) for _ in sizes] for x in (16.0, 0.0, 0.0))
+    scale, amax, inverse = (
+        [torch.full((1,), x, device=device) for _ in sizes] for x in (16.0, 0.0, 0.0)
+    )
     numbers = (0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.01)
     lists = [grads, codes, *moments[:2], masters, scale, amax, inverse]
     tex.multi_tensor_adam_fp8(CHUNK, flag, lists, *numbers, DType.kFloat8E4M3)
@@ -101,7 +106,9 @@ def test_the_capturable_step_equals_the_plain_step_with_device_numbers(device, f
     grads, params = tensors(device, 5, 64), tensors(device, 5, 64)
     twins = [x.clone() for x in params]
     moments = [[torch.zeros_like(x) for x in params] for _ in range(4)]
-    tex.multi_tensor_adam(CHUNK, flag, [grads, params, *moments[:2]], 0.1, 0.9, 0.99, 1e-8, 3, 0, 1, 0.01)
+    tex.multi_tensor_adam(
+        CHUNK, flag, [grads, params, *moments[:2]], 0.1, 0.9, 0.99, 1e-8, 3, 0, 1, 0.01
+    )
     lr, step, half = (torch.tensor([x], device=device) for x in (0.1, 3, 0.5))
     doubled = [2 * x for x in grads]
     masters = [x.clone() for x in twins]
@@ -135,14 +142,30 @@ def test_the_applier_skips_empty_lists_and_counts(device, flag):
     [
         (lambda lists: lists[1].pop(), ValueError, r"the lists have \[2, 1\] tensors"),
         (lambda lists: lists.pop(), ValueError, r"give 2 lists of tensors"),
-        (lambda lists: lists[0].__setitem__(1, torch.ones(4)), ValueError, r"has 300 elements, that of list 0 4"),
+        (
+            lambda lists: lists[0].__setitem__(1, torch.ones(4)),
+            ValueError,
+            r"has 300 elements, that of list 0 4",
+        ),
         (lambda lists: lists[0].__setitem__(1, torch.ones(300).double()), TypeError, "float64"),
-        (lambda lists: lists[0].__setitem__(1, torch.ones(300).half()), TypeError, "make one call a dtype"),
-        (lambda lists: lists[1].__setitem__(1, torch.ones(2, 150).t()), ValueError, "give contiguous tensors"),
-        (lambda lists: lists[1].__setitem__(1, torch.ones(300, device="meta")), ValueError, "one call a device"),
+        (
+            lambda lists: lists[0].__setitem__(1, torch.ones(300).half()),
+            TypeError,
+            "make one call a dtype",
+        ),
+        (
+            lambda lists: lists[1].__setitem__(1, torch.ones(2, 150).t()),
+            ValueError,
+            "give contiguous tensors",
+        ),
+        (
+            lambda lists: lists[1].__setitem__(1, torch.ones(300, device="meta")),
+            ValueError,
+            "one call a device",
+        ),
         (lambda lists: lists[1].__setitem__(1, [1.0]), TypeError, "tensor 1 of list 1"),
     ],
-)  # fmt: skip
+)
 def test_mismatched_lists_raise_and_change_nothing(change, error, words):
     flag = torch.zeros(1, dtype=torch.int32)
     lists = [[torch.ones(5), torch.ones(300)], [torch.zeros(5), torch.zeros(300)]]
@@ -179,8 +202,12 @@ def test_codes_without_one_scale_per_tensor_raise_before_the_step(scales, device
     lists[1] = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (6, 4)]
     lists += [[torch.ones(size, device=device) for size in scales] for _ in range(3)]
     before = [[x.clone() for x in part] for part in lists]
-    with pytest.raises(ValueError, match=r"the scales have \[.*\] elements for 2 tensors of codes;"):
-        tex.multi_tensor_adam_fp8(CHUNK, flag, lists, 1e-3, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0, DType.kFloat8E4M3)
+    with pytest.raises(
+        ValueError, match=r"the scales have \[.*\] elements for 2 tensors of codes;"
+    ):
+        tex.multi_tensor_adam_fp8(
+            CHUNK, flag, lists, 1e-3, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0, DType.kFloat8E4M3
+        )
     for part, was in zip(lists, before, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(part, was, strict=True))
 

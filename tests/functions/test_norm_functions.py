@@ -7,7 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from transformer_engine.pytorch.functions.activation import activation
-from transformer_engine.pytorch.functions.norm import normalize, normalize_backward, normalize_forward
+from transformer_engine.pytorch.functions.norm import (
+    normalize,
+    normalize_backward,
+    normalize_forward,
+)
 from transformer_engine.pytorch.functions.normalization import Norm
 
 KINDS = pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -31,7 +35,9 @@ def _parameters(kind, shape, device):
 
 
 @KINDS
-@pytest.mark.parametrize("shape, normalized", [((3, 4, 8), (8,)), ((2, 3, 4, 5), (4, 5)), ((16,), (16,))])
+@pytest.mark.parametrize(
+    "shape, normalized", [((3, 4, 8), (8,)), ((2, 3, 4, 5), (4, 5)), ((16,), (16,))]
+)
 def test_values_and_gradients_equal_torch(kind, shape, normalized, device):
     gamma, beta = _parameters(kind, normalized, device)
     x = torch.randn(shape, device=device, requires_grad=True)
@@ -41,7 +47,9 @@ def test_values_and_gradients_equal_torch(kind, shape, normalized, device):
     expected = _torch_norm(kind, x, gamma, beta)
     torch.testing.assert_close(actual, expected)
     for a, e in zip(
-        torch.autograd.grad(actual, reference, dy), torch.autograd.grad(expected, reference, dy), strict=True
+        torch.autograd.grad(actual, reference, dy),
+        torch.autograd.grad(expected, reference, dy),
+        strict=True,
     ):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 

@@ -10,9 +10,17 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import observing
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 
-RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+RECIPES = {
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 HIDDEN, INNER, TOKENS = 64, 128, 32
 
 
@@ -20,7 +28,9 @@ HIDDEN, INNER, TOKENS = 64, 128, 32
 def apart():
     """A function that makes later calls compute GELU in separate steps."""
     with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(te.use_backend(mlp_activation="separate", mlp_gradient="separate"))
+        yield lambda: stack.enter_context(
+            te.use_backend(mlp_activation="separate", mlp_gradient="separate")
+        )
 
 
 def mlp(device, dtype=torch.bfloat16, **options) -> te.LayerNormMLP:
@@ -173,9 +183,15 @@ def test_gelus_input_is_stored_only_if_a_backward_may_follow(device):
     training = record_requests(mlp(device), x, True)
     assert [(r.kind, r.second) for r in training] == [("gelu", True), ("gelu_gradient", False)]
     assert [(r.kind, r.second) for r in record_requests(mlp(device), x, False)] == [("gelu", True)]
-    assert [(r.kind, r.second) for r in record_requests(mlp(device).eval(), x, False)] == [("gelu", False)]
+    assert [(r.kind, r.second) for r in record_requests(mlp(device).eval(), x, False)] == [
+        ("gelu", False)
+    ]
     again = record_requests(mlp(device, checkpoint=True), x, True)
-    assert [(r.kind, r.second) for r in again] == [("gelu", True), ("gelu", True), ("gelu_gradient", False)]
+    assert [(r.kind, r.second) for r in again] == [
+        ("gelu", True),
+        ("gelu", True),
+        ("gelu_gradient", False),
+    ]
 
 
 def test_other_activations_use_no_gelu_product(device):
@@ -197,7 +213,10 @@ def test_a_gradient_that_repeats_values_is_dense_before_any_product_reads_it(red
         (got,) = torch.autograd.grad(REDUCTIONS[reduction](y), x, retain_graph=True)
     layouts = [r.product.a_layout for operation, r in records if operation == "gemm_epilogue"]
     layouts += [
-        layout for operation, r in records if operation == "gemm" for layout in (r.a_layout, r.b_layout)
+        layout
+        for operation, r in records
+        if operation == "gemm"
+        for layout in (r.a_layout, r.b_layout)
     ]
     assert layouts and all(layout.stride > 0 for layout in layouts)
     dense = torch.autograd.grad(REDUCTIONS[reduction](y), y, retain_graph=True)[0].contiguous()
@@ -250,7 +269,10 @@ def test_the_explanation_reports_how_matrices_between_the_steps_are_computed(dev
         gelu = te.explain(mlp(device, activation="gelu"), x)
     assert found["norm_output"] == ("separate", "it does not support a matrix that is returned too")
     assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "fused_cast"
-    assert "not in_product: the kernel of the activation quantizes its output to float8 codes" in str(gelu)
+    assert (
+        "not in_product: the kernel of the activation quantizes its output to float8 codes"
+        in str(gelu)
+    )
     with te.autocast(recipe=RECIPES["current"]):
         found = ways(te.explain(mlp(device, activation="swiglu"), x))
     assert found["mlp_gradient"][0] == "separate" and "needs all of dy" in found["mlp_gradient"][1]

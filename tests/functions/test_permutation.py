@@ -59,7 +59,9 @@ class TestByMask:
         expected = probs[token, expert]
         assert torch.equal(row_probs, expected) and torch.equal(y, x[token])
         gradient = torch.randn_like(row_probs)
-        found, theirs = (torch.autograd.grad(out, probs, gradient)[0] for out in (row_probs, expected))
+        found, theirs = (
+            torch.autograd.grad(out, probs, gradient)[0] for out in (row_probs, expected)
+        )
         assert torch.equal(found, theirs)
 
     def test_a_row_of_probability_zero_is_zero(self, mask, device):
@@ -100,7 +102,9 @@ class TestByMask:
         assert y[T * K :].abs().sum() == 0
         y = leaf(T * K + 5, H, device=device)
         moe_unpermute(y, row_id_map).sum().backward()
-        assert y.grad is not None and y.grad[T * K :].abs().sum() == 0 and (y.grad[: T * K] == 1).all()
+        assert (
+            y.grad is not None and y.grad[T * K :].abs().sum() == 0 and (y.grad[: T * K] == 1).all()
+        )
 
     def test_tokens_of_no_expert_are_zero_and_get_no_gradient(self, mask, device):
         mask[3] = 0
@@ -148,7 +152,9 @@ class TestPadding:
         result = te.moe_permute_and_pad_with_probs(
             torch.ones(3, 2, device=device), mask.float(), mask, mask.sum(0), 4
         )
-        assert result[3] is not None and result[3].tolist() == [0, 1] and result[4].tolist() == [4, 4]
+        assert (
+            result[3] is not None and result[3].tolist() == [0, 1] and result[4].tolist() == [4, 4]
+        )
         assert result[0].abs().sum(1).bool().tolist() == [True] * 3 + [False, True] + [False] * 3
 
     def test_a_padded_row_of_probability_zero_is_zero_with_a_gradient(self, device):
@@ -197,7 +203,9 @@ class TestByIndex:
 
     @pytest.mark.parametrize("argument", [-1, 7, 9, 12])
     def test_routes_to_expert_minus_one_are_dropped(self, argument, device):
-        experts = torch.tensor([[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2], [-1, 3]], dtype=torch.int32)
+        experts = torch.tensor(
+            [[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2], [-1, 3]], dtype=torch.int32
+        )
         x = torch.randn(6, 8, device=device, requires_grad=True)
         y, row_id_map = moe_permute(x, experts.to(device), argument, map_type="index")
         routes = [(e, t) for t in range(6) for e in experts[t].tolist() if e >= 0]
@@ -231,7 +239,9 @@ class TestChunks:
 
 
 QUANTIZERS = {
-    "float8": lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=torch.device("cpu")),
+    "float8": lambda: te.Float8CurrentScalingQuantizer(
+        te.DType.kFloat8E4M3, device=torch.device("cpu")
+    ),
     "mxfp8": lambda: te.MXFP8Quantizer(te.DType.kFloat8E4M3),
     "block": lambda: te.Float8BlockQuantizer(
         te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
@@ -243,7 +253,9 @@ QUANTIZERS = {
 class TestQuantizedTokens:
     @pytest.mark.parametrize("name", QUANTIZERS)
     def test_the_rows_of_codes_are_those_of_the_values(self, name):
-        mask = torch.zeros(32, E, dtype=torch.int32).scatter_(1, torch.rand(32, E).topk(K, 1).indices, 1)
+        mask = torch.zeros(32, E, dtype=torch.int32).scatter_(
+            1, torch.rand(32, E).topk(K, 1).indices, 1
+        )
         codes = QUANTIZERS[name]()(torch.randn(32, 256) * torch.logspace(-2, 2, 32)[:, None])
         y, row_id_map = moe_permute(codes, mask, 32 * K + 16)
         assert type(y) is type(codes)
@@ -254,7 +266,9 @@ class TestQuantizedTokens:
 
     @pytest.mark.parametrize("name", sorted(QUANTIZERS))
     def test_scales_of_blocks_have_exactly_the_rows(self, name):
-        mask = torch.zeros(32, E, dtype=torch.int32).scatter_(1, torch.rand(32, E).topk(K, 1).indices, 1)
+        mask = torch.zeros(32, E, dtype=torch.int32).scatter_(
+            1, torch.rand(32, E).topk(K, 1).indices, 1
+        )
         codes = QUANTIZERS[name]()(torch.randn(32, 256))
         rows = 32 * K + 1
         y, _ = moe_permute(codes, mask, rows)
@@ -294,10 +308,22 @@ class TestQuantizedTokens:
 X, MASK = torch.ones(4, 8), torch.ones(4, 2, dtype=torch.int32)
 MAP = torch.zeros(4, 5, dtype=torch.int32)
 REJECTED = {
-    "map type": (lambda: moe_permute(X, MASK, 8, map_type="list"), ValueError, "choose one of mask, index"),
-    "map shape": (lambda: moe_permute(X, MASK[:3], 8), ValueError, r"routing_map is \[3, 2\] for 4 tokens"),
+    "map type": (
+        lambda: moe_permute(X, MASK, 8, map_type="list"),
+        ValueError,
+        "choose one of mask, index",
+    ),
+    "map shape": (
+        lambda: moe_permute(X, MASK[:3], 8),
+        ValueError,
+        r"routing_map is \[3, 2\] for 4 tokens",
+    ),
     "negative": (lambda: moe_permute(X, MASK, -2), ValueError, "num_out_tokens=-2 is below -1"),
-    "too few": (lambda: moe_permute(X, MASK, 7), ValueError, "num_out_tokens=7 < 8, the ones of routing_map"),
+    "too few": (
+        lambda: moe_permute(X, MASK, 7),
+        ValueError,
+        "num_out_tokens=7 < 8, the ones of routing_map",
+    ),
     "tokens": (
         lambda: moe_permute(X[None], MASK, 8),
         ValueError,
@@ -348,7 +374,9 @@ REJECTED = {
         "tokens_per_expert is None",
     ),
     "wrong counts": (
-        lambda: te.moe_permute_and_pad_with_probs(X, torch.ones(4, 2), MASK, torch.tensor([3, 4]), 16),
+        lambda: te.moe_permute_and_pad_with_probs(
+            X, torch.ones(4, 2), MASK, torch.tensor([3, 4]), 16
+        ),
         ValueError,
         r"tokens_per_expert=\[3, 4\] are not the ones of routing_map, \[4, 4\]",
     ),

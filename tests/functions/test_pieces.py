@@ -88,7 +88,8 @@ def test_changing_a_piece_with_a_separate_version_counter_raises():
     with torch.no_grad():
         module.value_weight.mul_(2.0)
     with pytest.raises(
-        RuntimeError, match=r"a piece \[256, 256\] of a weight was changed in place|inplace operation"
+        RuntimeError,
+        match=r"a piece \[256, 256\] of a weight was changed in place|inplace operation",
     ):
         y.sum().backward()
 

@@ -15,7 +15,11 @@ from transformer_engine.common.recipe import Float8CurrentScaling, Format
 from transformer_engine.pytorch.functions.linear import linear
 from transformer_engine.pytorch.functions.linear_spec import IDENTITY, LinearSpec
 
-RECIPES = {"none": None, **test_linear.RECIPES, "current_e4m3": Float8CurrentScaling(fp8_format=Format.E4M3)}
+RECIPES = {
+    "none": None,
+    **test_linear.RECIPES,
+    "current_e4m3": Float8CurrentScaling(fp8_format=Format.E4M3),
+}
 
 
 class Case(NamedTuple):
@@ -87,7 +91,9 @@ def test_passes_multiply_operands_quantized_by_their_settings(case: Case):
     spec = make_spec(case)
     x, w, b, dy = [tensor.detach() for tensor in tensors(case)]
     x, dy = x.reshape(-1, K), dy.reshape(-1, N)
-    expected: list[torch.Tensor | None] = [values(spec.input, x, False) @ values(spec.weight, w, False).t()]
+    expected: list[torch.Tensor | None] = [
+        values(spec.input, x, False) @ values(spec.weight, w, False).t()
+    ]
     if case.bias:
         expected[0] = expected[0] + b.double()  # pyright: ignore[reportOptionalOperand]
     if case.backward == "quantized":
@@ -107,7 +113,9 @@ def test_passes_multiply_operands_quantized_by_their_settings(case: Case):
         assert reference is not None
         # Half a unit in the last place of bfloat16, and a little for the float32 summation order.
         atol = 4e-3 * float(reference.abs().max())
-        torch.testing.assert_close(got.double().view(reference.shape), reference, rtol=2**-7, atol=atol)
+        torch.testing.assert_close(
+            got.double().view(reference.shape), reference, rtol=2**-7, atol=atol
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,7 +131,9 @@ def test_a_gradient_does_not_depend_on_which_other_gradients_are_computed(case: 
 @given(cases)
 def test_leading_dimensions_and_saved_values_change_no_bit(case: Case):
     assume(case.recipe != "delayed")
-    flat = case._replace(leading=(64,), keep_input=case.backward == "dequantized" and case.keep_input)
+    flat = case._replace(
+        leading=(64,), keep_input=case.backward == "dequantized" and case.keep_input
+    )
     for got, expected in zip(results(case), results(flat), strict=True):
         assert (got is None) == (expected is None)
         assert got is None or expected is None or torch.equal(got.view(expected.shape), expected)
@@ -131,5 +141,8 @@ def test_leading_dimensions_and_saved_values_change_no_bit(case: Case):
 
 def test_layers_without_quantizers_equal_identity_quantizers_bitwise():
     case = Case("none", "quantized", False, True, True, (True, True, True), (32, 2), False, 7)
-    plain, identity = results(case), results(case, dataclasses.replace(make_spec(case), plain=False))
+    plain, identity = (
+        results(case),
+        results(case, dataclasses.replace(make_spec(case), plain=False)),
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, identity, strict=True))  # pyright: ignore[reportArgumentType]

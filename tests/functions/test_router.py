@@ -22,7 +22,9 @@ def logits(device) -> torch.Tensor:
     return torch.stack([torch.linspace(-3, 3, E)[torch.randperm(E)] for _ in range(T)]).to(device)
 
 
-def topk(logits, k=K, score="softmax", pre=False, groups=(None, None), scale=None, bias=None, **options):
+def topk(
+    logits, k=K, score="softmax", pre=False, groups=(None, None), scale=None, bias=None, **options
+):
     return fused_topk_with_score_function(logits, k, pre, *groups, scale, score, bias, **options)
 
 
@@ -43,7 +45,9 @@ def test_softmax_over_the_top_k_equals_plain_pytorch(logits, dtype):
 def test_leading_dimensions_are_kept(logits):
     probs, routing_map = topk(logits.view(3, 4, E), score="sigmoid", pre=True)
     flat, flat_map = topk(logits, score="sigmoid")
-    assert torch.equal(probs.flatten(0, 1), flat) and torch.equal(routing_map.flatten(0, 1), flat_map)
+    assert torch.equal(probs.flatten(0, 1), flat) and torch.equal(
+        routing_map.flatten(0, 1), flat_map
+    )
 
 
 @pytest.mark.parametrize("named", [RoutingMapFormat.BITMAP_U8, 1, "bitmap_u8"])
@@ -120,13 +124,33 @@ REJECTED = {
     "no experts": (lambda: topk(X[:, :0]), ValueError, "at least one of each"),
     "k": (lambda: topk(X, 21), ValueError, "topk=21 > 20 experts"),
     "k of none": (lambda: topk(X, 0), ValueError, "topk=0 is below 1"),
-    "score": (lambda: topk(X, score="relu"), ValueError, "choose one of softmax, sigmoid, sqrtsoftplus"),
-    "bias": (lambda: topk(X, bias=X[0]), ValueError, "expert_bias goes with 'sigmoid' and 'sqrtsoftplus'"),
-    "groups": (lambda: topk(X, groups=(3, 2)), ValueError, "num_groups=3 does not divide 20 experts"),
+    "score": (
+        lambda: topk(X, score="relu"),
+        ValueError,
+        "choose one of softmax, sigmoid, sqrtsoftplus",
+    ),
+    "bias": (
+        lambda: topk(X, bias=X[0]),
+        ValueError,
+        "expert_bias goes with 'sigmoid' and 'sqrtsoftplus'",
+    ),
+    "groups": (
+        lambda: topk(X, groups=(3, 2)),
+        ValueError,
+        "num_groups=3 does not divide 20 experts",
+    ),
     "many groups": (lambda: topk(X, groups=(4, 5)), ValueError, "group_topk=5 > num_groups=4"),
     "uneven": (lambda: topk(X, groups=(5, 3)), ValueError, "a topk that group_topk divides"),
-    "format": (lambda: topk(X, routing_map_format="list"), ValueError, "choose one of bytemap, bitmap_u8"),
-    "format type": (lambda: topk(X, routing_map_format=1.0), TypeError, "routing_map_format=1.0 is a float"),
+    "format": (
+        lambda: topk(X, routing_map_format="list"),
+        ValueError,
+        "choose one of bytemap, bitmap_u8",
+    ),
+    "format type": (
+        lambda: topk(X, routing_map_format=1.0),
+        TypeError,
+        "routing_map_format=1.0 is a float",
+    ),
     "indices": (
         lambda: topk(X, topk_indices=torch.zeros(T, 3, dtype=torch.int32)),
         ValueError,
@@ -147,7 +171,11 @@ REJECTED = {
         ValueError,
         r"tokens_per_expert is \[5\]; give \[20\]",
     ),
-    "total": (lambda: fused_moe_aux_loss(X, X[0], 0, E, K, 0.1), ValueError, "total_num_tokens=0 is below 1"),
+    "total": (
+        lambda: fused_moe_aux_loss(X, X[0], 0, E, K, 0.1),
+        ValueError,
+        "total_num_tokens=0 is below 1",
+    ),
 }
 
 

@@ -46,7 +46,9 @@ def test_heads_and_gradients_equal_the_definition(device, queries, groups, inter
 def test_keys_and_values_are_views(device, interleaved):
     x = torch.randn(3, 8 * SIZE, device=device)
     _, k, v = split_heads(x, 4, 2, SIZE, interleaved)
-    assert {part.untyped_storage().data_ptr() for part in (k, v)} == {x.untyped_storage().data_ptr()}
+    assert {part.untyped_storage().data_ptr() for part in (k, v)} == {
+        x.untyped_storage().data_ptr()
+    }
 
 
 def test_an_unused_part_has_gradient_zero(device):

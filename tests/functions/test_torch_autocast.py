@@ -15,7 +15,10 @@ import transformer_engine.pytorch as te
 from tests.support.layers import same
 from tests.tensor.quantizer_cases import NAMES, create_quantizer
 from transformer_engine.pytorch import router
-from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from transformer_engine.pytorch.attention.rope import (
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+)
 from transformer_engine.pytorch.functions.activation import activation
 from transformer_engine.pytorch.functions.dropout import bias_dropout_add, dropout
 from transformer_engine.pytorch.functions.softmax import scaled_softmax
@@ -35,7 +38,10 @@ def labels(device):
 
 
 def linear_cross_entropy(device, dtype):
-    hidden, weight = matrix(device, ROWS, WIDTH, dtype=dtype), matrix(device, 96, WIDTH, dtype=dtype, seed=1)
+    hidden, weight = (
+        matrix(device, ROWS, WIDTH, dtype=dtype),
+        matrix(device, 96, WIDTH, dtype=dtype, seed=1),
+    )
     return (hidden, weight), te.fused_linear_cross_entropy(hidden, weight, labels(device))
 
 
@@ -58,7 +64,9 @@ def packed_rope(device, dtype):
 
 def permute(device, dtype):
     x = matrix(device, ROWS, WIDTH, dtype=dtype)
-    indices = torch.randint(0, EXPERTS, (ROWS, 2), generator=torch.Generator().manual_seed(3)).to(device)
+    indices = torch.randint(0, EXPERTS, (ROWS, 2), generator=torch.Generator().manual_seed(3)).to(
+        device
+    )
     probs = matrix(device, ROWS, 2).detach().softmax(-1).requires_grad_()
     y, row_map = te.moe_permute(x, indices.int(), map_type="index")
     return (x, probs), te.moe_unpermute(y, row_map, probs, map_type="index")
@@ -66,7 +74,9 @@ def permute(device, dtype):
 
 def route_tokens(device, dtype):
     logits = matrix(device, ROWS, EXPERTS, dtype=dtype)
-    probs, _ = router.fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax", None)
+    probs, _ = router.fused_topk_with_score_function(
+        logits, 2, False, None, None, None, "softmax", None
+    )
     return (logits,), probs
 
 

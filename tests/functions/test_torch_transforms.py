@@ -62,7 +62,9 @@ def is_torch_attention(name: str) -> bool:
 )
 def test_transforms_raise_with_the_remedy(name, recipe, mode, device):
     call, x = bind_layer(name, recipe, mode, device)
-    words = r"does not support the transforms of torch\.func .*torch\.autograd\.grad or backward\(\)"
+    words = (
+        r"does not support the transforms of torch\.func .*torch\.autograd\.grad or backward\(\)"
+    )
     with pytest.raises(RuntimeError, match=words):
         torch.func.grad(lambda x: call(x).sum())(x)
     with pytest.raises(RuntimeError, match=words):
@@ -98,7 +100,10 @@ def test_the_error_names_the_row_operation(device):
     x, sizes, order = torch.randn(4, 16, device=device), torch.tensor([1, 3]), torch.tensor([1, 0])
     sizes, order = sizes.to(device), order.to(device)
     for call, words in (
-        (lambda x: te.moe_sort_chunks_by_index(x, sizes, order), "^moe_sort_chunks_by_index does not"),
+        (
+            lambda x: te.moe_sort_chunks_by_index(x, sizes, order),
+            "^moe_sort_chunks_by_index does not",
+        ),
         (
             lambda x: te.moe_sort_chunks_by_index_with_probs(x, x[:, 0], sizes, order)[0],
             "^moe_sort_chunks_by_index_with_probs does not",
@@ -139,7 +144,9 @@ def test_quantizers_reject_tangents_instead_of_dropping_them(name, device):
 def test_attention_by_torch_operations_supports_reverse_mode(mask, training):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(16, 2, 4, 32, generator=generator) for _ in range(3))
-    layer = te.DotProductAttention(4, 32, attn_mask_type=mask, attention_dropout=0.0).train(training)
+    layer = te.DotProductAttention(4, 32, attn_mask_type=mask, attention_dropout=0.0).train(
+        training
+    )
     padding = torch.arange(16).view(1, 1, 1, 16) >= torch.tensor([12, 16]).view(2, 1, 1, 1)
 
     def call(x):

@@ -80,7 +80,12 @@ def names_it(message: str, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):  # whose elements take long to print
         report.add(repr(value))
     if isinstance(value, torch.Tensor):
-        report = {str(list(value.shape)), str(tuple(value.shape)), str(value.dtype), str(value.device)}
+        report = {
+            str(list(value.shape)),
+            str(tuple(value.shape)),
+            str(value.dtype),
+            str(value.device),
+        }
         report |= {str(value.numel()), type(value).__name__} | {str(size) for size in value.shape}
         if value.numel() <= 8 and not value.is_meta:
             # The bounds of sequences are one more than there are sequences.
@@ -89,7 +94,9 @@ def names_it(message: str, value: Any) -> bool:
             }
     elif isinstance(value, (list, tuple)):
         report |= {str(list(value)), str(tuple(value)), str(len(value))}
-        return any(text in message for text in report) or any(names_it(message, item) for item in value)
+        return any(text in message for text in report) or any(
+            names_it(message, item) for item in value
+        )
     elif isinstance(value, type):
         report |= {value.__name__}
     elif isinstance(value, dict):
@@ -97,7 +104,9 @@ def names_it(message: str, value: Any) -> bool:
     elif isinstance(value, enum.Enum):
         report |= {value.name}
     elif type(value).__module__.startswith("transformer_engine"):
-        report |= {str(part) for part in vars(value).values() if isinstance(part, (int, torch.dtype))}
+        report |= {
+            str(part) for part in vars(value).values() if isinstance(part, (int, torch.dtype))
+        }
     else:
         report |= {str(value)} if str(value) else set()
     return any(text in message for text in report)

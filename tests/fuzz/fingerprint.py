@@ -30,7 +30,19 @@ from transformer_engine.pytorch.quantization import (
 from transformer_engine.pytorch.quantization.autocast import here, snapshot
 from transformer_engine.pytorch.runtime import device_checks
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, torch.Size)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    torch.Size,
+)
 # Caches keyed by shapes and names: no result depends on the call order.
 MEMORIES = ("_foreseen", "_plans")
 OURS = ("transformer_engine", "transformer_engine_torch")
@@ -133,7 +145,9 @@ class _Visit:
         elif not value.is_meta:
             plain = value.detach().contiguous().reshape(-1)
             raw = plain.view(torch.uint8) if plain.numel() else plain
-            self.found[f"{position} bytes"] = hashlib.sha256(raw.cpu().numpy().tobytes()).hexdigest()
+            self.found[f"{position} bytes"] = hashlib.sha256(
+                raw.cpu().numpy().tobytes()
+            ).hexdigest()
             for name, extra in getattr(value, "__dict__", {}).items():
                 self(f"{position}.{name}", extra)
         if value.is_leaf and value.grad is not None:

@@ -38,8 +38,16 @@ def _dtypes(*shape: int) -> tuple[torch.Tensor, ...]:
 
 
 WRONG_KIND = (*NOT_A_TENSOR, None)
-ROWS = (*WRONG_KIND, *_dtypes(32, 32), tensor(32, 31), tensor(32, 64), tensor(), tensor(32, 0),
-        tensor(32, 32, dtype=torch.bfloat16), tensor(32, 32, device="meta"))  # fmt: skip
+ROWS = (
+    *WRONG_KIND,
+    *_dtypes(32, 32),
+    tensor(32, 31),
+    tensor(32, 64),
+    tensor(),
+    tensor(32, 0),
+    tensor(32, 32, dtype=torch.bfloat16),
+    tensor(32, 32, device="meta"),
+)
 SWITCHES = {"is_first_microbatch": FLAG}
 RESULTS = {"fp8_output": FLAG, "fp8_grad": FLAG}
 
@@ -70,41 +78,111 @@ def forward_calls() -> list[Call]:
 
 def _products(name: str, under: recipe.Recipe | None) -> list[Call]:
     x = {"inp": tensor(32, 32)}
-    splits = (None, 3, [32], [16, 15], [-1, 33], [16.5, 15.5], "22", torch.tensor([16.5, 15.5]), [16, 16, 0],
-              torch.tensor([[16, 16]]), {"a": 32})  # fmt: skip
+    splits = (
+        None,
+        3,
+        [32],
+        [16, 15],
+        [-1, 33],
+        [16.5, 15.5],
+        "22",
+        torch.tensor([16.5, 15.5]),
+        [16, 16, 0],
+        torch.tensor([[16, 16]]),
+        {"a": 32},
+    )
     return [
-        make_forward_call(f"Linear, {name}", lambda: te.Linear(32, 32, device="cpu"), x,
-                 {"inp": ROWS}, SWITCHES, RESULTS, under=under),
-        make_forward_call(f"LayerNormLinear, {name}", lambda: te.LayerNormLinear(32, 32, device="cpu"), x,
-                 {"inp": ROWS}, SWITCHES, RESULTS, under=under),
-        make_forward_call(f"LayerNormMLP, {name}", lambda: te.LayerNormMLP(32, 32, device="cpu"), x,
-                 {"inp": ROWS}, SWITCHES, under=under),
-        make_forward_call(f"GroupedLinear, {name}", lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
-                 {**x, "m_splits": [16, 16]},
-                 {"inp": (*ROWS, tensor(32, 32).to_sparse()), "m_splits": splits}, SWITCHES, under=under),
-    ]  # fmt: skip
+        make_forward_call(
+            f"Linear, {name}",
+            lambda: te.Linear(32, 32, device="cpu"),
+            x,
+            {"inp": ROWS},
+            SWITCHES,
+            RESULTS,
+            under=under,
+        ),
+        make_forward_call(
+            f"LayerNormLinear, {name}",
+            lambda: te.LayerNormLinear(32, 32, device="cpu"),
+            x,
+            {"inp": ROWS},
+            SWITCHES,
+            RESULTS,
+            under=under,
+        ),
+        make_forward_call(
+            f"LayerNormMLP, {name}",
+            lambda: te.LayerNormMLP(32, 32, device="cpu"),
+            x,
+            {"inp": ROWS},
+            SWITCHES,
+            under=under,
+        ),
+        make_forward_call(
+            f"GroupedLinear, {name}",
+            lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
+            {**x, "m_splits": [16, 16]},
+            {"inp": (*ROWS, tensor(32, 32).to_sparse()), "m_splits": splits},
+            SWITCHES,
+            under=under,
+        ),
+    ]
 
 
 def _norms() -> list[Call]:
-    inputs = (*WRONG_KIND, tensor(4, 32, dtype=torch.int64), tensor(4, 32, dtype=torch.bool), tensor(4, 31),
-              tensor(4, 32, dtype=torch.complex64), tensor(), tensor(4, 0), tensor(4, 32, device="meta"))  # fmt: skip
+    inputs = (
+        *WRONG_KIND,
+        tensor(4, 32, dtype=torch.int64),
+        tensor(4, 32, dtype=torch.bool),
+        tensor(4, 31),
+        tensor(4, 32, dtype=torch.complex64),
+        tensor(),
+        tensor(4, 0),
+        tensor(4, 32, device="meta"),
+    )
     names = {"LayerNorm": te.LayerNorm, "RMSNorm": te.RMSNorm}
     scores = (*WRONG_KIND, tensor(4), tensor(1, 2, 4, 4, dtype=torch.int64))
     masks = (*NOT_A_TENSOR, tensor(3, 3).bool(), tensor(1, 1, 5, 4).bool())
     return [
-        *(make_forward_call(f"{name}.forward", lambda kind=kind: kind(32, device="cpu"), {"input": tensor(4, 32)},
-                   {"input": inputs}) for name, kind in names.items()),
-        make_forward_call("L2Normalization.forward", L2Normalization, {"x": tensor(4, 32)},
-                 {"x": (*WRONG_KIND, tensor(4, 32, dtype=torch.int64))}),
-        make_forward_call("DropPath.forward", lambda: DropPath(0.5), {"hidden_state": tensor(4, 4, 32)},
-                 {"hidden_state": (*WRONG_KIND, tensor(4), tensor(4, 4, 32, dtype=torch.int64))}),
-        make_forward_call("FusedScaleMaskSoftmax.forward", lambda: FusedScaleMaskSoftmax(torch.add),
-                 {"inp": tensor(1, 2, 4, 4), "mask": None, "attn_mask_type": "causal"},
-                 {"inp": scores, "mask": masks, "attn_mask_type": (*NAME, None),
-                  "scale": ("1", NAN, [1.0])}),
-        make_forward_call("RotaryPositionEmbedding.forward", lambda: te.RotaryPositionEmbedding(16), {"max_seq_len": 8},
-                 {"max_seq_len": (-1, 2.5, "8", None), "offset": (NAN, "8", None)}),
-    ]  # fmt: skip
+        *(
+            make_forward_call(
+                f"{name}.forward",
+                lambda kind=kind: kind(32, device="cpu"),
+                {"input": tensor(4, 32)},
+                {"input": inputs},
+            )
+            for name, kind in names.items()
+        ),
+        make_forward_call(
+            "L2Normalization.forward",
+            L2Normalization,
+            {"x": tensor(4, 32)},
+            {"x": (*WRONG_KIND, tensor(4, 32, dtype=torch.int64))},
+        ),
+        make_forward_call(
+            "DropPath.forward",
+            lambda: DropPath(0.5),
+            {"hidden_state": tensor(4, 4, 32)},
+            {"hidden_state": (*WRONG_KIND, tensor(4), tensor(4, 4, 32, dtype=torch.int64))},
+        ),
+        make_forward_call(
+            "FusedScaleMaskSoftmax.forward",
+            lambda: FusedScaleMaskSoftmax(torch.add),
+            {"inp": tensor(1, 2, 4, 4), "mask": None, "attn_mask_type": "causal"},
+            {
+                "inp": scores,
+                "mask": masks,
+                "attn_mask_type": (*NAME, None),
+                "scale": ("1", NAN, [1.0]),
+            },
+        ),
+        make_forward_call(
+            "RotaryPositionEmbedding.forward",
+            lambda: te.RotaryPositionEmbedding(16),
+            {"max_seq_len": 8},
+            {"max_seq_len": (-1, 2.5, "8", None), "offset": (NAN, "8", None)},
+        ),
+    ]
 
 
 HEADS = tensor(4, 2, 4, 16)  # sbhd
@@ -182,17 +260,38 @@ def _inference() -> list[Call]:
         cache = te.InferenceParams(2, 8, 4, 16, torch.float32)
         return Made(cache.allocate_memory, {"layer_number": 1}, [cache])
 
-    tensors = (*NOT_A_TENSOR, None, tensor(2, 2, 3, 16), tensor(2, 2, 4, 15), tensor(3, 2, 4, 16), tensor())
+    tensors = (
+        *NOT_A_TENSOR,
+        None,
+        tensor(2, 2, 3, 16),
+        tensor(2, 2, 4, 15),
+        tensor(3, 2, 4, 16),
+        tensor(),
+    )
     return [
-        Call("InferenceParams.step", make, {"new_k": tensors, "new_v": tensors, "qkv_format": (*NAME, None),
-                                            "layer_number": (2.5, "1", None)}),
+        Call(
+            "InferenceParams.step",
+            make,
+            {
+                "new_k": tensors,
+                "new_v": tensors,
+                "qkv_format": (*NAME, None),
+                "layer_number": (2.5, "1", None),
+            },
+        ),
         Call("InferenceParams.allocate_memory", allocation, {"layer_number": (2.5, "1", None)}),
-    ]  # fmt: skip
+    ]
 
 
 def _composites() -> list[Call]:
     x = tensor(4, 2, 32)
-    inputs = (*WRONG_KIND, tensor(4, 2, 31), tensor(), *_dtypes(4, 2, 32), tensor(4, 2, 32, device="meta"))
+    inputs = (
+        *WRONG_KIND,
+        tensor(4, 2, 31),
+        tensor(),
+        *_dtypes(4, 2, 32),
+        tensor(4, 2, 32, device="meta"),
+    )
     shared = {
         **CALL,
         "is_first_microbatch": FLAG,
@@ -209,20 +308,37 @@ def _composites() -> list[Call]:
     calls = []
     for name, under in (("high precision", None), ("delayed", RECIPES["delayed"])):
         calls += [
-            make_forward_call(f"MultiheadAttention.forward, {name}", lambda: te.MultiheadAttention(32, 4, **off),
-                     {"hidden_states": x}, shared, {"hidden_states": inputs},
-                     under=under),
-            make_forward_call(f"MultiheadAttention.forward, cross, {name}",
-                     lambda: te.MultiheadAttention(32, 4, attention_type="cross", **off),
-                     {"hidden_states": x, "encoder_output": x.clone()},
-                     {"encoder_output": inputs, "hidden_states": inputs}, under=under),
-            make_forward_call(f"TransformerLayer.forward, {name}",
-                     lambda: te.TransformerLayer(32, 32, 4, hidden_dropout=0.0, **off),
-                     {"hidden_states": x}, layer, {"hidden_states": inputs},
-                     under=under),
-            make_forward_call(f"TransformerLayer.forward, decoder, {name}",
-                     lambda: te.TransformerLayer(32, 32, 4, layer_type="decoder", hidden_dropout=0.0, **off),
-                     {"hidden_states": x, "encoder_output": x.clone()},
-                     {"encoder_output": inputs, "hidden_states": inputs}, under=under),
-        ]  # fmt: skip
+            make_forward_call(
+                f"MultiheadAttention.forward, {name}",
+                lambda: te.MultiheadAttention(32, 4, **off),
+                {"hidden_states": x},
+                shared,
+                {"hidden_states": inputs},
+                under=under,
+            ),
+            make_forward_call(
+                f"MultiheadAttention.forward, cross, {name}",
+                lambda: te.MultiheadAttention(32, 4, attention_type="cross", **off),
+                {"hidden_states": x, "encoder_output": x.clone()},
+                {"encoder_output": inputs, "hidden_states": inputs},
+                under=under,
+            ),
+            make_forward_call(
+                f"TransformerLayer.forward, {name}",
+                lambda: te.TransformerLayer(32, 32, 4, hidden_dropout=0.0, **off),
+                {"hidden_states": x},
+                layer,
+                {"hidden_states": inputs},
+                under=under,
+            ),
+            make_forward_call(
+                f"TransformerLayer.forward, decoder, {name}",
+                lambda: te.TransformerLayer(
+                    32, 32, 4, layer_type="decoder", hidden_dropout=0.0, **off
+                ),
+                {"hidden_states": x, "encoder_output": x.clone()},
+                {"encoder_output": inputs, "hidden_states": inputs},
+                under=under,
+            ),
+        ]
     return calls

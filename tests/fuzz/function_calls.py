@@ -9,7 +9,19 @@ from typing import Any
 import torch
 
 import transformer_engine.pytorch as te
-from tests.fuzz.bad_values import COUNT, DEVICE, FLAG, FUNCTION, GROUP, NAME, RECIPE, SIZE, WORD, Call, Made
+from tests.fuzz.bad_values import (
+    COUNT,
+    DEVICE,
+    FLAG,
+    FUNCTION,
+    GROUP,
+    NAME,
+    RECIPE,
+    SIZE,
+    WORD,
+    Call,
+    Made,
+)
 from tests.fuzz.extension_calls import extension_calls
 from tests.fuzz.forward_calls import WRONG_KIND, tensor
 from transformer_engine.pytorch import distributed
@@ -42,17 +54,40 @@ def _quantizing() -> list[Call]:
     calls = []
     for name, build in QUANTIZERS.items():
         calls += [
-            Call(f"{name}.quantize", _method(build, "quantize", tensor=tensor(32, 32)),
-                 {"tensor": VALUES, "out": (3, "out", tensor(32, 32)), "dtype": RESULT_DTYPE}, stateful=True),
-            Call(f"{name}.update_quantized", _make_quantize_call(build),
-                 {"src": (*VALUES, tensor(16, 32), tensor(32)), "dst": (3, None, tensor(32, 32)),
-                  "noop_flag": (3, "1", [1.0], tensor(3))}, stateful=True),
-            Call(f"{name}.make_empty", _method(build, "make_empty", shape=(32, 32)),
-                 {"shape": SHAPES, "dtype": (*RESULT_DTYPE, None), "device": DEVICE, "requires_grad": FLAG,
-                  "pin_memory": FLAG}),
-            Call(f"{name}.set_usage", _method(build, "set_usage"), {"rowwise": FLAG, "columnwise": FLAG}),
+            Call(
+                f"{name}.quantize",
+                _method(build, "quantize", tensor=tensor(32, 32)),
+                {"tensor": VALUES, "out": (3, "out", tensor(32, 32)), "dtype": RESULT_DTYPE},
+                stateful=True,
+            ),
+            Call(
+                f"{name}.update_quantized",
+                _make_quantize_call(build),
+                {
+                    "src": (*VALUES, tensor(16, 32), tensor(32)),
+                    "dst": (3, None, tensor(32, 32)),
+                    "noop_flag": (3, "1", [1.0], tensor(3)),
+                },
+                stateful=True,
+            ),
+            Call(
+                f"{name}.make_empty",
+                _method(build, "make_empty", shape=(32, 32)),
+                {
+                    "shape": SHAPES,
+                    "dtype": (*RESULT_DTYPE, None),
+                    "device": DEVICE,
+                    "requires_grad": FLAG,
+                    "pin_memory": FLAG,
+                },
+            ),
+            Call(
+                f"{name}.set_usage",
+                _method(build, "set_usage"),
+                {"rowwise": FLAG, "columnwise": FLAG},
+            ),
             Call(f"{name[:-9]} tensor, dequantize", _quantized(build), {"dtype": RESULT_DTYPE}),
-        ]  # fmt: skip
+        ]
     return calls
 
 
@@ -88,39 +123,85 @@ def _distributed() -> list[Call]:
     attributes = {"partition_dim": (1.5, "0", None), "stride": (0, 1.5, "1", None)}
 
     def fill(weight: Any = weight, init_method: Any = torch.nn.init.zeros_, **options: Any) -> None:
-        tensor_parallel.initialize_affine_weight_gpu(weight, init_method, set_tp_attributes=False, **options)
+        tensor_parallel.initialize_affine_weight_gpu(
+            weight, init_method, set_tp_attributes=False, **options
+        )
 
     def run_checkpointed(function: Any = torch.relu, x: Any = x, **options: Any) -> Any:
         return te.checkpoint(function, x, **options)
 
     return [
-        Call("checkpoint", lambda: Made(run_checkpointed, {}), {
-            "function": FUNCTION, "distribute_saved_activations": FLAG, "use_reentrant": FLAG, "tp_group": GROUP,
-            "get_rng_state_tracker": FUNCTION, "context_fn": FUNCTION, "debug": FLAG,
-        }),
-        Call("gather_along_first_dim", lambda: Made(
-            distributed.gather_along_first_dim, {"inp": x, "process_group": None}),
-            {**inputs, "process_group": GROUP, "async_op": FLAG, "quantizer": (3, "mxfp8")}),
-        Call("reduce_scatter_along_first_dim", lambda: Made(
-            distributed.reduce_scatter_along_first_dim, {"inp": x, "tp_group": None}),
-            {**inputs, "tp_group": GROUP, "async_op": FLAG}),
-        Call("allreduce", lambda: Made(distributed.allreduce, {"inp": x, "tp_group": None}),
-             {**inputs, "tp_group": GROUP, "async_op": FLAG}),
-        Call("symmetric_all_reduce", lambda: Made(distributed.symmetric_all_reduce, {"inp": x, "tp_group": None}),
-             {**inputs, "tp_group": GROUP, "all_reduce_type": NAME, "async_op": FLAG}),
-        Call("initialize_affine_weight_gpu", lambda: Made(fill, {}),
-             {"weight": WRONG_KIND, "init_method": (*FUNCTION, None), "get_rng_state_tracker": FUNCTION, **attributes}),
-        Call("set_tensor_model_parallel_attributes", lambda: Made(_mark_parallel, {"tensor": weight}),
-             {"tensor": (*WRONG_KIND,), "is_parallel": FLAG, "dim": (1.5, "0", None), "stride": (0, 1.5, "1", None)}),
-        Call("TensorParallel", lambda: Made(tensor_parallel.TensorParallel, {"mode": "column", "size": 2}),
-             {"mode": NAME, "size": (0, -1, 2.5, "2", None)}),
+        Call(
+            "checkpoint",
+            lambda: Made(run_checkpointed, {}),
+            {
+                "function": FUNCTION,
+                "distribute_saved_activations": FLAG,
+                "use_reentrant": FLAG,
+                "tp_group": GROUP,
+                "get_rng_state_tracker": FUNCTION,
+                "context_fn": FUNCTION,
+                "debug": FLAG,
+            },
+        ),
+        Call(
+            "gather_along_first_dim",
+            lambda: Made(distributed.gather_along_first_dim, {"inp": x, "process_group": None}),
+            {**inputs, "process_group": GROUP, "async_op": FLAG, "quantizer": (3, "mxfp8")},
+        ),
+        Call(
+            "reduce_scatter_along_first_dim",
+            lambda: Made(distributed.reduce_scatter_along_first_dim, {"inp": x, "tp_group": None}),
+            {**inputs, "tp_group": GROUP, "async_op": FLAG},
+        ),
+        Call(
+            "allreduce",
+            lambda: Made(distributed.allreduce, {"inp": x, "tp_group": None}),
+            {**inputs, "tp_group": GROUP, "async_op": FLAG},
+        ),
+        Call(
+            "symmetric_all_reduce",
+            lambda: Made(distributed.symmetric_all_reduce, {"inp": x, "tp_group": None}),
+            {**inputs, "tp_group": GROUP, "all_reduce_type": NAME, "async_op": FLAG},
+        ),
+        Call(
+            "initialize_affine_weight_gpu",
+            lambda: Made(fill, {}),
+            {
+                "weight": WRONG_KIND,
+                "init_method": (*FUNCTION, None),
+                "get_rng_state_tracker": FUNCTION,
+                **attributes,
+            },
+        ),
+        Call(
+            "set_tensor_model_parallel_attributes",
+            lambda: Made(_mark_parallel, {"tensor": weight}),
+            {
+                "tensor": (*WRONG_KIND,),
+                "is_parallel": FLAG,
+                "dim": (1.5, "0", None),
+                "stride": (0, 1.5, "1", None),
+            },
+        ),
+        Call(
+            "TensorParallel",
+            lambda: Made(tensor_parallel.TensorParallel, {"mode": "column", "size": 2}),
+            {"mode": NAME, "size": (0, -1, 2.5, "2", None)},
+        ),
         Call("CudaRNGStatesTracker.fork", _tracker, {"name": (WORD, 3, None, ["a"])}),
-        Call("CudaRNGStatesTracker.set_states", _states, {"states": (3, "states", None, {"a": 3}, [1])}),
-    ]  # fmt: skip
+        Call(
+            "CudaRNGStatesTracker.set_states",
+            _states,
+            {"states": (3, "states", None, {"a": 3}, [1])},
+        ),
+    ]
 
 
 def _mark_parallel(tensor: Any, is_parallel: Any = True, dim: Any = 0, stride: Any = 1) -> None:
-    twin = torch.nn.Parameter(tensor.detach().clone()) if isinstance(tensor, torch.Tensor) else tensor
+    twin = (
+        torch.nn.Parameter(tensor.detach().clone()) if isinstance(tensor, torch.Tensor) else tensor
+    )
     tensor_parallel.set_tensor_model_parallel_attributes(twin, is_parallel, dim, stride)
 
 
@@ -150,23 +231,55 @@ def _reports() -> list[Call]:
 
     return [
         Call("explain", lambda: Made(_explain, {}), {"function": FUNCTION, "backward": FLAG}),
-        Call("memory_plan", lambda: Made(te.memory_plan, {"model": model, "recipe": None, "tokens": 16}, [model]),
-             {"model": (3, "model", None, torch.relu), "recipe": RECIPE, "tokens": (0, -1, 2.5, "16", None, True),
-              "input_gradient": FLAG, "inputs": (3, "x")}),
-        Call("graphed", lambda: Made(te.graphed, {"module": torch.relu}),
-             {"module": (3, "relu", None), "after": SIZE, "signatures": SIZE}),
-        Call("make_graphed_callables", lambda: Made(_graph_callables, {"modules": torch.nn.Identity()}),
-             {"modules": (3, "model", None, [model], ()), "sample_args": (3, "x", (3,), None),
-              "sample_kwargs": ({"a": object}, 3),
-              "num_warmup_iters": COUNT, "allow_unused_input": FLAG, "enabled": FLAG, "calibrating": FLAG,
-              "amax_reduction_group": GROUP, "cache_quantized_params": FLAG, "_order": ([0], [1], [-1, 1]),
-              "retain_graph_in_backward": FLAG, "_reuse_graph_input_output_buffers": (*FLAG, True)}),
-        Call("get_cpu_offload_context", lambda: Made(te.get_cpu_offload_context, {"enabled": False}),
-             {"enabled": FLAG, "offload_activations": FLAG, "offload_weights": FLAG, "double_buffering": FLAG,
-              "manual_synchronization": FLAG, "retain_pinned_cpu_buffers": FLAG}),
+        Call(
+            "memory_plan",
+            lambda: Made(te.memory_plan, {"model": model, "recipe": None, "tokens": 16}, [model]),
+            {
+                "model": (3, "model", None, torch.relu),
+                "recipe": RECIPE,
+                "tokens": (0, -1, 2.5, "16", None, True),
+                "input_gradient": FLAG,
+                "inputs": (3, "x"),
+            },
+        ),
+        Call(
+            "graphed",
+            lambda: Made(te.graphed, {"module": torch.relu}),
+            {"module": (3, "relu", None), "after": SIZE, "signatures": SIZE},
+        ),
+        Call(
+            "make_graphed_callables",
+            lambda: Made(_graph_callables, {"modules": torch.nn.Identity()}),
+            {
+                "modules": (3, "model", None, [model], ()),
+                "sample_args": (3, "x", (3,), None),
+                "sample_kwargs": ({"a": object}, 3),
+                "num_warmup_iters": COUNT,
+                "allow_unused_input": FLAG,
+                "enabled": FLAG,
+                "calibrating": FLAG,
+                "amax_reduction_group": GROUP,
+                "cache_quantized_params": FLAG,
+                "_order": ([0], [1], [-1, 1]),
+                "retain_graph_in_backward": FLAG,
+                "_reuse_graph_input_output_buffers": (*FLAG, True),
+            },
+        ),
+        Call(
+            "get_cpu_offload_context",
+            lambda: Made(te.get_cpu_offload_context, {"enabled": False}),
+            {
+                "enabled": FLAG,
+                "offload_activations": FLAG,
+                "offload_weights": FLAG,
+                "double_buffering": FLAG,
+                "manual_synchronization": FLAG,
+                "retain_pinned_cpu_buffers": FLAG,
+            },
+        ),
         Call("deterministic", lambda: Made(_deterministic, {}), {"enabled": FLAG}),
         Call("use_backend", lambda: Made(force, {"gemm": "reference"}), {"gemm": (WORD, 3, None)}),
-    ]  # fmt: skip
+    ]
 
 
 def _graph_callables(modules: Any, **options: Any) -> Any:

@@ -22,7 +22,14 @@ from tests.fuzz.function_calls import function_calls
 from tests.fuzz.training_calls import training_calls
 
 SOURCES = Path(transformer_engine.__file__).resolve().parents[1]
-TABLES = (constructor_calls, forward_calls, attention_calls, function_calls, training_calls, expert_calls)
+TABLES = (
+    constructor_calls,
+    forward_calls,
+    attention_calls,
+    function_calls,
+    training_calls,
+    expert_calls,
+)
 NAMED = (ValueError, TypeError, NotImplementedError, RuntimeError)
 REMEDY = re.compile(
     r"\b(give|choose|pass|use|set|leave|move|convert|call|make|must|pad|needs?|run|unset|ask|drop|raise|takes?|"

@@ -27,7 +27,9 @@ def capture(monkeypatch):
     real = checks.one_number
     # As for tensors on a GPU, whose values an optimizer does not read.
     monkeypatch.setattr(
-        checks, "one_number", lambda name, value: None if torch.is_tensor(value) else real(name, value)
+        checks,
+        "one_number",
+        lambda name, value: None if torch.is_tensor(value) else real(name, value),
     )
     return _install(monkeypatch, CaptureRecorder())
 

@@ -49,9 +49,13 @@ def test_an_order_accepts_all_number_types(order, sizes, rerun):
     eager, graphed = layers(2)
     samples = tuple((sample(i).requires_grad_(),) for i in range(2))
     result = te.make_graphed_callables(
-        tuple(graphed), samples, _order=ORDERS[order], _num_layers_per_chunk=SIZES[sizes],
-        num_warmup_iters=torch.tensor(2), allow_unused_input=numpy.bool_(False),
-    )  # fmt: skip
+        tuple(graphed),
+        samples,
+        _order=ORDERS[order],
+        _num_layers_per_chunk=SIZES[sizes],
+        num_warmup_iters=torch.tensor(2),
+        allow_unused_input=numpy.bool_(False),
+    )
     x, e = sample(3).requires_grad_(), sample(3).requires_grad_()
     found, expected = result[1](result[0](x)), eager[1](eager[0](e))
     assert torch.equal(found, expected)
@@ -114,7 +118,9 @@ def test_an_argument_in_another_dtype_is_copied_to_the_captured_one(dtype, rerun
     x = (4 * sample(3)).to(dtype)
     differentiable = dtype.is_floating_point
     ours, theirs = (x.clone().requires_grad_(differentiable) for _ in range(2))
-    with pytest.warns(UserWarning, match=f"argument 0 is {dtype}, the graph was captured for torch.float32"):
+    with pytest.warns(
+        UserWarning, match=f"argument 0 is {dtype}, the graph was captured for torch.float32"
+    ):
         found = result(ours)
     expected = eager[0](theirs.float())
     assert torch.equal(found, expected)

@@ -44,7 +44,9 @@ def _entry_count(module):
 def _reason(module, *args, **kwargs):
     explanation = te.explain(module, *args, **kwargs)
     (decision,) = [d for d in explanation.decisions if d.operation == "graphed"]
-    return decision.chosen, next((v.reason for v in decision.verdicts if v.backend == "captured"), None)
+    return decision.chosen, next(
+        (v.reason for v in decision.verdicts if v.backend == "captured"), None
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -64,8 +66,14 @@ def test_the_fourth_call_is_captured_and_all_calls_equal_eager_bitwise(kind, rec
 def test_explain_reports_how_many_calls_precede_the_capture(rerun):
     module = te.graphed(_layer(), after=2, signatures=1)
     x = _x().requires_grad_()
-    assert _reason(module, x) == ("eager", "0 calls of this signature so far; it is captured after 2")
-    assert _reason(module, x) == ("eager", "1 calls of this signature so far; it is captured after 2")
+    assert _reason(module, x) == (
+        "eager",
+        "0 calls of this signature so far; it is captured after 2",
+    )
+    assert _reason(module, x) == (
+        "eager",
+        "1 calls of this signature so far; it is captured after 2",
+    )
     module(x).sum().backward()
     module(x).sum().backward()
     assert _entry_count(module) == 1
@@ -74,7 +82,9 @@ def test_explain_reports_how_many_calls_precede_the_capture(rerun):
     assert chosen == "eager"
     assert reason is not None
     assert reason.startswith("1 signatures are kept already")
-    assert rerun.log == ["forward", "backward"] * 2  # for the two calls; calls inside explain run eagerly
+    assert (
+        rerun.log == ["forward", "backward"] * 2
+    )  # for the two calls; calls inside explain run eagerly
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -83,7 +93,10 @@ def test_on_a_cpu_every_call_is_eager_and_the_reason_is_reported():
     module = te.graphed(copy.deepcopy(eager))
     for seed in range(5):
         assert _equal(_step(module, module, None, seed), _step(eager, eager, None, seed))
-    assert _reason(module, _x()) == ("eager", "an argument is on cpu; a CUDA graph takes tensors of a GPU")
+    assert _reason(module, _x()) == (
+        "eager",
+        "an argument is on cpu; a CUDA graph takes tensors of a GPU",
+    )
 
 
 def _capture(module, x):
@@ -161,7 +174,10 @@ class _Foreign(torch.nn.Module):
         object.__setattr__(self, "hidden", torch.nn.LeakyReLU())  # not a child of the module
 
     def forward(self, x):
-        return self.hidden(self.activation(self.layers(x) * self.multiplier * self.mask)) + self.shifts[0]
+        return (
+            self.hidden(self.activation(self.layers(x) * self.multiplier * self.mask))
+            + self.shifts[0]
+        )
 
 
 def _replace_norm(module):
@@ -198,7 +214,10 @@ def test_graph_is_not_replayed_after_a_write_to_a_foreign_layer(write, rerun):
     _capture(module, x)
     assert _reason(module, x) == ("captured", None)
     write(module)
-    assert _reason(module, x) == ("eager", "0 calls of this signature so far; it is captured after 3")
+    assert _reason(module, x) == (
+        "eager",
+        "0 calls of this signature so far; it is captured after 3",
+    )
 
 
 def test_graph_is_replayed_again_when_a_foreign_layers_setting_is_restored(rerun):
@@ -229,7 +248,8 @@ def test_results_that_a_layer_stores_do_not_prevent_a_capture(rerun):
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), [(torch.nn.ReLU, module_standing), (_Settings, SameObject), (object, SameObject)]
+    ("kind", "part"),
+    [(torch.nn.ReLU, module_standing), (_Settings, SameObject), (object, SameObject)],
 )
 def test_a_signature_rejects_a_new_object_at_an_old_objects_address(kind, part):
     value = kind()
@@ -272,7 +292,9 @@ def test_a_second_forward_before_the_backward_runs_eagerly(rerun):
     )
     assert torch.equal(module.kept_grads[0], eager.kept_grads[0])
     first = module(_x(1).requires_grad_())
-    assert _reason(module, _x(2).requires_grad_())[1].startswith("an earlier call waits for its backward")
+    assert _reason(module, _x(2).requires_grad_())[1].startswith(
+        "an earlier call waits for its backward"
+    )
     del first
     assert _reason(module, _x(2).requires_grad_()) == ("captured", None)
 

@@ -24,7 +24,9 @@ class FailingCapture:
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         if not self.is_empty and (kind is not None or self.invalidated):
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
 
 
 @pytest.fixture

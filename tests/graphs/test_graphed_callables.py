@@ -86,7 +86,9 @@ def test_three_graphed_steps_are_bitwise_equal_to_eager_steps(kind, recipe, reru
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_capturing_changes_no_scales_gradients_or_random_states(recipe, rerun):
     recipe = RECIPES[recipe]
-    module = torch.nn.Sequential(_layer("LayerNormMLP"), torch.nn.BatchNorm1d(BATCH), torch.nn.Dropout(0.5))
+    module = torch.nn.Sequential(
+        _layer("LayerNormMLP"), torch.nn.BatchNorm1d(BATCH), torch.nn.Dropout(0.5)
+    )
     for p in module.parameters():
         p.grad = torch.ones_like(p)
     if recipe is not None:
@@ -113,7 +115,9 @@ def test_states_created_by_warm_up_equal_a_first_calls_states(rerun):
 
 def test_a_model_graphed_in_pieces_equals_the_eager_model(rerun):
     recipe = RECIPES["delayed"]
-    eager = torch.nn.ModuleList([_layer("LayerNormMLP"), _layer("Linear"), _layer("LayerNormLinear")])
+    eager = torch.nn.ModuleList(
+        [_layer("LayerNormMLP"), _layer("Linear"), _layer("LayerNormLinear")]
+    )
     pieces = copy.deepcopy(eager)
     result = te.make_graphed_callables(
         tuple(pieces),
@@ -158,8 +162,12 @@ def test_cached_weights_are_updated_in_the_first_microbatch_only(kind, recipe, r
     for step in range(2):
         for microbatch in range(2):
             first = microbatch == 0
-            expected = _step(eager_call, eager, recipe, 10 * step + microbatch, is_first_microbatch=first)
-            found = _step(graphed, replayed, recipe, 10 * step + microbatch, is_first_microbatch=first)
+            expected = _step(
+                eager_call, eager, recipe, 10 * step + microbatch, is_first_microbatch=first
+            )
+            found = _step(
+                graphed, replayed, recipe, 10 * step + microbatch, is_first_microbatch=first
+            )
             assert _equal(found, expected)
             assert _equal(_state(replayed), _state(eager))
         with torch.no_grad():  # the optimizer's step, which the next first microbatch has to see
@@ -194,7 +202,9 @@ def test_modules_that_store_the_first_microbatch_flag_follow_it(caches, rerun):
             eager.is_first_microbatch = first or not caches
             report = {"is_first_microbatch": first} if caches else {}
             seed = 10 * step + microbatch
-            assert _equal(_step(graphed, replayed, recipe, seed, **report), _step(eager, eager, recipe, seed))
+            assert _equal(
+                _step(graphed, replayed, recipe, seed, **report), _step(eager, eager, recipe, seed)
+            )
         with torch.no_grad():
             for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
                 p.mul_(1.5)
@@ -242,7 +252,9 @@ def test_replayed_tied_modules_add_to_one_weight_gradient_sum(rerun):
     for seed, first in ((0, True), (1, False), (2, True)):
         for layers in (eager, graphed):
             x = _x(seed)
-            layers[1](layers[0](x, is_first_microbatch=first), is_first_microbatch=first).sum().backward()
+            layers[1](
+                layers[0](x, is_first_microbatch=first), is_first_microbatch=first
+            ).sum().backward()
         assert torch.equal(replayed[0].weight.main_grad, eager[0].weight.main_grad)
 
 
@@ -269,7 +281,12 @@ def test_gradients_accumulate_over_replays_outside_graph_memory(rerun):
         _step(eager, eager, None, seed)
         _step(replayed, replayed, None, seed)
     assert _equal([p.grad for p in replayed.parameters()], [p.grad for p in eager.parameters()])
-    statics = {r.data_ptr() for _, recording in rerun.recordings for r in recording.results if r is not None}
+    statics = {
+        r.data_ptr()
+        for _, recording in rerun.recordings
+        for r in recording.results
+        if r is not None
+    }
     assert not statics & {p.grad.data_ptr() for p in replayed.parameters()}
 
 
@@ -300,7 +317,9 @@ def test_nested_arguments_keywords_and_outputs_keep_their_structure(rerun):
     replayed = copy.deepcopy(eager)
 
     def arguments(seed):
-        return ({"a": (_x(seed).requires_grad_(), _x(seed + 1))},), {"scale": torch.tensor(2.0 + seed)}
+        return ({"a": (_x(seed).requires_grad_(), _x(seed + 1))},), {
+            "scale": torch.tensor(2.0 + seed)
+        }
 
     args, kwargs = arguments(0)
     graphed = te.make_graphed_callables(replayed, (args), sample_kwargs=kwargs)
@@ -332,7 +351,9 @@ class _Scaled(torch.nn.Module):
 
     def forward(self, x, scale=None, power=1, *, mode="plain", **more):
         y = self.layer(x) ** power * (1 if scale is None else scale)
-        return y + sum(value for value in more.values() if value is not None) * (1 if mode == "plain" else 2)
+        return y + sum(value for value in more.values() if value is not None) * (
+            1 if mode == "plain" else 2
+        )
 
 
 _UNCAPTURED = {
@@ -348,7 +369,9 @@ _UNCAPTURED = {
 @pytest.mark.parametrize("argument", _UNCAPTURED)
 @pytest.mark.parametrize("records", [True, False], ids=["graph", "without a GPU"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_keyword_that_was_not_captured_raises_before_anything_runs(argument, records, training, request):
+def test_a_keyword_that_was_not_captured_raises_before_anything_runs(
+    argument, records, training, request
+):
     if not records and torch.cuda.is_available():
         pytest.skip("calls are captured on a machine with a GPU")
     log = request.getfixturevalue("rerun").log if records else []
@@ -364,21 +387,30 @@ def test_a_keyword_that_was_not_captured_raises_before_anything_runs(argument, r
     graphed.train(not training)  # the module's own forward runs in the other mode
     twin = _Scaled()
     twin.load_state_dict(module.state_dict())
-    assert torch.equal(graphed(_x(3), **_UNCAPTURED[argument]), twin(_x(3), **_UNCAPTURED[argument]))
+    assert torch.equal(
+        graphed(_x(3), **_UNCAPTURED[argument]), twin(_x(3), **_UNCAPTURED[argument])
+    )
 
 
 def test_a_keyword_without_effect_is_accepted_without_being_captured(rerun):
     module = _Scaled()
     expected = module(_x(3))
     graphed = te.make_graphed_callables(module, (_x(),))
-    assert torch.equal(graphed(_x(3), scale=None, power=1, mode="plain", inference_context=None), expected)
+    assert torch.equal(
+        graphed(_x(3), scale=None, power=1, mode="plain", inference_context=None), expected
+    )
 
 
 def test_keywords_other_than_tensors_are_constants_in_the_graph(rerun):
     eager = _Choosing()
 
     def keywords(seed, **changed):
-        return {"kind": "double", "scale": None, "at": 1, "added": {"to": (_x(9), _x(seed))}} | changed
+        return {
+            "kind": "double",
+            "scale": None,
+            "at": 1,
+            "added": {"to": (_x(9), _x(seed))},
+        } | changed
 
     graphed = te.make_graphed_callables(copy.deepcopy(eager), (_x(),), sample_kwargs=keywords(1))
     x = _x(3)
@@ -399,7 +431,9 @@ def test_keywords_other_than_tensors_are_constants_in_the_graph(rerun):
 
 @pytest.mark.parametrize("wrong", [object(), [print], torch.nn.Identity()])
 def test_a_keyword_whose_content_may_change_is_rejected(rerun, wrong):
-    with pytest.raises(TypeError, match="a graph takes tensors, and in keywords None, numbers, text"):
+    with pytest.raises(
+        TypeError, match="a graph takes tensors, and in keywords None, numbers, text"
+    ):
         te.make_graphed_callables(_Choosing(), (_x(),), sample_kwargs={"kind": wrong})
 
 
@@ -474,7 +508,9 @@ def _numbers(tracker):
 def test_tracked_random_states_are_restored_after_capture(rerun):
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
-    layer = _layer("MultiheadAttention", attention_dropout=0.3, get_rng_state_tracker=lambda: tracker)
+    layer = _layer(
+        "MultiheadAttention", attention_dropout=0.3, get_rng_state_tracker=lambda: tracker
+    )
     before = _numbers(tracker)
     _graph(layer)
     assert torch.equal(_numbers(tracker), before)
@@ -530,10 +566,17 @@ def test_buffers_are_shared_if_the_order_permits(rerun):
 def test_the_order_may_contain_weight_gradient_steps(rerun):
     layers = tuple(_layer("Linear", delay_wgrad_compute=True) for _ in range(2))
     samples = tuple((_x(i).requires_grad_(),) for i in range(2))
-    te.make_graphed_callables(layers, samples, _order=[1, 2, -2, -2.5, -1, -1.5], _num_layers_per_chunk=1)
+    te.make_graphed_callables(
+        layers, samples, _order=[1, 2, -2, -2.5, -1, -1.5], _num_layers_per_chunk=1
+    )
     assert [name for name, _ in rerun.recordings] == [
-        "forward", "forward", "backward", "weight_gradients", "backward", "weight_gradients",
-    ]  # fmt: skip
+        "forward",
+        "forward",
+        "backward",
+        "weight_gradients",
+        "backward",
+        "weight_gradients",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -590,7 +633,12 @@ def _with_trained_buffer():
             ValueError,
             "has 2 entries",
         ),
-        (lambda: _layer("Linear"), {"sample_args": (_x(),), "enabled": torch.ones(2)}, TypeError, "enabled"),
+        (
+            lambda: _layer("Linear"),
+            {"sample_args": (_x(),), "enabled": torch.ones(2)},
+            TypeError,
+            "enabled",
+        ),
         (
             lambda: _layer("Linear"),
             {"sample_args": (_x(),), "num_warmup_iters": -1},
@@ -649,7 +697,10 @@ def test_deprecated_names_warn_and_behave_the_same(rerun):
         pytest.warns(DeprecationWarning, match="fp8_recipe is deprecated; use recipe"),
     ):
         module = te.make_graphed_callables(
-            _layer("Linear"), (_x().requires_grad_(),), fp8_enabled=True, fp8_recipe=RECIPES["current"]
+            _layer("Linear"),
+            (_x().requires_grad_(),),
+            fp8_enabled=True,
+            fp8_recipe=RECIPES["current"],
         )
     assert module.fp8
 
@@ -688,7 +739,8 @@ def test_without_a_gpu_callables_are_wrapped_and_run_eagerly(recipe):
     for seed in range(2):
         first = {} if recipe is None else {"is_first_microbatch": seed == 0}
         assert _equal(
-            _step(wrapped, wrapped, recipe, seed, **first), _step(eager, eager, recipe, seed, **first)
+            _step(wrapped, wrapped, recipe, seed, **first),
+            _step(eager, eager, recipe, seed, **first),
         )
         assert _equal(_state(wrapped), _state(eager))
     with pytest.raises(ValueError, match="Capture one for each shape"):
@@ -730,7 +782,9 @@ def test_cuda_graphs_are_bitwise_equal_to_eager_calls(kind, recipe):
     eager = make_layer(kind, device="cuda", **sized).to(torch.bfloat16)
     replayed = copy.deepcopy(eager)
     sample = _x(99).to("cuda", torch.bfloat16).requires_grad_()
-    graphed = te.make_graphed_callables(replayed, (sample,), enabled=recipe is not None, recipe=recipe)
+    graphed = te.make_graphed_callables(
+        replayed, (sample,), enabled=recipe is not None, recipe=recipe
+    )
 
     def step(module, seed):
         x = _x(seed).to("cuda", torch.bfloat16).requires_grad_()
@@ -806,7 +860,9 @@ def test_a_clients_own_capture_updates_cached_weights_by_the_flag(recipe, monkey
     with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]):
         before = layer(_x(), is_first_microbatch=True)
         layer.fc1_weight.mul_(-1.0)
-        monkeypatch.setattr("transformer_engine.pytorch.quantization.global_state.has_cuda", lambda: True)
+        monkeypatch.setattr(
+            "transformer_engine.pytorch.quantization.global_state.has_cuda", lambda: True
+        )
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert FP8GlobalStateManager.fp8_graph_capturing()
         FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
@@ -845,7 +901,9 @@ def test_replaying_a_clients_own_capture_reads_the_flag(recipe):
 def test_samples_may_be_lists(rerun):
     layers = [_layer("Linear"), _layer("Linear")]
     eager = copy.deepcopy(layers)
-    result = te.make_graphed_callables(tuple(layers), [(_x(99),), (_x(98),)], sample_kwargs=[{}, {}])
+    result = te.make_graphed_callables(
+        tuple(layers), [(_x(99),), (_x(98),)], sample_kwargs=[{}, {}]
+    )
     for graphed, plain in zip(result, eager, strict=True):
         assert torch.equal(graphed(_x()), plain(_x()))
 

@@ -303,7 +303,9 @@ def test_global_variables_of_nested_functions_are_part_of_the_signature(
 ):
     def make():
         trainer = Trainer()
-        return lambda x, y: (lambda: trainer.loss(torch.cat([part + 0 for part in parts(x)]), y).detach())()
+        return lambda x, y: (
+            lambda: trainer.loss(torch.cat([part + 0 for part in parts(x)]), y).detach()
+        )()
 
     call, eager = graph(make)
     assert call.kept == 1
@@ -317,7 +319,9 @@ def test_global_variables_of_nested_functions_are_part_of_the_signature(
     assert (call.kept, call.reason) == (2, None)
 
 
-def test_global_variables_of_methods_and_forward_passes_are_part_of_the_signature(capture, monkeypatch):
+def test_global_variables_of_methods_and_forward_passes_are_part_of_the_signature(
+    capture, monkeypatch
+):
     class Own(Trainer):
         def __init__(self):
             super().__init__()
@@ -435,7 +439,10 @@ def test_a_capture_without_memory_is_tried_again(capture, monkeypatch):
     def fails(body):
         raise torch.OutOfMemoryError("out of memory")
 
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="could not be captured: out of mem"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.warns(UserWarning, match="could not be captured: out of mem"),
+    ):
         patch.setattr(capture, "record", fails)
         call(*data(4))
     for seed in range(4):

@@ -54,7 +54,12 @@ class Training:
         return loss.detach()
 
     def values(self):
-        states = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        states = [
+            v
+            for s in self.optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor)
+        ]
         return [p.detach() for p in self.model.parameters()] + states
 
 
@@ -99,7 +104,9 @@ def test_graphed_steps_are_bitwise_equal_to_eager_steps(form, optimizer, capture
     call = te.graphed(graphed.step)
     bit_equal(graphed, eager, call, 12)
     assert (call.kept, call.reason) == (1, None)
-    assert capture.log == ["step"] * 8  # the first call decides what the function is, three more are counted
+    assert (
+        capture.log == ["step"] * 8
+    )  # the first call decides what the function is, three more are counted
     gradients = [[p.grad for p in training.model.parameters()] for training in (graphed, eager)]
     assert [g is None for g in gradients[0]] == [g is None for g in gradients[1]]
     assert equal(*[[g for g in local if g is not None] for local in gradients])
@@ -135,7 +142,9 @@ def delayed(layer):
 def test_a_thousand_graphed_steps_have_eager_losses(capture):
     graphed, eager = both(kind="Linear", recipe="delayed", out_features=HIDDEN)
     call = te.graphed(graphed.step)
-    found, expected = (run(one, training, 1000) for one, training in ((call, graphed), (eager.step, eager)))
+    found, expected = (
+        run(one, training, 1000) for one, training in ((call, graphed), (eager.step, eager))
+    )
     assert equal(found, expected)
     assert len(capture.log) == 996
 
@@ -202,7 +211,9 @@ def test_each_shape_has_a_graph(capture):
 def test_a_learning_rate_in_a_tensor_changes_without_a_capture(capture):
     rates = [torch.tensor(0.05), torch.tensor(0.05)]
     graphed, eager = (
-        Training(optimizer=lambda p, rate=rate: te.optimizers.FusedAdam(p, lr=rate, capturable=True))
+        Training(
+            optimizer=lambda p, rate=rate: te.optimizers.FusedAdam(p, lr=rate, capturable=True)
+        )
         for rate in rates
     )
     call = te.graphed(graphed.step)
@@ -222,7 +233,9 @@ def test_a_learning_rate_on_the_host_is_named(capture):
             training.optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
         assert torch.equal(call(*data(step)), eager.step(*data(step)))
     assert call.kept == 0
-    assert call.reason.startswith("since the previous call, this changed: lr of SGD; keep it in a tensor")
+    assert call.reason.startswith(
+        "since the previous call, this changed: lr of SGD; keep it in a tensor"
+    )
 
 
 def test_graphed_steps_update_quantized_parameters(capture):
@@ -411,7 +424,9 @@ def test_a_failed_capture_keeps_the_previous_steps_state(capture, monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(capture, "record", fails)
-    with pytest.warns(UserWarning, match=r"not permitted when stream is capturing.*move \.item\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"not permitted when stream is capturing.*move \.item\(\)"
+    ):
         bit_equal(graphed, eager, call, 9)
     assert call.kept == 0
     assert call.reason.startswith("it could not be captured: operation not permitted")
@@ -496,7 +511,9 @@ class OnGpu:
         rate = torch.tensor(1e-3, device="cuda")
         self.optimizer = {
             "adamw": lambda p: torch.optim.AdamW(p, lr=rate, fused=True, capturable=True),
-            "fused_adam": lambda p: te.optimizers.FusedAdam(p, lr=rate, master_weights=True, capturable=True),
+            "fused_adam": lambda p: te.optimizers.FusedAdam(
+                p, lr=rate, master_weights=True, capturable=True
+            ),
         }[optimizer](self.model.parameters())
 
     def step(self, x, y):

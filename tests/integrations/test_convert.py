@@ -14,7 +14,15 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from tests.integrations.torch_models import WIDTH, Block, Decoder, Encoder, Experts, features, tokens
+from tests.integrations.torch_models import (
+    WIDTH,
+    Block,
+    Decoder,
+    Encoder,
+    Experts,
+    features,
+    tokens,
+)
 from tests.support import pages
 from tests.support.tolerances import UNIT
 from transformer_engine.common.recipe import (
@@ -57,7 +65,12 @@ def reasons(model: nn.Module) -> dict[str, str]:
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The output and all parameter gradients."""
     y = model(x)
-    return [y, *torch.autograd.grad(y.float().square().mean(), list(model.parameters()), allow_unused=True)]
+    return [
+        y,
+        *torch.autograd.grad(
+            y.float().square().mean(), list(model.parameters()), allow_unused=True
+        ),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -165,7 +178,9 @@ def test_restored_models_compute_the_same_bits(name: str):
     convert_model(model, Float8CurrentScaling(), sample=x)
     gradients(model, x)
     assert te.restore(model) is model
-    assert {path: (type(module), set(vars(module))) for path, module in model.named_modules()} == attributes
+    assert {
+        path: (type(module), set(vars(module))) for path, module in model.named_modules()
+    } == attributes
     for result, exact in zip(gradients(model, x), expected, strict=True):
         assert torch.equal(result, exact)
 
@@ -177,7 +192,10 @@ def test_restored_models_compute_the_same_bits(name: str):
         ({"include": ["layers.*.w1", "layers.*.w2"]}, 4),
         ({"include": lambda name, module: name.endswith("wq")}, 2),
         ({"exclude": "layers.*"}, 1),
-        ({"include": "layers.*", "exclude": lambda name, module: isinstance(module, nn.RMSNorm)}, 14),
+        (
+            {"include": "layers.*", "exclude": lambda name, module: isinstance(module, nn.RMSNorm)},
+            14,
+        ),
     ],
 )
 def test_filters_select_modules_by_name(filters: dict[str, Any], selected: int):
@@ -186,7 +204,9 @@ def test_filters_select_modules_by_name(filters: dict[str, Any], selected: int):
 
 
 def test_a_weight_shared_with_an_embedding_is_not_converted():
-    model = convert_model(Decoder(tied=True), Float8CurrentScaling(), sample=tokens(), convert_outputs=True)
+    model = convert_model(
+        Decoder(tied=True), Float8CurrentScaling(), sample=tokens(), convert_outputs=True
+    )
     assert type(model.output) is nn.Linear
     assert reasons(model)["output"] == "shares its weight with tok_embeddings"
 
@@ -223,7 +243,10 @@ def _quantized_tensor() -> nn.Linear:
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "subclass": (lambda: Scaled(WIDTH, WIDTH), "Scaled is a subclass of Linear"),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), "parametrized"),
+    "parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+        "parametrized",
+    ),
     "spectral": (lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), "hooks"),
     "hooked": (_add_hook, "hooks"),
     "replaced": (_replace_forward, "forward was replaced"),
@@ -252,7 +275,9 @@ def test_output_layers_stay_in_high_precision_unless_requested():
     assert "computes an output" in reasons(model)["output"]
 
     def loss(model: nn.Module) -> Tensor:
-        return nn.functional.cross_entropy(model(tokens()).flatten(0, 1).float(), tokens().flatten())
+        return nn.functional.cross_entropy(
+            model(tokens()).flatten(0, 1).float(), tokens().flatten()
+        )
 
     te.restore(model)
     assert choices(convert_model(model, Float8CurrentScaling(), sample=loss))["output"] == "torch"
@@ -273,7 +298,8 @@ class StackedExperts(nn.Module):
 
 def test_experts_in_one_parameter_are_not_converted_and_have_a_reason():
     model = convert_model(
-        nn.ModuleDict({"experts": StackedExperts(), "conv": nn.Conv1d(4, 8, 3)}), Float8CurrentScaling()
+        nn.ModuleDict({"experts": StackedExperts(), "conv": nn.Conv1d(4, 8, 3)}),
+        Float8CurrentScaling(),
     )
     assert list(reasons(model)) == ["experts"] and "te.GroupedLinear" in reasons(model)["experts"]
 
@@ -343,11 +369,15 @@ def test_checkpointing_repeats_the_forward_pass(reentrant: bool):
     x.grad = None
     block.zero_grad()
     checkpoint(block, x, use_reentrant=reentrant).square().sum().backward()  # pyright: ignore
-    for result, exact in zip([x.grad, *[p.grad for p in block.parameters()]], expected, strict=True):
+    for result, exact in zip(
+        [x.grad, *[p.grad for p in block.parameters()]], expected, strict=True
+    ):
         assert torch.equal(result, exact)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["high precision", "current"])
+@pytest.mark.parametrize(
+    "recipe", [None, Float8CurrentScaling()], ids=["high precision", "current"]
+)
 def test_compiled_models_compute_the_same(recipe: Recipe | None):
     block, x = convert_model(Block(), recipe), features()
     expected = gradients(block, x)
@@ -416,12 +446,15 @@ def test_the_page_runs_and_prints_its_table(capsys, tmp_path, monkeypatch):
         ({"timed": True}, ValueError, "timed=True has no sample"),
     ],
 )
-def test_wrong_arguments_change_nothing(arguments: dict[str, Any], error: type[Exception], words: str):
+def test_wrong_arguments_change_nothing(
+    arguments: dict[str, Any], error: type[Exception], words: str
+):
     model = Block()
     with pytest.raises(error, match=words):
         te.convert(model, **arguments)
     assert all(
-        type(module) is not None and "Converted" not in type(module).__name__ for module in model.modules()
+        type(module) is not None and "Converted" not in type(module).__name__
+        for module in model.modules()
     )
 
 

@@ -45,12 +45,19 @@ def times(monkeypatch):
 def test_the_faster_side_is_chosen_and_equal_layers_are_timed_once(times):
     model = te.convert(Decoder(), RECIPE, sample=tokens(), timed=True, verbose=False)
     rows = {row.name: row for row in te.conversion_table(model)}
-    assert rows["layers.0.attention.wq"].choice == "torch" and type(model.layers[0].attention.wq) is nn.Linear
-    assert rows["layers.1.w1"].choice == "Float8CurrentScaling" and type(model.layers[1].w1) is not nn.Linear
+    assert (
+        rows["layers.0.attention.wq"].choice == "torch"
+        and type(model.layers[0].attention.wq) is nn.Linear
+    )
+    assert (
+        rows["layers.1.w1"].choice == "Float8CurrentScaling"
+        and type(model.layers[1].w1) is not nn.Linear
+    )
     assert rows["norm"].choice == "te"
     assert rows["layers.1.w1"].costs == FASTER
     assert (
-        rows["layers.1.w1"].reason == "0.50 of the time" and rows["layers.1.w2"].reason == "1.00 of the time"
+        rows["layers.1.w1"].reason == "0.50 of the time"
+        and rows["layers.1.w2"].reason == "1.00 of the time"
     )
     assert len(times) == 5  # the norms, 64 -> 64, 64 -> 32, 64 -> 128, 128 -> 64
     assert "whole model: 10 ms, converted 5 ms" in str(te.conversion_table(model))
@@ -81,9 +88,15 @@ def test_replaced_attention_matches_torchs(make: Any, times):
     x = tokens() if make is Decoder else features()
     expected = _gradients(model, x)
     te.convert(
-        model, sample=x, timed=True, verbose=False, exclude=lambda name, module: hasattr(module, "weight")
+        model,
+        sample=x,
+        timed=True,
+        verbose=False,
+        exclude=lambda name, module: hasattr(module, "weight"),
     )
-    attentions = [row for row in te.conversion_table(model) if row.module == "scaled_dot_product_attention"]
+    attentions = [
+        row for row in te.conversion_table(model) if row.module == "scaled_dot_product_attention"
+    ]
     assert attentions and {row.choice for row in attentions} == {"te"}
     for copied in (model, copy.deepcopy(model)):
         for result, exact in zip(_gradients(copied, x), expected, strict=True):
@@ -113,7 +126,10 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"attn_mask": torch.ones(24, 24).tril() > 0}, "mask tensor"), ({"dropout_p": 0.1}, "dropout")],
+    [
+        ({"attn_mask": torch.ones(24, 24).tril() > 0}, "mask tensor"),
+        ({"dropout_p": 0.1}, "dropout"),
+    ],
 )
 def test_attention_with_a_mask_or_dropout_is_left(options: dict[str, Any], reason: str, times):
     model = nn.ModuleList([Masked(**options)])

@@ -29,14 +29,18 @@ def convert_model(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "wrap", [nn.Sequential, torch.compile, nn.ModuleList([]).append], ids=["container", "compiled", "list"]
+    "wrap",
+    [nn.Sequential, torch.compile, nn.ModuleList([]).append],
+    ids=["container", "compiled", "list"],
 )
 def test_a_wrapper_of_a_converted_model_is_restored(wrap: Callable[[nn.Module], nn.Module]):
     model = Layers()
     expected = copy.deepcopy(model)
     outer = wrap(convert_model(model))
     assert te.restore(outer) is outer
-    assert [type(module) for module in model.modules()] == [type(module) for module in expected.modules()]
+    assert [type(module) for module in model.modules()] == [
+        type(module) for module in expected.modules()
+    ]
     x = torch.randn(32, 64)
     assert torch.equal(model(x), expected(x))
     with pytest.raises(ValueError, match="nothing to restore"):
@@ -58,7 +62,9 @@ def test_a_model_merged_by_peft_is_restored():
     adapted = convert_model(peft.get_peft_model(Layers(), config))
     merged = adapted.merge_and_unload()
     te.restore(merged)
-    assert type(merged.first) is type(merged.second) is nn.Linear and type(merged.norm) is nn.LayerNorm
+    assert (
+        type(merged.first) is type(merged.second) is nn.Linear and type(merged.norm) is nn.LayerNorm
+    )
     outer = peft.get_peft_model(convert_model(merged), config)
     te.restore(outer)
     assert type(outer.base_model.model.first.base_layer) is nn.Linear

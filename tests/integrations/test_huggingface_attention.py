@@ -123,7 +123,9 @@ CALLS = {
     "no mask": {"is_causal": False},
     "a causal mask": {"mask": causal()},
     "a window": {"mask": causal(window=4)},
-    "an additive mask": {"mask": torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~causal(), -torch.inf)},
+    "an additive mask": {
+        "mask": torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~causal(), -torch.inf)
+    },
 }
 
 
@@ -135,7 +137,8 @@ def test_injected_model_outputs_and_gradients_match_the_stock_model(call, groups
     stock, injected = pair(groups=groups, native_groups=native_groups)
     x = tokens()
     assert_same(
-        output_and_gradients(injected, x, **CALLS[call]), output_and_gradients(stock, x, **CALLS[call])
+        output_and_gradients(injected, x, **CALLS[call]),
+        output_and_gradients(stock, x, **CALLS[call]),
     )
     assert stats_equal(te_hits=2)
 
@@ -170,7 +173,9 @@ def test_unsupported_calls_fall_back_to_torch_and_are_counted(case, caplog):
     if case == "mask":
         mask = causal()
         mask[..., 5, 2] = False
-        assert_same(output_and_gradients(injected, x, mask=mask), output_and_gradients(stock, x, mask=mask))
+        assert_same(
+            output_and_gradients(injected, x, mask=mask), output_and_gradients(stock, x, mask=mask)
+        )
         assert stats_equal(fallback_mask=2)
     elif case == "scale":
         for model in (stock, injected):
@@ -180,9 +185,15 @@ def test_unsupported_calls_fall_back_to_torch_and_are_counted(case, caplog):
             for _ in range(2):
                 assert_same(output_and_gradients(injected, x), output_and_gradients(stock, x))
         assert stats_equal(fallback_scale_mismatch=4)
-        assert len([r for r in caplog.records if "scale=0.5" in r.message]) == 2  # one for each layer
+        assert (
+            len([r for r in caplog.records if "scale=0.5" in r.message]) == 2
+        )  # one for each layer
     else:
-        stock, injected, x = stock.double(), injected.double(), tokens().detach().double().requires_grad_()
+        stock, injected, x = (
+            stock.double(),
+            injected.double(),
+            tokens().detach().double().requires_grad_(),
+        )
         assert_same(output_and_gradients(injected, x), output_and_gradients(stock, x))
         assert stats_equal(fallback_input=2)
 
@@ -386,7 +397,10 @@ LAYOUTS = {
     "weights alone, on meta": (module(three(WeightOnly), head_dim=SIZE), EXPECTED),
     "wrapped projections": (module(three(Clipped), head_dim=SIZE), EXPECTED),
     "projections with adapters": (module(three(Adapted), head_dim=SIZE), EXPECTED),
-    "one projection": (module({"qkv_proj": linear((HEADS + 2 * GROUPS) * SIZE)}, config=CONFIG), EXPECTED),
+    "one projection": (
+        module({"qkv_proj": linear((HEADS + 2 * GROUPS) * SIZE)}, config=CONFIG),
+        EXPECTED,
+    ),
     "GPT-2": (
         module({"c_attn": Conv1D(3 * HEADS * SIZE)}, num_heads=HEADS, head_dim=SIZE),
         HeadLayout(HEADS, HEADS, SIZE, SIZE, SIZE**-0.5, None),
@@ -400,7 +414,10 @@ LAYOUTS = {
         HeadLayout(HEADS, GROUPS, SIZE, 2 * SIZE, SIZE**-0.5, None),
     ),
     "no heads": (module(three(linear)), None),
-    "a projection missing": (module({"q_proj": linear(8), "k_proj": linear(8)}, head_dim=SIZE), None),
+    "a projection missing": (
+        module({"q_proj": linear(8), "k_proj": linear(8)}, head_dim=SIZE),
+        None,
+    ),
     "sizes that do not divide": (module(three(linear), head_dim=SIZE + 1), None),
     "groups that do not divide the heads": (module(three(linear, groups=3), head_dim=SIZE), None),
     "one projection of another width": (module({"qkv_proj": linear(42)}, config=CONFIG), None),
@@ -428,7 +445,9 @@ def test_fp8_attention_follows_autocast():
     j = torch.arange(128)
     padded = (j <= j[:, None]) & (j < torch.tensor([128, 64])[:, None, None, None])
     for mask in (None, padded):
-        real = padded[:, 0].diagonal(dim1=1, dim2=2) if mask is not None else torch.ones(2, 128).bool()
+        real = (
+            padded[:, 0].diagonal(dim1=1, dim2=2) if mask is not None else torch.ones(2, 128).bool()
+        )
         exact = stock(x, mask=mask)[real]
         torch.testing.assert_close(injected(x, mask=mask)[real], exact, rtol=2**-6, atol=2**-6)
         with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling(fp8_dpa=True)):
@@ -479,7 +498,9 @@ def test_counters_are_logged_on_request(monkeypatch, caplog):
 @pytest.mark.parametrize("name", ["s_aux", "position_bias"])
 def test_the_interface_rejects_unsupported_arguments(name):
     q = torch.randn(1, HEADS, 4, SIZE)
-    with pytest.raises(NotImplementedError, match=f'{name} is not computed.*attn_implementation="eager"'):
+    with pytest.raises(
+        NotImplementedError, match=f'{name} is not computed.*attn_implementation="eager"'
+    ):
         te_attention_forward(nn.Module(), q, q, q, None, **{name: 1.0})
 
 
@@ -510,7 +531,9 @@ def test_the_interface_computes_a_softcap_before_the_mask(softcap, mask):
 
 def test_softcaps_of_one_layer_are_separate_calls():
     layer, (q, k, v) = nn.Module(), (torch.randn(1, h, 6, SIZE) for h in (HEADS, GROUPS, GROUPS))
-    outputs = [te_attention_forward(layer, q, k, v, None, softcap=cap)[0] for cap in (None, 0.5, 1.5, 0.5)]
+    outputs = [
+        te_attention_forward(layer, q, k, v, None, softcap=cap)[0] for cap in (None, 0.5, 1.5, 0.5)
+    ]
     assert torch.equal(outputs[1], outputs[3])
     assert len({out.sum().item() for out in outputs}) == 3
     with pytest.raises(ValueError, match="softcap must be finite and non-negative, got"):
@@ -519,7 +542,10 @@ def test_softcaps_of_one_layer_are_separate_calls():
 
 def test_the_interface_takes_any_mask():
     """A mask that no mask type describes reaches the attention unchanged: booleans, or values added to the scores."""
-    layer, (q, k, v) = nn.Module(), (torch.randn(2, h, LENGTH, SIZE) for h in (HEADS, GROUPS, GROUPS))
+    layer, (q, k, v) = (
+        nn.Module(),
+        (torch.randn(2, h, LENGTH, SIZE) for h in (HEADS, GROUPS, GROUPS)),
+    )
     mask = causal()
     mask[..., 5, 2] = False
     for argument in (mask, torch.randn(2, 1, LENGTH, LENGTH)):
@@ -540,7 +566,9 @@ def test_without_transformers_everything_imports_and_the_remedy_is_named(monkeyp
 @pytest.mark.parametrize("call", list(CALLS))
 def test_an_injected_model_is_the_stock_one_on_a_gpu(call, dtype):
     stock, injected = (model.cuda().to(dtype) for model in pair())
-    options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in CALLS[call].items()}
+    options = {
+        name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in CALLS[call].items()
+    }
     if isinstance(options.get("mask"), torch.Tensor) and options["mask"].is_floating_point():
         options["mask"] = options["mask"].to(dtype)
     x = tokens().detach().cuda().to(dtype)

@@ -51,11 +51,18 @@ def test_names_are_converted_both_ways(prefix):
     state: dict[str, Any] = dict(theirs)
     names.to_ours(state, prefix)
     assert {name.removeprefix(prefix) for name in state} == {
-        "self_attn.layernorm_qkv.layer_norm_weight", "self_attn.layernorm_qkv.weight", "self_attn.o_proj.weight",
-        "self_attn.q_norm.weight", "mlp.layer_norm_weight", "mlp.fc1_weight", "mlp.fc2_weight",
-    }  # fmt: skip
+        "self_attn.layernorm_qkv.layer_norm_weight",
+        "self_attn.layernorm_qkv.weight",
+        "self_attn.o_proj.weight",
+        "self_attn.q_norm.weight",
+        "mlp.layer_norm_weight",
+        "mlp.fc1_weight",
+        "mlp.fc2_weight",
+    }
     qkv = state[f"{prefix}self_attn.layernorm_qkv.weight"]
-    assert torch.equal(qkv[:6], theirs[f"{prefix}self_attn.q_proj.weight"][:6])  # the first group's two heads
+    assert torch.equal(
+        qkv[:6], theirs[f"{prefix}self_attn.q_proj.weight"][:6]
+    )  # the first group's two heads
     assert torch.equal(qkv[6:9], theirs[f"{prefix}self_attn.k_proj.weight"][:3])
     names.to_theirs(state, prefix)
     assert set(state) == set(theirs)
@@ -95,9 +102,13 @@ def test_angles_have_the_library_s_cosines_in_float32():
         assert turns.scale == 1.25
         assert turns.angles.dtype == torch.float32
         for function, table in zip((torch.cos, torch.sin), exact, strict=True):
-            torch.testing.assert_close(function(turns.angles) * turns.scale, table, rtol=0, atol=5e-7)
+            torch.testing.assert_close(
+                function(turns.angles) * turns.scale, table, rtol=0, atol=5e-7
+            )
         return_cosines(giving)
-        assert all(torch.equal(a, b) for a, b in zip(giving(x, position_ids=places), rounded, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(giving(x, position_ids=places), rounded, strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,7 +120,9 @@ def test_the_loss_is_that_of_float32_logits(dtype, count, shifted):
     labels[0, 3:5] = -100
     following = F.pad(labels, (0, 1), value=-100)[:, 1:]
     expected = F.cross_entropy(
-        logits.float().view(-1, 13), following.reshape(-1), reduction="mean" if count is None else "sum"
+        logits.float().view(-1, 13),
+        following.reshape(-1),
+        reduction="mean" if count is None else "sum",
     )
     expected = expected if count is None else expected / 11
     options = {"labels": None, "shift_labels": following} if shifted else {"labels": labels}
@@ -164,7 +177,9 @@ def outcome(decoder: Decoder, x: Tensor, steps: int = 3) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"]
+)
 def test_a_forward_runs_under_the_recipe_and_no_longer(recipe, device):
     decoder, x = Decoder().to(device), torch.randn(16, 16, device=device)
     with te.autocast(recipe=recipe):
@@ -176,7 +191,9 @@ def test_a_forward_runs_under_the_recipe_and_no_longer(recipe, device):
     leave_recipe(decoder)
     decoder(x)
     assert decoder.layers[0].runs == [type(recipe).__name__, "none"]
-    assert not (decoder._forward_hooks or decoder._forward_pre_hooks or decoder._forward_hooks_always_called)
+    assert not (
+        decoder._forward_hooks or decoder._forward_pre_hooks or decoder._forward_hooks_always_called
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
@@ -188,7 +205,9 @@ def test_torch_s_checkpoint_repeats_the_recipe(recipe, reentrant, device):
         enter_recipe(decoder, recipe)
     for layer in repeated.layers:
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = functools.partial(torch_checkpoint, use_reentrant=reentrant)
+        layer._gradient_checkpointing_func = functools.partial(
+            torch_checkpoint, use_reentrant=reentrant
+        )
     expected, found = outcome(saved, x), outcome(repeated, x)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     name = "none" if recipe is None else "DelayedScaling"
@@ -229,7 +248,9 @@ def _interrupt(*call: Any) -> None:
 
 
 def test_missing_transformers_are_named(monkeypatch):
-    monkeypatch.setattr(optional, "failure", lambda *names: "importing transformers failed: not installed")
+    monkeypatch.setattr(
+        optional, "failure", lambda *names: "importing transformers failed: not installed"
+    )
     with pytest.raises(ImportError, match="pip install transformers"):
         te.convert_hf(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="is not converted"):

@@ -134,7 +134,9 @@ def test_a_static_cache_is_limited_to_its_written_keys(position, window):
 
 def test_a_mask_of_one_query_is_not_read(monkeypatch):
     monkeypatch.setattr(masks, "_read", None)
-    visible = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)[:, None, None]
+    visible = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)[
+        :, None, None
+    ]
     masking = masks.mask_masking(visible, 3)
     assert masking is not None
     assert_attends_as(visible, masking)
@@ -152,7 +154,9 @@ def test_without_a_mask_a_causal_call_begins_in_the_first_key():
 @pytest.mark.parametrize("shared", [False, True])
 def test_packed_sequence_masks_become_lengths(lengths, shared):
     """Sequences behind one another in a row, each causal, as position ids that begin again make them."""
-    segments = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    segments = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    )
     if shared:
         segments = segments[:1].expand(3, -1)
     same = segments[:, None, :, None] == segments[:, None, None, :]
@@ -174,7 +178,8 @@ def others() -> dict[str, torch.Tensor]:
     second[..., 3] = False
     return {
         "one key hidden": hole,
-        "one key more": causal | F.one_hot(torch.tensor(7), 8).bool() & (torch.arange(8)[:, None] == 1),
+        "one key more": causal
+        | F.one_hot(torch.tensor(7), 8).bool() & (torch.arange(8)[:, None] == 1),
         "an image in a text": block,
         "a hole in the keys": second,
         "packed sequences with a hole": hole & (segment[:, None] == segment),
@@ -223,7 +228,9 @@ def test_random_masks_are_rejected_or_right():
     for _ in range(300):
         queries, keys, batch = drawn.randint(2, 6), drawn.randint(2, 9), drawn.randint(1, 3)
         ahead, window = drawn.randint(0, 9), drawn.choice([None, 1, 2, 3, 5])
-        padding = [tuple(sorted((drawn.randint(0, keys), drawn.randint(0, keys)))) for _ in range(batch)]
+        padding = [
+            tuple(sorted((drawn.randint(0, keys), drawn.randint(0, keys)))) for _ in range(batch)
+        ]
         visible = band(queries, keys, ahead, window, padding)
         masking = masks.mask_masking(visible, batch)
         if masking is None:
@@ -270,10 +277,14 @@ def test_padding_masks_become_lengths_on_a_gpu(side, dtype):
     visible = band(512, 512, 0, None, long).cuda()
     masking = masks.mask_masking(visible, 3)
     assert masking is not None and masking.name == "padding_causal"
-    q, k, v = (torch.randn(3, 4, 512, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(3, 4, 512, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)
+    )
     core = te.DotProductAttention(4, 64, qkv_format="bshd")
     out = attend(core, q, k, v, masking)
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), visible).transpose(1, 2)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), visible).transpose(
+        1, 2
+    )
     exact = exact.masked_fill(padded_queries(visible.cpu(), 0).cuda()[:, :, None, None], 0.0)
     bound = ATTENDED if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}
     torch.testing.assert_close(out.double(), exact, **bound)
@@ -289,7 +300,9 @@ def test_padding_masks_become_lengths_on_a_gpu(side, dtype):
 def test_a_single_query_mask_does_not_synchronize_the_gpu():
     visible = torch.ones(2, 1, 1, 64, dtype=torch.bool, device="cuda")
     visible[1, ..., :20] = False
-    q, k, v = (torch.randn(2, HEADS, s, 64, device="cuda", dtype=torch.bfloat16) for s in (1, 64, 64))
+    q, k, v = (
+        torch.randn(2, HEADS, s, 64, device="cuda", dtype=torch.bfloat16) for s in (1, 64, 64)
+    )
     core = te.DotProductAttention(HEADS, 64, qkv_format="bshd", attn_mask_type="no_mask")
     attend(core, q, k, v, masks.mask_masking(visible, 2))
     torch.cuda.set_sync_debug_mode("error")

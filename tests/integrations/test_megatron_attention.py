@@ -26,7 +26,9 @@ from transformer_engine.pytorch.integrations.megatron import (
 )
 
 HIDDEN, HEADS, SIZE, LENGTH = 32, 4, 8, 10
-CONFIG = TransformerConfig(HIDDEN, HEADS, num_query_groups=2, rotary_interleaved=False, device="cpu")
+CONFIG = TransformerConfig(
+    HIDDEN, HEADS, num_query_groups=2, rotary_interleaved=False, device="cpu"
+)
 
 
 def angles(length: int = LENGTH, size: int = SIZE) -> torch.Tensor:
@@ -37,7 +39,9 @@ def angles(length: int = LENGTH, size: int = SIZE) -> torch.Tensor:
 
 def self_attention(config: TransformerConfig = CONFIG, **keywords) -> SelfAttention:
     torch.manual_seed(0)
-    return SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal, **keywords)
+    return SelfAttention(
+        config, self_attention_submodules(config), 1, AttnMaskType.causal, **keywords
+    )
 
 
 def hidden(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -88,7 +92,9 @@ def test_self_attention_and_gradients_match_torch(gates):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotating_the_unsplit_projection_equals_rotating_its_parts(interleaved):
     split = self_attention(replace(CONFIG, rotary_interleaved=interleaved))
-    full = self_attention(replace(CONFIG, rotary_interleaved=interleaved, fused_single_qkv_rope=True))
+    full = self_attention(
+        replace(CONFIG, rotary_interleaved=interleaved, fused_single_qkv_rope=True)
+    )
     x, freqs = hidden(), angles()
     torch.testing.assert_close(
         full(x, None, rotary_pos_emb=freqs)[0], split(x, None, rotary_pos_emb=(freqs, freqs))[0]
@@ -205,14 +211,17 @@ def test_a_t5_like_encoder_and_decoder_match_torch():
     state = target + sum_values(decoder(target, None))
     y = state + sum_values(cross(state, None, key_value_states=memory))
     q = F.linear(state, cross.linear_q.weight, cross.linear_q.bias).unflatten(-1, (HEADS, SIZE))
-    kv = F.linear(memory, cross.linear_kv.weight, cross.linear_kv.bias).unflatten(-1, (HEADS, 2 * SIZE))
+    kv = F.linear(memory, cross.linear_kv.weight, cross.linear_kv.bias).unflatten(
+        -1, (HEADS, 2 * SIZE)
+    )
     k, v = kv.chunk(2, dim=-1)
     out = F.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)))
     out = out.permute(2, 0, 1, 3).flatten(2)
     expected = state + F.linear(out, cross.linear_proj.weight, cross.linear_proj.bias)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     ours, theirs = (
-        torch.autograd.grad(result.square().sum(), target, retain_graph=True)[0] for result in (y, expected)
+        torch.autograd.grad(result.square().sum(), target, retain_graph=True)[0]
+        for result in (y, expected)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -222,7 +231,9 @@ def test_cross_attention_leaves_the_caches_of_self_attention_alone():
     config = replace(CONFIG, num_query_groups=HEADS)
     torch.manual_seed(0)
     own = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal).eval()
-    cross = CrossAttention(config, cross_attention_submodules(config), 1, AttnMaskType.no_mask).eval()
+    cross = CrossAttention(
+        config, cross_attention_submodules(config), 1, AttnMaskType.no_mask
+    ).eval()
     memory, target, context = hidden(length=7), hidden(length=4), StaticContext(2, 16)
     given = {"key_value_states": memory}
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -289,7 +300,9 @@ def test_logits_that_are_not_positive_clip_nothing(greatest):
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("scaling", [recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling()])
 def test_weights_of_codes_are_clipped(scaling):
-    wide = TransformerConfig(64, 4, num_query_groups=2, add_bias_linear=False, qk_clip=True, device="cpu")
+    wide = TransformerConfig(
+        64, 4, num_query_groups=2, add_bias_linear=False, qk_clip=True, device="cpu"
+    )
     config = replace(wide, qk_clip_threshold=0.5, params_dtype=torch.bfloat16)
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=scaling):
@@ -312,14 +325,18 @@ def test_queries_and_keys_are_normalized(norm):
     layer = self_attention(replace(CONFIG, **{norm: True}))
     query, key, _ = layer.get_query_key_value_tensors(hidden())
     for x in (query, key):
-        torch.testing.assert_close(x.square().mean(-1), torch.ones(x.shape[:-1]), rtol=1e-2, atol=5e-2)
+        torch.testing.assert_close(
+            x.square().mean(-1), torch.ones(x.shape[:-1]), rtol=1e-2, atol=5e-2
+        )
 
 
 @pytest.mark.usefixtures("emulated")
 def test_attention_trains_under_a_recipe_and_delays_weight_gradients():
     config = replace(CONFIG, delay_wgrad_compute=True, params_dtype=torch.bfloat16)
     torch.manual_seed(0)
-    layer = SelfAttention(config, self_attention_submodules(config, input_norm=True), 1, AttnMaskType.causal)
+    layer = SelfAttention(
+        config, self_attention_submodules(config, input_norm=True), 1, AttnMaskType.causal
+    )
     x = hidden(4, 16).bfloat16()
     with te.autocast(recipe=recipe.MXFP8BlockScaling()):
         y, _ = layer(x, None)
@@ -351,7 +368,10 @@ def test_unsupported_calls_are_rejected_with_a_reason():
 
 def test_offloading_that_only_megatron_s_layer_does_is_rejected():
     config = replace(CONFIG)
-    settings = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]}
+    settings = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn", "moe_act"],
+    }
     vars(config).update(settings)  # Megatron's config has them
     with pytest.raises(ValueError, match=r"offload_modules=\['core_attn'\].*leave them out"):
         self_attention(config)
@@ -390,7 +410,9 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
         layer.run_realtime_tests()
 
 
-def run_in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:
+def run_in_steps(
+    layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary
+) -> torch.Tensor:
     """Run a layer on a prompt of 4 tokens, then on one token at a time."""
     parts = []
     with torch.no_grad():
@@ -414,7 +436,10 @@ def test_flash_decode_keeps_to_the_layer_and_its_context(case):
         "no rotation": {"no_rope_freq": [1]},
     }
     config = replace(CONFIG, **changes.get(case, {}))
-    layer, whole = self_attention(replace(config, flash_decode=True)).eval(), self_attention(config).eval()
+    layer, whole = (
+        self_attention(replace(config, flash_decode=True)).eval(),
+        self_attention(config).eval(),
+    )
     if case == "a logit of the denominator":
         for each in (layer, whole):
             each.core_attention.softmax_offset.data.copy_(torch.linspace(-1, 1, HEADS))
@@ -434,15 +459,27 @@ def test_rotations_that_nothing_would_compute_are_rejected():
     pages = PagedContext(2, 1, pages=8, page_size=4, groups=2, size=SIZE)
     pages.begin_step([5, 5])
     for layer, rotary, said in (
-        (flash, {"rotary_pos_emb": freqs, "inference_context": static}, "in the place of rotary_pos_emb"),
+        (
+            flash,
+            {"rotary_pos_emb": freqs, "inference_context": static},
+            "in the place of rotary_pos_emb",
+        ),
         (flash, {"inference_context": pages}, "give a static context"),
-        (flash, {**tables(freqs[:3]), "inference_context": static}, "rotary_pos_cos has 3 positions, 10"),
+        (
+            flash,
+            {**tables(freqs[:3]), "inference_context": static},
+            "rotary_pos_cos has 3 positions, 10",
+        ),
         (flash, {"rotary_pos_cos": freqs, "inference_context": static}, "give both"),
         (self_attention(), tables(freqs), "rotary_pos_cos is given"),
         (self_attention(), {"rotary_pos_cos_sin": freqs}, "rotary_pos_cos_sin is given"),
         (self_attention(), {"rotary_pos_emb": (freqs,) * 3}, "rotary_pos_emb has 3 tensors"),
         (self_attention(), {"rotary_pos_emb": freqs[..., :7]}, "7 features, which come in pairs"),
-        (self_attention(), {"rotary_pos_emb": freqs.repeat(1, 3, 1, 1)}, r"give angles \[10, 1 or 2, 1, d\]"),
+        (
+            self_attention(),
+            {"rotary_pos_emb": freqs.repeat(1, 3, 1, 1)},
+            r"give angles \[10, 1 or 2, 1, d\]",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             layer(x, None, **rotary)
@@ -483,22 +520,33 @@ def test_pages_take_angles_of_one_side_alone(rotates):
 
 def test_the_factor_of_yarn_multiplies_rotated_tensors():
     config = replace(CONFIG)
-    vars(config)["yarn_rotary_scaling_factor"] = 32.0  # Megatron's config has it, ours where a caller sets it
+    vars(config)["yarn_rotary_scaling_factor"] = (
+        32.0  # Megatron's config has it, ours where a caller sets it
+    )
     layer, x, freqs = self_attention(config).eval(), hidden(), angles()
     factor = 0.1 * math.log(32.0) + 1.0
     stronger = self_attention(replace(CONFIG, softmax_scale=factor**2 * SIZE**-0.5)).eval()
     expected, _ = stronger(x, None, rotary_pos_emb=freqs)
-    torch.testing.assert_close(layer(x, None, rotary_pos_emb=freqs)[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layer(x, None, rotary_pos_emb=freqs)[0], expected, rtol=1e-5, atol=1e-5
+    )
     context = PagedContext(2, 1, pages=8, page_size=4, groups=2, size=SIZE)
     context.begin_step([LENGTH, LENGTH])
     with torch.no_grad():
         y, _ = layer(
-            x.transpose(0, 1).reshape(-1, 1, HIDDEN), None, inference_context=context, rotary_pos_emb=freqs
+            x.transpose(0, 1).reshape(-1, 1, HIDDEN),
+            None,
+            inference_context=context,
+            rotary_pos_emb=freqs,
         )
-    torch.testing.assert_close(y.view(2, LENGTH, HIDDEN).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y.view(2, LENGTH, HIDDEN).transpose(0, 1), expected, rtol=1e-5, atol=1e-5
+    )
     vars(config).update(yarn_mscale=0.7, yarn_mscale_all_dim=0.7)  # their quotient is 1
     expected, _ = self_attention()(x, None, rotary_pos_emb=freqs)
-    torch.testing.assert_close(layer(x, None, rotary_pos_emb=freqs)[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layer(x, None, rotary_pos_emb=freqs)[0], expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_cache_has_the_causal_mask_in_training_mode_too():
@@ -531,5 +579,7 @@ def test_a_context_parallel_rank_turns_its_tokens_by_their_own_angles(monkeypatc
     expected = layer._rotated(query, key, (local, local), None, None)
     monkeypatch.setattr(attention, "count_ranks", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
-    for ours, theirs in zip(layer._rotated(query, key, (local, local), None, None), expected, strict=True):
+    for ours, theirs in zip(
+        layer._rotated(query, key, (local, local), None, None), expected, strict=True
+    ):
         assert torch.equal(ours, theirs)

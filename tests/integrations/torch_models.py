@@ -18,7 +18,9 @@ class Attention(nn.Module):
         self.wo = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
         y = F.scaled_dot_product_attention(
             q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -69,7 +71,9 @@ class Encoder(nn.Module):
         torch.manual_seed(0)
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = Attention(causal=False)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.head = nn.Linear(WIDTH, 16)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,7 +27,13 @@ def matrix(kind: str, shape: tuple[int, int], dtype: str, seed: int = 0) -> np.n
             x = np.clip(x, -60000, 60000)
     elif kind == "special":
         chosen = rng.random(shape)
-        for value, below in ((np.inf, 0.01), (-np.inf, 0.02), (np.nan, 0.03), (-0.0, 0.1), (0.0, 0.2)):
+        for value, below in (
+            (np.inf, 0.01),
+            (-np.inf, 0.02),
+            (np.nan, 0.03),
+            (-0.0, 0.1),
+            (0.0, 0.2),
+        ):
             x = np.where((chosen < below) & (chosen >= below - 0.01), np.float32(value), x)
     elif kind == "infinite":
         x[rng.random(shape) < 0.02] = np.inf
@@ -37,7 +43,11 @@ def matrix(kind: str, shape: tuple[int, int], dtype: str, seed: int = 0) -> np.n
         x = np.clip(x, -3, 3) * np.float32(largest / 4)
     elif kind == "small":
         # Amaxes whose scales pass the greatest float32, elements above float32's subnormals.
-        x = np.sign(x) * (np.abs(x) % 1 + 1) * np.float32(2.0**-120 if dtype != "float16" else 2.0**-14)
+        x = (
+            np.sign(x)
+            * (np.abs(x) % 1 + 1)
+            * np.float32(2.0**-120 if dtype != "float16" else 2.0**-14)
+        )
     elif kind == "zero":
         x = x * 0
     return x.astype(NUMPY_DTYPES[dtype])

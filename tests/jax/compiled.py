@@ -35,7 +35,9 @@ def compile_quickly(quickly: bool) -> None:
     programs = itertools.count()
     shared_context = functools.lru_cache(maxsize=1)(lambda _: _new_context())
     mlir.make_ir_context = (
-        (lambda: shared_context(next(programs) // _PROGRAMS_PER_CONTEXT)) if quickly else _new_context
+        (lambda: shared_context(next(programs) // _PROGRAMS_PER_CONTEXT))
+        if quickly
+        else _new_context
     )
 
 
@@ -106,7 +108,9 @@ def values_and_gradients(function: Callable[..., Any], dy: Any, *arguments: Any)
 
 def init_variables(model: nn.Module, rngs: Any, *inputs: Any, **options: Any) -> Any:
     """Initialize variables with model.init, without boxes; options are static."""
-    return nn.meta.unbox(jax.jit(lambda rngs, *inputs: model.init(rngs, *inputs, **options))(rngs, *inputs))
+    return nn.meta.unbox(
+        jax.jit(lambda rngs, *inputs: model.init(rngs, *inputs, **options))(rngs, *inputs)
+    )
 
 
 def draw_unboxed_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:

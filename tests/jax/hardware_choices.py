@@ -21,14 +21,21 @@ from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import Table
 from transformer_engine.common.hardware import ROWS, Capability, Hardware
 from transformer_engine.common.quantize_spec import QuantizeSpec
-from transformer_engine.jax.primitives import gemm, grouped_gemm, grouped_quantize, launching, quantize
+from transformer_engine.jax.primitives import (
+    gemm,
+    grouped_gemm,
+    grouped_quantize,
+    launching,
+    quantize,
+)
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.grouped_gemm import GroupedBlockRequest, GroupedGemmRequest
 from transformer_engine.jax.primitives.grouped_quantize import RowsRequest
 from transformer_engine.jax.runtime import platform
 
 E4M3, E5M2, E2M1, BFLOAT16 = (
-    jnp.dtype(element) for element in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.bfloat16)
+    jnp.dtype(element)
+    for element in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.bfloat16)
 )
 FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4 = formats.TENSOR_FORMATS
 SIZE = 4096  # rows, columns and contracted elements
@@ -68,14 +75,16 @@ def grouped(a: Side, b: Side, contracts_rows: bool) -> str:
     scaled = a[0] is not None
     request = GroupedGemmRequest(
         8, SIZE, SIZE, SIZE, a[1], BFLOAT16, contracts_rows, scaled, scaled, "cuda"
-    )  # fmt: skip
+    )
     return select_backends(grouped_gemm.TABLE, request)
 
 
 def cast(a: Side, per_tile: bool = False) -> str:
     """The backend that quantizes a matrix; per_tile: rows in groups, each with a second-level scale."""
     assert a[0] is not None
-    element = next(one for one in (formats.E4M3, formats.E5M2, formats.E2M1) if one.name in a[0].elements)
+    element = next(
+        one for one in (formats.E4M3, formats.E5M2, formats.E2M1) if one.name in a[0].elements
+    )
     spec = QuantizeSpec(a[0], element, columnwise=not per_tile)
     request = quantize.Request(spec, (SIZE, SIZE), BFLOAT16, "cuda", maxima_per_tile=per_tile)
     return select_backends(quantize.TABLE, request)
@@ -90,7 +99,9 @@ def cast_of_groups(a: Side) -> str:
 
 
 def select_backends(table: Table, request) -> str:
-    return next(row.name for row in table.candidates(request) if row.rejection_reason(request) is None)
+    return next(
+        row.name for row in table.candidates(request) if row.rejection_reason(request) is None
+    )
 
 
 @contextlib.contextmanager
@@ -105,7 +116,9 @@ def simulate_gpu(hardware: Hardware, with_triton: bool) -> Iterator[None]:
         mock.patch.object(launching, "kernels_unsupported_reason", lambda: missing),
         mock.patch.object(optional, "release", lambda name: release),
         mock.patch.object(
-            optional, "failure", lambda name, *names: None if "gluon" in name else failure(name, *names)
+            optional,
+            "failure",
+            lambda name, *names: None if "gluon" in name else failure(name, *names),
         ),
     ):
         yield

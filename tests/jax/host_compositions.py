@@ -38,7 +38,9 @@ TOKENS, HEADS, DIM = 32, 4, 8
 
 
 def create_mesh(**axes: int) -> Mesh:
-    devices = np.asarray(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(tuple(axes.values()))
+    devices = np.asarray(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(
+        tuple(axes.values())
+    )
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -49,9 +51,13 @@ def both(function, *arguments):
 
 def transformer_layer(**fields) -> te_flax.TransformerLayer:
     return te_flax.TransformerLayer(
-        hidden_size=32, mlp_hidden_size=64, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
+        hidden_size=32,
+        mlp_hidden_size=64,
+        num_attention_heads=HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         **fields,
-    )  # fmt: skip
+    )
 
 
 def mlp_of_tokens(intermediate_dim: int = 64, **fields) -> te_flax.LayerNormMLP:
@@ -59,11 +65,17 @@ def mlp_of_tokens(intermediate_dim: int = 64, **fields) -> te_flax.LayerNormMLP:
     tokens = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_TP_AXES, te.sharding.HIDDEN_AXES)
     hidden = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_AXES, te.sharding.HIDDEN_TP_AXES)
     return te_flax.LayerNormMLP(
-        intermediate_dim, activations=("silu", "linear"), layernorm_input_axes=tokens, dot_1_input_axes=tokens,
-        dot_2_input_axes=hidden, scale_axes=(te.sharding.W_NO_SHARD_AXES,), ln_bias_axes=(te.sharding.W_NO_SHARD_AXES,),
+        intermediate_dim,
+        activations=("silu", "linear"),
+        layernorm_input_axes=tokens,
+        dot_1_input_axes=tokens,
+        dot_2_input_axes=hidden,
+        scale_axes=(te.sharding.W_NO_SHARD_AXES,),
+        ln_bias_axes=(te.sharding.W_NO_SHARD_AXES,),
         kernel_axes_1=(te.sharding.W_FSDP_AXES, te.sharding.W_JOINED_AXES, te.sharding.W_TP_AXES),
-        kernel_axes_2=(te.sharding.W_TP_AXES, te.sharding.W_FSDP_AXES), **fields,
-    )  # fmt: skip
+        kernel_axes_2=(te.sharding.W_TP_AXES, te.sharding.W_FSDP_AXES),
+        **fields,
+    )
 
 
 def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module) -> float:
@@ -86,10 +98,14 @@ def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module
         with nn.logical_axis_rules(rules):
             specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
             placed = jax.tree.map(
-                lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs,
+                lambda p, s: jax.device_put(p, NamedSharding(mesh, s)),
+                params,
+                specs,
                 is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-            )  # fmt: skip
-            got = jax.jit(run)(placed, state, jax.device_put(x, NamedSharding(mesh, draw_batch(resource))))
+            )
+            got = jax.jit(run)(
+                placed, state, jax.device_put(x, NamedSharding(mesh, draw_batch(resource)))
+            )
     return difference(got, expected)
 
 
@@ -100,14 +116,29 @@ def draw_batch(resource: te.MeshResource) -> PartitionSpec:
 def attention(layout, mask, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, window=None):
     def run(q, k, v, offset, descriptor, **options):
         return fused_attn(
-            (q, k, v), None, descriptor, None, AttnBiasType.NO_BIAS, mask, layout, softmax, 0.3, 0.0, True,
-            max_segments_per_seq=4, window_size=window, softmax_offset=offset, **options,
-        )  # fmt: skip
+            (q, k, v),
+            None,
+            descriptor,
+            None,
+            AttnBiasType.NO_BIAS,
+            mask,
+            layout,
+            softmax,
+            0.3,
+            0.0,
+            True,
+            max_segments_per_seq=4,
+            window_size=window,
+            softmax_offset=offset,
+            **options,
+        )
 
     return run
 
 
-def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=None, stripe=None) -> float:
+def sequence_case(
+    mesh: Mesh, strategy, balanced, layout, mask, softmax, window=None, stripe=None
+) -> float:
     """Attention with tokens sharded over "cp": output and gradients for q, k, v and the sinks."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, dy = (normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
@@ -138,9 +169,16 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
 
     def run_over_devices(q, k, v, offset):
         out = run(
-            lay_out(q), lay_out(k), lay_out(v), offset, descriptor(lay_out), context_parallel_axis="cp",
-            context_parallel_strategy=strategy, context_parallel_causal_load_balanced=balanced, stripe_size=stripe,
-        )  # fmt: skip
+            lay_out(q),
+            lay_out(k),
+            lay_out(v),
+            offset,
+            descriptor(lay_out),
+            context_parallel_axis="cp",
+            context_parallel_strategy=strategy,
+            context_parallel_causal_load_balanced=balanced,
+            stripe_size=stripe,
+        )
         return (lay_out(out, undo=True) * dy).sum()
 
     which = (0, 1, 2, 3) if learnt else (0, 1, 2)
@@ -173,7 +211,10 @@ def kernel_case(mesh: Mesh) -> dict[str, float]:
     with jax.set_mesh(mesh):
         laid = PartitionSpec("dp")
         mapped = jax.shard_map(
-            lambda x: kernels.call(DoubledAndSummed(), x)[0], in_specs=laid, out_specs=laid, check_vma=False
+            lambda x: kernels.call(DoubledAndSummed(), x)[0],
+            in_specs=laid,
+            out_specs=laid,
+            check_vma=False,
         )
         manual = jax.jit(mapped)(placed)
     return {
@@ -190,7 +231,12 @@ ATTENTION = {
         "causal unbalanced with a window",
         "unbalanced with a window",
     ),
-    CPStrategy.RING: ("causal balanced", "padded with sinks and a window", "bottom right", "with a window"),
+    CPStrategy.RING: (
+        "causal balanced",
+        "padded with sinks and a window",
+        "bottom right",
+        "with a window",
+    ),
 }
 
 
@@ -199,12 +245,16 @@ def main() -> None:
     start_on_host_devices()
     delayed = recipe.DelayedScaling(amax_history_len=4)
     found = {
-        "fsdp": layer_case(create_mesh(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, mlp_of_tokens()),
+        "fsdp": layer_case(
+            create_mesh(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, mlp_of_tokens()
+        ),
         "dp and tp with sequences": layer_case(
-            create_mesh(dp=2, tpsp=4), te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"), None,
+            create_mesh(dp=2, tpsp=4),
+            te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"),
+            None,
             transformer_layer(enable_sequence_parallel=True),
         ),
-    }  # fmt: skip
+    }
     bshd, thd = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
     vanilla, learnt = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX
     causal, padding = AttnMaskType.CAUSAL_MASK, AttnMaskType.PADDING_CAUSAL_MASK
@@ -235,21 +285,27 @@ def main() -> None:
             create_mesh(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, transformer_layer()
         )
         found["fsdp and tp in mxfp8"] = layer_case(
-            create_mesh(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
-            recipe.MXFP8BlockScaling(), mlp_of_tokens(),
-        )  # fmt: skip
+            create_mesh(fsdp=4, tpsp=2),
+            te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
+            recipe.MXFP8BlockScaling(),
+            mlp_of_tokens(),
+        )
         for name, settings in (
             ("mxfp8", recipe.MXFP8BlockScaling()),
             ("blocks", recipe.Float8BlockScaling()),
         ):
             found[f"whole layer over fsdp and tp in {name}"] = layer_case(
-                create_mesh(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"), settings,
+                create_mesh(fsdp=4, tpsp=2),
+                te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
+                settings,
                 transformer_layer(enable_sequence_parallel=True),
-            )  # fmt: skip
+            )
         found["dp"] = layer_case(
-            create_mesh(dp=8), te.MeshResource(dp_resource="dp"), delayed,
+            create_mesh(dp=8),
+            te.MeshResource(dp_resource="dp"),
+            delayed,
             transformer_layer(layernorm_type="rmsnorm", mlp_activations=("silu", "linear")),
-        )  # fmt: skip
+        )
         found["stripes of several tokens"] = sequence_case(
             mesh, CPStrategy.ALL_GATHER, True, thd, padding, vanilla, stripe=4
         )

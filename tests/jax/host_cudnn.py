@@ -24,7 +24,9 @@ BATCH, TOKENS, HEADS, GROUPS, DIM = 4, 8, 8, 4, 16
 def attend(q, k, v, bias, lengths_q, lengths_kv, scale, causal):
     """Attention output [b, s, h, d] in float32 for the arguments that cuDNN receives."""
     batch, queries, heads, _ = q.shape
-    assert lengths_q.size in (0, batch) and lengths_kv.size in (0, batch), "lengths lie as queries do"
+    assert lengths_q.size in (0, batch) and lengths_kv.size in (0, batch), (
+        "lengths lie as queries do"
+    )
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bshd,bthd->bhst", q, k) * scale
@@ -43,7 +45,9 @@ def forward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, mask_type, is_tr
     return [out.astype(q.dtype), *([levels] if is_training else [])]
 
 
-def backward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, variadic_args, mask_type, **options):
+def backward(
+    q, k, v, bias, lengths_q, lengths_kv, *rest, scale, variadic_args, mask_type, **options
+):
     assert rest[-1].shape == q.shape, "the gradient lies as queries do"
 
     def run(q, k, v, bias):
@@ -60,7 +64,9 @@ def replace_cudnn() -> None:
         (library._dot_product_attention_bwd_p, backward),
     )
     for primitive, function in pairs:
-        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu"
+        )
     mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
     library.check_cudnn_version = lambda: 91900
     library.check_compute_capability = lambda least: True
@@ -72,13 +78,28 @@ def step(mask, q, k, v, bias, lengths):
     def loss(q, k, v, bias):
         kind = AttnBiasType.NO_BIAS if bias is None else AttnBiasType.POST_SCALE_BIAS
         call = AttentionOperands(
-            q, k, v, bias, kind, mask, None, lambda: None, lengths, 0.3, None, None, None,
-            lambda: (lengths, lengths, lengths, lengths), None,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            bias,
+            kind,
+            mask,
+            None,
+            lambda: None,
+            lengths,
+            0.3,
+            None,
+            None,
+            None,
+            lambda: (lengths, lengths, lengths, lengths),
+            None,
+        )
         out = cudnn.run(call, packed=False).astype(jnp.float32)
         return (out**2 * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
 
-    return jax.value_and_grad(loss, argnums=(0, 1, 2) if bias is None else (0, 1, 2, 3))(q, k, v, bias)
+    return jax.value_and_grad(loss, argnums=(0, 1, 2) if bias is None else (0, 1, 2, 3))(
+        q, k, v, bias
+    )
 
 
 def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple[float, int]:
@@ -120,7 +141,9 @@ def main() -> None:
     mapped = jax.vmap(lambda q, k, v: step(AttnMaskType.CAUSAL_MASK, q, k, v, None, None)[1])
     q = normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
     k = q[:, :, :, :GROUPS]
-    one = [step(AttnMaskType.CAUSAL_MASK, a, b, b, None, None)[1] for a, b in zip(q, k, strict=True)]
+    one = [
+        step(AttnMaskType.CAUSAL_MASK, a, b, b, None, None)[1] for a, b in zip(q, k, strict=True)
+    ]
     expected = jax.tree.map(lambda *parts: jnp.stack(parts), *one)
     program = jax.jit(mapped)
     found["under vmap"] = (

@@ -36,7 +36,8 @@ def difference(got, expected) -> float:
     """Largest difference of all leaves, relative to each leaf's largest element. NaN is kept, which max() may drop."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     each = [
-        np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-30) for a, b in pairs
+        np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-30)
+        for a, b in pairs
     ]
     return float(np.max(each, initial=0.0))
 
@@ -75,7 +76,9 @@ def restore_checkpoint(mesh: Mesh, tree, placed):
         "state": jax.tree.map(lambda leaf: everywhere, tree["state"]),
     }
     shapes = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, laid
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        laid,
     )
     with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(Path(folder) / "run", tree)
@@ -126,9 +129,13 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
         rows = PartitionSpec(("dp", "tp"))
         mapped = jax.shard_map(
             lambda v, x, loss=loss: jax.grad(lambda v: jax.lax.pmean(loss(v, x), ("dp", "tp")))(v),
-            mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec(),
-        )  # fmt: skip
-        found[name] = difference(jax.jit(mapped)(variables, x), jax.jit(jax.grad(loss))(variables, x))
+            mesh=mesh,
+            in_specs=(PartitionSpec(), rows),
+            out_specs=PartitionSpec(),
+        )
+        found[name] = difference(
+            jax.jit(mapped)(variables, x), jax.jit(jax.grad(loss))(variables, x)
+        )
     return found
 
 
@@ -160,7 +167,11 @@ def main() -> None:
                 x_placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
                 everywhere = NamedSharding(mesh, PartitionSpec())
                 copies = jax.device_put(state, everywhere)
-                run = jax.jit(lambda x, *a: step(model, x, *a)).lower(x_placed, placed, copies).compile()
+                run = (
+                    jax.jit(lambda x, *a: step(model, x, *a))
+                    .lower(x_placed, placed, copies)
+                    .compile()
+                )
                 text = run.as_text() or ""
                 got = run(x_placed, placed, copies)
                 if name == "set_mesh":

@@ -31,7 +31,12 @@ RECIPES = {
     "mxfp8": recipe.MXFP8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
-FIELDS = {"num_experts": 8, "intermediate_size": 64, "aux_loss_coeff": 0.1, "score_function": "sigmoid"}
+FIELDS = {
+    "num_experts": 8,
+    "intermediate_size": 64,
+    "aux_loss_coeff": 0.1,
+    "score_function": "sigmoid",
+}
 EXPERTS, WIDTH = 8, 32
 
 
@@ -56,7 +61,9 @@ def step(model, variables, x):
     state, params = flax.core.pop(variables, "params")
 
     def loss(params, state, x):
-        y, balance, received = model.apply({"params": params, **state}, x, rngs={"sr_rng": jax.random.key(4)})
+        y, balance, received = model.apply(
+            {"params": params, **state}, x, rngs={"sr_rng": jax.random.key(4)}
+        )
         return (y.astype(jnp.float32) ** 2).mean() + balance, (y, received)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(params, state, x)
@@ -72,8 +79,15 @@ def start(settings, x, **fields):
 
 
 def experts_case(
-    mesh: Mesh, data_axes: tuple[str, ...], settings, x=None, routed=False, cut=(), entered=jax.set_mesh, **fields
-) -> dict[str, float]:  # fmt: skip
+    mesh: Mesh,
+    data_axes: tuple[str, ...],
+    settings,
+    x=None,
+    routed=False,
+    cut=(),
+    entered=jax.set_mesh,
+    **fields,
+) -> dict[str, float]:
     """Output, gradients, state and received rows per device of a _MoEBlock with experts over "ep".
 
     routed   by `gates`
@@ -92,19 +106,28 @@ def experts_case(
     with entered(mesh), te.autocast(settings is not None, settings):
         (_, (got_y, received)), got = step(many, variables | {"params": laid}, x)
     found = {
-        "y": difference(got_y, y), "gradients": difference(got[0], params), "dx": difference(got[2], dx),
+        "y": difference(got_y, y),
+        "gradients": difference(got[0], params),
+        "dx": difference(got[2], dx),
         "state": difference(*forward_and_backward_states(got[1], state)[0]),
         "state of gradients": difference(*forward_and_backward_states(got[1], state)[1]),
-    }  # fmt: skip
+    }
     slots = 2 * x.shape[0] * x.shape[1]
-    return found | {"difference": max(found.values()), "received": int(received.sum()), "slots": slots}
+    return found | {
+        "difference": max(found.values()),
+        "received": int(received.sum()),
+        "slots": slots,
+    }
 
 
 def forward_and_backward_states(*collections) -> list[list[dict[str, jax.Array]]]:
     """[input and kernel states, gradient states], each with one dictionary per collection."""
     states = [collection.get("fp8_metas", {}) for collection in collections]
     return [
-        [{name: leaf for name, leaf in one.items() if ("grad" in name) == backward} for one in states]
+        [
+            {name: leaf for name, leaf in one.items() if ("grad" in name) == backward}
+            for one in states
+        ]
         for backward in (False, True)
     ]
 
@@ -139,12 +162,17 @@ def codes_case(name: str, member: str) -> dict[str, int]:
         return [value.reshape(x.shape) for value in values], following
 
     with te.autocast(True, RECIPES[name]):
-        expected = jax.jit(lambda q, x: encode(q, x, jnp.full(4, 256, jnp.int32), ()))(quantizer, full)
+        expected = jax.jit(lambda q, x: encode(q, x, jnp.full(4, 256, jnp.int32), ()))(
+            quantizer, full
+        )
     of_experts, of_rows = PartitionSpec("ep"), PartitionSpec("dp", "ep")
     mapped = jax.shard_map(
-        local, mesh=create_mesh(dp=2, ep=2), in_specs=(of_experts, of_rows), out_specs=(of_rows, of_experts),
+        local,
+        mesh=create_mesh(dp=2, ep=2),
+        in_specs=(of_experts, of_rows),
+        out_specs=(of_rows, of_experts),
         check_vma=False,
-    )  # fmt: skip
+    )
     values, following = jax.jit(mapped)(quantizer, parts)
     values = [jnp.moveaxis(value, 0, 2).reshape(-1, 64) for value in values]
     pairs = zip(jax.tree.leaves((values, following)), jax.tree.leaves(expected), strict=True)
@@ -168,14 +196,22 @@ def cuda_calls(settings) -> dict[str, int]:
     """Calls in the CUDA program of a bfloat16 step on a mesh with one additional axis."""
     x = ones((8, 16, WIDTH), jnp.bfloat16)
     _, variables = start(settings, x, dtype=jnp.bfloat16)
-    model = te_flax._MoEBlock(**FIELDS, dtype=jnp.bfloat16, ep_axis="ep", data_parallelism_axes=("dp",))
+    model = te_flax._MoEBlock(
+        **FIELDS, dtype=jnp.bfloat16, ep_axis="ep", data_parallelism_axes=("dp",)
+    )
     with jax.set_mesh(create_mesh(dp=2, ep=2, tp=2)), te.autocast(settings is not None, settings):
         traced = jax.jit(lambda variables, x: step(model, variables, x)).trace(variables, x)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return {name: text.count(f"@{name}(") for name in ("CustomSPMDPartitioning", "ragged_all_to_all")}
+    return {
+        name: text.count(f"@{name}(") for name in ("CustomSPMDPartitioning", "ragged_all_to_all")
+    }
 
 
-SHORT = (("delayed", "dgrad"), ("current", "x"), ("nvfp4", "x"))  # the codes that are compared without --all
+SHORT = (
+    ("delayed", "dgrad"),
+    ("current", "x"),
+    ("nvfp4", "x"),
+)  # the codes that are compared without --all
 
 
 def main() -> None:
@@ -192,9 +228,13 @@ def main() -> None:
             early = experts_case(mesh, ("dp",), settings, x, True, apply_topk_weights_early=True)
             found[f"early: {name}"] = early
     found["few tokens: delayed"] = experts_case(
-        create_mesh(dp=2, ep=2, tp=2), ("dp",), RECIPES["delayed"], normal(jax.random.key(0), (4, 2, WIDTH)),
-        entered=lambda mesh: mesh, cut={"wi": ("ep", None, "tp"), "wo": ("ep", "tp")},
-    )  # fmt: skip
+        create_mesh(dp=2, ep=2, tp=2),
+        ("dp",),
+        RECIPES["delayed"],
+        normal(jax.random.key(0), (4, 2, WIDTH)),
+        entered=lambda mesh: mesh,
+        cut={"wi": ("ep", None, "tp"), "wo": ("ep", "tp")},
+    )
     if everything:
         found["halves: current"] = experts_case(
             mesh,

@@ -28,20 +28,35 @@ SIZES = np.asarray([3, 0, 13], np.int32)
 LAYERS = {
     "dense": lambda: te_flax.DenseGeneral(features=16, input_axes=("nvte_batch", None, None)),
     "norm": te_flax.LayerNorm,
-    "norm and dense": lambda: te_flax.LayerNormDenseGeneral(features=16, return_layernorm_output=True),
+    "norm and dense": lambda: te_flax.LayerNormDenseGeneral(
+        features=16, return_layernorm_output=True
+    ),
     "mlp": lambda: te_flax.LayerNormMLP(intermediate_dim=32),
     "gated mlp": lambda: te_flax.LayerNormMLP(intermediate_dim=32, activations=("silu", "linear")),
     "transformer": lambda: te_flax.TransformerLayer(
-        hidden_size=32, mlp_hidden_size=32, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0,
-        intermediate_dropout=0.0, enable_relative_embedding=False,
+        hidden_size=32,
+        mlp_hidden_size=32,
+        num_attention_heads=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        intermediate_dropout=0.0,
+        enable_relative_embedding=False,
     ),
     "experts": lambda: te_flax._MoEBlock(num_experts=4, intermediate_size=32, aux_loss_coeff=0.1),
     "rotary transformer": lambda: te_flax.TransformerLayer(
-        hidden_size=32, mlp_hidden_size=32, num_attention_heads=4, num_gqa_groups=2, hidden_dropout=0.0,
-        attention_dropout=0.0, enable_rotary_pos_emb=True, mlp_activations=("silu", "linear"),
-        layernorm_type="rmsnorm", use_bias=True, fuse_qkv_params=False,
+        hidden_size=32,
+        mlp_hidden_size=32,
+        num_attention_heads=4,
+        num_gqa_groups=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        enable_rotary_pos_emb=True,
+        mlp_activations=("silu", "linear"),
+        layernorm_type="rmsnorm",
+        use_bias=True,
+        fuse_qkv_params=False,
     ),
-}  # fmt: skip
+}
 RECIPES = {
     "none": None,
     "delayed": recipe.DelayedScaling(amax_history_len=2),
@@ -131,7 +146,9 @@ def permutation() -> float:
     mesh = create_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, PartitionSpec("dp"))
-        found = jax.jit(jax.grad(loss, (0, 1)))(jax.device_put(x, rows), jax.device_put(logits, rows))
+        found = jax.jit(jax.grad(loss, (0, 1)))(
+            jax.device_put(x, rows), jax.device_put(logits, rows)
+        )
     return difference(found, expected)
 
 
@@ -140,7 +157,9 @@ def constrain_mixed_axes() -> float:
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
     with jax.set_mesh(mesh):
         x = jax.device_put(normal(jax.random.key(0), (8, 4)), NamedSharding(mesh, PartitionSpec()))
-        y = jax.jit(lambda x: sharding.with_sharding_constraint(2 * x, PartitionSpec("dp", "tp")))(x)
+        y = jax.jit(lambda x: sharding.with_sharding_constraint(2 * x, PartitionSpec("dp", "tp")))(
+            x
+        )
         return difference(y, 2 * x) + (y.sharding.spec != PartitionSpec("dp", "tp"))
 
 
@@ -173,8 +192,11 @@ def cases() -> dict[str, Callable[[], float]]:
         for layer in ("dense", "mlp", "transformer")
     }
     return {
-        **layers, **eager,
-        "Explicit, rules, mlp": partial(gradients, AxisType.Explicit, "mlp", "none", True, rules=True),
+        **layers,
+        **eager,
+        "Explicit, rules, mlp": partial(
+            gradients, AxisType.Explicit, "mlp", "none", True, rules=True
+        ),
         "Auto, rules, mlp": partial(gradients, AxisType.Auto, "mlp", "none", True, rules=True),
         "Auto, mlp without rules": partial(gradients, AxisType.Auto, "mlp", "none", True),
         "eager, rules, mlp": partial(gradients, AxisType.Auto, "mlp", "none", False, rules=True),
@@ -182,7 +204,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "Explicit, permutation": permutation,
         "mixed axes": constrain_mixed_axes,
         **{f"keys, {impl}": partial(keys, impl, "ep") for impl in ("threefry2x32", "rbg")},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -190,7 +212,9 @@ def main() -> None:
     start_on_host_devices()
     warnings.simplefilter("ignore")
     rest = "--rest" in sys.argv
-    print(json.dumps({name: case() for name, case in cases().items() if (name in ALWAYS) is not rest}))
+    print(
+        json.dumps({name: case() for name, case in cases().items() if (name in ALWAYS) is not rest})
+    )
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ class Heads(Kernel):
 
     @property
     def rule(self):
-        return ShardingRule("b (g r) s, b g s -> b (g r) s, b g", ("r", "s"), {"g": 4, "r": self.members})
+        return ShardingRule(
+            "b (g r) s, b g s -> b (g r) s, b g", ("r", "s"), {"g": 4, "r": self.members}
+        )
 
     def results(self, *operands):
         q, k = operands
@@ -210,8 +212,14 @@ def experts_there_and_back(x):
 def misnamed_count(mesh: Mesh) -> int:
     """Number of arrays sharded over mesh axes for which `named` finds another sharding."""
     specs = [
-        (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, "tp", "dp"),
-    ]  # fmt: skip
+        (),
+        ("dp",),
+        (None, "tp"),
+        ("tp", None, "dp"),
+        (("dp", "tp"),),
+        (None, ("tp", "dp")),
+        (None, "tp", "dp"),
+    ]
     arrays = [
         Shape(
             (8, 8, 8),
@@ -244,7 +252,8 @@ class PackedProduct(decoded.DecodedProduct):
 
     def product(self, a: Operand, b: Operand) -> jax.Array:
         a, b = (
-            dataclasses.replace(x, codes=unpack_e2m1(x.codes)) if x.format == NVFP4 else x for x in (a, b)
+            dataclasses.replace(x, codes=unpack_e2m1(x.codes)) if x.format == NVFP4 else x
+            for x in (a, b)
         )
         return super().product(a, b)
 
@@ -276,7 +285,8 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
         )
         cut_up = [
             dataclasses.replace(
-                operand, codes=jax.device_put(operand.codes, NamedSharding(mesh, PartitionSpec(*cut)))
+                operand,
+                codes=jax.device_put(operand.codes, NamedSharding(mesh, PartitionSpec(*cut))),
             )
             for operand, cut in zip(operands, (a_cut, b_cut), strict=True)
         ]
@@ -284,19 +294,25 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
             if title == "widened" and not all(form.fits_bfloat16 for form in forms):
                 continue
             with jax.set_mesh(mesh):
-                got = jax.jit(lambda a, b, run=run: run(a, b, jnp.dtype(jnp.float32), True))(*cut_up)
-            found[f"product, {title}: {name}"] = largest([(got, expected)]) / float(jnp.abs(expected).max())
+                got = jax.jit(lambda a, b, run=run: run(a, b, jnp.dtype(jnp.float32), True))(
+                    *cut_up
+                )
+            found[f"product, {title}: {name}"] = largest([(got, expected)]) / float(
+                jnp.abs(expected).max()
+            )
     return found
 
 
 def main() -> None:
     start_on_host_devices()
     mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
-    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    found = {"misnamed": misnamed_count(mesh)} | products_of_codes(mesh)
-    expected = jax.jit(lambda cases: {name: CASES[name][0].run(*arrays) for name, arrays in cases.items()})(
-        {name: arrays for name, (_, arrays, _) in CASES.items()}
+    mesh = Mesh(
+        np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2
     )
+    found = {"misnamed": misnamed_count(mesh)} | products_of_codes(mesh)
+    expected = jax.jit(
+        lambda cases: {name: CASES[name][0].run(*arrays) for name, arrays in cases.items()}
+    )({name: arrays for name, (_, arrays, _) in CASES.items()})
     for name, (kernel, arrays, specs) in CASES.items():
         placed = [
             jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -305,11 +321,15 @@ def main() -> None:
         run = jax.jit(lambda *a, kernel=kernel: call(kernel, *a))
         with jax.set_mesh(mesh):
             program = run.lower(*placed)
-            found["not cut"] = found.get("not cut", 0) + ("CustomSPMDPartitioning" not in program.as_text())
+            found["not cut"] = found.get("not cut", 0) + (
+                "CustomSPMDPartitioning" not in program.as_text()
+            )
             compiled = program.compile()
             result = compiled(*placed)
         found[name] = largest(zip(result, expected[name], strict=True))
-        found[f"{name}: gathers"] = len(re.findall(r"all-gather(?:-start)?\(", compiled.as_text() or ""))
+        found[f"{name}: gathers"] = len(
+            re.findall(r"all-gather(?:-start)?\(", compiled.as_text() or "")
+        )
     x = jax.device_put(random(6, 16, 32), NamedSharding(mesh, PartitionSpec("dp", "tp")))
     for name, kernels_of in (  # warns once on stderr that no mesh is set
         ("a kernel", lambda x, apply: apply(x)),
@@ -320,7 +340,9 @@ def main() -> None:
         found[f"{name} without a mesh"] = largest(pairs)
     x = random(1, 16, 2, 16)
     (sums,) = jax.jit(lambda x: call_on_axes(Blocks((16, 32)), {"k": 2}, x))(x)
-    found["axes of a block each"] = float(np.abs(np.asarray(sums) - np.asarray(x).sum(axis=2)).max())
+    found["axes of a block each"] = float(
+        np.abs(np.asarray(sums) - np.asarray(x).sum(axis=2)).max()
+    )
     (sums,) = jax.jit(lambda a, b: call_on_axes(Product(), {"n": 2}, a, b))(
         random(2, 16, 32), random(3, 2, 3, 32)
     )
@@ -331,16 +353,24 @@ def main() -> None:
         lambda x: call(Measured(), x)[0], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
     x = random(6, 16, 32)
-    found["inside shard_map"] = float(np.abs(np.asarray(jax.jit(mapped)(x)) - np.asarray(x) * 2).max())
+    found["inside shard_map"] = float(
+        np.abs(np.asarray(jax.jit(mapped)(x)) - np.asarray(x) * 2).max()
+    )
     partly = jax.shard_map(
-        lambda x: call(Measured(), x)[0], mesh=mesh, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"),
-        axis_names={"dp"}, check_vma=False,
-    )  # fmt: skip
+        lambda x: call(Measured(), x)[0],
+        mesh=mesh,
+        in_specs=PartitionSpec("dp"),
+        out_specs=PartitionSpec("dp"),
+        axis_names={"dp"},
+        check_vma=False,
+    )
     found["inside shard_map of one axis"] = float(
         np.abs(np.asarray(jax.jit(partly)(x)) - np.asarray(x) * 2).max()
     )
     x = random(7, 24, 16)
-    found["experts"] = float(np.abs(np.asarray(jax.jit(experts_there_and_back)(x)) - np.asarray(x)).max())
+    found["experts"] = float(
+        np.abs(np.asarray(jax.jit(experts_there_and_back)(x)) - np.asarray(x)).max()
+    )
     gradient = jax.jit(jax.grad(lambda x: (experts_there_and_back(x) ** 2).sum()))
     found["gradient of experts"] = float(np.abs(np.asarray(gradient(x)) - 2 * np.asarray(x)).max())
     text = gradient.trace(x).lower(lowering_platforms=("cuda",)).as_text()

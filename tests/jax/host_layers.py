@@ -32,17 +32,26 @@ from transformer_engine.jax.primitives import gemm, kernels
 from transformer_engine.jax.primitives.gemm import decoded, float8, reference
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 8, "num_gqa_groups": 4,
-    "layernorm_type": "rmsnorm", "mlp_activations": ("silu", "linear"), "enable_relative_embedding": False,
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": jnp.bfloat16,
-}  # fmt: skip
+    "hidden_size": 64,
+    "mlp_hidden_size": 96,
+    "num_attention_heads": 8,
+    "num_gqa_groups": 4,
+    "layernorm_type": "rmsnorm",
+    "mlp_activations": ("silu", "linear"),
+    "enable_relative_embedding": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "dtype": jnp.bfloat16,
+}
 TOKENS = 48  # no extent of a kernel
 RECIPES = {
-    "values": None, "delayed": recipe.DelayedScaling(amax_history_len=2), "current": recipe.Float8CurrentScaling(),
+    "values": None,
+    "delayed": recipe.DelayedScaling(amax_history_len=2),
+    "current": recipe.Float8CurrentScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
     # A sum in another order could change the direction of stochastic rounding.
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
-}  # fmt: skip
+}
 # Each device's shard has whole blocks, both in every kernel and along the sequence.
 # In float32 a sum in another order changes only a few codes.
 IN_BLOCKS = {"hidden_size": 128, "mlp_hidden_size": 256, "num_gqa_groups": 8, "dtype": jnp.float32}
@@ -73,10 +82,14 @@ def create_model(kind: str, sizes: dict[str, Any], sequence_parallel: bool = Fal
         return te_flax.TransformerLayer(**sizes, enable_sequence_parallel=sequence_parallel)
     if kind == "attention":
         return te_flax.MultiHeadAttention(
-            head_dim=sizes["hidden_size"] // sizes["num_attention_heads"], layernorm_type="rmsnorm",
-            num_attention_heads=sizes["num_attention_heads"], num_gqa_groups=sizes["num_gqa_groups"],
-            attention_dropout=0.0, dtype=sizes["dtype"], enable_sequence_parallel=sequence_parallel,
-        )  # fmt: skip
+            head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+            layernorm_type="rmsnorm",
+            num_attention_heads=sizes["num_attention_heads"],
+            num_gqa_groups=sizes["num_gqa_groups"],
+            attention_dropout=0.0,
+            dtype=sizes["dtype"],
+            enable_sequence_parallel=sequence_parallel,
+        )
     return mlp_of_tokens(sizes["mlp_hidden_size"], layernorm_type="rmsnorm", dtype=sizes["dtype"])
 
 
@@ -89,13 +102,19 @@ def as_on_cuda() -> None:
     """Use kernels for quantized products on this platform, too."""
 
     def unsupported_reason(request) -> str | None:
-        return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
+        return (
+            None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
+        )
 
     def blocks_unsupported_reason(request) -> str | None:
         return decoded.unsupported_reason(dataclasses.replace(request, platform="cuda"))
 
-    scaled = Backend("scaled", unsupported_reason=unsupported_reason, bind=lambda request: float8.run_scaled)
-    blocks = Backend("decoded", unsupported_reason=blocks_unsupported_reason, bind=decoded.BACKEND.bind)
+    scaled = Backend(
+        "scaled", unsupported_reason=unsupported_reason, bind=lambda request: float8.run_scaled
+    )
+    blocks = Backend(
+        "decoded", unsupported_reason=blocks_unsupported_reason, bind=decoded.BACKEND.bind
+    )
     gemm.TABLE = Table("jax_gemm", (scaled, blocks, reference.DOT, reference.BACKEND))
     mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
 
@@ -104,15 +123,21 @@ def exchange(text: str) -> list[tuple[str, str, list[int]]]:
     """(collective, dtype, shape) for every array that devices exchange."""
     found = []
     for line in text.splitlines():
-        if match := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line):
+        if match := re.search(
+            r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line
+        ):
             for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match.group(1)):
-                found.append((match.group(2), dtype, [int(size) for size in shape.split(",") if size]))
+                found.append(
+                    (match.group(2), dtype, [int(size) for size in shape.split(",") if size])
+                )
     return found
 
 
 def step(kind, model, state, params, x):
     def run(state, params, x):
-        outputs = model.apply({"params": params, **state}, *model_inputs(kind, x), deterministic=True)
+        outputs = model.apply(
+            {"params": params, **state}, *model_inputs(kind, x), deterministic=True
+        )
         return jax.tree.leaves(outputs)[0]
 
     y, pullback = jax.vjp(run, state, params, x)
@@ -152,11 +177,15 @@ def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
     ):
         specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
         laid = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+            lambda spec: NamedSharding(mesh, spec),
+            specs,
+            is_leaf=lambda s: isinstance(s, PartitionSpec),
         )
         rows = PartitionSpec("fsdp" if "fsdp" in axes else "dp", resource.tpsp_resource)
         tokens = NamedSharding(mesh, rows)
-        run = jax.jit(lambda *a: step(kind, model, *a), out_shardings=(tokens, [laid, tokens], None))
+        run = jax.jit(
+            lambda *a: step(kind, model, *a), out_shardings=(tokens, [laid, tokens], None)
+        )
         args = state, jax.device_put(params, laid), jax.device_put(x, tokens)
         compiled = run.lower(*args).compile()
         got = compiled(*args)
@@ -170,7 +199,9 @@ def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
         "kernels": len(kernels),
         "smallest kernel": min(kernels),
     } | {
-        name: difference(a, b) for name, a, b in zip(parts, got, expected, strict=True) if jax.tree.leaves(b)
+        name: difference(a, b)
+        for name, a, b in zip(parts, got, expected, strict=True)
+        if jax.tree.leaves(b)
     }
 
 
@@ -178,7 +209,10 @@ def main() -> None:
     start_on_host_devices()
     as_on_cuda()
     cases = [("layer", *case) for case in OTHER_CASES] if "--others" in sys.argv else CASES
-    found = {f"{kind} {name} {layout}": facts(kind, name, LAYOUTS[layout]) for kind, name, layout in cases}
+    found = {
+        f"{kind} {name} {layout}": facts(kind, name, LAYOUTS[layout])
+        for kind, name, layout in cases
+    }
     print(json.dumps(found))
 
 

@@ -37,15 +37,24 @@ MESHES = {
         "tpsp",
     ),
     "fsdp 8": ({"fsdp": 8}, {"fsdp_resource": "fsdp"}, "fsdp", None),
-    "dp 2, tpsp 4": ({"dp": 2, "tpsp": 4}, {"dp_resource": "dp", "tpsp_resource": "tpsp"}, "dp", "tpsp"),
+    "dp 2, tpsp 4": (
+        {"dp": 2, "tpsp": 4},
+        {"dp_resource": "dp", "tpsp_resource": "tpsp"},
+        "dp",
+        "tpsp",
+    ),
 }
 FEW = [
-    ("balance", "dp 8", "with mesh"), ("permutation", "dp 4, tp 2", "with mesh"),
-    ("attention", "dp 2, tpsp 4", "set_mesh"), ("mlp", "dp 4, tp 2", "with mesh"),
-    ("dense in mxfp8", "fsdp 8", "set_mesh"), ("dense in nvfp4", "fsdp 4, tpsp 2", "set_mesh"),
+    ("balance", "dp 8", "with mesh"),
+    ("permutation", "dp 4, tp 2", "with mesh"),
+    ("attention", "dp 2, tpsp 4", "set_mesh"),
+    ("mlp", "dp 4, tp 2", "with mesh"),
+    ("dense in mxfp8", "fsdp 8", "set_mesh"),
+    ("dense in nvfp4", "fsdp 4, tpsp 2", "set_mesh"),
     ("dense in block", "dp 4, tp 2", "with mesh"),
-    ("router", "dp 8", "shard_map"), ("permutation", "dp 8", "shard_map"),
-]  # fmt: skip
+    ("router", "dp 8", "shard_map"),
+    ("permutation", "dp 8", "shard_map"),
+]
 
 
 def random(seed: int, *shape: int):
@@ -78,31 +87,49 @@ class Case:
 
 def dense(x, kernel, quantizers):
     y = te.dense.dense(
-        x, kernel, quantizer_set=quantizers, input_axes=(sharding.BATCH_AXES, sharding.HIDDEN_AXES),
+        x,
+        kernel,
+        quantizer_set=quantizers,
+        input_axes=(sharding.BATCH_AXES, sharding.HIDDEN_AXES),
         kernel_axes=(sharding.W_FSDP_AXES, sharding.W_TP_AXES),
-    )  # fmt: skip
+    )
     return (y**2).mean()
 
 
 def mlp(x, gamma, wi, wo, quantizers):
     tokens = (sharding.BATCH_AXES, sharding.SEQLEN_AXES)
     y = layernorm_mlp(
-        x, gamma, None, (wi, wo), (None, None), "rmsnorm", activation_type=("silu", "linear"),
-        quantizer_sets=quantizers, dot_1_input_axes=(*tokens, sharding.HIDDEN_AXES),
+        x,
+        gamma,
+        None,
+        (wi, wo),
+        (None, None),
+        "rmsnorm",
+        activation_type=("silu", "linear"),
+        quantizer_sets=quantizers,
+        dot_1_input_axes=(*tokens, sharding.HIDDEN_AXES),
         dot_2_input_axes=(*tokens, sharding.HIDDEN_TP_AXES),
         kernel_1_axes=(sharding.W_FSDP_AXES, sharding.W_JOINED_AXES, sharding.W_TP_AXES),
         kernel_2_axes=(sharding.W_TP_AXES, sharding.W_FSDP_AXES),
-    )  # fmt: skip
+    )
     return (y**2).mean()
 
 
 def attend(q, k, v, bias):
     lengths = jnp.full(q.shape[0], q.shape[1] - 3, jnp.int32)
     out = attention.fused_attn(
-        (q, k, v), bias, attention.SequenceDescriptor.from_seqlens(lengths), None,
-        attention.AttnBiasType.POST_SCALE_BIAS, attention.AttnMaskType.PADDING_CAUSAL_MASK,
-        attention.QKVLayout.BSHD_BSHD_BSHD, attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
-    )  # fmt: skip
+        (q, k, v),
+        bias,
+        attention.SequenceDescriptor.from_seqlens(lengths),
+        None,
+        attention.AttnBiasType.POST_SCALE_BIAS,
+        attention.AttnMaskType.PADDING_CAUSAL_MASK,
+        attention.QKVLayout.BSHD_BSHD_BSHD,
+        attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.3,
+        0.0,
+        True,
+    )
     return (out**2).mean()
 
 

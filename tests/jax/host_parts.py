@@ -26,19 +26,37 @@ STRATEGIES = (api.CPStrategy.ALL_GATHER, api.CPStrategy.RING)
 
 
 def attention(
-    q, k, v, mask=api.AttnMaskType.CAUSAL_MASK, softmax_type=api.AttnSoftmaxType.VANILLA_SOFTMAX, **options
+    q,
+    k,
+    v,
+    mask=api.AttnMaskType.CAUSAL_MASK,
+    softmax_type=api.AttnSoftmaxType.VANILLA_SOFTMAX,
+    **options,
 ):
     return api.fused_attn(
-        (q, k, v), None, None, None, api.AttnBiasType.NO_BIAS, mask,
-        api.QKVLayout.BSHD_BSHD_BSHD, softmax_type, 0.2, 0.0, True, **options,
-    )  # fmt: skip
+        (q, k, v),
+        None,
+        None,
+        None,
+        api.AttnBiasType.NO_BIAS,
+        mask,
+        api.QKVLayout.BSHD_BSHD_BSHD,
+        softmax_type,
+        0.2,
+        0.0,
+        True,
+        **options,
+    )
 
 
 def sharded_results(strategy, **options):
     return functools.partial(
-        attention, context_parallel_axis="cp", context_parallel_strategy=strategy,
-        context_parallel_causal_load_balanced=True, **options,
-    )  # fmt: skip
+        attention,
+        context_parallel_axis="cp",
+        context_parallel_strategy=strategy,
+        context_parallel_causal_load_balanced=True,
+        **options,
+    )
 
 
 def step(function, dy, *arrays):
@@ -65,7 +83,9 @@ def check_cudnn_call() -> dict[str, float]:
         (library._dot_product_attention_fwd_p, forward),
         (library._dot_product_attention_bwd_p, backward),
     ):
-        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu"
+        )
     library.check_cudnn_version = lambda: 91900
     library.check_compute_capability = lambda least: True
 
@@ -75,24 +95,39 @@ def check_cudnn_call() -> dict[str, float]:
 
     chosen, parts.attention_parts = parts.attention_parts, bound
     keys = jax.random.split(jax.random.key(0), 4)
-    arrays = [normal(key, (2, 32, n, 16), jnp.bfloat16) for key, n in zip(keys, (4, 4, 2, 2), strict=True)]
+    arrays = [
+        normal(key, (2, 32, n, 16), jnp.bfloat16) for key, n in zip(keys, (4, 4, 2, 2), strict=True)
+    ]
     expected = jax.jit(functools.partial(step, attention))(*arrays)
     mesh = create_mesh(dp=2, tp=2, cp=2)
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
-    laid = [api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1) for x in arrays]
+    laid = [
+        api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1)
+        for x in arrays
+    ]
     found = {}
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
-        laid = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp", "cp", "tp"))) for x in laid]
+        laid = [
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp", "cp", "tp"))) for x in laid
+        ]
         for strategy in STRATEGIES:
-            program = jax.jit(functools.partial(step, sharded_results(strategy))).lower(*laid).compile()
+            program = (
+                jax.jit(functools.partial(step, sharded_results(strategy))).lower(*laid).compile()
+            )
             got = [
-                api.inverse_reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1)
+                api.inverse_reorder_causal_load_balancing(
+                    x, api.ReorderStrategy.DualChunkSwap, 2, 1
+                )
                 for x in program(*laid)
             ]
             text = program.as_text() or ""
-            moved = set(re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
+            moved = set(
+                re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text)
+            )
             found[strategy.name] = {
-                "difference": float(np.max([difference(x, y) for x, y in zip(got, expected, strict=True)])),
+                "difference": float(
+                    np.max([difference(x, y) for x, y in zip(got, expected, strict=True)])
+                ),
                 "moves": sorted(moved),
             }
     parts.attention_parts = chosen
@@ -138,7 +173,12 @@ def explanations() -> dict[str, str]:
         return {
             name: str(
                 te.explain(
-                    sharded_results(api.CPStrategy.ALL_GATHER), q, keys, keys, mask=mask, window_size=window
+                    sharded_results(api.CPStrategy.ALL_GATHER),
+                    q,
+                    keys,
+                    keys,
+                    mask=mask,
+                    window_size=window,
                 )
             )
             for name, keys, mask, window in (
@@ -165,7 +205,8 @@ def shard_map_gradients() -> dict[str, float]:
             specs = (laid, laid, laid, PartitionSpec())
             mapped = jax.shard_map(function, in_specs=specs, out_specs=laid, axis_names={"dp"})
             got, expected = (
-                jax.jit(functools.partial(step, one))(dy, q, k, k, sinks) for one in (mapped, function)
+                jax.jit(functools.partial(step, one))(dy, q, k, k, sinks)
+                for one in (mapped, function)
             )
             found[strategy.name] = difference(got, expected)
     return found

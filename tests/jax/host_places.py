@@ -29,10 +29,20 @@ PASSES = ("recv", "recv weights", "dtokens", "dweights", "combined", "dexpert_ou
 def attend(query, key, value, **options):
     descriptor = attention.SequenceDescriptor.from_seqlens_and_offsets(LENGTHS, OFFSETS)
     return attention.fused_attn(
-        (query, key, value), None, descriptor, None, attention.AttnBiasType.NO_BIAS,
-        attention.AttnMaskType.PADDING_CAUSAL_MASK, attention.QKVLayout.THD_THD_THD,
-        attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.4, 0.0, True, 3, **options,
-    )  # fmt: skip
+        (query, key, value),
+        None,
+        descriptor,
+        None,
+        attention.AttnBiasType.NO_BIAS,
+        attention.AttnMaskType.PADDING_CAUSAL_MASK,
+        attention.QKVLayout.THD_THD_THD,
+        attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.4,
+        0.0,
+        True,
+        3,
+        **options,
+    )
 
 
 def difference(got, expected) -> float:
@@ -50,26 +60,40 @@ def relative_error(call) -> str:
 def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> float:
     """Attention of rows in stripes and its gradients, restored to their order, against one device."""
     deal = partial(
-        attention.reorder_causal_load_balancing, strategy=attention.ReorderStrategy.Striped, cp_size=4, seq_dim=1,
+        attention.reorder_causal_load_balancing,
+        strategy=attention.ReorderStrategy.Striped,
+        cp_size=4,
+        seq_dim=1,
         stripe_size=stripe,
-    )  # fmt: skip
+    )
     back = partial(
-        attention.inverse_reorder_causal_load_balancing, strategy=attention.ReorderStrategy.Striped, cp_size=4,
-        seq_dim=1, stripe_size=stripe,
-    )  # fmt: skip
+        attention.inverse_reorder_causal_load_balancing,
+        strategy=attention.ReorderStrategy.Striped,
+        cp_size=4,
+        seq_dim=1,
+        stripe_size=stripe,
+    )
 
     def run_over_devices(*arrays):
         out = attend(
-            *(deal(x) for x in arrays), context_parallel_axis="cp", context_parallel_strategy=strategy,
-            context_parallel_causal_load_balanced=True, stripe_size=stripe,
-        )  # fmt: skip
+            *(deal(x) for x in arrays),
+            context_parallel_axis="cp",
+            context_parallel_strategy=strategy,
+            context_parallel_causal_load_balanced=True,
+            stripe_size=stripe,
+        )
         return back(out)
 
     def with_gradients(call, *arrays):
-        return call(*arrays), jax.grad(lambda *arrays: (call(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
+        return call(*arrays), jax.grad(lambda *arrays: (call(*arrays) ** 2).sum(), (0, 1, 2))(
+            *arrays
+        )
 
     expected = jax.jit(partial(with_gradients, attend))(*arrays)
-    with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
+    with (
+        jax.set_mesh(mesh),
+        te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")),
+    ):
         got = jax.jit(partial(with_gradients, run_over_devices))(*arrays)
     return float(np.max([*map(difference, jax.tree.leaves(got), jax.tree.leaves(expected))]))
 
@@ -80,7 +104,9 @@ def resource_errors(mesh: Mesh) -> dict[str, object]:
     scores = np.einsum("bqhd,bkhd->bhqk", *np.asarray(arrays[:2], np.float64)) / 2.0
     weights = np.exp(np.where(np.tri(16, dtype=bool), scores, -np.inf))
     expected = np.einsum(
-        "bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), np.asarray(arrays[2], np.float64)
+        "bhqk,bkhd->bqhd",
+        weights / weights.sum(-1, keepdims=True),
+        np.asarray(arrays[2], np.float64),
     )
     order = {"strategy": attention.ReorderStrategy.DualChunkSwap, "cp_size": 4, "seq_dim": 1}
     resource = te.MeshResource(cp_resource="cp")
@@ -116,7 +142,9 @@ def dispatch_errors(mesh: Mesh, choices) -> dict[str, object]:
     specs = PartitionSpec("ep")
 
     def run_on_device(choices, tokens, weights):
-        rows, of_rows, handle, counts, total = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
+        rows, of_rows, handle, counts, total = ep.ep_dispatch(
+            cfg, choices, tokens, weights, capacity
+        )
         local = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(capacity), side="right")
         scale = jax.lax.axis_index("ep") * cfg.local_experts + local + 1
         result = rows * (scale * of_rows)[:, None]
@@ -140,7 +168,9 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
     """Compare the dispatch and combine passes with JAX's gradients; small capacities drop rows."""
     tokens, dout = normal(jax.random.key(1), (2, 2 * TOKENS, WIDTH))
     weights = jax.random.uniform(jax.random.key(2), (2 * TOKENS, 2))
-    choices = jnp.stack((jnp.arange(2 * TOKENS) % EXPERTS, (jnp.arange(2 * TOKENS) + 1) % EXPERTS), axis=1)
+    choices = jnp.stack(
+        (jnp.arange(2 * TOKENS) % EXPERTS, (jnp.arange(2 * TOKENS) + 1) % EXPERTS), axis=1
+    )
     factors = jax.random.uniform(jax.random.key(3), (2 * capacity, WIDTH))
     ep.ep_finalize()
     ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, capacity, WIDTH, jnp.float32)
@@ -153,7 +183,9 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
             return (rows, of_rows), rest
 
         received, pull_dispatch, (handle, counts, _) = jax.vjp(there, tokens, weights, has_aux=True)
-        y, pull_combine = jax.vjp(lambda rows: ep.ep_combine(cfg, handle, counts, rows, TOKENS), factors)
+        y, pull_combine = jax.vjp(
+            lambda rows: ep.ep_combine(cfg, handle, counts, rows, TOKENS), factors
+        )
         return *received, *pull_dispatch((factors, factors[:, 0])), y, *pull_combine(dout)
 
     def pass_results(choices, tokens, weights, factors, dout):
@@ -167,7 +199,9 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
 
     def map_axes(function):
         return jax.jit(
-            jax.shard_map(function, mesh=mesh, in_specs=(specs,) * 5, out_specs=specs, check_vma=False)
+            jax.shard_map(
+                function, mesh=mesh, in_specs=(specs,) * 5, out_specs=specs, check_vma=False
+            )
         )
 
     arrays = choices, tokens, weights, factors, dout
@@ -179,9 +213,14 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
 def shard_map_results(mesh: Mesh) -> dict[str, float]:
     """Gradients and next states inside shard_map, which by default counts over which axes values vary."""
     model = te_flax.LayerNormMLP(
-        intermediate_dim=32, use_bias=True, activations=("silu", "linear"), scale_axes=(None,), ln_bias_axes=(None,),
-        kernel_axes_1=(None,) * 3, kernel_axes_2=(None,) * 2,
-    )  # fmt: skip
+        intermediate_dim=32,
+        use_bias=True,
+        activations=("silu", "linear"),
+        scale_axes=(None,),
+        ln_bias_axes=(None,),
+        kernel_axes_1=(None,) * 3,
+        kernel_axes_2=(None,) * 2,
+    )
     x = normal(jax.random.key(3), (4, 32, 32)) * jnp.arange(1.0, 5.0)[:, None, None]
 
     def gradients(params, state, x):
@@ -214,14 +253,22 @@ def main() -> None:
     facts: dict[str, object] = {
         f"{strategy.name} {stripe}": dealt(mesh, strategy, stripe, arrays)
         for strategy, stripe in (
-            (attention.CPStrategy.ALL_GATHER, 1), (attention.CPStrategy.ALL_GATHER, 2), (attention.CPStrategy.RING, 1),
+            (attention.CPStrategy.ALL_GATHER, 1),
+            (attention.CPStrategy.ALL_GATHER, 2),
+            (attention.CPStrategy.RING, 1),
         )
-    }  # fmt: skip
+    }
     manual = jax.shard_map(
-        partial(attend, context_parallel_axis="cp"), mesh=mesh, in_specs=PartitionSpec(None, "cp"),
-        out_specs=PartitionSpec(None, "cp"), check_vma=False,
-    )  # fmt: skip
-    with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
+        partial(attend, context_parallel_axis="cp"),
+        mesh=mesh,
+        in_specs=PartitionSpec(None, "cp"),
+        out_specs=PartitionSpec(None, "cp"),
+        check_vma=False,
+    )
+    with (
+        jax.set_mesh(mesh),
+        te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")),
+    ):
         facts["no axis"] = relative_error(lambda: attend(*arrays, context_parallel_axis="tp"))
         facts["no axis, a layer"] = relative_error(
             lambda: te_flax.DotProductAttention(
@@ -246,9 +293,12 @@ def main() -> None:
     with jax.set_mesh(experts):
         full = PartitionSpec()
         fewer = jax.shard_map(
-            lambda tokens: ep.ep_dispatch(cfg, args[1], tokens, *args[3:])[0], mesh=experts, in_specs=full,
-            out_specs=full, check_vma=False,
-        )  # fmt: skip
+            lambda tokens: ep.ep_dispatch(cfg, args[1], tokens, *args[3:])[0],
+            mesh=experts,
+            in_specs=full,
+            out_specs=full,
+            check_vma=False,
+        )
         facts["fewer"] = relative_error(lambda: jax.jit(fewer)(args[2]))
     ep.ep_finalize()
     with te.autocast(enabled=False, mesh_resource=te.MeshResource(ep_resource="experts")):

@@ -35,7 +35,9 @@ def main(address: str, rank: int) -> None:
         full = NamedSharding(mesh, PartitionSpec())
         sharded = NamedSharding(mesh, PartitionSpec("dp"))
         rows = jax.make_array_from_process_local_data(sharded, x[4 * rank : 4 * rank + 4])
-        placed = [jax.tree.map(lambda leaf: jax.device_put(leaf, full), tree) for tree in (params, state)]
+        placed = [
+            jax.tree.map(lambda leaf: jax.device_put(leaf, full), tree) for tree in (params, state)
+        ]
         found = jax.jit(lambda *arrays: step(model, *arrays), out_shardings=full)(rows, *placed)
     print(
         json.dumps(

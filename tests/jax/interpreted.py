@@ -18,10 +18,16 @@ from tests.kernels import dot_scaled, interpreter
 from transformer_engine.jax.primitives import kernels, launching, platforms
 
 _NAMES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8,
-    "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "int32": torch.int32, "bool": torch.bool,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int32": torch.int32,
+    "bool": torch.bool,
     "uint32": torch.int64,
-}  # fmt: skip
+}
 _POISON = 0xA5
 _calls = {}
 
@@ -100,7 +106,9 @@ def pytest_configure() -> None:
     launching._call = _record
     launching.kernels_unsupported_reason = lambda: None
     jax.ffi.ffi_call = _ffi_call
-    lax.platform_dependent = lambda *arrays, default, cuda=None, **elsewhere: (cuda or default)(*arrays)
+    lax.platform_dependent = lambda *arrays, default, cuda=None, **elsewhere: (cuda or default)(
+        *arrays
+    )
     platforms.has_gpu = lambda: True
     kernels._kernel.def_impl(lambda *arrays, kernel: list(kernel.run(*arrays)))
 

@@ -17,14 +17,21 @@ from tests.jax.test_transformer import relative, rotate_by_complex_numbers
 from transformer_engine.jax.router import fused_topk_with_score_function
 
 zeros, ones = nn.initializers.zeros, nn.initializers.ones
-CURVES: dict[str, Callable] = {"gelu": nn.gelu, "silu": nn.silu, "relu": nn.relu, "linear": lambda x: x}
+CURVES: dict[str, Callable] = {
+    "gelu": nn.gelu,
+    "silu": nn.silu,
+    "relu": nn.relu,
+    "linear": lambda x: x,
+}
 
 
 def fan_in(distribution: str = "truncated_normal") -> Callable:
     return nn.initializers.variance_scaling(1.0, "fan_in", distribution)
 
 
-def partwise_initializer(init: Callable, keys: Callable, divisors: tuple[float, ...] = ()) -> Callable:
+def partwise_initializer(
+    init: Callable, keys: Callable, divisors: tuple[float, ...] = ()
+) -> Callable:
     """Initializer for [in, parts, out] that draws each part with a separate key, split from the argument."""
 
     def draw(key, shape, dtype=jnp.float32):
@@ -50,7 +57,10 @@ def normalized(module: nn.Module, x, of: Callable):
     if of("layernorm_type", "layernorm") == "layernorm":
         shift = module.param("ln_bias", of("ln_bias_init", zeros), x.shape[-1:])
         x = x - x.mean(-1, keepdims=True)
-    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + of("epsilon", 1e-6)) * (scale + centered) + shift
+    return (
+        x / jnp.sqrt((x**2).mean(-1, keepdims=True) + of("epsilon", 1e-6)) * (scale + centered)
+        + shift
+    )
 
 
 def has_adapter(scope: str, product: str) -> bool:
@@ -97,7 +107,9 @@ class Dense(nn.Module):
         features = features if isinstance(features, tuple) else (features,)
         kernel = self.param("kernel", init, (x.shape[-1], *features))
         y = jnp.tensordot(inner, kernel, 1)
-        result = {} if self.normed else {"bias": self._bias(features)}  # DenseGeneral creates its bias first
+        result = (
+            {} if self.normed else {"bias": self._bias(features)}
+        )  # DenseGeneral creates its bias first
         if of("enable_low_rank_adaptation", False):
             y += low_rank(self, "", inner, kernel, init, of)
         y += result["bias"] if result else self._bias(features)
@@ -123,9 +135,10 @@ class MLP(nn.Module):
         hidden = self._product("wi_", inner, wi, of_parts)
         hidden = activation_product(hidden, names, of("activation_params"))
         hidden = nn.Dropout(
-            of("intermediate_dropout_rate", 0.0), of("intermediate_hidden_dropout_dims", ()),
+            of("intermediate_dropout_rate", 0.0),
+            of("intermediate_hidden_dropout_dims", ()),
             rng_collection=of("intermediate_dropout_rng_name", "dropout"),
-        )(hidden, deterministic=deterministic)  # fmt: skip
+        )(hidden, deterministic=deterministic)
         return self._product("wo_", hidden, wo, init), inner
 
     def _product(self, prefix, x, kernel, init):
@@ -133,7 +146,9 @@ class MLP(nn.Module):
         if of("enable_low_rank_adaptation", False):
             y += low_rank(self, prefix, x, kernel, init, of)
         return y + (
-            self.param(f"{prefix}bias", of("bias_init", zeros), kernel.shape[1:]) if of("use_bias") else 0
+            self.param(f"{prefix}bias", of("bias_init", zeros), kernel.shape[1:])
+            if of("use_bias")
+            else 0
         )
 
 
@@ -145,7 +160,9 @@ def activation_product(x, names, params):
             for name, default in (("limit", 7.0), ("alpha", 1.702), ("glu_linear_offset", 1.0))
         )
         gate = jnp.minimum(x[..., 0, :], limit)
-        return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(x[..., 1, :], -limit, limit) + offset)
+        return (
+            gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(x[..., 1, :], -limit, limit) + offset)
+        )
     y = 1.0
     for index, name in enumerate(names):
         y = y * (CURVES[name] if isinstance(name, str) else name)(x[..., index, :])
@@ -161,7 +178,10 @@ class Weighted(nn.Module):
     def __call__(self, q, k, v, bias, hidden, key):
         of = self.fields.get
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        scores, scale = jnp.einsum("bqhd,bkhd->bhqk", q, k), of("scale_factor") or q.shape[-1] ** -0.5
+        scores, scale = (
+            jnp.einsum("bqhd,bkhd->bhqk", q, k),
+            of("scale_factor") or q.shape[-1] ** -0.5,
+        )
         if bias is not None and of("attn_bias_type") == "pre_scale_bias":
             scores, bias = scores + bias, None
         scores = scores * scale + (0.0 if bias is None else bias)
@@ -188,12 +208,16 @@ class Core(nn.Module):
     @nn.compact
     def __call__(self, q, k, v, mask=None, bias=None, deterministic=False):
         of = self.fields.get
-        swap = (lambda x: jnp.swapaxes(x, 0, 1)) if of("transpose_batch_sequence") else (lambda x: x)
+        swap = (
+            (lambda x: jnp.swapaxes(x, 0, 1)) if of("transpose_batch_sequence") else (lambda x: x)
+        )
         q, k, v = swap(q), swap(k), swap(v)
         kind, window = of("attn_mask_type", "causal"), of("window_size") or (-1, -1)
         i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
         hidden = (j > i) & ("causal" in kind)
-        hidden |= ((j < i - window[0]) & (window[0] >= 0)) | ((j > i + window[1]) & (window[1] >= 0))
+        hidden |= ((j < i - window[0]) & (window[0] >= 0)) | (
+            (j > i + window[1]) & (window[1] >= 0)
+        )
         # A mask is read by padding, and by a causal mask with a window.
         if mask is not None and ("padding" in kind or ("causal" in kind and of("window_size"))):
             hidden = hidden | mask
@@ -216,16 +240,31 @@ class Attention(nn.Module):
         groups = of("num_gqa_groups") or heads
         init, scope = of("kernel_init") or fan_in("normal"), of("low_rank_adaptation_scope", "none")
         divisor = d**0.5 if of("scaled_query_init", True) else 1.0
-        options = {name: of(name) for name in (
-            "layernorm_type", "zero_centered_gamma", "use_bias", "bias_init", "low_rank_adaptation_dim",
-            "low_rank_adaptation_alpha",
-        ) if name in self.fields}  # fmt: skip
-        options |= {"epsilon": of("layernorm_epsilon", 1e-6), "enable_layernorm": of("input_layernorm", True)}
+        options = {
+            name: of(name)
+            for name in (
+                "layernorm_type",
+                "zero_centered_gamma",
+                "use_bias",
+                "bias_init",
+                "low_rank_adaptation_dim",
+                "low_rank_adaptation_alpha",
+            )
+            if name in self.fields
+        }
+        options |= {
+            "epsilon": of("layernorm_epsilon", 1e-6),
+            "enable_layernorm": of("input_layernorm", True),
+        }
         options |= {"use_bias": of("use_bias", False)}
 
         def dense(name, features, init, normed=False):
             adapts = has_adapter(scope, "output_proj" if name == "out" else "qkv_proj")
-            fields = {"features": features, "kernel_init": init, "enable_low_rank_adaptation": adapts}
+            fields = {
+                "features": features,
+                "kernel_init": init,
+                "enable_low_rank_adaptation": adapts,
+            }
             return Dense(options | fields, normed, name=name)
 
         def query_init(key, shape, dtype=jnp.float32):
@@ -241,13 +280,19 @@ class Attention(nn.Module):
             q, inner = dense("query", heads * d, query_init, True)(x)
             source = inner if itself else source
             if of("fuse_qkv_params", True):
-                result, _ = dense("kv", (2, groups * d), partwise_initializer(init, jax.random.split))(source)
+                result, _ = dense(
+                    "kv", (2, groups * d), partwise_initializer(init, jax.random.split)
+                )(source)
                 k, v = jnp.moveaxis(result, -2, 0)
             else:
                 k, v = (dense(name, groups * d, init)(source)[0] for name in ("key", "value"))
         q, k, v = (y.reshape(*y.shape[:2], -1, d) for y in (q, k, v))
         if of("enable_rotary_pos_emb"):
-            swap = (lambda y: jnp.swapaxes(y, 0, 1)) if of("transpose_batch_sequence") else (lambda y: y)
+            swap = (
+                (lambda y: jnp.swapaxes(y, 0, 1))
+                if of("transpose_batch_sequence")
+                else (lambda y: y)
+            )
             windows = of("rotary_pos_emb_windows", (1, 10000))
             method = of("rotary_pos_emb_group_method", "consecutive")
             q, k = (swap(rotate_by_complex_numbers(swap(y), windows, method)) for y in (q, k))
@@ -278,16 +323,22 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, encoded=None, mask=None, cross_mask=None, deterministic=False):
         of, decoder = self.fields.get, encoded is not None
-        heads, tokens = of("num_attention_heads"), x.shape[0 if of("transpose_batch_sequence") else 1]
+        heads, tokens = (
+            of("num_attention_heads"),
+            x.shape[0 if of("transpose_batch_sequence") else 1],
+        )
         bias = None
         if of("enable_relative_embedding", True):
             result = self.relative_embedding or Buckets(heads, name="relpos_bias")
             bias = result(tokens, tokens, not decoder)
         argument = dict(self.fields) | {
-            "head_dim": x.shape[-1] // heads, "kernel_init": of("mha_kernel_init"),
-            "attention_dropout": of("attention_dropout", 0.1), "input_layernorm": not of("output_layernorm", False),
-            "attn_mask_type": of("self_attn_mask_type", "causal"), "attn_bias_type": of("self_attn_bias_type"),
-        }  # fmt: skip
+            "head_dim": x.shape[-1] // heads,
+            "kernel_init": of("mha_kernel_init"),
+            "attention_dropout": of("attention_dropout", 0.1),
+            "input_layernorm": not of("output_layernorm", False),
+            "attn_mask_type": of("self_attn_mask_type", "causal"),
+            "attn_bias_type": of("self_attn_bias_type"),
+        }
         name = "self_attention" if decoder else "attention"
         y, inner = Attention(argument, name=name)(x, x, mask, bias, deterministic)
         x = self._joined(y, x, inner, deterministic)
@@ -299,7 +350,9 @@ class Layer(nn.Module):
         y, inner = MLP(self._mlp_fields(), name="mlp")(x, deterministic)
         x = self._joined(y, x, inner, deterministic)
         norm = {"epsilon": of("layernorm_epsilon", 1e-6)}
-        return Norm(self._kinds() | norm, name="output_layernorm")(x) if of("output_layernorm") else x
+        return (
+            Norm(self._kinds() | norm, name="output_layernorm")(x) if of("output_layernorm") else x
+        )
 
     def _kinds(self):
         return {
@@ -311,15 +364,23 @@ class Layer(nn.Module):
     def _mlp_fields(self):
         of = self.fields.get
         saved = ("use_bias", "bias_init", "low_rank_adaptation_dim", "low_rank_adaptation_alpha")
-        return {name: of(name) for name in saved if name in self.fields} | self._kinds() | {
-            "intermediate_dim": of("mlp_hidden_size"), "epsilon": of("layernorm_epsilon", 1e-6),
-            "kernel_init": of("mlp_kernel_init"), "activations": of("mlp_activations", ("gelu",)),
-            "activation_params": of("mlp_activation_params"),
-            "intermediate_dropout_rng_name": of("dropout_rng_name", "dropout"),
-            "intermediate_dropout_rate": of("intermediate_dropout", 0.0),
-            "intermediate_hidden_dropout_dims": of("intermediate_dropout_dims", ()),
-            "enable_low_rank_adaptation": has_adapter(of("low_rank_adaptation_scope", "none"), "mlp"),
-        }  # fmt: skip
+        return (
+            {name: of(name) for name in saved if name in self.fields}
+            | self._kinds()
+            | {
+                "intermediate_dim": of("mlp_hidden_size"),
+                "epsilon": of("layernorm_epsilon", 1e-6),
+                "kernel_init": of("mlp_kernel_init"),
+                "activations": of("mlp_activations", ("gelu",)),
+                "activation_params": of("mlp_activation_params"),
+                "intermediate_dropout_rng_name": of("dropout_rng_name", "dropout"),
+                "intermediate_dropout_rate": of("intermediate_dropout", 0.0),
+                "intermediate_hidden_dropout_dims": of("intermediate_dropout_dims", ()),
+                "enable_low_rank_adaptation": has_adapter(
+                    of("low_rank_adaptation_scope", "none"), "mlp"
+                ),
+            }
+        )
 
     def _joined(self, y, residual, inner, deterministic, skipped=True):
         of = self.fields.get
@@ -358,7 +419,11 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x):
         of, (_, _, width) = self.fields.get, x.shape
-        count, inner, init = of("num_experts"), of("intermediate_size"), of("kernel_init") or fan_in()
+        count, inner, init = (
+            of("num_experts"),
+            of("intermediate_size"),
+            of("kernel_init") or fan_in(),
+        )
 
         def expert_rows(key, shape, dtype=jnp.float32):
             return jnp.stack([init(one, shape[1:], dtype) for one in jax.random.split(key, count)])
@@ -366,13 +431,21 @@ class Experts(nn.Module):
         def affine(name, rows, columns):
             kernel = self.param(name, expert_rows, (count, rows, columns))
             biased = of("use_ffn_bias", False)
-            bias = self.param(f"{name}_bias", of("bias_init", zeros), (count, columns)) if biased else 0.0
+            bias = (
+                self.param(f"{name}_bias", of("bias_init", zeros), (count, columns))
+                if biased
+                else 0.0
+            )
             return lambda x: jnp.einsum("te...k,ekn->te...n", x, kernel) + bias
 
         logits = x.reshape(-1, width) @ self.param("gate_kernel", init, (width, count))
         both = affine("wi", width, 2 * inner)
         last = affine("wo", inner, width)
-        bias = self.param("expert_bias", zeros, (count,)) if of("use_expert_routing_bias", False) else 0.0
+        bias = (
+            self.param("expert_bias", zeros, (count,))
+            if of("use_expert_routing_bias", False)
+            else 0.0
+        )
         tokens = jnp.repeat(x.reshape(-1, 1, width), count, axis=1)
         gate, linear = jnp.split(both(tokens), 2, axis=-1)
         hidden = CURVES[of("activation_type", "silu")](gate) * linear
@@ -380,11 +453,16 @@ class Experts(nn.Module):
         # Weights applied before the last product do not scale its bias.
         factors = (weights, chosen) if of("apply_topk_weights_early", False) else (chosen, weights)
         result = last(hidden * factors[0][..., None])
-        y, coeff = (result * factors[1][..., None]).sum(1).reshape(x.shape), of("aux_loss_coeff", 0.0)
+        y, coeff = (
+            (result * factors[1][..., None]).sum(1).reshape(x.shape),
+            of("aux_loss_coeff", 0.0),
+        )
         if not coeff:
             return y, None
         kind = of("score_function", "softmax")
-        scores, _ = fused_topk_with_score_function(logits, 1, score_function=kind, compute_aux_scores=True)
+        scores, _ = fused_topk_with_score_function(
+            logits, 1, score_function=kind, compute_aux_scores=True
+        )
         share = coeff * count / (of("num_experts_per_tok", 2) * len(logits) ** 2)
         return y, share * (chosen.sum(0) * scores.sum(0)).sum()
 
@@ -397,5 +475,7 @@ PLAIN: dict[type[nn.Module], Callable[..., nn.Module]] = {
     te_flax.DotProductAttention: lambda **fields: Core(fields),
     te_flax.MultiHeadAttention: lambda **fields: Attention(fields),
     te_flax._MoEBlock: lambda **fields: Experts(fields),
-    te_flax.TransformerLayer: lambda relative_embedding=None, **fields: Layer(fields, relative_embedding),
+    te_flax.TransformerLayer: lambda relative_embedding=None, **fields: Layer(
+        fields, relative_embedding
+    ),
 }

@@ -19,7 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.jax.bits import NUMPY_DTYPES, erase_nan_signs, jax_bytes, matrix, to_torch, torch_bytes
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.primitives import quantize
 
@@ -45,7 +54,11 @@ SPECS = {
 }
 # Compared in every run. test_quantize_bits.py always compares the Hadamard transform with torch's.
 FEW = ("float8-e4m3", "block2d", "mxfp8-2d", "nvfp4")
-STORED_KINDS, STORED_SHAPE, STORED_DTYPE = ("spread", "special", "large", "zero"), (144, 130), "bfloat16"
+STORED_KINDS, STORED_SHAPE, STORED_DTYPE = (
+    ("spread", "special", "large", "zero"),
+    (144, 130),
+    "bfloat16",
+)
 
 
 def fits(spec: QuantizeSpec, shape: tuple[int, int]) -> bool:
@@ -54,7 +67,9 @@ def fits(spec: QuantizeSpec, shape: tuple[int, int]) -> bool:
     return True
 
 
-def random_numbers(spec: QuantizeSpec, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+def random_numbers(
+    spec: QuantizeSpec, shape: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray] | None:
     if not spec.stochastic:
         return None
     rng = np.random.default_rng(1)
@@ -64,7 +79,9 @@ def random_numbers(spec: QuantizeSpec, shape: tuple[int, int]) -> tuple[np.ndarr
 @functools.cache
 def program(spec: QuantizeSpec):
     """One quantization as a program, compiled once for a shape."""
-    return jax.jit(lambda x, scale, random: quantize.quantize(x, spec, multiplier=scale, random=random))
+    return jax.jit(
+        lambda x, scale, random: quantize.quantize(x, spec, multiplier=scale, random=random)
+    )
 
 
 def digest_cases() -> Iterator[tuple[str, QuantizeSpec, np.ndarray]]:
@@ -78,7 +95,9 @@ def digest_cases() -> Iterator[tuple[str, QuantizeSpec, np.ndarray]]:
 def quantized(spec: QuantizeSpec, x: np.ndarray) -> Any:
     """Quantize a matrix with JAX in one program."""
     random = random_numbers(spec, x.shape)
-    return program(spec)(jnp.asarray(x), None, None if random is None else tuple(map(jnp.asarray, random)))
+    return program(spec)(
+        jnp.asarray(x), None, None if random is None else tuple(map(jnp.asarray, random))
+    )
 
 
 @functools.cache
@@ -113,7 +132,9 @@ def torch_quantize(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None
     with use_backend(quantize="reference"):
         return theirs.quantize(
             to_torch(x),
-            theirs.QuantizeSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__}),
+            theirs.QuantizeSpec(
+                **{name: getattr(spec, name) for name in spec.__dataclass_fields__}
+            ),
             multiplier=None if scale is None else torch.full((1,), scale),
             random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
         )
@@ -144,7 +165,10 @@ def main() -> None:
     found = {name: jax_digest(quantized(spec, x)) for name, spec, x in cases}
     print(
         json.dumps(
-            {"cases": len(found), "different": [name for name in found if found[name] != stored[name]]}
+            {
+                "cases": len(found),
+                "different": [name for name in found if found[name] != stored[name]],
+            }
         )
     )
 

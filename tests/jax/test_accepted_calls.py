@@ -26,13 +26,27 @@ from transformer_engine.common.formats import E4M3, MXFP8
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
 from transformer_engine.jax.dense import dense
-from transformer_engine.jax.flax.transformer import LoRAScope, _canonicalize_lora_scope, rotary_pos_emb
+from transformer_engine.jax.flax.transformer import (
+    LoRAScope,
+    _canonicalize_lora_scope,
+    rotary_pos_emb,
+)
 from transformer_engine.jax.primitives.quantize import QuantizeSpec
 from transformer_engine.jax.primitives.quantize.formats import tile_scaled
-from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, QuantizerSet, ScalingMode
+from transformer_engine.jax.quantize import (
+    QuantizeLayout,
+    QuantizerFactory,
+    QuantizerSet,
+    ScalingMode,
+)
 from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
 
-LAYER = {"hidden_size": 16, "mlp_hidden_size": 24, "num_attention_heads": 2, "attention_dropout": 0.0}
+LAYER = {
+    "hidden_size": 16,
+    "mlp_hidden_size": 24,
+    "num_attention_heads": 2,
+    "attention_dropout": 0.0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +58,9 @@ def draw_normal(*shape, seed=0):
     return normal(jax.random.key(seed), shape)
 
 
-@pytest.mark.parametrize("kind", [SoftmaxFusionType.SCALED, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED])
+@pytest.mark.parametrize(
+    "kind", [SoftmaxFusionType.SCALED, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED]
+)
 def test_a_softmax_that_reads_no_mask_ignores_it_with_one_warning(kind):
     scores, mask = draw_normal(1, 2, 4, 4), np.ones((1, 1, 4, 4), bool)
     with pytest.warns(UserWarning, match="does not read it") as observed:
@@ -82,10 +98,11 @@ def test_drop_rate_1_returns_the_residual(name):
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        (ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn), (ScalingMode.BLOCK_1D_SCALING, jnp.float8_e4m3fn),
+        (ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn),
+        (ScalingMode.BLOCK_1D_SCALING, jnp.float8_e4m3fn),
         pytest.param(ScalingMode.NVFP4_1D_SCALING, jnp.float4_e2m1fn, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(mode, dtype):
     x, kernel = draw_normal(128, 256), draw_normal(256, 128, seed=1)
     one = QuantizerFactory.create(scaling_mode=mode, q_dtype=dtype, q_layout=QuantizeLayout.ROWWISE)
@@ -101,7 +118,9 @@ def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(m
 
 
 def test_mxfp8_warns_once_of_blocks_that_are_not_full():
-    one = QuantizerFactory.create(scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn)
+    one = QuantizerFactory.create(
+        scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
     with pytest.warns(UserWarning, match=r"\[M=17, K=48\] is quantized to MXFP8") as observed:
         for _ in range(2):
             one.quantize(draw_normal(17, 48))
@@ -122,7 +141,9 @@ def test_max_timescale_may_be_below_min_timescale():
 def test_a_head_width_may_differ_from_the_field_of_the_module():
     """head_dim only determines the scale."""
     q, k, v = draw_normal(3, 1, 4, 2, 8)
-    got = te_flax.DotProductAttention(16, 2, attn_mask_type="no_mask").apply({}, q, k, v, deterministic=True)
+    got = te_flax.DotProductAttention(16, 2, attn_mask_type="no_mask").apply(
+        {}, q, k, v, deterministic=True
+    )
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0)
     np.testing.assert_allclose(got, jnp.einsum("bhqk,bkhd->bqhd", weights, v), atol=1e-5)
 
@@ -150,23 +171,31 @@ def test_a_guard_accepts_none_as_its_resource():
 
 def test_quantized_operands_are_multiplied_below_the_api():
     x, kernel, bias = draw_normal(16, 32), draw_normal(32, 8, seed=1), draw_normal(8, seed=2)
-    one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+    one = QuantizerFactory.create(
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
     tensor = one.quantize(x)
     got = cpp_extensions.gemm(tensor, kernel, bias, fuse_bias=True)
-    expected = np.asarray(tensor.dequantize(), np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias)
+    expected = np.asarray(tensor.dequantize(), np.float64) @ np.asarray(
+        kernel, np.float64
+    ) + np.asarray(bias)
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 def test_product_quantizes_its_plain_operand_with_the_given_quantizer():
     x, kernel = draw_normal(16, 32), draw_normal(32, 8, seed=1)
     one, other = (
-        QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+        QuantizerFactory.create(
+            scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
+        )
         for _ in range(2)
     )
     tensor = one.quantize(x)
     got = cpp_extensions.gemm(tensor, kernel, rhs_quantizer=other)
     quantized = np.asarray(other.quantize(kernel).dequantize(), np.float64)
-    np.testing.assert_allclose(got, np.asarray(tensor.dequantize(), np.float64) @ quantized, atol=1e-4)
+    np.testing.assert_allclose(
+        got, np.asarray(tensor.dequantize(), np.float64) @ quantized, atol=1e-4
+    )
 
 
 def spread(*shape, seed=0):
@@ -176,10 +205,15 @@ def spread(*shape, seed=0):
 
 def test_a_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
     lhs, rhs = spread(64, 64), spread(64, 64, seed=1)
-    one = QuantizerFactory.create(scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn)
+    one = QuantizerFactory.create(
+        scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
     tensors = [one.quantize(array) for array in (lhs, rhs)]
     of_columns, of_rows = (
-        [np.asarray(getattr(tensor, f"{name}_tensor").dequantize(), np.float64) for tensor in tensors]
+        [
+            np.asarray(getattr(tensor, f"{name}_tensor").dequantize(), np.float64)
+            for tensor in tensors
+        ]
         for name in ("colwise", "rowwise")
     )
     assert all(not np.array_equal(*both) for both in zip(of_columns, of_rows, strict=True))
@@ -188,7 +222,9 @@ def test_a_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
         expected = np.tensordot(*values, axes=dims)
         limit = 1e-6 * np.abs(expected).max()
         for left, quantizer in ((tensors[0], None), (lhs, one)):
-            found = cpp_extensions.gemm(left, tensors[1], contracting_dims=dims, lhs_quantizer=quantizer)
+            found = cpp_extensions.gemm(
+                left, tensors[1], contracting_dims=dims, lhs_quantizer=quantizer
+            )
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=limit)
 
 
@@ -207,11 +243,15 @@ def test_a_grouped_product_reads_the_codes_whose_blocks_are_along_the_contracted
 
 def test_results_of_quantize_without_a_quantizer_are_multiplied():
     x, kernel = draw_normal(16, 32), draw_normal(32, 8, seed=1)
-    one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+    one = QuantizerFactory.create(
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
     plain = [cpp_extensions.quantize(array, None) for array in (x, kernel)]
     np.testing.assert_array_equal(cpp_extensions.gemm(*plain), cpp_extensions.gemm(x, kernel))
     tensor = one.quantize(x)
-    np.testing.assert_array_equal(cpp_extensions.gemm(tensor, plain[1]), cpp_extensions.gemm(tensor, kernel))
+    np.testing.assert_array_equal(
+        cpp_extensions.gemm(tensor, plain[1]), cpp_extensions.gemm(tensor, kernel)
+    )
 
 
 @pytest.mark.parametrize("mode", [mode for mode in ScalingMode if mode.name.startswith("NVFP4")])
@@ -222,7 +262,9 @@ def test_every_variant_of_nvfp4_is_nvfp4_scaling(mode):
 @pytest.mark.slow
 def test_an_amax_scope_is_a_manual_axis_of_the_mesh_resource():
     x = draw_normal(8, 16)
-    one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+    one = QuantizerFactory.create(
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
     scope, spec = cpp_extensions.quantization.AmaxScope.TPSP, jax.sharding.PartitionSpec("tpsp")
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("tpsp",))
 
@@ -257,14 +299,18 @@ def test_stochastic_rounding_takes_raw_words_of_any_number(words):
 
     def codes(state):
         one = QuantizerFactory.create(
-            scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn,
-            q_layout=QuantizeLayout.ROWWISE, stochastic_rounding_rng_state=jnp.asarray(state),
-        )  # fmt: skip
+            scaling_mode=ScalingMode.NVFP4_1D_SCALING,
+            q_dtype=jnp.float4_e2m1fn,
+            q_layout=QuantizeLayout.ROWWISE,
+            stochastic_rounding_rng_state=jnp.asarray(state),
+        )
         return np.asarray(one.quantize(x).dequantize())
 
     np.testing.assert_array_equal(codes(state), codes(state))
     for index in range(words):
-        assert not np.array_equal(codes(state), codes(state + (np.arange(words) == index).astype(np.uint32)))
+        assert not np.array_equal(
+            codes(state), codes(state + (np.arange(words) == index).astype(np.uint32))
+        )
 
 
 def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
@@ -275,7 +321,9 @@ def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
     singles = grouped.quantizers
     tensors = [one.quantize(matrix) for one, matrix in zip(singles, stack, strict=True)]
     values = grouped.quantize(stack).rowwise_tensor.dequantize()
-    for index, (one, tensor, after) in enumerate(zip(singles, tensors, grouped.quantizers, strict=True)):
+    for index, (one, tensor, after) in enumerate(
+        zip(singles, tensors, grouped.quantizers, strict=True)
+    ):
         np.testing.assert_array_equal(values[index], tensor.rowwise_tensor.dequantize())
         np.testing.assert_array_equal(one.scale, after.scale)
         np.testing.assert_array_equal(one.amax_history, after.amax_history)
@@ -317,9 +365,17 @@ def test_the_softmax_of_packed_attention_is_optional():
     lengths, offsets = array([[3, 5]], jnp.int32), array([[0, 3, 8]], jnp.int32)
     attention = te.attention
     first = (
-        (q, k, v), None, lengths, lengths, offsets, offsets, None, attention.AttnBiasType.NO_BIAS,
-        attention.AttnMaskType.PADDING_CAUSAL_MASK, attention.QKVLayout.THD_THD_THD,
-    )  # fmt: skip
+        (q, k, v),
+        None,
+        lengths,
+        lengths,
+        offsets,
+        offsets,
+        None,
+        attention.AttnBiasType.NO_BIAS,
+        attention.AttnMaskType.PADDING_CAUSAL_MASK,
+        attention.QKVLayout.THD_THD_THD,
+    )
     rest = (0.3, 0.0, True, 2)
     expected = attention.fused_attn_thd(*first, attention.AttnSoftmaxType.VANILLA_SOFTMAX, *rest)
     np.testing.assert_array_equal(attention.fused_attn_thd(*first, *rest), expected)

@@ -37,7 +37,9 @@ def descriptor(lengths, offsets=None):
     lengths = np.asarray(lengths, np.int32)
     if offsets is None:
         return attention.SequenceDescriptor.from_seqlens(lengths)
-    return attention.SequenceDescriptor.from_seqlens_and_offsets(lengths, np.asarray(offsets, np.int32))
+    return attention.SequenceDescriptor.from_seqlens_and_offsets(
+        lengths, np.asarray(offsets, np.int32)
+    )
 
 
 def segments(ids, places=None):
@@ -60,8 +62,12 @@ NO_MEMBERS = {
     "attn_bias_type": lambda: attend(attn_bias_type="no_bias"),
     "qkv_layout": lambda: attend(qkv_layout="bshd_bshd_bshd"),
     "softmax_type of Softmax": lambda: Softmax(softmax_type="off_by_one").apply({}, SCORES),  # pyright: ignore
-    "softmax_fusion_type": lambda: softmax(SCORES, softmax_fusion_type="scaled_upper_triang_masked"),  # pyright: ignore
-    "softmax_fusion_type of Softmax": lambda: Softmax(softmax_fusion_type="scaled").apply({}, SCORES),  # pyright: ignore
+    "softmax_fusion_type": lambda: softmax(
+        SCORES, softmax_fusion_type="scaled_upper_triang_masked"
+    ),  # pyright: ignore
+    "softmax_fusion_type of Softmax": lambda: Softmax(softmax_fusion_type="scaled").apply(
+        {}, SCORES
+    ),  # pyright: ignore
     "strategy": lambda: reorder_tokens(strategy=0),
 }
 
@@ -208,7 +214,9 @@ def test_a_traced_length_is_clamped_to_its_row():
     """Without the clamp a kernel would read past its row into the next one."""
 
     def bounds(lengths, offsets):
-        result = descriptor([4, 4]) if offsets is None else descriptor([[1, 1]] * 2, [[0, 1, 2]] * 2)
+        result = (
+            descriptor([4, 4]) if offsets is None else descriptor([[1, 1]] * 2, [[0, 1, 2]] * 2)
+        )
         leaves = [lengths] * 2 if offsets is None else [lengths] * 2 + [offsets] * 2
         empty = [leaf for leaf in jax.tree.leaves(result) if not leaf.size]
         result = jax.tree.unflatten(jax.tree.structure(result), [*leaves, *empty])
@@ -230,18 +238,25 @@ def test_traced_sequences_above_the_maximum_are_padding(call):
     query, key, value = rows(5, 3, 2, 6, 2, 8)
     ids, places = np.asarray([[1, 1, 2, 2, 3, 3]] * 2), np.asarray([[0, 1] * 3] * 2)
     layer = te_flax.DotProductAttention(
-        head_dim=8, num_attention_heads=2, attn_mask_type="padding", qkv_layout="thd_thd_thd", max_segments_per_seq=2,
+        head_dim=8,
+        num_attention_heads=2,
+        attn_mask_type="padding",
+        qkv_layout="thd_thd_thd",
+        max_segments_per_seq=2,
         scale_factor=1.0,
-    )  # fmt: skip
+    )
 
     def run(ids):
         descriptor = segments(ids, places)
         if call == "layer":
             return layer.apply({}, query, key, value, descriptor, deterministic=True)
         return attend(
-            qkv=(query, key, value), attn_mask_type=PADDING, qkv_layout=PACKED, max_segments_per_seq=2,
+            qkv=(query, key, value),
+            attn_mask_type=PADDING,
+            qkv_layout=PACKED,
+            max_segments_per_seq=2,
             sequence_descriptor=descriptor,
-        )  # fmt: skip
+        )
 
     found, expected = jax.jit(run)(ids), run(np.where(ids > 2, 0, ids))
     assert not np.asarray(found)[:, 4:].any()
@@ -266,11 +281,16 @@ def test_causal_attention_with_a_window_reads_its_mask_argument(environment, win
         head_dim=8, num_attention_heads=2, attn_mask_type="causal", window_size=window
     )
     out = module.apply({}, query, key, value, mask, deterministic=True)
-    np.testing.assert_allclose(out, np.einsum("bhqk,bkhd->bqhd", weights, value), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        out, np.einsum("bhqk,bkhd->bqhd", weights, value), rtol=2e-5, atol=2e-6
+    )
     fused = attend(
-        qkv=(query, key, value), attn_mask_type=attention.AttnMaskType.CAUSAL_MASK, window_size=window,
-        sequence_descriptor=jnp.asarray(mask), scaling_factor=8.0**-0.5,
-    )  # fmt: skip
+        qkv=(query, key, value),
+        attn_mask_type=attention.AttnMaskType.CAUSAL_MASK,
+        window_size=window,
+        sequence_descriptor=jnp.asarray(mask),
+        scaling_factor=8.0**-0.5,
+    )
     np.testing.assert_allclose(fused, out, rtol=2e-5, atol=2e-6)
 
 
@@ -300,7 +320,9 @@ def test_a_step_past_the_cache_is_nan_for_a_traced_index():
 
 def test_an_empty_array_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    jax.block_until_ready(jax.jit(lambda x: experimental.inspect_array(x, "empty") * 2)(jnp.zeros((0, 3))))
+    jax.block_until_ready(
+        jax.jit(lambda x: experimental.inspect_array(x, "empty") * 2)(jnp.zeros((0, 3)))
+    )
     jax.effects_barrier()
     assert "'shape': [0, 3]" in capsys.readouterr().out
     assert next(tmp_path.glob("*_empty.bin")).read_bytes() == b""

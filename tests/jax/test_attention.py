@@ -66,13 +66,15 @@ def literal(query, key, value, observed, scale, bias=None, before=False, sink=No
                     continue
                 added = np.zeros(len(js))
                 if bias is not None:
-                    added = np.asarray(np.broadcast_to(bias, (batch, heads, queries, key.shape[1])))[
-                        b, h, i, js
-                    ]
+                    added = np.asarray(
+                        np.broadcast_to(bias, (batch, heads, queries, key.shape[1]))
+                    )[b, h, i, js]
                 raw = key[b, js, g] @ query[b, i, h]
                 scores = (raw + added) * scale if before else raw * scale + added
                 weights = np.exp(scores)
-                total = weights.sum() + (0 if sink is None else np.exp(np.asarray(sink, np.float64)[h]))
+                total = weights.sum() + (
+                    0 if sink is None else np.exp(np.asarray(sink, np.float64)[h])
+                )
                 out[b, i, h] = weights @ value[b, js, g] / total
     return out
 
@@ -94,7 +96,8 @@ def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
 
 
 @pytest.mark.parametrize(
-    "window", [None, (2, 0), (3, 1), (sys.maxsize, 0), (2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)]
+    "window",
+    [None, (2, 0), (3, 1), (sys.maxsize, 0), (2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)],
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_and_windows(mask, window):
@@ -102,9 +105,19 @@ def test_masks_and_windows(mask, window):
     lengths = array([5, 7]), array([9, 6])
     descriptor = SequenceDescriptor.from_seqlens(lengths)
     out = fused_attn(
-        qkv, None, descriptor, None, AttnBiasType.NO_BIAS, canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD,
-        AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, window_size=window,
-    )  # fmt: skip
+        qkv,
+        None,
+        descriptor,
+        None,
+        AttnBiasType.NO_BIAS,
+        canonicalize_attn_mask_type(mask),
+        QKVLayout.BSHD_BSHD_BSHD,
+        AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.3,
+        0.0,
+        True,
+        window_size=window,
+    )
     expected = literal(*qkv, rule(mask, [5, 7], [9, 6], window or (-1, -1)), 0.3)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     if "padding" in mask:
@@ -118,9 +131,18 @@ def test_16_bit_error_is_at_most_twice_the_error_in_jax_attention(mask, dtype):
     qkv = tuple(x.astype(dtype) for x in draw_normal(32, 32, dim=32, value_dim=32))
     lengths = array([20, 32])
     out = fused_attn(
-        qkv, None, SequenceDescriptor.from_seqlens(lengths), None, AttnBiasType.NO_BIAS,
-        canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
-    )  # fmt: skip
+        qkv,
+        None,
+        SequenceDescriptor.from_seqlens(lengths),
+        None,
+        AttnBiasType.NO_BIAS,
+        canonicalize_attn_mask_type(mask),
+        QKVLayout.BSHD_BSHD_BSHD,
+        AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.3,
+        0.0,
+        True,
+    )
     argument = (lengths, lengths) if "padding" in mask else (None, None)
     plain = jax.nn.dot_product_attention(
         *qkv,
@@ -129,7 +151,10 @@ def test_16_bit_error_is_at_most_twice_the_error_in_jax_attention(mask, dtype):
         query_seq_lengths=argument[0],
         key_value_seq_lengths=argument[1],
     )
-    inside = np.arange(32)[None] < (np.asarray(lengths) if "padding" in mask else np.full(2, 32))[:, None]
+    inside = (
+        np.arange(32)[None]
+        < (np.asarray(lengths) if "padding" in mask else np.full(2, 32))[:, None]
+    )
     expected = literal(*qkv, rule(mask, [20, 32], [20, 32], queries=32, keys=32), 0.3)[inside]
     ours, theirs = (np.abs(np.asarray(y, np.float64)[inside] - expected) for y in (out, plain))
     assert out.dtype == dtype and np.sqrt((ours**2).mean()) <= 2 * np.sqrt((theirs**2).mean())
@@ -146,10 +171,19 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
 
     def ours(qkv, bias, offset):
         return fused_attn(
-            qkv, bias, None, None, AttnBiasType[bias_type.upper()], AttnMaskType.CAUSAL_MASK,
-            QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.from_str(kind), 0.3, 0.0, True,
+            qkv,
+            bias,
+            None,
+            None,
+            AttnBiasType[bias_type.upper()],
+            AttnMaskType.CAUSAL_MASK,
+            QKVLayout.BSHD_BSHD_BSHD,
+            AttnSoftmaxType.from_str(kind),
+            0.3,
+            0.0,
+            True,
             softmax_offset=None if offset is None else offset.reshape(1, 4, 1, 1),
-        )  # fmt: skip
+        )
 
     def expect(qkv, bias, offset):
         return literal(
@@ -161,7 +195,9 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
             sink if offset is None else offset,
         )
 
-    np.testing.assert_allclose(ours(qkv, bias, offset), expect(qkv, bias, offset), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        ours(qkv, bias, offset), expect(qkv, bias, offset), rtol=1e-4, atol=1e-5
+    )
     dy = np.asarray(normal(jax.random.key(5), (2, 7, 4, 6)))
     grads = jax.grad(lambda *a: (ours(*a) * dy).sum(), argnums=(0, 1, 2))(qkv, bias, offset)
     arguments = (qkv, bias, offset)
@@ -173,7 +209,9 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
         (
             expect(
                 *jax.tree.map(
-                    lambda a, d, s=sign: np.asarray(a, np.float64) + s * step * d, arguments, direction
+                    lambda a, d, s=sign: np.asarray(a, np.float64) + s * step * d,
+                    arguments,
+                    direction,
                 )
             )
             * dy
@@ -182,7 +220,9 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
     ]
     along = sum(
         jax.tree.leaves(
-            jax.tree.map(lambda g, d: float((np.asarray(g, np.float64) * d).sum()), grads, direction)
+            jax.tree.map(
+                lambda g, d: float((np.asarray(g, np.float64) * d).sum()), grads, direction
+            )
         )
     )
     np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), rtol=1e-3, atol=1e-3)
@@ -199,9 +239,19 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
 
     def attend(descriptor, layout=QKVLayout.THD_THD_THD, qkv=(query, key, value)):
         return fused_attn(
-            qkv, None, descriptor, None, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, layout,
-            AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, max_segments_per_seq=3,
-        )  # fmt: skip
+            qkv,
+            None,
+            descriptor,
+            None,
+            AttnBiasType.NO_BIAS,
+            AttnMaskType.PADDING_CAUSAL_MASK,
+            layout,
+            AttnSoftmaxType.VANILLA_SOFTMAX,
+            0.3,
+            0.0,
+            True,
+            max_segments_per_seq=3,
+        )
 
     def record_call(b, i, j):
         return int(ids[b, i]) == int(ids[b, j]) != 0 and j <= i
@@ -210,16 +260,23 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
     np.testing.assert_allclose(attend(by_ids), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(attend(by_offsets), attend(by_ids))
     packed = jnp.stack((key, value), axis=2)
-    np.testing.assert_array_equal(attend(by_ids, QKVLayout.THD_T2HD, (query, packed)), attend(by_ids))
+    np.testing.assert_array_equal(
+        attend(by_ids, QKVLayout.THD_T2HD, (query, packed)), attend(by_ids)
+    )
     np.testing.assert_allclose(jax.jit(attend)(by_ids), attend(by_ids), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(run_length_fill(ids), [[3, 3, 3, 2, 2, 0, 2, 2], [2, 2, 0, 0, 4, 4, 4, 4]])
+    np.testing.assert_array_equal(
+        run_length_fill(ids), [[3, 3, 3, 2, 2, 0, 2, 2], [2, 2, 0, 0, 4, 4, 4, 4]]
+    )
     for descriptor in (by_ids, by_offsets):
         said = descriptor.get_seqlens_and_offsets(
             AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD, None, 3
         )
         for found, reference in zip(said, (lengths, lengths, offsets, offsets), strict=True):
             np.testing.assert_array_equal(found, reference)
-    more = jnp.pad(lengths, ((0, 0), (0, 1))), jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+    more = (
+        jnp.pad(lengths, ((0, 0), (0, 1))),
+        jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1),
+    )
     uneven = SequenceDescriptor.from_seqlens_and_offsets((lengths, more[0]), (offsets, more[1]))
     np.testing.assert_array_equal(attend(uneven), attend(by_offsets))
     bounds = uneven.bounds(2, 8, 8, 3)
@@ -227,7 +284,9 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
         "kernels count sequences of queries and keys by one number"
     )
     np.testing.assert_array_equal(bounds[0], [[3, 2, 2, 0], [2, 4, 0, 0]])
-    said = by_ids.get_seqlens_and_offsets(AttnMaskType.PADDING_MASK, QKVLayout.BSHD_BSHD_BSHD, None, 1)
+    said = by_ids.get_seqlens_and_offsets(
+        AttnMaskType.PADDING_MASK, QKVLayout.BSHD_BSHD_BSHD, None, 1
+    )
     np.testing.assert_array_equal(said[0], [7, 6])
 
 
@@ -259,7 +318,9 @@ def test_softmax_hides_keys_exactly(kind):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=1e-2, atol=1e-3)
     assert not np.asarray(got, np.float32)[np.broadcast_to(hidden, got.shape)].any()
     module = Softmax(scale_factor=0.7, softmax_fusion_type=kind)
-    np.testing.assert_array_equal(module.apply({}, logits, jnp.asarray(hidden) if masked else None), got)
+    np.testing.assert_array_equal(
+        module.apply({}, logits, jnp.asarray(hidden) if masked else None), got
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -288,7 +349,9 @@ def test_the_module_takes_every_layout(layout, transposed):
     if transposed:
         arrays = tuple(jnp.swapaxes(array, 0, 1) for array in arrays)
         expected = expected.swapaxes(0, 1)
-    module = te_flax.DotProductAttention(8, 4, qkv_layout=layout, transpose_batch_sequence=transposed)
+    module = te_flax.DotProductAttention(
+        8, 4, qkv_layout=layout, transpose_batch_sequence=transposed
+    )
     np.testing.assert_allclose(module.apply({}, *arrays), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -319,7 +382,9 @@ def test_dropout_draws_from_the_flax_stream_of_its_path(cpu_alone):
     keep = jax.random.bernoulli(Keys().apply({}, rngs=rngs), 0.6, (2, 4, 8, 8))
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) * 8**-0.5) * keep / 0.6
     expected = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
-    np.testing.assert_allclose(module.apply({}, query, key, value, rngs=rngs), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        module.apply({}, query, key, value, rngs=rngs), expected, rtol=1e-4, atol=1e-5
+    )
     plain = te_flax.DotProductAttention(8, 4, attn_mask_type="no_mask").apply({}, query, key, value)
     np.testing.assert_array_equal(module.apply({}, query, key, value, deterministic=True), plain)
 
@@ -357,10 +422,20 @@ def test_jax_and_torch_attention_agree_in_output_and_gradients(case):
     def ours(arrays):
         q, k, v, bias, offset = arrays
         out = fused_attn(
-            (q, k, v), bias, SequenceDescriptor.from_seqlens(lengths) if "padding" in mask else None, None,
-            AttnBiasType[bias_type.upper()], canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD,
-            AttnSoftmaxType.from_str(kind), 8**-0.5, 0.0, True, window_size=window, softmax_offset=offset,
-        )  # fmt: skip
+            (q, k, v),
+            bias,
+            SequenceDescriptor.from_seqlens(lengths) if "padding" in mask else None,
+            None,
+            AttnBiasType[bias_type.upper()],
+            canonicalize_attn_mask_type(mask),
+            QKVLayout.BSHD_BSHD_BSHD,
+            AttnSoftmaxType.from_str(kind),
+            8**-0.5,
+            0.0,
+            True,
+            window_size=window,
+            softmax_offset=offset,
+        )
         return out, (out * dy).sum()
 
     arrays = (query, key, value, bias, offset)
@@ -370,19 +445,29 @@ def test_jax_and_torch_attention_agree_in_output_and_gradients(case):
         return None if x is None else torch.from_numpy(np.array(x)).requires_grad_()
 
     q, k, v, bias_t, offset_t = (tensor(x) for x in arrays)
-    layer = te_torch.DotProductAttention(4, 8, num_gqa_groups=2, attention_dropout=0.0, softmax_type=kind)
+    layer = te_torch.DotProductAttention(
+        4, 8, num_gqa_groups=2, attention_dropout=0.0, softmax_type=kind
+    )
     if offset_t is not None:
-        layer.softmax_offset = torch.nn.Parameter(offset_t.detach().reshape(layer.softmax_offset.shape))
+        layer.softmax_offset = torch.nn.Parameter(
+            offset_t.detach().reshape(layer.softmax_offset.shape)
+        )
         offset_t = layer.softmax_offset
     hidden = [
         torch.arange(n)[None] >= torch.from_numpy(each)[:, None]
         for n, each in zip((queries, keys), lengths, strict=True)
     ]
     reference = layer(
-        q, k, v, qkv_format="bshd", attn_mask_type=mask, window_size=window, core_attention_bias_type=bias_type,
+        q,
+        k,
+        v,
+        qkv_format="bshd",
+        attn_mask_type=mask,
+        window_size=window,
+        core_attention_bias_type=bias_type,
         core_attention_bias=bias_t,
         attention_mask=tuple(each[:, None, None] for each in hidden) if "padding" in mask else None,
-    )  # fmt: skip
+    )
     reference.backward(torch.from_numpy(np.array(dy)).reshape(reference.shape))
     np.testing.assert_allclose(out, reference.detach().reshape(out.shape), rtol=1e-4, atol=1e-5)
     for got, expected in zip(found, (q, k, v, bias_t, offset_t), strict=True):
@@ -408,12 +493,24 @@ def test_fused_attention_is_unavailable_on_a_cpu(cpu_alone):
 
 def test_fused_attention_availability_accepts_batch_and_segments(cpu_alone):
     queries = {
-        "is_training": True, "q_dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16,
-        "qkv_layout": QKVLayout.THD_THD_THD, "attn_bias_type": AttnBiasType.NO_BIAS,
-        "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
-        "dropout_probability": 0.0, "q_num_heads": 8, "kv_num_heads": 2, "q_max_seqlen": 128, "kv_max_seqlen": 128,
-        "head_dim_qk": 64, "head_dim_v": 64, "window_size": (16, 0), "batch_size": 2, "max_segments_per_seq": 4,
-    }  # fmt: skip
+        "is_training": True,
+        "q_dtype": jnp.bfloat16,
+        "kv_dtype": jnp.bfloat16,
+        "qkv_layout": QKVLayout.THD_THD_THD,
+        "attn_bias_type": AttnBiasType.NO_BIAS,
+        "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK,
+        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "dropout_probability": 0.0,
+        "q_num_heads": 8,
+        "kv_num_heads": 2,
+        "q_max_seqlen": 128,
+        "kv_max_seqlen": 128,
+        "head_dim_qk": 64,
+        "head_dim_v": 64,
+        "window_size": (16, 0),
+        "batch_size": 2,
+        "max_segments_per_seq": 4,
+    }
     assert is_fused_attn_kernel_available(**queries) is False
     for name in ("batch_size", "max_segments_per_seq"):
         with pytest.raises(ValueError, match=f"{name}=-1 is below 0"):
@@ -421,7 +518,8 @@ def test_fused_attention_availability_accepts_batch_and_segments(cpu_alone):
 
 
 @pytest.mark.parametrize(
-    "name", ["padding_causal", "causal_padding", "bottom_right_causal", "padding_bottom_right_causal"]
+    "name",
+    ["padding_causal", "causal_padding", "bottom_right_causal", "padding_bottom_right_causal"],
 )
 def test_masks_have_names_in_any_order(name):
     mask = canonicalize_attn_mask_type(name)
@@ -432,11 +530,18 @@ def test_masks_have_names_in_any_order(name):
 
 def call(**changed):
     options = {
-        "qkv": draw_normal(), "bias": None, "sequence_descriptor": None, "seed": None,
-        "attn_bias_type": AttnBiasType.NO_BIAS, "attn_mask_type": AttnMaskType.NO_MASK,
-        "qkv_layout": QKVLayout.BSHD_BSHD_BSHD, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
-        "scaling_factor": 1.0, "dropout_probability": 0.0, "is_training": True,
-    }  # fmt: skip
+        "qkv": draw_normal(),
+        "bias": None,
+        "sequence_descriptor": None,
+        "seed": None,
+        "attn_bias_type": AttnBiasType.NO_BIAS,
+        "attn_mask_type": AttnMaskType.NO_MASK,
+        "qkv_layout": QKVLayout.BSHD_BSHD_BSHD,
+        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "scaling_factor": 1.0,
+        "dropout_probability": 0.0,
+        "is_training": True,
+    }
     return fused_attn(**(options | changed))
 
 
@@ -447,7 +552,9 @@ def test_a_mask_may_be_any_array_type_on_several_devices(kind, monkeypatch):
     expected = call(**masked)
     assert not np.allclose(expected, call())
     monkeypatch.setattr(
-        fused, "make_plan", lambda *_: ContextParallel("cp", 1, ring=False, balanced=False, stripe=1)
+        fused,
+        "make_plan",
+        lambda *_: ContextParallel("cp", 1, ring=False, balanced=False, stripe=1),
     )
     np.testing.assert_allclose(call(**masked), expected, rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(
@@ -503,11 +610,15 @@ def module(**fields):
             "seqlens hold -1, which is below 0; give 0",
         ),
         (
-            lambda: reorder_causal_load_balancing(ones((2, 18)), ReorderStrategy.DualChunkSwap, 4, 1),
+            lambda: reorder_causal_load_balancing(
+                ones((2, 18)), ReorderStrategy.DualChunkSwap, 4, 1
+            ),
             "pad it",
         ),
         (
-            lambda: reorder_causal_load_balancing(ones((2, 18)), ReorderStrategy.DualChunkSwap, 3, 1),
+            lambda: reorder_causal_load_balancing(
+                ones((2, 18)), ReorderStrategy.DualChunkSwap, 3, 1
+            ),
             "is odd",
         ),
         (
@@ -538,4 +649,6 @@ def test_a_layout_states_which_arrays_are_packed(layout):
     assert layout in rest and {other.is_thd() for other in rest} == {layout.is_thd()}
     assert [other.is_qkvpacked() for other in rest] == [True, False, False]
     assert [other.is_separate() for other in rest] == [False, False, True]
-    assert layout.get_qkv_format() is (QKVFormat.THD if layout.value.startswith("t") else QKVFormat.BSHD)
+    assert layout.get_qkv_format() is (
+        QKVFormat.THD if layout.value.startswith("t") else QKVFormat.BSHD
+    )

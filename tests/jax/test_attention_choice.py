@@ -20,7 +20,13 @@ from transformer_engine.jax.primitives.attention import (
 )
 
 WHOLE, PACKED = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
-ROWS = ((WHOLE, "whole"), (WHOLE, "lengths"), (WHOLE, "segments"), (WHOLE, "mask"), (PACKED, "segments"))
+ROWS = (
+    (WHOLE, "whole"),
+    (WHOLE, "lengths"),
+    (WHOLE, "segments"),
+    (WHOLE, "mask"),
+    (PACKED, "segments"),
+)
 WINDOWS = (None, (16, 0), (16, 4))
 LONG = SHORT + 1  # query tokens: cuDNN is preferred
 # (dtype, key heads, key tokens, key and value extents, dropout, score_mod)
@@ -47,16 +53,34 @@ def requests(platform: str) -> Iterator[AttentionRequest]:
         modified,
     ) in kinds:
         yield AttentionRequest(
-            jnp.dtype(dtype), layout, bias, mask, softmax, dropout, 8, groups, LONG, keys, d_qk, d_v, window, True,
-            platform, rows, modified, 3 if layout is PACKED else 1,
-        )  # fmt: skip
+            jnp.dtype(dtype),
+            layout,
+            bias,
+            mask,
+            softmax,
+            dropout,
+            8,
+            groups,
+            LONG,
+            keys,
+            d_qk,
+            d_v,
+            window,
+            True,
+            platform,
+            rows,
+            modified,
+            3 if layout is PACKED else 1,
+        )
 
 
 @pytest.fixture
 def h200(monkeypatch):
     """H200 libraries with cuDNN 9.19, as far as choices query them."""
     monkeypatch.setattr(
-        triton, "platform_failure", lambda platform, name: None if platform == "cuda" else "no GPU here"
+        triton,
+        "platform_failure",
+        lambda platform, name: None if platform == "cuda" else "no GPU here",
     )
     monkeypatch.setattr(cudnn, "hardware", lambda: nvidia(9, 0))
     for name, said in (("library_failure", None), ("failure", None), ("library_version", 91900)):
@@ -67,7 +91,9 @@ def h200(monkeypatch):
 def test_every_attention_has_a_backend_and_every_rejection_a_reason(platform, h200):
     takers = set()
     for request in requests(platform):
-        reasons = {backend.name: backend.rejection_reason(request) for backend in TABLE.candidates(request)}
+        reasons = {
+            backend.name: backend.rejection_reason(request) for backend in TABLE.candidates(request)
+        }
         assert None in reasons.values(), request
         assert all(said is None or len(said.split()) > 2 for said in reasons.values()), reasons
         takers.add(next(name for name, said in reasons.items() if said is None))
@@ -77,13 +103,19 @@ def test_every_attention_has_a_backend_and_every_rejection_a_reason(platform, h2
 def test_gpu_uses_the_reference_only_for_score_functions_and_packed_biases(h200):
     """Sinks, bottom-right masks, windows on both sides, packed rows and dropout have kernels, gradients included."""
     for request in requests("cuda"):
-        taker = next(b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None)
-        left = request.modified or (request.layout is PACKED and request.bias is not AttnBiasType.NO_BIAS)
+        taker = next(
+            b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None
+        )
+        left = request.modified or (
+            request.layout is PACKED and request.bias is not AttnBiasType.NO_BIAS
+        )
         assert (taker == "reference") is left, request
 
 
 def test_deterministic_mode_excludes_cudnn_gradients(h200, monkeypatch):
-    request = next(request for request in requests("cuda") if cudnn.unsupported_reason(request) is None)
+    request = next(
+        request for request in requests("cuda") if cudnn.unsupported_reason(request) is None
+    )
     forward = request._replace(training=False)
     selection = [TABLE.chosen(one) for one in (request, forward)]
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -103,6 +135,8 @@ def test_deterministic_mode_excludes_cudnn_gradients(h200, monkeypatch):
     ],
 )
 def test_short_sequences_prefer_the_triton_kernels(queries, keys, tokens, layout, first, h200):
-    request = next(request for request in requests("cuda") if cudnn.unsupported_reason(request) is None)
+    request = next(
+        request for request in requests("cuda") if cudnn.unsupported_reason(request) is None
+    )
     requested = request._replace(queries=queries, keys=keys, tokens=tokens, layout=layout)
     assert TABLE.candidates(requested)[0].name == first

@@ -28,9 +28,9 @@ BATCH, QUERIES, KEYS, HEADS, GROUPS, SIZE = 2, 96, 112, 4, 2, 32
 
 LENGTHS = ([70, 96], [100, 61])
 # Three sequences and padding in a row of 96 tokens; two in the other.
-IDS = np.stack([np.repeat([1, 2, 3, 0], [20, 40, 26, 10]), np.repeat([1, 2, 0], [50, 30, 16])]).astype(
-    np.int32
-)
+IDS = np.stack(
+    [np.repeat([1, 2, 3, 0], [20, 40, 26, 10]), np.repeat([1, 2, 0], [50, 30, 16])]
+).astype(np.int32)
 PLACES = np.stack(
     [np.concatenate([np.arange(n) for n in rows]) for rows in ([20, 40, 26, 10], [50, 30, 16])]
 ).astype(np.int32)
@@ -75,24 +75,44 @@ CASES: dict[str, dict] = {
     "sink": {"mask": M.CAUSAL_MASK, "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX},
     "bias": {"mask": M.CAUSAL_MASK, "bias": (1, HEADS, QUERIES, KEYS)},
     "bias-a-batch": {"mask": M.NO_MASK, "bias": (BATCH, 1, QUERIES, KEYS)},
-    "bias-before-scale": {"mask": M.NO_MASK, "bias": (1, HEADS, 1, KEYS), "bias_type": AttnBiasType.PRE_SCALE_BIAS},
+    "bias-before-scale": {
+        "mask": M.NO_MASK,
+        "bias": (1, HEADS, 1, KEYS),
+        "bias_type": AttnBiasType.PRE_SCALE_BIAS,
+    },
     "other-values": {"mask": M.CAUSAL_MASK, "value_size": 16},
     "lengths": {"mask": M.PADDING_MASK, "descriptor": pack_by_lengths},
     "lengths-causal-sink": {
-        "mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_lengths, "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX
+        "mask": M.PADDING_CAUSAL_MASK,
+        "descriptor": pack_by_lengths,
+        "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX,
     },
-    "lengths-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": pack_by_lengths},
-    "numbers-in-whole-rows": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_segment_ids, "keys": QUERIES},
+    "lengths-bottom-right": {
+        "mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
+        "descriptor": pack_by_lengths,
+    },
+    "numbers-in-whole-rows": {
+        "mask": M.PADDING_CAUSAL_MASK,
+        "descriptor": pack_by_segment_ids,
+        "keys": QUERIES,
+    },
     "packed": {"mask": M.PADDING_MASK, "descriptor": pack_by_segment_ids, **PACKED},
     "packed-causal": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_segment_ids, **PACKED},
     "packed-offsets": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_offsets, **PACKED},
     "packed-uneven": {"mask": M.PADDING_MASK, "descriptor": uneven, **PACKED},
-    "packed-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": pack_by_offsets, **PACKED},
-    "packed-window-sink": {
-        "mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_segment_ids, "window": (10, 0),
-        "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX, **PACKED,
+    "packed-bottom-right": {
+        "mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
+        "descriptor": pack_by_offsets,
+        **PACKED,
     },
-}  # fmt: skip
+    "packed-window-sink": {
+        "mask": M.PADDING_CAUSAL_MASK,
+        "descriptor": pack_by_segment_ids,
+        "window": (10, 0),
+        "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX,
+        **PACKED,
+    },
+}
 FEW = ("causal", "lengths-causal-sink", "packed-window-sink", "bias")
 # Cases that cuDNN supports, too.
 LIBRARY = (
@@ -116,9 +136,10 @@ class Attention:
         keys, size_v = case.get("keys", KEYS), case.get("value_size", SIZE)
         draw = np.random.default_rng(7).standard_normal
         shapes = {
-            "query": (BATCH, QUERIES, HEADS, SIZE), "key": (BATCH, keys, GROUPS, SIZE),
+            "query": (BATCH, QUERIES, HEADS, SIZE),
+            "key": (BATCH, keys, GROUPS, SIZE),
             "value": (BATCH, keys, GROUPS, size_v),
-        }  # fmt: skip
+        }
         self.arrays = {name: jnp.asarray(draw(shape), dtype) for name, shape in shapes.items()}
         if "bias" in case:
             self.arrays["bias"] = jnp.asarray(draw(case["bias"]), dtype)
@@ -131,12 +152,22 @@ class Attention:
         case = self.case
         default = AttnBiasType.POST_SCALE_BIAS if "bias" in case else AttnBiasType.NO_BIAS
         return fused_attn(
-            (arrays["query"], arrays["key"], arrays["value"]), arrays.get("bias"),
-            case["descriptor"]() if "descriptor" in case else None, key, case.get("bias_type", default), case["mask"],
-            case.get("layout", QKVLayout.BSHD_BSHD_BSHD), case.get("softmax", AttnSoftmaxType.VANILLA_SOFTMAX), 0.2,
-            self.dropout, True, max_segments_per_seq=case.get("segments", 1), window_size=case.get("window"),
-            softmax_offset=arrays.get("sink"), **options,
-        )  # fmt: skip
+            (arrays["query"], arrays["key"], arrays["value"]),
+            arrays.get("bias"),
+            case["descriptor"]() if "descriptor" in case else None,
+            key,
+            case.get("bias_type", default),
+            case["mask"],
+            case.get("layout", QKVLayout.BSHD_BSHD_BSHD),
+            case.get("softmax", AttnSoftmaxType.VANILLA_SOFTMAX),
+            0.2,
+            self.dropout,
+            True,
+            max_segments_per_seq=case.get("segments", 1),
+            window_size=case.get("window"),
+            softmax_offset=arrays.get("sink"),
+            **options,
+        )
 
     def both(self, backend: str, arrays=None, key=None):
         """Return the output and {name: gradient}."""
@@ -203,14 +234,27 @@ def test_triton_kernels_return_the_reference_max_logits(name):
 
 def whole(query, key, value):
     return fused_attn(
-        (query, key, value), None, None, None, AttnBiasType.NO_BIAS, M.NO_MASK, QKVLayout.BSHD_BSHD_BSHD,
-        AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True,
-    )  # fmt: skip
+        (query, key, value),
+        None,
+        None,
+        None,
+        AttnBiasType.NO_BIAS,
+        M.NO_MASK,
+        QKVLayout.BSHD_BSHD_BSHD,
+        AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.2,
+        0.0,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "tolerance"),
-    [("reference", jnp.float32, 1e-5), ("triton", jnp.float32, 2e-4), ("triton", jnp.bfloat16, 0.02)]
+    [
+        ("reference", jnp.float32, 1e-5),
+        ("triton", jnp.float32, 2e-4),
+        ("triton", jnp.bfloat16, 0.02),
+    ]
     + ([] if INTERPRETED else [("cudnn", jnp.bfloat16, 0.02)]),
 )
 def test_attentions_to_parts_of_the_keys_add_up_to_all(backend, dtype, tolerance):
@@ -219,18 +263,35 @@ def test_attentions_to_parts_of_the_keys_add_up_to_all(backend, dtype, tolerance
     query, keys, values = arrays["query"], arrays["key"], arrays["value"]
     dout = Attention("whole", dtype).cotangent
     request = AttentionRequest(
-        jnp.dtype(dtype), QKVLayout.BSHD_BSHD_BSHD, AttnBiasType.NO_BIAS, M.NO_MASK, AttnSoftmaxType.VANILLA_SOFTMAX,
-        0.0, HEADS, GROUPS, QUERIES, KEYS, SIZE, SIZE, None, True, "cpu",
-    )  # fmt: skip
+        jnp.dtype(dtype),
+        QKVLayout.BSHD_BSHD_BSHD,
+        AttnBiasType.NO_BIAS,
+        M.NO_MASK,
+        AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.0,
+        HEADS,
+        GROUPS,
+        QUERIES,
+        KEYS,
+        SIZE,
+        SIZE,
+        None,
+        True,
+        "cpu",
+    )
     cuts = (slice(0, 48), slice(48, KEYS))
     with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):
         parts = attention_parts(request, 0.2)
         outputs = [parts.forward(query, keys[:, cut], values[:, cut]) for cut in cuts]
         level = jnp.logaddexp(outputs[0][1], outputs[1][1])
         shares = [jnp.moveaxis(jnp.exp(one - level), 1, 2)[..., None] for _, one in outputs]
-        out = sum(x.astype(jnp.float32) * share for (x, _), share in zip(outputs, shares, strict=True))
+        out = sum(
+            x.astype(jnp.float32) * share for (x, _), share in zip(outputs, shares, strict=True)
+        )
         out = jnp.asarray(out, dtype)
-        grads = [parts.backward(query, keys[:, cut], values[:, cut], out, level, dout) for cut in cuts]
+        grads = [
+            parts.backward(query, keys[:, cut], values[:, cut], out, level, dout) for cut in cuts
+        ]
         causal = attention_parts(request._replace(mask=M.CAUSAL_MASK, keys=QUERIES), 0.2)
         alone, _ = causal.forward(query, keys[:, :QUERIES], values[:, :QUERIES])
     wide = [x.astype(jnp.float32) for x in (query, keys, values)]
@@ -239,12 +300,18 @@ def test_attentions_to_parts_of_the_keys_add_up_to_all(backend, dtype, tolerance
         exact = pullback(dout.astype(jnp.float32))
         half = Attention("causal", jnp.float32)
         half.arrays = dict(
-            zip(("query", "key", "value"), (wide[0], *(x[:, :QUERIES] for x in wide[1:])), strict=True)
+            zip(
+                ("query", "key", "value"),
+                (wide[0], *(x[:, :QUERIES] for x in wide[1:])),
+                strict=True,
+            )
         )
         want_alone = half.out(half.arrays)
     near(out, expected, tolerance, "out")
     near(alone, want_alone, tolerance, "a causal part")
-    near(grads[0][0].astype(jnp.float32) + grads[1][0].astype(jnp.float32), exact[0], tolerance, "dq")
+    near(
+        grads[0][0].astype(jnp.float32) + grads[1][0].astype(jnp.float32), exact[0], tolerance, "dq"
+    )
     for index, name in ((1, "dk"), (2, "dv")):
         near(jnp.concatenate([one[index] for one in grads], axis=1), exact[index], tolerance, name)
 
@@ -256,7 +323,9 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
     # Values that are one-hot show the probabilities: the mask is where they are zero.
     keys = attention.arrays["key"].shape[1]
     probe = Attention(name, jnp.float32, rate)
-    probe.arrays["value"] = jnp.broadcast_to(jnp.eye(keys)[None, :, None], (BATCH, keys, GROUPS, keys))
+    probe.arrays["value"] = jnp.broadcast_to(
+        jnp.eye(keys)[None, :, None], (BATCH, keys, GROUPS, keys)
+    )
     with use_backend(jax_attention="triton"):
         dropped = jax.jit(probe.out)(probe.arrays, key)
         repeated = jax.jit(probe.out)(probe.arrays, key)

@@ -35,7 +35,9 @@ NUMBERS = {"text": "x", "none": None, "nan": float("nan"), "infinite": float("in
 COUNTS = {"zero": 0, "negative": -2, "half": 1.5, "text": "x", "none": None, "true": True}
 NAMES = {"unknown": "nosuch", "number": 3, "empty": "", "list": ["layernorm"]}
 RATES = {"one": 1.0, "above": 1.5, "negative": -0.1, "text": "x", "nan": float("nan")}
-RATES_OF_FLAX = {kind: rate for kind, rate in RATES.items() if kind != "one"}  # nn.Dropout(1.0) returns zeros
+RATES_OF_FLAX = {
+    kind: rate for kind, rate in RATES.items() if kind != "one"
+}  # nn.Dropout(1.0) returns zeros
 SWITCHES = {"function": len, "type": float}
 NO_FUNCTIONS = {"text": "x", "number": 0.5}
 NO_MEMBERS = {"none": None, "number": 1}  # of an enumeration
@@ -76,7 +78,9 @@ def state(value) -> dict[str, object]:
         "rules": nn.get_logical_axis_rules(),
         "kernels": dict(launching._switched),
         "experts": te.ep._bootstrap,
-        "backends": [dispatch.forced_backend(name) for name in ("jax_gemm", "jax_quantize", "jax_norm")],
+        "backends": [
+            dispatch.forced_backend(name) for name in ("jax_gemm", "jax_quantize", "jax_norm")
+        ],
         "environment": dict(os.environ),
         "settings of jax": dict(jax.config.values),
         "warnings": list(warnings.filters),
@@ -95,12 +99,18 @@ def module_call(cls, *inputs, **fields):
 
 def attend(**fields):
     defaults = {
-        "qkv": (ones(2, 4, 2, 8),) * 3, "bias": None, "sequence_descriptor": None, "seed": None,
-        "attn_bias_type": attention.AttnBiasType.NO_BIAS, "attn_mask_type": attention.AttnMaskType.NO_MASK,
+        "qkv": (ones(2, 4, 2, 8),) * 3,
+        "bias": None,
+        "sequence_descriptor": None,
+        "seed": None,
+        "attn_bias_type": attention.AttnBiasType.NO_BIAS,
+        "attn_mask_type": attention.AttnMaskType.NO_MASK,
         "qkv_layout": attention.QKVLayout.BSHD_BSHD_BSHD,
-        "softmax_type": attention.AttnSoftmaxType.VANILLA_SOFTMAX, "scaling_factor": 1.0, "dropout_probability": 0.0,
+        "softmax_type": attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+        "scaling_factor": 1.0,
+        "dropout_probability": 0.0,
         "is_training": True,
-    }  # fmt: skip
+    }
     return attention.fused_attn(**(defaults | fields))
 
 
@@ -157,7 +167,9 @@ def tex_norm(**arguments):
 
 
 def both_directions() -> quantize.ScaledTensor2x:
-    quantizer = quantize.QuantizerFactory.create(1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn)
+    quantizer = quantize.QuantizerFactory.create(
+        1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn
+    )
     return quantizer.quantize(ones(4, 8))
 
 
@@ -165,7 +177,9 @@ def quantize_groups(**arguments):
     quantizer = quantize.QuantizerFactory.create(
         1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn, n_groups=2
     )
-    return quantizer.quantize(**({"x": ones(4, 8), "group_sizes": np.asarray([1, 3], np.int32)} | arguments))
+    return quantizer.quantize(
+        **({"x": ones(4, 8), "group_sizes": np.asarray([1, 3], np.int32)} | arguments)
+    )
 
 
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
@@ -207,7 +221,9 @@ CASES = [
         {"one": ("a",), "three": ("a", "b", "c")},
     ),
     (
-        lambda x: te.layernorm.layernorm(x, ones(8), ones(8), "layernorm", quantizer=class_quantizer_set().x),
+        lambda x: te.layernorm.layernorm(
+            x, ones(8), ones(8), "layernorm", quantizer=class_quantizer_set().x
+        ),
         "norm x",
         ARRAYS | SHAPES,
     ),
@@ -237,7 +253,12 @@ CASES = [
     (
         lambda n: te.activation.activation(ones(4, 1, 8), n),
         "activation names",
-        {"unknown": ("swish",), "two": ("gelu", "linear"), "reversed": ("linear", "gelu"), "none at all": ()},
+        {
+            "unknown": ("swish",),
+            "two": ("gelu", "linear"),
+            "reversed": ("linear", "gelu"),
+            "none at all": (),
+        },
     ),
     (
         lambda p: te.activation.activation(ones(4, 1, 8), ("gelu",), act_params=p),
@@ -266,7 +287,9 @@ CASES = [
         {"integers": jnp.int32, "booleans": jnp.bool_},
     ),
     (
-        lambda d: module_call(te_flax.LayerNormDenseGeneral, ones(4, 8), features=3, depth_scaling=d),
+        lambda d: module_call(
+            te_flax.LayerNormDenseGeneral, ones(4, 8), features=3, depth_scaling=d
+        ),
         "LayerNormDenseGeneral depth",
         {"zero": 0.0, "nan": float("nan"), "text": "x"},
     ),
@@ -298,8 +321,16 @@ CASES = [
         NUMBERS,
     ),
     (lambda x: Softmax().apply({}, x), "Softmax inputs", ARRAYS | SHAPES),
-    (lambda x: quantize.apply_rht(x), "apply_rht x", ARRAYS | {"no axes": np.float32(3), "odd": ones(4, 15)}),
-    (lambda i: quantize.apply_rht(ones(2, 16), i), "apply_rht inverse", SWITCHES | {"array": ones(2)}),
+    (
+        lambda x: quantize.apply_rht(x),
+        "apply_rht x",
+        ARRAYS | {"no axes": np.float32(3), "odd": ones(4, 15)},
+    ),
+    (
+        lambda i: quantize.apply_rht(ones(2, 16), i),
+        "apply_rht inverse",
+        SWITCHES | {"array": ones(2)},
+    ),
     (
         lambda a: quantize.compute_scale_from_amax(a, jnp.float8_e4m3fn),
         "compute_scale_from_amax amax",
@@ -392,7 +423,11 @@ CASES = [
         COUNTS,
     ),
     (lambda x: module_call(te_flax.LayerNorm, x), "LayerNorm x", ARRAYS),
-    (lambda n: module_call(te_flax.LayerNorm, ones(4, 8), layernorm_type=n), "LayerNorm type", NAMES),
+    (
+        lambda n: module_call(te_flax.LayerNorm, ones(4, 8), layernorm_type=n),
+        "LayerNorm type",
+        NAMES,
+    ),
     (
         lambda e: module_call(te_flax.LayerNorm, ones(4, 8), epsilon=e),
         "LayerNorm epsilon",
@@ -409,12 +444,22 @@ CASES = [
         ARRAYS,
     ),
     (
-        lambda n: module_call(te_flax.LayerNormDenseGeneral, ones(4, 8), features=3, layernorm_type=n),
+        lambda n: module_call(
+            te_flax.LayerNormDenseGeneral, ones(4, 8), features=3, layernorm_type=n
+        ),
         "LayerNormDenseGeneral type",
         NAMES,
     ),
-    (lambda d: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=d), "LayerNormMLP dim", COUNTS),
-    (lambda x: module_call(te_flax.LayerNormMLP, x, intermediate_dim=4), "LayerNormMLP inputs", ARRAYS),
+    (
+        lambda d: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=d),
+        "LayerNormMLP dim",
+        COUNTS,
+    ),
+    (
+        lambda x: module_call(te_flax.LayerNormMLP, x, intermediate_dim=4),
+        "LayerNormMLP inputs",
+        ARRAYS,
+    ),
     (
         lambda a: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=4, activations=a),
         "LayerNormMLP activations",
@@ -434,12 +479,16 @@ CASES = [
         RATES_OF_FLAX,
     ),
     (
-        lambda n: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=4, layernorm_type=n),
+        lambda n: module_call(
+            te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=4, layernorm_type=n
+        ),
         "LayerNormMLP type",
         NAMES,
     ),
     (
-        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **(LAYER | {"hidden_size": v})),
+        lambda v: module_call(
+            te_flax.TransformerLayer, ones(1, 4, 16), **(LAYER | {"hidden_size": v})
+        ),
         "TransformerLayer hidden_size",
         COUNTS | {"odd": 17},
     ),
@@ -451,7 +500,9 @@ CASES = [
         COUNTS | {"three": 3},
     ),
     (
-        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **(LAYER | {"mlp_hidden_size": v})),
+        lambda v: module_call(
+            te_flax.TransformerLayer, ones(1, 4, 16), **(LAYER | {"mlp_hidden_size": v})
+        ),
         "TransformerLayer mlp",
         COUNTS,
     ),
@@ -462,14 +513,18 @@ CASES = [
     ),
     *(
         (
-            lambda v, name=name: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, **{name: v}),
+            lambda v, name=name: module_call(
+                te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, **{name: v}
+            ),
             f"TransformerLayer {name}",
             RATES if name == "attention_dropout" else RATES_OF_FLAX,
         )
         for name in ("hidden_dropout", "attention_dropout", "drop_path")
     ),
     (
-        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, self_attn_mask_type=v),
+        lambda v: module_call(
+            te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, self_attn_mask_type=v
+        ),
         "TransformerLayer mask",
         NAMES,
     ),
@@ -488,7 +543,11 @@ CASES = [
         "TransformerLayer window",
         {"number": 3, "one": (3,), "below": (-2, 0), "half": (0.5, 0)},
     ),
-    (lambda x: module_call(te_flax.TransformerLayer, x, **LAYER), "TransformerLayer inputs", ARRAYS | SHAPES),
+    (
+        lambda x: module_call(te_flax.TransformerLayer, x, **LAYER),
+        "TransformerLayer inputs",
+        ARRAYS | SHAPES,
+    ),
     *(
         (
             lambda v, cls=cls, args=argument, fields=fields, name=name: module_call(
@@ -516,7 +575,11 @@ CASES = [
                 te_flax.LayerNorm,
                 (ones(4, 8),),
                 {},
-                {"zero_centered_gamma": SWITCHES, "scale_init": NO_FUNCTIONS, "scale_axes": {"number": 3}},
+                {
+                    "zero_centered_gamma": SWITCHES,
+                    "scale_init": NO_FUNCTIONS,
+                    "scale_axes": {"number": 3},
+                },
             ),
             (
                 te_flax.LayerNormMLP,
@@ -525,7 +588,11 @@ CASES = [
                 {
                     "return_layernorm_output": SWITCHES,
                     "ln_bias_init": NO_FUNCTIONS,
-                    "intermediate_hidden_dropout_dims": {"number": 3, "outside": (2,), "half": (0.5,)},
+                    "intermediate_hidden_dropout_dims": {
+                        "number": 3,
+                        "outside": (2,),
+                        "half": (0.5,),
+                    },
                     "intermediate_dropout_rng_name": {"number": 3},
                 },
             ),
@@ -543,7 +610,11 @@ CASES = [
                 te_flax.MultiHeadAttention,
                 (ones(2, 4, 16),) * 2,
                 {"head_dim": 8, "num_attention_heads": 2},
-                {"fuse_qkv_params": SWITCHES, "input_layernorm": SWITCHES, "bias_init": NO_FUNCTIONS},
+                {
+                    "fuse_qkv_params": SWITCHES,
+                    "input_layernorm": SWITCHES,
+                    "bias_init": NO_FUNCTIONS,
+                },
             ),
             (
                 te_flax.TransformerLayer,
@@ -715,7 +786,9 @@ CASES = [
         {"name": "vanilla"} | NO_MEMBERS,
     ),
     (
-        lambda a: te_flax.RelativePositionBiases(32, 128, 4, embedding_axes=a).init(jax.random.key(0), 4, 4),
+        lambda a: te_flax.RelativePositionBiases(32, 128, 4, embedding_axes=a).init(
+            jax.random.key(0), 4, 4
+        ),
         "RelativePositionBiases embedding_axes",
         {"one": ("a",), "three": ("a", "b", "c")},
     ),
@@ -797,12 +870,18 @@ CASES = [
     ),
     (
         lambda layout: quantize.QuantizerFactory.create(
-            scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn, q_layout=layout
+            scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING,
+            q_dtype=jnp.float8_e4m3fn,
+            q_layout=layout,
         ),
         "q_layout",
         {"name": "ROWWISE", "number": 1},
     ),
-    (quantize.is_scaling_mode_supported, "is_scaling_mode_supported", {"name": "NO_SCALING"} | NO_MEMBERS),
+    (
+        quantize.is_scaling_mode_supported,
+        "is_scaling_mode_supported",
+        {"name": "NO_SCALING"} | NO_MEMBERS,
+    ),
     (lambda n: quantize.fan_out(quantize.noop_quantizer_set, n), "fan_out", COUNTS),
     (quantize.get_quantization_recipe, "recipe name", NAMES),
     (
@@ -852,4 +931,8 @@ def test_a_good_call_changes_the_compared_state():
     quantizer_call()
     with te.autocast(True, mesh_resource=te.MeshResource(dp_resource="dp")):
         after = state(None)
-    assert {name for name in before if before[name] != after[name]} == {"recipe", "mesh resource", "arrays"}
+    assert {name for name in before if before[name] != after[name]} == {
+        "recipe",
+        "mesh resource",
+        "arrays",
+    }

@@ -44,9 +44,17 @@ def test_explain_names_every_operation_and_every_rejection(cpu_alone):
     x = ones((4, 16))
     with te.autocast(True, DELAYED):
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
-        explanation = te.explain(model.apply, jax.tree.map(jnp.zeros_like, variables), x, deterministic=True)
-    found = {d.operation: d for d in explanation.decisions if getattr(d.request, "platform", "cpu") == "cpu"}
-    assert {"jax_gemm", "jax_quantize", "jax_norm", "jax_activation", "jax_scale_update"} <= set(found)
+        explanation = te.explain(
+            model.apply, jax.tree.map(jnp.zeros_like, variables), x, deterministic=True
+        )
+    found = {
+        d.operation: d
+        for d in explanation.decisions
+        if getattr(d.request, "platform", "cpu") == "cpu"
+    }
+    assert {"jax_gemm", "jax_quantize", "jax_norm", "jax_activation", "jax_scale_update"} <= set(
+        found
+    )
     assert found["jax_gemm"].chosen == "reference"
     reasons = {v.backend: v.reason for v in found["jax_gemm"].verdicts}
     assert "it needs a CUDA device" in reasons["scaled"]
@@ -54,9 +62,14 @@ def test_explain_names_every_operation_and_every_rejection(cpu_alone):
     operations = [d.request.operation for d in explanation.decisions if d.operation == "jax_norm"]
     assert set(operations) == {"forward", "backward"}
     forward = te.explain(
-        model.apply, {"params": jax.tree.map(jnp.zeros_like, variables)["params"]}, x, backward=False
+        model.apply,
+        {"params": jax.tree.map(jnp.zeros_like, variables)["params"]},
+        x,
+        backward=False,
     )
-    assert all(d.request.operation == "forward" for d in forward.decisions if d.operation == "jax_norm")
+    assert all(
+        d.request.operation == "forward" for d in forward.decisions if d.operation == "jax_norm"
+    )
 
 
 @pytest.mark.parametrize("name", te.checkpoint_policies.__all__)
@@ -78,7 +91,9 @@ def test_inspect_array_writes_the_array_to_disk(tmp_path, monkeypatch, capsys):
     y = jax.jit(lambda x: inspect_array(x, "scores") * 1)(x)
     jax.effects_barrier()
     np.testing.assert_array_equal(y, x)
-    np.testing.assert_array_equal(load_array_dump("my_tensor_gpu0_scores.bin", (2, 3), jnp.float32), x)
+    np.testing.assert_array_equal(
+        load_array_dump("my_tensor_gpu0_scores.bin", (2, 3), jnp.float32), x
+    )
     facts = json.loads((tmp_path / "my_tensor_gpu0_scores_meta.json").read_text())
     assert (facts["shape"], facts["max"], facts["mean"]) == ([2, 3], 5.0, 2.5)
     assert "my_tensor_gpu0_scores" in capsys.readouterr().out
@@ -101,7 +116,9 @@ def test_extension_functions_match_their_equations():
     np.testing.assert_allclose(codes.dequantize(), x, atol=0.2)
     hidden = x.reshape(2, 2, 2, 8)
     z = tex.act_lu(hidden, ("silu", "linear")).data
-    np.testing.assert_allclose(z, jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        z, jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], rtol=1e-4, atol=1e-6
+    )
     assert tex.dact_lu(z, hidden, ("silu", "linear")).data.shape == hidden.shape
     np.testing.assert_allclose(
         tex.gemm(x, ones((16, 3))), x.sum(1, keepdims=True).repeat(3, 1), rtol=1e-4, atol=1e-4
@@ -121,7 +138,10 @@ def test_extension_functions_match_their_equations():
     ],
 )
 def test_availability_of_a_softmax_kernel_by_scores(queries, keys, dtype, remote):
-    kind, vanilla = te.softmax.SoftmaxFusionType.SCALED, te.attention.AttnSoftmaxType.VANILLA_SOFTMAX
+    kind, vanilla = (
+        te.softmax.SoftmaxFusionType.SCALED,
+        te.attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+    )
     assert tex.is_softmax_kernel_available(kind, vanilla, 2, 2, queries, keys, dtype) is remote
 
 
@@ -149,7 +169,9 @@ def test_enumerations_have_the_numbers_of_the_torch_side():
     for member in torch_enums.DType:
         assert tex_enums.DType[member.name] == member
     assert [m.value for m in tex_enums.JAXX_Scaling_Mode] == list(range(6))
-    assert tex_enums.get_device_compute_capability(0) == te.quantize.get_device_compute_capability(0)
+    assert tex_enums.get_device_compute_capability(0) == te.quantize.get_device_compute_capability(
+        0
+    )
     assert not tex_enums.nvte_built_with_cublasmp()
 
 
@@ -199,7 +221,11 @@ def test_reference_functions_equal_the_operations():
 
 
 def test_libraries_have_versions_where_there_is_a_gpu():
-    numbers = (tex_enums.get_cuda_version(), tex_enums.get_cudnn_version(), tex_enums.get_cublasLt_version())
+    numbers = (
+        tex_enums.get_cuda_version(),
+        tex_enums.get_cudnn_version(),
+        tex_enums.get_cublasLt_version(),
+    )
     assert [number > 0 for number in numbers] == [has_gpu()] * 3
     assert any(get_cudnn_version()) is has_gpu()
     assert tex_enums.registrations() == {} and tex_enums.get_num_compute_streams() == 1
@@ -225,14 +251,18 @@ def test_fused_attention_is_unavailable_where_the_reference_runs(monkeypatch):
         tex_enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
     )
 
-    def record_query(dtype, layout, bias=tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS, mask=causal, softmax=vanilla):
+    def record_query(
+        dtype, layout, bias=tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS, mask=causal, softmax=vanilla
+    ):
         return tex_enums.get_fused_attn_backend(
             True, dtype, dtype, layout, bias, mask, softmax, 0.0, 8, 8, 128, 128, 64, 64
         ).name
 
     monkeypatch.setattr(availability, "has_gpu", lambda: False)
     half, full = tex_enums.DType.kBFloat16, tex_enums.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
-    assert record_query(half, full) == record_query(tex_enums.DType.kByte, full) == "NVTE_No_Backend"
+    assert (
+        record_query(half, full) == record_query(tex_enums.DType.kByte, full) == "NVTE_No_Backend"
+    )
     with pytest.raises(ValueError, match="choose one of NVTE_BS3HD"):
         record_query(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
     for kinds, name in (
@@ -260,9 +290,18 @@ def test_a_missing_flag_of_xla_warns_once(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     float8._warn.cache_clear()
     request = float8.GemmRequest(
-        None, None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3fn), 16, 16, 16, jnp.dtype(jnp.bfloat16),
-        "cuda", nvidia(9, 0), False,
-    )  # fmt: skip
+        None,
+        None,
+        jnp.dtype(jnp.float8_e4m3fn),
+        jnp.dtype(jnp.float8_e4m3fn),
+        16,
+        16,
+        16,
+        jnp.dtype(jnp.bfloat16),
+        "cuda",
+        nvidia(9, 0),
+        False,
+    )
     with pytest.warns(UserWarning, match="--xla_gpu_enable_triton_gemm=false") as observed:
         float8.bind_direct(request)
         float8.bind_direct(request)
@@ -284,7 +323,10 @@ def test_a_module_within_nnx_trains_and_keeps_its_state():
         @nnx.jit
         def step(model, x):
             value, gradients = value_and_grad(lambda model, x: (model(x) ** 2).mean(), model, x)
-            nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients))
+            nnx.update(
+                model,
+                jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients),
+            )
             return value
 
         losses = [float(step(model, x)) for _ in range(3)]
@@ -317,7 +359,9 @@ def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
         value_and_grad(lambda model: (model(x) ** 2).mean() + (model(5 * x) ** 2).mean(), model)
     assert model.x_amax_history[...][-1] == jnp.abs(5 * x).max()
     assert model.x_scale[...][0] == np.float32(448) / np.abs(5 * np.asarray(x)).max()
-    assert model.kernel_scale[...][0] == np.float32(448) / np.abs(np.asarray(model.kernel[...])).max()
+    assert (
+        model.kernel_scale[...][0] == np.float32(448) / np.abs(np.asarray(model.kernel[...])).max()
+    )
 
 
 def test_a_loss_of_nnx_takes_keywords_and_returns_auxiliary_values():
@@ -345,7 +389,9 @@ def test_a_keyword_of_a_loss_may_be_an_object_of_nnx_that_it_changes():
         return (model(x + jax.random.normal(rngs.noise(), x.shape)) ** 2).mean()
 
     model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
-    first, second = (float(value_and_grad(loss, model, x, rngs=rngs, mode="noisy")[0]) for _ in range(2))
+    first, second = (
+        float(value_and_grad(loss, model, x, rngs=rngs, mode="noisy")[0]) for _ in range(2)
+    )
     assert first != second and int(rngs.noise.count[...]) == 2
 
 
@@ -360,10 +406,14 @@ def test_a_module_with_names_of_axes_needs_no_mesh_within_nnx(module):
 
 
 SETTINGS = {
-    "attn_bias_type": attention.AttnBiasType.POST_SCALE_BIAS, "attn_mask_type": attention.AttnMaskType.CAUSAL_MASK,
-    "qkv_layout": attention.QKVLayout.BSHD_BS2HD, "softmax_type": attention.AttnSoftmaxType.LEARNABLE_SOFTMAX,
-    "scaling_factor": 0.3, "dropout_probability": 0.0, "is_training": True,
-}  # fmt: skip
+    "attn_bias_type": attention.AttnBiasType.POST_SCALE_BIAS,
+    "attn_mask_type": attention.AttnMaskType.CAUSAL_MASK,
+    "qkv_layout": attention.QKVLayout.BSHD_BS2HD,
+    "softmax_type": attention.AttnSoftmaxType.LEARNABLE_SOFTMAX,
+    "scaling_factor": 0.3,
+    "dropout_probability": 0.0,
+    "is_training": True,
+}
 
 
 def test_separate_attention_passes_match_the_attention_equation():
@@ -396,9 +446,14 @@ def test_separate_attention_passes_match_the_attention_equation():
 def test_separate_attention_passes_form_a_custom_vjp_with_equal_dropout():
     query, key, value = normal(jax.random.key(0), (3, 2, 6, 2, 8))
     settings = (
-        attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.NO_MASK, attention.QKVLayout.BSHD_BSHD_BSHD,
-        attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.5, True,
-    )  # fmt: skip
+        attention.AttnBiasType.NO_BIAS,
+        attention.AttnMaskType.NO_MASK,
+        attention.QKVLayout.BSHD_BSHD_BSHD,
+        attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.3,
+        0.5,
+        True,
+    )
 
     @jax.custom_vjp
     def attend(qkv, seed):
@@ -427,10 +482,14 @@ def test_separate_attention_passes_form_a_custom_vjp_with_equal_dropout():
         )
         for function in (attend, whole)
     )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, expected
+    )
 
 
 def test_attention_backward_rejects_arrays_that_the_forward_did_not_save():
     x = ones((1, 4, 1, 8))
-    with pytest.raises(TypeError, match="is not a result of fused_attn_fwd; pass its second result"):
+    with pytest.raises(
+        TypeError, match="is not a result of fused_attn_fwd; pass its second result"
+    ):
         tex.fused_attn_bwd((x, x, x), None, ones((1, 1, 4, 1)), None, x, x)

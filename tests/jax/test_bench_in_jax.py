@@ -46,11 +46,14 @@ def result_shapes(provider, case: Case):
     workload = provider.workload(case, CPU)
     with workload.context():
         y = jax.eval_shape(workload.function, workload.params, workload.state, *workload.inputs)
-    return [x.shape for x in workload.inputs], jax.tree.leaves(jax.tree.map(lambda leaf: leaf.shape, y))
+    return [x.shape for x in workload.inputs], jax.tree.leaves(
+        jax.tree.map(lambda leaf: leaf.shape, y)
+    )
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in JAX.builders if family not in ("quantize", "layer_small", "kernel")]
+    "family",
+    [family for family in JAX.builders if family not in ("quantize", "layer_small", "kernel")],
 )
 def test_plain_jax_does_equal_work_and_torch_does_work_with_equal_size(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -78,7 +81,10 @@ def test_every_quantization_benchmark_writes_both_directions(kind: str):
     case = next(case for case in cases(RECIPES, True, ["quantize"]) if f"{kind}_both" in case.name)
     workload = JAX.workload(case, CPU)
     result = jax.eval_shape(workload.function, {}, workload.state, *workload.inputs)
-    assert {result.rowwise_tensor.data.shape, result.colwise_tensor.data.shape} <= {(256, 512), (512, 256)}
+    assert {result.rowwise_tensor.data.shape, result.colwise_tensor.data.shape} <= {
+        (256, 512),
+        (512, 256),
+    }
 
 
 def test_a_call_takes_the_state_of_the_previous_call():
@@ -95,13 +101,16 @@ def test_a_call_takes_the_state_of_the_previous_call():
 
 
 @pytest.mark.skipif(
-    launching.kernels_unsupported_reason() is not None, reason="no kernel can be lowered for CUDA here"
+    launching.kernels_unsupported_reason() is not None,
+    reason="no kernel can be lowered for CUDA here",
 )
 def test_both_frameworks_start_a_kernel_of_every_family_from_the_same_record():
     recognized = cases(["bf16"], True, ["kernel"])
     assert len(recognized) >= 12
     for case in recognized:
-        assert ENGINE.workload(case, CPU) is None and JAX.workload(case, CPU) is None, "it needs a GPU"
+        assert ENGINE.workload(case, CPU) is None and JAX.workload(case, CPU) is None, (
+            "it needs a GPU"
+        )
         workload = JAX.workload(case, torch.device("cuda"))
         call = jax.jit(lambda *x, workload=workload: workload.function({}, {}, *x))
         text = call.trace(*workload.inputs).lower(lowering_platforms=("cuda",)).as_text()
@@ -129,13 +138,21 @@ def trace_planes(*streams):
         ]
         return SimpleNamespace(name=name, events=events)
 
-    return SimpleNamespace(planes=[
-        SimpleNamespace(name="/device:GPU:0", lines=[
-            *(line(f"Stream #{index}(Compute)", *spans) for index, spans in enumerate(streams)),
-            line("XLA Ops", ("op", 0, 99)),
-        ]),
-        SimpleNamespace(name="/host:CPU", lines=[line("python", ("call", 0, 1000))]),
-    ])  # fmt: skip
+    return SimpleNamespace(
+        planes=[
+            SimpleNamespace(
+                name="/device:GPU:0",
+                lines=[
+                    *(
+                        line(f"Stream #{index}(Compute)", *spans)
+                        for index, spans in enumerate(streams)
+                    ),
+                    line("XLA Ops", ("op", 0, 99)),
+                ],
+            ),
+            SimpleNamespace(name="/host:CPU", lines=[line("python", ("call", 0, 1000))]),
+        ]
+    )
 
 
 FIRST, SECOND = [("a", 10, 10), ("b", 30, 10), ("a", 210, 8)], [("c", 15, 10), ("d", 110, 1)]
@@ -168,7 +185,10 @@ def test_a_device_that_only_one_framework_has_is_rejected(cpu_alone):
 
 def write_result_rows(path: Path, **times: float) -> Path:
     """Write a result file for one case, {provider: wall time}."""
-    rows = [{"case": "dense_fb/bf16/8", "provider": name, "eager_ms": time} for name, time in times.items()]
+    rows = [
+        {"case": "dense_fb/bf16/8", "provider": name, "eager_ms": time}
+        for name, time in times.items()
+    ]
     path.write_text(json.dumps({**as_dict([], ROOFS, {}), "results": rows}))
     return path
 
@@ -186,12 +206,17 @@ def write_result_rows(path: Path, **times: float) -> Path:
 )  # fmt: skip
 def test_files_are_compared_by_the_rows_of_each_engine(first, second, ratios, tmp_path: Path):
     shared = pairs(
-        *(read(write_result_rows(tmp_path / name, **times)) for name, times in (("a", first), ("b", second)))
+        *(
+            read(write_result_rows(tmp_path / name, **times))
+            for name, times in (("a", first), ("b", second))
+        )
     )
     assert {pair.case: pair.ratio("eager_ms") for pair in shared} == ratios
 
 
-def test_the_figures_of_an_h200_are_compared_and_their_goals_are_those_of_their_rows(tmp_path: Path):
+def test_the_figures_of_an_h200_are_compared_and_their_goals_are_those_of_their_rows(
+    tmp_path: Path,
+):
     assert read(FIGURES).keys() == {"te", "jax"}
     content = json.loads(FIGURES.read_text())
     assert [goal.as_dict() for goal in jax_goals.goals(content)] == content["goals"]
@@ -219,7 +244,8 @@ def test_a_row_with_an_error_is_a_goal_that_is_not_measured(key: str):
     content = json.loads(FIGURES.read_text())
     full = list(jax_goals.goals(content))
     content[key]["rows"] = [
-        {name: row[name] for name in ("case", "layout", "by") if name in row} | {"error": "ValueError: no"}
+        {name: row[name] for name in ("case", "layout", "by") if name in row}
+        | {"error": "ValueError: no"}
         for row in content[key]["rows"]
     ]
     found = list(jax_goals.goals(content))
@@ -236,7 +262,9 @@ def test_two_devices_are_compared_with_one(tmp_path: Path, monkeypatch):
         return 10.0
 
     monkeypatch.setattr(jax_ranks, "layer", layer)
-    monkeypatch.setattr(sys, "argv", ["jax_ranks.py", str(tmp_path / "rows.json"), "--quick", "--layer"])
+    monkeypatch.setattr(
+        sys, "argv", ["jax_ranks.py", str(tmp_path / "rows.json"), "--quick", "--layer"]
+    )
     jax_ranks.main()
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {"error" in row for row in rows if row["layout"] == "one"} == {True}
@@ -255,7 +283,9 @@ def test_slowest_compilation_is_unknown_if_a_time_is_missing(slowest: float | No
     found = list(jax_goals.goals({"results": [], "without_the_flag": {"results": rows}}))
     (goal,) = [goal for goal in found if goal.what.startswith("without the flag")]
     assert goal.reached is reached
-    assert goal.note == ("slow" if reached is False else f"no time of failed{', slow' * (slowest is None)}")
+    assert goal.note == (
+        "slow" if reached is False else f"no time of failed{', slow' * (slowest is None)}"
+    )
 
 
 @pytest.mark.slow

@@ -23,7 +23,9 @@ needs_bridge = pytest.mark.skipif(
     UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 CODES, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
-REQUEST = GemmRequest(BLOCK_1D, BLOCK_2D, CODES, CODES, 4096, 1024, 384, BFLOAT16, "cuda", nvidia(9, 0), True)
+REQUEST = GemmRequest(
+    BLOCK_1D, BLOCK_2D, CODES, CODES, 4096, 1024, 384, BFLOAT16, "cuda", nvidia(9, 0), True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,25 +45,30 @@ def shapes(second, m, n, k):
 
 
 @needs_bridge
-@pytest.mark.parametrize("change", [
-    ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
-    ({"hardware": nvidia(10, 0)}, "compute capability 10.0 has no hopper instructions"),
-    ({"hardware": nvidia(8, 9)}, "compute capability 8.9 has no hopper instructions"),
-    ({"a_format": FLOAT8, "b_format": FLOAT8}, "1x128 blocks times"),
-    ({"a_format": None, "b_format": None}, "1x128 blocks times"),
-    ({"m": 0}, "without elements"),
-    ({"n": 24}, "N=24 or K=384 is not a multiple of 16"),
-    ({"k": 200}, "K=200 is not a multiple of 16"),
-    ({"m": 4097}, "M=4097 is not a multiple of 4"),
-    ({"m": 1 << 26, "k": 4096}, "more than 2^31"),
-    ({"m": 512}, "16 tiles of 256 x 128 leave more than 3 in 10 of 132 multiprocessors idle"),
-    ({"m": 256 * 17}, "136 tiles of 256 x 128 leave more than 3 in 10"),
-    ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it writes bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
+        ({"hardware": nvidia(10, 0)}, "compute capability 10.0 has no hopper instructions"),
+        ({"hardware": nvidia(8, 9)}, "compute capability 8.9 has no hopper instructions"),
+        ({"a_format": FLOAT8, "b_format": FLOAT8}, "1x128 blocks times"),
+        ({"a_format": None, "b_format": None}, "1x128 blocks times"),
+        ({"m": 0}, "without elements"),
+        ({"n": 24}, "N=24 or K=384 is not a multiple of 16"),
+        ({"k": 200}, "K=200 is not a multiple of 16"),
+        ({"m": 4097}, "M=4097 is not a multiple of 4"),
+        ({"m": 1 << 26, "k": 4096}, "more than 2^31"),
+        ({"m": 512}, "16 tiles of 256 x 128 leave more than 3 in 10 of 132 multiprocessors idle"),
+        ({"m": 256 * 17}, "136 tiles of 256 x 128 leave more than 3 in 10"),
+        ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it writes bfloat16"),
+    ],
+)
 def test_unsupported_requests_have_a_reason(change):
     fields, sentence = change
     assert codes_product.gluon_unsupported_reason(REQUEST) is None
-    assert sentence in (codes_product.gluon_unsupported_reason(dataclasses.replace(REQUEST, **fields)) or "")
+    assert sentence in (
+        codes_product.gluon_unsupported_reason(dataclasses.replace(REQUEST, **fields)) or ""
+    )
 
 
 @needs_bridge
@@ -75,11 +82,16 @@ def test_a_triton_without_gluon_or_with_its_interpreter_is_rejected(monkeypatch)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert "Gluon has no interpreter" in (codes_product.gluon_unsupported_reason(REQUEST) or "")
     failure = optional.failure
-    monkeypatch.setattr(launch, "_gluon_reason", launch._gluon_reason.__wrapped__)  # without its cache
     monkeypatch.setattr(
-        optional, "failure",
-        lambda module, *names: f"{module} has no {names[0]}" if "gluon" in module else failure(module, *names),
-    )  # fmt: skip
+        launch, "_gluon_reason", launch._gluon_reason.__wrapped__
+    )  # without its cache
+    monkeypatch.setattr(
+        optional,
+        "failure",
+        lambda module, *names: (
+            f"{module} has no {names[0]}" if "gluon" in module else failure(module, *names)
+        ),
+    )
     assert "gluon.language.nvidia.hopper has no warpgroup_mma" in (
         codes_product.gluon_unsupported_reason(REQUEST) or ""
     )
@@ -109,14 +121,21 @@ def test_gluon_is_chosen_on_hopper_with_its_workspace_as_a_result(second):
     text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     # 16 x 8 programs; one 128-byte descriptor per matrix and per scale array that the copy engine reads
     maps = 5 if second == BLOCK_1D else 4
-    assert re.search(rf"-> \(tensor<4000x1008xbf16>, tensor<{16 * 8 * 128 * maps}xui8>\)", text), text
+    assert re.search(rf"-> \(tensor<4000x1008xbf16>, tensor<{16 * 8 * 128 * maps}xui8>\)", text), (
+        text
+    )
     assert "output_operand_aliases = []" in text or "output_operand_aliases" not in text
 
 
 @needs_bridge
-@pytest.mark.parametrize(("n", "kernel"), [
-    (1008, "product_kernel"), (1000, "columns_kernel"), (272, "columns_kernel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "kernel"),
+    [
+        (1008, "product_kernel"),
+        (1000, "columns_kernel"),
+        (272, "columns_kernel"),
+    ],
+)
 def test_an_unsupported_shard_is_multiplied_by_the_other_kernel(n, kernel, monkeypatch):
     started = []
     run = codes_product.run

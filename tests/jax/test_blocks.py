@@ -15,12 +15,14 @@ DELAYED, CURRENT = recipe.DelayedScaling(), recipe.Float8CurrentScaling()
 BLOCKS = {
     "autocast": (lambda: te.autocast(True, DELAYED), get_global_quantize_recipe),
     "autocast with a mesh": (
-        lambda: te.autocast(mesh_resource=te.MeshResource(dp_resource="a")), sharding.mesh_resource_or_default,
+        lambda: te.autocast(mesh_resource=te.MeshResource(dp_resource="a")),
+        sharding.mesh_resource_or_default,
     ),
     "global_shard_guard": (
-        lambda: sharding.global_shard_guard(te.MeshResource(dp_resource="a")), sharding.mesh_resource_or_default,
+        lambda: sharding.global_shard_guard(te.MeshResource(dp_resource="a")),
+        sharding.mesh_resource_or_default,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=BLOCKS)

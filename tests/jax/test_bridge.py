@@ -23,9 +23,7 @@ from transformer_engine.common.hardware import ROWS
 from transformer_engine.jax.primitives import launching
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_TORCH = (
-    "import sys; sys.modules['torch'] = None; from tests.jax import lowering_cases; lowering_cases.main()"
-)
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from tests.jax import lowering_cases; lowering_cases.main()"
 UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
     UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
@@ -81,7 +79,9 @@ def test_outputs_are_results_and_arrays_written_in_place_are_aliased():
     assert inverse.shape == record.shape == (1,)
     text = lower(call, x, one, one)
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
-    assert aliases == [("3", "2")]  # the record is the third operand, and the last among four results
+    assert aliases == [
+        ("3", "2")
+    ]  # the record is the third operand, and the last among four results
 
 
 @needs_bridge

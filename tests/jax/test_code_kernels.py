@@ -61,7 +61,11 @@ def kernels_with_operands():
             kernel = activation_codes.GradientCodes(NAMES, PARAMS, spec, (256, 768), 384, sums)
             yield f"backward {name} sums={sums}", kernel, [DY, X, *scale]
     yield "measured", activation_codes.MeasuredActivation(NAMES, PARAMS, False), [X]
-    yield "measured backward", activation_codes.MeasuredActivation(NAMES, PARAMS, True, "bfloat16"), [DY, X]
+    yield (
+        "measured backward",
+        activation_codes.MeasuredActivation(NAMES, PARAMS, True, "bfloat16"),
+        [DY, X],
+    )
     yield "plain", activations.ActivationForward(NAMES, PARAMS), [X]
     yield "plain backward", activations.ActivationBackward(NAMES, PARAMS), [DY, X]
     for centered in (False, True):
@@ -74,7 +78,11 @@ def kernels_with_operands():
         statistics = [shape(256, dtype=jnp.float32)] * (1 + centered)
         for adds in (False, True):
             backward = norms.NormBackward(centered, False, "bfloat16", adds)
-            yield f"norm backward {centered} {adds}", backward, [*[ROWS] * (2 + adds), GAMMA, *statistics]
+            yield (
+                f"norm backward {centered} {adds}",
+                backward,
+                [*[ROWS] * (2 + adds), GAMMA, *statistics],
+            )
         yield f"norm measured {centered}", norm_codes.MeasuredNorm(centered, False, 1e-5), args
         blocks = norm_codes.BlockNormCodes(centered, False, 1e-5, QuantizeSpec(BLOCK_1D, E4M3))
         yield f"norm blocks {centered}", blocks, args
@@ -88,8 +96,13 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
     for name, kernel, operands in kernels_with_operands():
         rule, results = ParsedRule.of(kernel.rule.text), kernel.results(*operands)
         for arrays, said in ((operands, rule.operands), (results, rule.results)):
-            assert [array.ndim for array in arrays] == [len(axes) for axes in said], (name, kernel.rule.text)
-        assert all(position < len(results) for position in (*kernel.rule.summed, *kernel.rule.maxed)), name
+            assert [array.ndim for array in arrays] == [len(axes) for axes in said], (
+                name,
+                kernel.rule.text,
+            )
+        assert all(
+            position < len(results) for position in (*kernel.rule.summed, *kernel.rule.maxed)
+        ), name
         for index in kernel.rule.maxed:
             assert results[index].shape == (1,), name
         for index in kernel.rule.summed:
@@ -102,12 +115,21 @@ def test_wrapped_kernels_keep_the_kernel_metadata():
         for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
             assert wrapped.name == kernel.name, (case, wrapped)
             for fact in ("led_by_results", "summed", "maxed"):
-                assert getattr(wrapped.rule, fact) == getattr(kernel.rule, fact), (case, wrapped, fact)
-            assert wrapped.in_parts == dataclasses.replace(wrapped, kernel=kernel.in_parts), (case, wrapped)
+                assert getattr(wrapped.rule, fact) == getattr(kernel.rule, fact), (
+                    case,
+                    wrapped,
+                    fact,
+                )
+            assert wrapped.in_parts == dataclasses.replace(wrapped, kernel=kernel.in_parts), (
+                case,
+                wrapped,
+            )
 
 
 def quantizers():
-    metas = [QuantizeMeta(scale=jnp.full(1, scale), amax_history=zeros(4)) for scale in (3.0, 5.0, 7.0)]
+    metas = [
+        QuantizeMeta(scale=jnp.full(1, scale), amax_history=zeros(4)) for scale in (3.0, 5.0, 7.0)
+    ]
     return QuantizerFactory.create_set(
         fp8_recipe=DelayedScaling(amax_history_len=4), quantize_meta_set=QuantizeMetaSet(*metas)
     )
@@ -156,18 +178,23 @@ def test_both_products_of_an_mlp_advance_their_states():
 def test_unsupported_quantization_has_a_reason(monkeypatch):
     for module in ("activation.triton", "quantize.triton"):
         monkeypatch.setattr(
-            f"transformer_engine.jax.primitives.{module}.platform_failure", lambda platform, name: None
+            f"transformer_engine.jax.primitives.{module}.platform_failure",
+            lambda platform, name: None,
         )
     records = []
     with observing(lambda operation, request: records.append((operation, request))):
         for spec, width in ((QuantizeSpec(MXFP8, E4M3), 256), (SPECS["block2d both"], 160)):
             x, dy = ones((64, 2, width), jnp.bfloat16), ones((64, width), jnp.bfloat16)
             jax.eval_shape(
-                lambda dy, x, s=spec: activation_backward_codes(dy, x, Cast(s), NAMES, PARAMS, None)[0],
+                lambda dy, x, s=spec: activation_backward_codes(
+                    dy, x, Cast(s), NAMES, PARAMS, None
+                )[0],
                 dy,
                 x,
             )
-    requests = [request for operation, request in records if operation == ACTIVATION_CODES.operation]
+    requests = [
+        request for operation, request in records if operation == ACTIVATION_CODES.operation
+    ]
     reasons = [activation_codes.unsupported_reason(request) for request in requests]
     assert any("format mxfp8" in (reason or "") for reason in reasons)
     assert any("no multiple of 128" in (reason or "") for reason in reasons)

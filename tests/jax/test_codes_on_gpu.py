@@ -12,12 +12,23 @@ from tests.jax.compiled import array, ones, zeros
 from transformer_engine.common.dispatch import observing, use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.primitives.activation import ActivationParams
-from transformer_engine.jax.primitives.activation_codes import activation_backward_codes, activation_codes
-from transformer_engine.jax.primitives.grouped_quantize import RowCodes, quantize_rows, quantize_stack
+from transformer_engine.jax.primitives.activation_codes import (
+    activation_backward_codes,
+    activation_codes,
+)
+from transformer_engine.jax.primitives.grouped_quantize import (
+    RowCodes,
+    quantize_rows,
+    quantize_stack,
+)
 from transformer_engine.jax.primitives.grouped_quantize import triton as grouped_kernels
 from transformer_engine.jax.primitives.kernels import call
 from transformer_engine.jax.primitives.norm_codes import norm_codes
@@ -63,11 +74,15 @@ def assert_equal(pairs, name: str) -> None:
     for index, (ours, expected) in enumerate(pairs):
         ours, expected = np.asarray(ours), np.asarray(expected)
         assert ours.shape == expected.shape and ours.dtype == expected.dtype, f"{name} {index}"
-        np.testing.assert_array_equal(ours.astype(np.float32), expected.astype(np.float32), f"{name} {index}")
+        np.testing.assert_array_equal(
+            ours.astype(np.float32), expected.astype(np.float32), f"{name} {index}"
+        )
 
 
 @pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("name", ["delayed", "delayed rows", "delayed from 0", "current", "blocks of rows"])
+@pytest.mark.parametrize(
+    "name", ["delayed", "delayed rows", "delayed from 0", "current", "blocks of rows"]
+)
 def test_fused_norm_codes_equal_quantized_norm_output(name, centered):
     x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
     gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
@@ -81,7 +96,9 @@ def test_fused_norm_codes_equal_quantized_norm_output(name, centered):
 @pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")])
 @pytest.mark.parametrize("name", SPECS)
 def test_fused_activation_codes_equal_quantized_activation_output(name, names):
-    x = jnp.asarray(matrix("normal", (144, len(names) * 256), "bfloat16")).reshape(12, 12, len(names), 256)
+    x = jnp.asarray(matrix("normal", (144, len(names) * 256), "bfloat16")).reshape(
+        12, 12, len(names), 256
+    )
     dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1)).reshape(12, 12, 256)
     params = ActivationParams()
     result = both_ways(
@@ -90,8 +107,10 @@ def test_fused_activation_codes_equal_quantized_activation_output(name, names):
     assert_equal(result, f"{name} forward")
     result = both_ways(
         "jax_activation_codes",
-        lambda dy, x: activation_backward_codes(dy, x, create_cast(name), names, params, None)[0], dy, x,
-    )  # fmt: skip
+        lambda dy, x: activation_backward_codes(dy, x, create_cast(name), names, params, None)[0],
+        dy,
+        x,
+    )
     assert_equal(result, f"{name} backward")
 
 
@@ -108,7 +127,9 @@ def test_gradient_quantization_returns_column_sums(name, dtype):
         return total.astype(jnp.float32)
 
     for ours, expected in both_ways("jax_activation_codes", sums, dy, x):
-        np.testing.assert_allclose(ours, expected, rtol=2e-2, atol=2e-2 * float(np.abs(expected).max()))
+        np.testing.assert_allclose(
+            ours, expected, rtol=2e-2, atol=2e-2 * float(np.abs(expected).max())
+        )
 
 
 @pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
@@ -128,7 +149,10 @@ def test_a_stack_has_the_codes_of_its_matrices(dtype, directions):
 
 @pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
 def test_a_multiplier_of_0_is_read_as_1(directions):
-    x, spec = jnp.asarray(matrix("normal", (144, 80), "bfloat16")), QuantizeSpec(FLOAT8, E4M3, *directions)
+    x, spec = (
+        jnp.asarray(matrix("normal", (144, 80), "bfloat16")),
+        QuantizeSpec(FLOAT8, E4M3, *directions),
+    )
 
     def create(backend: str, multiplier: float):
         with use_backend(jax_quantize=backend):
@@ -136,7 +160,9 @@ def test_a_multiplier_of_0_is_read_as_1(directions):
 
     expected = create("reference", 1.0)
     for backend in ("triton", "reference"):
-        assert_equal(zip(*map(jax.tree.leaves, (create(backend, 0.0), expected)), strict=True), backend)
+        assert_equal(
+            zip(*map(jax.tree.leaves, (create(backend, 0.0), expected)), strict=True), backend
+        )
 
 
 def test_a_state_of_0_without_a_maximum_advances_to_1():
@@ -149,9 +175,11 @@ def test_a_state_of_0_without_a_maximum_advances_to_1():
 
 def quantizers(recipe: str):
     metas = [
-        QuantizeMeta(scale=jnp.full(1, scale), amax_history=zeros(4)) if recipe == "delayed" else QuantizeMeta()
+        QuantizeMeta(scale=jnp.full(1, scale), amax_history=zeros(4))
+        if recipe == "delayed"
+        else QuantizeMeta()
         for scale in (3.0, 5.0, 7.0)
-    ]  # fmt: skip
+    ]
     return QuantizerFactory.create_set(
         fp8_recipe=RECIPES[recipe](), quantize_meta_set=QuantizeMetaSet(*metas)
     )
@@ -166,7 +194,9 @@ def gradients(function, *arguments):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recipe, biased):
     x = jnp.asarray(matrix("normal", (32, 128), "bfloat16"))
-    kernels = [jnp.asarray(matrix("normal", s, "bfloat16", 2) * 0.1) for s in ((128, 512), (256, 128))]
+    kernels = [
+        jnp.asarray(matrix("normal", s, "bfloat16", 2) * 0.1) for s in ((128, 512), (256, 128))
+    ]
     kernels[0] = kernels[0].reshape(128, 2, 256)
     biases = [ones((2, 256), jnp.bfloat16), ones(128, jnp.bfloat16)] if biased else [None, None]
     sets = quantizers(recipe), quantizers(recipe)
@@ -174,8 +204,15 @@ def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recip
     def both(x, gamma, kernels, biases, sets):
         def mlp(x, gamma, kernels, biases, sets):
             return layernorm_mlp(
-                x, gamma, None, kernels, biases, "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets
-            )  # fmt: skip
+                x,
+                gamma,
+                None,
+                kernels,
+                biases,
+                "rmsnorm",
+                activation_type=("silu", "linear"),
+                quantizer_sets=sets,
+            )
 
         return gradients(mlp, x, gamma, kernels, biases, sets)
 
@@ -184,13 +221,16 @@ def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recip
         expected = jax.tree.leaves(jax.jit(lambda *a: both(*a))(*arguments))
     for ours, exact in zip(jax.tree.leaves(jax.jit(both)(*arguments)), expected, strict=True):
         exact = np.asarray(exact, np.float64)
-        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max())
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max()
+        )
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_a_normalized_product_equals_separate_norm_and_product(recipe):
     x, kernel = (
-        jnp.asarray(matrix("normal", s, "bfloat16", i)) for i, s in enumerate(((32, 128), (128, 64)))
+        jnp.asarray(matrix("normal", s, "bfloat16", i))
+        for i, s in enumerate(((32, 128), (128, 64)))
     )
 
     def both(x, kernel, quantizer_set):
@@ -202,7 +242,9 @@ def test_a_normalized_product_equals_separate_norm_and_product(recipe):
 
     for ours, expected in both_ways("jax_norm_codes", both, x, kernel, quantizers(recipe)):
         exact = np.asarray(expected, np.float64)
-        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max())
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max()
+        )
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -210,18 +252,24 @@ def test_a_normalized_product_equals_separate_norm_and_product(recipe):
 def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, margin):
     rng = np.random.default_rng(0)
     maxima = (448.0, 448.0, 57344.0, 448.0, 57344.0, 448.0, 57344.0)  # more than one launch takes
-    history = np.ldexp(rng.random((length, 7), np.float32), rng.integers(-120, 120, (length, 7))).astype("f")
+    history = np.ldexp(
+        rng.random((length, 7), np.float32), rng.integers(-120, 120, (length, 7))
+    ).astype("f")
     history[0] = [0.0, np.inf, np.nan, 3e38, 1.0, 0.5, 2.0]
     scale = rng.random(7, np.float32)
     states = [
-        ScaleState(jnp.asarray(history[:, i]), jnp.asarray(scale[i : i + 1]), jnp.asarray(history[:1, i]))
+        ScaleState(
+            jnp.asarray(history[:, i]), jnp.asarray(scale[i : i + 1]), jnp.asarray(history[:1, i])
+        )
         for i in range(7)
-    ]  # fmt: skip
+    ]
     with use_backend(jax_scale_update="triton"):
         result = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
     for index, (ours, fp8_max) in enumerate(zip(result, maxima, strict=True)):
         column = slice(index, index + 1)
-        want_history, want_scale = torch_step(history[:, column], scale[column], algorithm, fp8_max, margin)
+        want_history, want_scale = torch_step(
+            history[:, column], scale[column], algorithm, fp8_max, margin
+        )
         assert_same_bytes(ours[0], want_history.ravel(), f"history {index}")
         assert_same_bytes(ours[1], want_scale, f"scale {index}")
 
@@ -262,23 +310,30 @@ def test_separately_computed_group_maxima_give_the_same_codes(sizes):
 def test_stacked_group_states_advance_as_separate_group_states(algorithm):
     draw = np.random.default_rng(3)
     histories, scales, amaxes = (
-        [jnp.asarray(draw.uniform(0, 9, (5, *shape)), jnp.float32) for _ in range(2)] for shape in ((6,), (), ())
-    )  # fmt: skip
+        [jnp.asarray(draw.uniform(0, 9, (5, *shape)), jnp.float32) for _ in range(2)]
+        for shape in ((6,), (), ())
+    )
     amaxes[0] = amaxes[0].at[2].set(0).at[3].set(jnp.inf)
     states = [ScaleState(*one) for one in zip(histories, scales, amaxes, strict=True)]
     maxima, margin = (448.0, 57344.0), 1.0
 
     def group_codes(state, group):
-        return ScaleState(state.history[group], state.scale[group : group + 1], state.amax[group : group + 1])
+        return ScaleState(
+            state.history[group], state.scale[group : group + 1], state.amax[group : group + 1]
+        )
 
     alone = [
         advance_states([group_codes(state, group) for state in states], algorithm, maxima, margin)
         for group in range(5)
     ]
-    expected = [tuple(jnp.stack([one[index][part] for one in alone]) for part in (0, 1)) for index in (0, 1)]
+    expected = [
+        tuple(jnp.stack([one[index][part] for one in alone]) for part in (0, 1)) for index in (0, 1)
+    ]
     for backend in ("triton", "reference"):
         with use_backend(jax_scale_update=backend):
-            result = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
+            result = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(
+                states
+            )
         for (history, scale), (reference, scale_wanted) in zip(result, expected, strict=True):
             np.testing.assert_array_equal(history, reference, backend)
             np.testing.assert_array_equal(scale[:, None], scale_wanted, backend)
@@ -304,7 +359,9 @@ def test_grouped_rows_match_the_reference_nvfp4_codes(name, sizes):
         options["stochastic_rounding_rng_state"] = jax.random.key_data(jax.random.key(3))
     quantizer = GroupedQuantizer(NVFP4Quantizer(jnp.float4_e2m1fn, mode, **options), 4)
     spread = np.repeat(np.exp2(np.arange(4.0)), [*sizes[:3], 98 - sum(sizes[:3])])[:, None]
-    x = jnp.asarray(matrix("normal", (98, 80), "bfloat16").astype(np.float32) * spread, jnp.bfloat16)
+    x = jnp.asarray(
+        matrix("normal", (98, 80), "bfloat16").astype(np.float32) * spread, jnp.bfloat16
+    )
     outputs, chosen = [], []
     for backend in ("triton", "reference"):
         with (
@@ -313,5 +370,7 @@ def test_grouped_rows_match_the_reference_nvfp4_codes(name, sizes):
         ):
             encode = jax.jit(lambda x: quantizer.encode(x, jnp.asarray(sizes), True, True)[0])
             outputs.append(jax.tree.leaves(encode(x)))
-    assert any(operation == "jax_quantize" and request.maxima_per_tile for operation, request in chosen)
+    assert any(
+        operation == "jax_quantize" and request.maxima_per_tile for operation, request in chosen
+    )
     assert_equal(zip(*outputs, strict=True), f"{name} {sizes}")

@@ -16,19 +16,29 @@ from transformer_engine.common import recipe
 TOKENS, HIDDEN = 6, 16
 FIELDS = {
     "relative": {},
-    "rope-gqa": {"enable_rotary_pos_emb": True, "enable_relative_embedding": False, "num_gqa_groups": 2},
+    "rope-gqa": {
+        "enable_rotary_pos_emb": True,
+        "enable_relative_embedding": False,
+        "num_gqa_groups": 2,
+    },
     "window-transposed": {
-        "window_size": (2, 0), "transpose_batch_sequence": True, "enable_relative_embedding": False,
+        "window_size": (2, 0),
+        "transpose_batch_sequence": True,
+        "enable_relative_embedding": False,
     },
     "decoder": {"layer_type": te_flax.TransformerLayerType.DECODER},
-}  # fmt: skip
+}
 
 
 def layer(**fields) -> te_flax.TransformerLayer:
     return te_flax.TransformerLayer(
-        hidden_size=HIDDEN, mlp_hidden_size=24, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        hidden_size=HIDDEN,
+        mlp_hidden_size=24,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         **fields,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -51,9 +61,14 @@ def test_steps_equal_the_rows_of_the_full_pass(name):
     @jax.jit
     def step(cache, token):
         y, changed = model.apply(
-            {**rest, "cache": cache}, token, encoded, deterministic=True, decode=True, max_decode_length=TOKENS,
+            {**rest, "cache": cache},
+            token,
+            encoded,
+            deterministic=True,
+            decode=True,
+            max_decode_length=TOKENS,
             mutable=["cache"],
-        )  # fmt: skip
+        )
         return y, changed["cache"]
 
     rows = []
@@ -64,11 +79,14 @@ def test_steps_equal_the_rows_of_the_full_pass(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "window"), [("padding_causal", None), ("causal", (3, 0)), ("causal", None), ("causal", (-1, -1))]
+    ("kind", "window"),
+    [("padding_causal", None), ("causal", (3, 0)), ("causal", None), ("causal", (-1, -1))],
 )
 @pytest.mark.sampled(2)
 def test_steps_read_a_mask_exactly_when_the_full_pass_does(kind, window):
-    model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
+    model = te_flax.MultiHeadAttention(
+        4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False
+    )
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     mask = jnp.arange(TOKENS) == 1
     mask = mask[None, None, None] & array([True, False])[:, None, None, None]
@@ -101,7 +119,9 @@ def test_a_quantized_layer_decodes_close_to_the_full_pass():
     with te.autocast(True, recipe.MXFP8BlockScaling()):
         variables = draw_unboxed_variables(model, x, deterministic=True, decode=True)
         full = model.apply({"params": variables["params"]}, x, deterministic=True)
-        first, _ = model.apply(variables, x[:, :1], deterministic=True, decode=True, mutable=["cache"])
+        first, _ = model.apply(
+            variables, x[:, :1], deterministic=True, decode=True, mutable=["cache"]
+        )
     np.testing.assert_array_equal(first, full[:, :1])
 
 

@@ -22,7 +22,15 @@ from transformer_engine_tools.demo.data import Corpus, load_corpus
 from transformer_engine_tools.demo.records import Progress, read_metrics
 from transformer_engine_tools.demo.trainer import Trainer
 
-SIZES = {"steps": 8, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1, "framework": "jax"}
+SIZES = {
+    "steps": 8,
+    "batch": 2,
+    "sequence": 32,
+    "layers": 1,
+    "hidden": 32,
+    "heads": 1,
+    "framework": "jax",
+}
 BATCHES = 4  # of an evaluation
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(300))
 
@@ -104,8 +112,12 @@ def test_the_step_of_every_recipe_traces_and_leaves_a_state_of_the_same_kind(rec
     before = jax.eval_shape(functools.partial(flax_run._initial_state, **named), key)
     batch = jax.ShapeDtypeStruct((config.batch, config.sequence), np.int32)
     rate = jax.ShapeDtypeStruct((), np.float32)
-    after, loss = jax.eval_shape(functools.partial(flax_run._step, **named), before, batch, batch, rate, key)
-    assert jax.tree.map(lambda leaf: leaf.shape, after) == jax.tree.map(lambda leaf: leaf.shape, before)
+    after, loss = jax.eval_shape(
+        functools.partial(flax_run._step, **named), before, batch, batch, rate, key
+    )
+    assert jax.tree.map(lambda leaf: leaf.shape, after) == jax.tree.map(
+        lambda leaf: leaf.shape, before
+    )
     assert (loss.shape, loss.dtype) == ((), np.float32)
 
 
@@ -121,7 +133,20 @@ def test_both_frameworks_train_on_the_same_batches_with_models_of_the_same_size(
         assert getattr(ours.config, setting) == getattr(theirs.config, setting)
 
 
-OPTIONS = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
+OPTIONS = [
+    "--steps",
+    "4",
+    "--batch",
+    "2",
+    "--seq",
+    "32",
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "1",
+]
 
 
 # Trains, and continues as if the program had been killed while it replaced a checkpoint.
@@ -173,13 +198,29 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     output, _, files = output.partition("files: ")
     assert files.splitlines()[0].split() == ["checkpoint", "loss.png", "metrics.jsonl"]
-    for expected in ("in jax on cpu", "validation loss", "ratio", "tokens/s", "sample of the float32 model"):
+    for expected in (
+        "in jax on cpu",
+        "validation loss",
+        "ratio",
+        "tokens/s",
+        "sample of the float32 model",
+    ):
         assert expected in output
     assert [record.step for record in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     # With torch installed, the folder selects the framework.
     repeated = te("train", "--resume", "--name", "none-jax", "--out", str(tmp_path))
     assert repeated.exit_code == 0, repeated.output
-    command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
+    command = [
+        "train",
+        "--framework",
+        "jax",
+        "--device",
+        "cpu",
+        "--recipe",
+        "none",
+        "--out",
+        str(tmp_path),
+    ]
     other = te(*command, "--resume", "--hidden", "64")
     assert other.exit_code == 2
     assert "--hidden 64 contradicts the checkpoint, which has 32" in other.output
@@ -209,7 +250,16 @@ def test_options_that_the_flax_model_lacks_are_rejected(
     options: list[str], words: str, text: str, tmp_path: Path
 ):
     result = te(
-        "train", "--framework", "jax", "--device", "cpu", "--data", text, "--out", str(tmp_path), *options
+        "train",
+        "--framework",
+        "jax",
+        "--device",
+        "cpu",
+        "--data",
+        text,
+        "--out",
+        str(tmp_path),
+        *options,
     )
     assert result.exit_code == 2, result.output
     assert words in result.output
@@ -221,4 +271,7 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "optax", None)
     result = te("train", "--framework", "jax", "--data", text, "--out", str(tmp_path))
     assert result.exit_code == 1
-    assert '--framework jax needs optax; install with pip install ".[cli-jax]" in a checkout' in result.output
+    assert (
+        '--framework jax needs optax; install with pip install ".[cli-jax]" in a checkout'
+        in result.output
+    )

@@ -13,7 +13,13 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import draw_unboxed_variables, init_variables, normal, ones, values_and_gradients
+from tests.jax.compiled import (
+    draw_unboxed_variables,
+    init_variables,
+    normal,
+    ones,
+    values_and_gradients,
+)
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.dense import dense
@@ -29,7 +35,14 @@ RECIPES = {
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 # Error relative to the result's norm: half a unit in the format's last place, twice, with room for few terms.
-TOLERANCES = {"delayed": 0.05, "current": 0.05, "block": 0.05, "mxfp8": 0.06, "mxfp8-2d": 0.06, "nvfp4": 0.25}
+TOLERANCES = {
+    "delayed": 0.05,
+    "current": 0.05,
+    "block": 0.05,
+    "mxfp8": 0.06,
+    "mxfp8-2d": 0.06,
+    "nvfp4": 0.25,
+}
 GRADIENT_TOLERANCES = TOLERANCES | {"delayed": 0.09, "current": 0.09}
 
 
@@ -83,7 +96,9 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
             quantizers.dgrad.encode(dy, flatten_axis=2)[0],
         )
         x_rows, kernel_rows, dy_rows = (t.get_tensor(TensorUsage.LHS).values() for t in result)
-        x_columns, kernel_columns, dy_columns = (t.get_tensor(TensorUsage.LHS_TRANS).values() for t in result)
+        x_columns, kernel_columns, dy_columns = (
+            t.get_tensor(TensorUsage.LHS_TRANS).values() for t in result
+        )
         # A Hadamard transform applies to both factors and leaves their product unchanged.
         dkernel = jnp.einsum("bsk,bsn->kn", x_columns, dy_columns)
         return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
@@ -108,7 +123,9 @@ def test_op_by_op_execution_equals_one_jitted_program():
         return dense(x, kernel, contracting_dims=((2,), (0,)), quantizer_set=quantizers)
 
     y, pullback = jax.vjp(ours, x, kernel)
-    for one, other in zip((y, *pullback(dy)), values_and_gradients(ours, dy, x, kernel), strict=True):
+    for one, other in zip(
+        (y, *pullback(dy)), values_and_gradients(ours, dy, x, kernel), strict=True
+    ):
         assert relative_error(one, other) < 1e-6
 
 
@@ -138,7 +155,9 @@ def test_stochastic_rounding_draws_the_same_numbers_where_float64_is_enabled():
     with jax.enable_x64(True):
         repeated = jax.jit(quantizer.quantize)(x)
     for got, expected in zip(jax.tree.leaves(repeated), jax.tree.leaves(tensor), strict=True):
-        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(expected).view(np.uint8))
+        np.testing.assert_array_equal(
+            np.asarray(got).view(np.uint8), np.asarray(expected).view(np.uint8)
+        )
 
 
 def test_stochastic_rounding_draws_from_its_own_stream():
@@ -172,12 +191,16 @@ def test_dense_general_has_the_parameters_and_values_of_flax(axis, features):
     assert shapes == jax.tree.map(jnp.shape, jax.eval_shape(plain.init, jax.random.key(1), x))
     bias = normal(jax.random.key(2), variables["params"]["bias"].shape)
     variables["params"]["bias"] = bias
-    np.testing.assert_allclose(ours.apply(variables, x), plain.apply(variables, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        ours.apply(variables, x), plain.apply(variables, x), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_kernel_initialization_equals_flax():
     x = ones((2, 16))
-    kernel = nn.meta.unbox(te_flax.DenseGeneral(features=8).init(jax.random.key(0), x))["params"]["kernel"]
+    kernel = nn.meta.unbox(te_flax.DenseGeneral(features=8).init(jax.random.key(0), x))["params"][
+        "kernel"
+    ]
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
     plain = nn.Dense(8, kernel_init=init).init(jax.random.key(0), x)["params"]["kernel"]
     np.testing.assert_array_equal(kernel, plain)
@@ -207,18 +230,27 @@ def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
     b = normal(jax.random.key(2), params["lora_b_kernel"].shape)
     low_rank = _apply_low_rank_adaptation(x, -1, features, params["lora_a_kernel"], b, alpha)
     expected = jnp.einsum(
-        "bk,k...r,...rn->b...n" if len(features) == 1 else "bk,kfr,frn->bfn", x, params["lora_a_kernel"], b
+        "bk,k...r,...rn->b...n" if len(features) == 1 else "bk,kfr,frn->bfn",
+        x,
+        params["lora_a_kernel"],
+        b,
     )
-    np.testing.assert_allclose(low_rank, expected * (1 if alpha is None else alpha / 2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        low_rank, expected * (1 if alpha is None else alpha / 2), rtol=1e-4, atol=1e-5
+    )
     with_b = model.apply({"params": params | {"lora_b_kernel": b}}, x)
-    np.testing.assert_allclose(with_b, model.apply({"params": params}, x) + low_rank, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        with_b, model.apply({"params": params}, x) + low_rank, rtol=1e-4, atol=1e-5
+    )
     assert _normalize_axes((-1, 0, -3), 4) == (3, 0, 1)
 
 
 def test_checkpoint_names_reach_every_leaf_of_the_quantized_tensors():
     x, _, _ = inputs()
     with te.autocast(True, RECIPES["current"]):
-        model = te_flax.DenseGeneral(features=48, use_bias=False, quantization_checkpoint_name="codes")
+        model = te_flax.DenseGeneral(
+            features=48, use_bias=False, quantization_checkpoint_name="codes"
+        )
         params = model.init(jax.random.key(0), x)
         text = str(jax.make_jaxpr(lambda p: model.apply(p, x))(params))
     assert text.count("name=codes") == 2 * 2 * 3  # two tensors, two directions, three leaves
@@ -256,9 +288,15 @@ def test_a_forced_unsupported_backend_raises_its_reason():
             ValueError,
             "axis=3",
         ),
-        (lambda: te_flax.DenseGeneral(0).init(jax.random.key(0), ones((2, 3))), ValueError, "features=0"),
         (
-            lambda: te_flax.DenseGeneral(4, kernel_axes=("a",)).init(jax.random.key(0), ones((2, 3))),
+            lambda: te_flax.DenseGeneral(0).init(jax.random.key(0), ones((2, 3))),
+            ValueError,
+            "features=0",
+        ),
+        (
+            lambda: te_flax.DenseGeneral(4, kernel_axes=("a",)).init(
+                jax.random.key(0), ones((2, 3))
+            ),
             ValueError,
             "axes of kernel",
         ),
@@ -282,7 +320,10 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(shapes, quantiz
     reference = jnp.tensordot(x, kernel, 1)
     dy = ones(reference.shape)
     got = values_and_gradients(
-        lambda x, kernel: dense(x, kernel, contracting_dims=dims, quantizer_set=quantizers), dy, x, kernel
+        lambda x, kernel: dense(x, kernel, contracting_dims=dims, quantizer_set=quantizers),
+        dy,
+        x,
+        kernel,
     )
     expected = values_and_gradients(lambda x, kernel: jnp.tensordot(x, kernel, 1), dy, x, kernel)
     for one, other in zip(got, expected, strict=True):
@@ -295,7 +336,8 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(shapes, quantiz
     "transformed",
     [
         pytest.param(
-            case, marks=() if case in ((False, True, False), (True, False, True)) else pytest.mark.slow
+            case,
+            marks=() if case in ((False, True, False), (True, False, True)) else pytest.mark.slow,
         )
         for case in itertools.product((False, True), repeat=3)
     ],
@@ -309,13 +351,19 @@ def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(tra
     quantizers = QuantizerSet(
         *(
             QuantizerFactory.create(
-                scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn, use_rht=use_rht
+                scaling_mode=ScalingMode.NVFP4_1D_SCALING,
+                q_dtype=jnp.float4_e2m1fn,
+                use_rht=use_rht,
             )
             for use_rht in transformed
         )
-    )  # fmt: skip
+    )
     y, dx, dkernel, _ = values_and_gradients(
-        lambda x, kernel, quantizers: dense(x, kernel, quantizer_set=quantizers), dy, x, kernel, quantizers
+        lambda x, kernel, quantizers: dense(x, kernel, quantizer_set=quantizers),
+        dy,
+        x,
+        kernel,
+        quantizers,
     )
 
     @jax.jit
@@ -332,6 +380,8 @@ def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(tra
         )
     )
     for name, got, expected in (
-        ("y", y, x_rows @ k_columns), ("dx", dx, dy_rows @ k_rows.T), ("dkernel", dkernel, x_columns.T @ dy_columns),
-    ):  # fmt: skip
+        ("y", y, x_rows @ k_columns),
+        ("dx", dx, dy_rows @ k_rows.T),
+        ("dkernel", dkernel, x_columns.T @ dy_columns),
+    ):
         np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max(), err_msg=name)

@@ -39,7 +39,11 @@ def test_a_scanned_decoder_with_rope_and_grouped_queries_learns_to_count():
 
 def test_a_step_of_the_scanned_decoder_traces_and_leaves_a_state_of_the_same_kind():
     program = examples("jax_examples.md")[1]
-    for printed, traced in (("jax.jit", "traced"), ("range(60)", "range(2)"), ("float(loss)", "state")):
+    for printed, traced in (
+        ("jax.jit", "traced"),
+        ("range(60)", "range(2)"),
+        ("float(loss)", "state"),
+    ):
         assert printed in program
         program = program.replace(printed, traced)
     names: dict[str, Any] = {"traced": lambda function: functools.partial(jax.eval_shape, function)}
@@ -62,9 +66,11 @@ def test_experts_on_four_devices_learn():
         "\nassert received.shape == (4,) and int(received.sum()) == 2 * 8 * 16"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program + checks], capture_output=True, text=True,
+        [sys.executable, "-c", program + checks],
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": search_path(), "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
 
 

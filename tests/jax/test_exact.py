@@ -47,7 +47,9 @@ def same(got, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("ours", "ieee"), [(exact.divide, np.divide), (exact.multiply, np.multiply)])
+@pytest.mark.parametrize(
+    ("ours", "ieee"), [(exact.divide, np.divide), (exact.multiply, np.multiply)]
+)
 def test_scale_arithmetic_equals_ieee(ours, ieee, compiled, pairs):
     first, second = pairs
     with np.errstate(all="ignore"):

@@ -25,7 +25,9 @@ def found() -> dict:
     return run_on_eight_devices(PROGRAM.with_name("host_experts.py"))
 
 
-def assert_one_device(case: dict, gradients: float = SUMS, states_of_gradients: float = 0.0) -> None:
+def assert_one_device(
+    case: dict, gradients: float = SUMS, states_of_gradients: float = 0.0
+) -> None:
     assert case["state"] == 0.0
     assert case["state of gradients"] <= states_of_gradients
     assert case["y"] < SUMS and case["dx"] < SUMS and case["gradients"] < gradients, case
@@ -60,7 +62,9 @@ def test_a_step_on_a_mesh_with_an_additional_axis_uses_gpu_kernels(found):
 def test_experts_over_two_gpus_compute_the_same_as_on_one(name):
     """Rows travel in a ragged all-to-all."""
     with jax.default_matmul_precision("highest"):
-        assert_one_device(experts_case(create_mesh(ep=2), (), RECIPES[name], tokens_in_whole_blocks(), True))
+        assert_one_device(
+            experts_case(create_mesh(ep=2), (), RECIPES[name], tokens_in_whole_blocks(), True)
+        )
 
 
 @pytest.mark.slow
@@ -81,9 +85,13 @@ def test_every_recipe_on_every_mesh():
 def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     """The parameters make all tokens zero. Rows without tokens, which have only biases, would change the maximum."""
     model = te_flax._MoEBlock(
-        num_experts=2, num_experts_per_tok=1, intermediate_size=16, use_ffn_bias=True,
-        apply_topk_weights_early=early, activation_type="relu",
-    )  # fmt: skip
+        num_experts=2,
+        num_experts_per_tok=1,
+        intermediate_size=16,
+        use_ffn_bias=True,
+        apply_topk_weights_early=early,
+        activation_type="relu",
+    )
     x = ones((1, 24, 16))
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         variables = draw_unboxed_variables(model, x)

@@ -8,7 +8,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.jax.test_sharding import run_on_eight_devices
-from transformer_engine.jax.runtime.explicit_axes import explicit_axes, unique_axes, with_automatic_axes
+from transformer_engine.jax.runtime.explicit_axes import (
+    explicit_axes,
+    unique_axes,
+    with_automatic_axes,
+)
 
 PROGRAM = Path(__file__).with_name("host_explicit.py")
 

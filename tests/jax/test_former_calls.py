@@ -29,15 +29,20 @@ def equal(first, second) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@pytest.mark.parametrize(("call", "present", "former", "value"), [
-    (get_quantization_recipe, "name", "recipe_name", "MXFP8BlockScaling"),
-    (canonicalize_norm_type, "x", "norm_type", "RMS-Norm"),
-    (version_utils.jax_version_meet_requirement, "version", "least", "0.5.3"),
-    (version_utils.jax_version_meet_requirement, "version", "requirement", "0.5.3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "present", "former", "value"),
+    [
+        (get_quantization_recipe, "name", "recipe_name", "MXFP8BlockScaling"),
+        (canonicalize_norm_type, "x", "norm_type", "RMS-Norm"),
+        (version_utils.jax_version_meet_requirement, "version", "least", "0.5.3"),
+        (version_utils.jax_version_meet_requirement, "version", "requirement", "0.5.3"),
+    ],
+)
 def test_a_renamed_parameter_is_accepted_under_both_names(call, present, former, value):
     expected = call(value)
-    assert type(call(**{present: value})) is type(expected) and str(call(**{former: value})) == str(expected)
+    assert type(call(**{present: value})) is type(expected) and str(call(**{former: value})) == str(
+        expected
+    )
     with pytest.raises(TypeError, match=f"got {present} and {former}, its former name"):
         call(**{present: value, former: value})
 
@@ -65,7 +70,10 @@ def test_gradients_of_norms_are_accepted_with_beta_and_without():
     former = tex.layernorm_bwd(dz, x, mean, rstdev, gamma, False, 1e-5)
     equal(tex.layernorm_bwd(dz, x, mean, rstdev, gamma, None, False, 1e-5), former)
     equal(
-        tex.layernorm_bwd(dz, x, mean, rstdev, gamma=gamma, zero_centered_gamma=False, epsilon=1e-5), former
+        tex.layernorm_bwd(
+            dz, x, mean, rstdev, gamma=gamma, zero_centered_gamma=False, epsilon=1e-5
+        ),
+        former,
     )
     with_beta = tex.layernorm_bwd(dz, x, mean, rstdev, gamma, beta, False, 1e-5)
     equal(with_beta[:2], former[:2])
@@ -142,7 +150,9 @@ def test_results_without_a_quantizer_contain_their_maximum_if_asked():
 
 def test_maxima_of_tensors_and_of_their_transforms():
     x = normal(jax.random.key(0), (32, 2, 6))
-    np.testing.assert_array_equal(amax.calculate_amax(x, amax.AmaxScope.LOCAL, True), [np.abs(x).max()])
+    np.testing.assert_array_equal(
+        amax.calculate_amax(x, amax.AmaxScope.LOCAL, True), [np.abs(x).max()]
+    )
     transformed = hadamard_transform(x.reshape(32, 12).T, True)
     found = amax.calculate_post_rht_amax(x, flatten_axis=1)
     np.testing.assert_array_equal(found, [np.abs(transformed).max()])

@@ -28,7 +28,10 @@ RECIPES = {
     "nvfp4": (recipe.NVFP4BlockScaling(disable_stochastic_rounding=True), 0.25),
     "nvfp4 of rows": (
         recipe.NVFP4BlockScaling(
-            disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True, nvfp4_4over6="all"
+            disable_rht=True,
+            disable_stochastic_rounding=True,
+            row_scaled_activation=True,
+            nvfp4_4over6="all",
         ),
         0.25,
     ),
@@ -37,7 +40,9 @@ RECIPES = {
 
 def inputs():
     keys = jax.random.split(jax.random.key(0), 4)
-    sizes = np.repeat(np.float32([1.0, 9.0, 0.1, 1.0]), [32, 0, 64, 16])  # of the elements of a group
+    sizes = np.repeat(
+        np.float32([1.0, 9.0, 0.1, 1.0]), [32, 0, 64, 16]
+    )  # of the elements of a group
     x = normal(keys[0], (M, K)) * sizes[:, None]
     kernel = normal(keys[1], (3, K, N)) * array([1.0, 2.0, 5.0])[:, None, None]
     return x, kernel, normal(keys[2], (M, N)), normal(keys[3], (3, N))
@@ -54,7 +59,8 @@ def plain(x, kernel, bias):
 
 def relative_error(got, expected) -> float:
     return float(
-        np.linalg.norm(np.asarray(got) - np.asarray(expected)) / np.linalg.norm(np.asarray(expected))
+        np.linalg.norm(np.asarray(got) - np.asarray(expected))
+        / np.linalg.norm(np.asarray(expected))
     )
 
 
@@ -87,7 +93,9 @@ def test_16_bit_bias_gradients_are_summed_in_float32():
     )
     wide = np.asarray(dy, np.float32)
     np.testing.assert_allclose(
-        np.asarray(dbias, np.float32), [wide[:4096].sum(0), np.zeros(N), wide[4096:8096].sum(0)], rtol=2**-8
+        np.asarray(dbias, np.float32),
+        [wide[:4096].sum(0), np.zeros(N), wide[4096:8096].sum(0)],
+        rtol=2**-8,
     )
     assert not np.asarray(y[8096:]).any()
 
@@ -98,10 +106,15 @@ def test_a_group_equals_a_separate_product(name):
     with te.autocast(True, RECIPES[name][0]):
         quantizers, local = QuantizerFactory.create_set(n_groups=3), QuantizerFactory.create_set()
     y, dx, dkernel = values_and_gradients(
-        lambda x, k: grouped_dense(x, k, jnp.asarray(SIZES), quantizer_set=quantizers), dy, x, kernel
+        lambda x, k: grouped_dense(x, k, jnp.asarray(SIZES), quantizer_set=quantizers),
+        dy,
+        x,
+        kernel,
     )
     rows = slice(32, 96)
-    alone = values_and_gradients(lambda x, k: dense(x, k, quantizer_set=local), dy[rows], x[rows], kernel[2])
+    alone = values_and_gradients(
+        lambda x, k: dense(x, k, quantizer_set=local), dy[rows], x[rows], kernel[2]
+    )
     for got, expected in zip((y[rows], dx[rows], dkernel[2]), alone, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
@@ -112,7 +125,9 @@ BLOCKS = {
     "block": recipe.Float8BlockScaling(),
     "square blocks": recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
     "nvfp4": RECIPES["nvfp4"][0],
-    "nvfp4 untransformed": recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    "nvfp4 untransformed": recipe.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True
+    ),
     "nvfp4 of rows": RECIPES["nvfp4 of rows"][0],
 }
 
@@ -121,7 +136,10 @@ def products_of_groups(settings, x, dy, kernel, sizes):
     with te.autocast(True, settings):
         quantizers = QuantizerFactory.create_set(n_groups=len(sizes))
     return values_and_gradients(
-        lambda x, k: grouped_dense(x, k, jnp.asarray(sizes), quantizer_set=quantizers), dy, x, kernel
+        lambda x, k: grouped_dense(x, k, jnp.asarray(sizes), quantizer_set=quantizers),
+        dy,
+        x,
+        kernel,
     )
 
 
@@ -136,14 +154,20 @@ def test_blocks_and_second_level_scales_never_span_two_groups(name):
         local = QuantizerFactory.create_set()
     for group, rows in ((0, slice(0, 7)), (2, slice(7, 27))):
         padded = [
-            jnp.zeros((128, a.shape[1])).at[: rows.stop - rows.start].set((a * sizes)[rows]) for a in (x, dy)
+            jnp.zeros((128, a.shape[1])).at[: rows.stop - rows.start].set((a * sizes)[rows])
+            for a in (x, dy)
         ]
         alone = values_and_gradients(
             lambda x, k: dense(x, k, quantizer_set=local), padded[1], padded[0], kernel[group]
         )
         count = rows.stop - rows.start
-        for got, expected in ((found[0][rows], alone[0][:count]), (found[1][rows], alone[1][:count])):
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
+        for got, expected in (
+            (found[0][rows], alone[0][:count]),
+            (found[1][rows], alone[1][:count]),
+        ):
+            np.testing.assert_allclose(
+                got, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max())
+            )
         # A transform of fewer than 16 rows spreads rounding errors to rows that only the separate product has.
         tolerance = 0.15 if name == "nvfp4" else 1e-5
         assert relative_error(found[2][group], alone[2]) < tolerance
@@ -156,7 +180,9 @@ def test_rows_after_the_last_group_have_no_effect(name, spare):
     x, kernel, dy, _ = inputs()
     end = sum(UNALIGNED)
     found, expected = (
-        products_of_groups(BLOCKS[name], x.at[end:].set(fill), dy.at[end:].set(fill), kernel, UNALIGNED)
+        products_of_groups(
+            BLOCKS[name], x.at[end:].set(fill), dy.at[end:].set(fill), kernel, UNALIGNED
+        )
         for fill in (spare, 0.0)
     )
     for got, reference in zip(found, expected, strict=True):
@@ -180,7 +206,9 @@ def test_every_group_advances_its_own_state():
     after = following(quantizers)
     amaxes = [2 * jnp.abs(x[:32]).max(), 0, 2 * jnp.abs(x[32:96]).max()]
     np.testing.assert_array_equal(after.x.quantizer.amax_history[:, -1], jnp.asarray(amaxes))
-    np.testing.assert_allclose(after.x.quantizer.scale, [448 / amaxes[0], 1, 448 / amaxes[2]], rtol=1e-6)
+    np.testing.assert_allclose(
+        after.x.quantizer.scale, [448 / amaxes[0], 1, 448 / amaxes[2]], rtol=1e-6
+    )
     np.testing.assert_array_equal(
         after.kernel.quantizer.amax_history[:, -1], jnp.abs(kernel).max(axis=(1, 2))
     )
@@ -204,13 +232,18 @@ def test_dequantized_groups_are_within_the_formats_rounding_error(mode):
 
     @jax.jit
     def there_and_back(x, kernel):
-        rows, stack = quantizer.quantize(x, group_sizes=jnp.asarray(SIZES)), quantizer.quantize(kernel)
+        rows, stack = (
+            quantizer.quantize(x, group_sizes=jnp.asarray(SIZES)),
+            quantizer.quantize(kernel),
+        )
         wide = kernel[:, :, None].repeat(2, axis=2)  # [G, K, 2, N], whose columns are two axes
         tensors = (rows, x), (stack, kernel), (quantizer.quantize(wide, flatten_axis=-2), wide)
         for tensor, values in tensors:
             for one in (tensor, tensor.rowwise_tensor, tensor.colwise_tensor):
                 assert one.shape == values.shape
-        outputs = [[t.rowwise_tensor.dequantize(), t.colwise_tensor.dequantize()] for t in (rows, stack)]
+        outputs = [
+            [t.rowwise_tensor.dequantize(), t.colwise_tensor.dequantize()] for t in (rows, stack)
+        ]
         return *outputs, rows.dequantize()
 
     rows, stack, full = there_and_back(x, kernel)
@@ -229,15 +262,21 @@ def test_the_grouped_module_keeps_one_state_per_group():
     state = variables["_overwrite_with_gradient"]
     assert state["kernel_scale"].shape == (3,)
     assert state["grad_amax_history"].shape == (3, 4)
-    after = jax.jit(jax.grad(lambda v: module.apply(v, x, kernel, jnp.asarray(SIZES)).sum()))(variables)
-    assert not np.array_equal(after["_overwrite_with_gradient"]["kernel_scale"], state["kernel_scale"])
+    after = jax.jit(jax.grad(lambda v: module.apply(v, x, kernel, jnp.asarray(SIZES)).sum()))(
+        variables
+    )
+    assert not np.array_equal(
+        after["_overwrite_with_gradient"]["kernel_scale"], state["kernel_scale"]
+    )
 
     class Experts(nn.Module):
         @nn.compact
         def __call__(self, x):
             return te_flax.make_grouped_dense_cls(None)(x, kernel, jnp.asarray(SIZES))
 
-    np.testing.assert_allclose(Experts().apply({}, x), plain(x, kernel, zeros((3, N))), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(
+        Experts().apply({}, x), plain(x, kernel, zeros((3, N))), rtol=1e-4, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +322,13 @@ def test_group_quantizers_are_rejected_for_single_tensors():
     for sets, index in (((five, single), 0), ((single, five), 1)):
         with pytest.raises(TypeError, match=rf"^quantizer_sets\[{index}\].x {words}"):
             layernorm_mlp(
-                x, ones, None, (kernel[:, None], kernel.T), (None, None), "rmsnorm", quantizer_sets=sets
+                x,
+                ones,
+                None,
+                (kernel[:, None], kernel.T),
+                (None, None),
+                "rmsnorm",
+                quantizer_sets=sets,
             )
 
 
@@ -302,7 +347,11 @@ def test_vmap_of_a_grouped_product_runs_calls_in_sequence(name, mapped):
 
         return values_and_gradients(product, dy, x, kernel)
 
-    several = [(x, x * 0.5 + 0.1), (kernel, -3 * kernel), (jnp.asarray(SIZES), jnp.asarray((0, 40, 16)))]
+    several = [
+        (x, x * 0.5 + 0.1),
+        (kernel, -3 * kernel),
+        (jnp.asarray(SIZES), jnp.asarray((0, 40, 16))),
+    ]
     args = [
         members[0] if axis is None else jnp.stack(members, axis)
         for members, axis in zip(several, mapped, strict=True)
@@ -310,10 +359,15 @@ def test_vmap_of_a_grouped_product_runs_calls_in_sequence(name, mapped):
     found = jax.jit(jax.vmap(gradients, in_axes=mapped))(*args)
     for turn in range(2):
         alone = gradients(
-            *(members[0 if axis is None else turn] for members, axis in zip(several, mapped, strict=True))
+            *(
+                members[0 if axis is None else turn]
+                for members, axis in zip(several, mapped, strict=True)
+            )
         )
         for got, expected in zip(found, alone, strict=True):
-            np.testing.assert_allclose(got[turn], expected, rtol=1e-5, atol=1e-5 * float(abs(expected).max()))
+            np.testing.assert_allclose(
+                got[turn], expected, rtol=1e-5, atol=1e-5 * float(abs(expected).max())
+            )
 
 
 def test_a_gradient_through_vmap_and_forward_mode_agree_with_plain_products():
@@ -336,4 +390,6 @@ def test_a_gradient_through_vmap_and_forward_mode_agree_with_plain_products():
     found = along(losses(lambda x, kernel: grouped_dense(x, kernel, sizes)))
     expected = along(losses(lambda x, kernel: plain(x, kernel, bias)))
     for got, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, reference, rtol=1e-4, atol=1e-4 * float(abs(reference).max()))
+        np.testing.assert_allclose(
+            got, reference, rtol=1e-4, atol=1e-4 * float(abs(reference).max())
+        )

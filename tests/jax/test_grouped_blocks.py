@@ -20,7 +20,9 @@ UNSUPPORTED = launching.kernels_unsupported_reason()
 pytestmark = pytest.mark.skipif(
     UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
-E4M3, E2M1, BFLOAT16 = (jnp.dtype(name) for name in (jnp.float8_e4m3fn, jnp.float4_e2m1fn, jnp.bfloat16))
+E4M3, E2M1, BFLOAT16 = (
+    jnp.dtype(name) for name in (jnp.float8_e4m3fn, jnp.float4_e2m1fn, jnp.bfloat16)
+)
 RECIPES = {
     "block": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
@@ -45,30 +47,36 @@ def reason(backend: str, requested: GroupedBlockRequest) -> str | None:
     return row.rejection_reason(requested)
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
-    ({"a_format": BLOCK_1D, "b_format": BLOCK_2D}, "it takes two operands of MXFP8 or NVFP4"),
-    ({"a_format": NVFP4, "b_format": NVFP4_ROWS}, "the right one without scales per row"),
-    ({"a_format": NVFP4}, "it takes two operands of MXFP8 or NVFP4"),
-    ({"transformed": (True, False)}, "one operand is Hadamard transformed"),
-    ({"elements": (E4M3, BFLOAT16)}, "codes in float8_e4m3fn and bfloat16"),
-    ({"m": 0}, "a product without elements"),
-    ({"k": 48}, "K=48 is not a multiple of 32"),
-    ({"n": 40}, "an extent of 40 is not a multiple of 16"),
-    ({"contracts_rows": True, "m": 40}, "40 contracted rows are not a multiple of 32"),
-    ({"result": E4M3}, "it writes bfloat16, float16 and float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
+        ({"a_format": BLOCK_1D, "b_format": BLOCK_2D}, "it takes two operands of MXFP8 or NVFP4"),
+        ({"a_format": NVFP4, "b_format": NVFP4_ROWS}, "the right one without scales per row"),
+        ({"a_format": NVFP4}, "it takes two operands of MXFP8 or NVFP4"),
+        ({"transformed": (True, False)}, "one operand is Hadamard transformed"),
+        ({"elements": (E4M3, BFLOAT16)}, "codes in float8_e4m3fn and bfloat16"),
+        ({"m": 0}, "a product without elements"),
+        ({"k": 48}, "K=48 is not a multiple of 32"),
+        ({"n": 40}, "an extent of 40 is not a multiple of 16"),
+        ({"contracts_rows": True, "m": 40}, "40 contracted rows are not a multiple of 32"),
+        ({"result": E4M3}, "it writes bfloat16, float16 and float32"),
+    ],
+)
 def test_unsupported_products_with_one_byte_scales_have_a_reason(change, sentence):
     assert reason("dot_scaled", request()) is None
     assert sentence in (reason("dot_scaled", request(**change)) or "")
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    ({"a_format": BLOCK_2D}, "it multiplies blocks of 1x128 by 128x128 elements"),
-    ({"contracts_rows": True}, "it multiplies blocks of 1x128 by 1x128 elements"),
-    ({"padded": True}, "a has padding between its groups"),
-    ({"a_format": MXFP8, "b_format": MXFP8}, "mxfp8 by mxfp8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"a_format": BLOCK_2D}, "it multiplies blocks of 1x128 by 128x128 elements"),
+        ({"contracts_rows": True}, "it multiplies blocks of 1x128 by 1x128 elements"),
+        ({"padded": True}, "a has padding between its groups"),
+        ({"a_format": MXFP8, "b_format": MXFP8}, "mxfp8 by mxfp8"),
+    ],
+)
 def test_unsupported_products_with_float32_scales_have_a_reason(change, sentence):
     blocks = request(a_format=BLOCK_1D, b_format=BLOCK_2D)
     assert reason("triton", blocks) is None
@@ -76,12 +84,17 @@ def test_unsupported_products_with_float32_scales_have_a_reason(change, sentence
     assert sentence in (reason("triton", blocks._replace(**change)) or "")
 
 
-@pytest.mark.parametrize(("architecture", "formats", "backend", "sentence"), [
-    ((9, 0), (MXFP8, MXFP8), "dot_scaled", "compute capability 9.0 has no mxfp8 products"),
-    ((8, 9), (NVFP4, NVFP4), "dot_scaled", "8.9 has no nvfp4 products"),
-    ((8, 6), (BLOCK_1D, BLOCK_2D), "triton", "8.6 has no fp8 products"),
-])  # fmt: skip
-def test_gpus_without_the_instructions_have_a_reason(monkeypatch, architecture, formats, backend, sentence):
+@pytest.mark.parametrize(
+    ("architecture", "formats", "backend", "sentence"),
+    [
+        ((9, 0), (MXFP8, MXFP8), "dot_scaled", "compute capability 9.0 has no mxfp8 products"),
+        ((8, 9), (NVFP4, NVFP4), "dot_scaled", "8.9 has no nvfp4 products"),
+        ((8, 6), (BLOCK_1D, BLOCK_2D), "triton", "8.6 has no fp8 products"),
+    ],
+)
+def test_gpus_without_the_instructions_have_a_reason(
+    monkeypatch, architecture, formats, backend, sentence
+):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(*architecture))
     requested = request(a_format=formats[0], b_format=formats[1])
     assert sentence in (reason(backend, requested) or "")
@@ -115,16 +128,23 @@ def grouped_layer_step(name: str):
     sizes = jnp.asarray([32, 0, 64], jnp.int32)
 
     def step(x, kernel):
-        y, pullback = jax.vjp(lambda x, k: grouped_dense(x, k, sizes, quantizer_set=quantizers), x, kernel)
+        y, pullback = jax.vjp(
+            lambda x, k: grouped_dense(x, k, sizes, quantizer_set=quantizers), x, kernel
+        )
         return pullback(y)
 
-    shapes = jax.ShapeDtypeStruct((112, 128), BFLOAT16), jax.ShapeDtypeStruct((3, 128, 256), BFLOAT16)
+    shapes = (
+        jax.ShapeDtypeStruct((112, 128), BFLOAT16),
+        jax.ShapeDtypeStruct((3, 128, 256), BFLOAT16),
+    )
     return step, shapes
 
 
 @pytest.mark.parametrize("architecture", [(8, 9), (10, 0), (12, 0)], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_three_products_of_a_layer_are_kernels_where_the_gpu_has_them(name, architecture, monkeypatch):
+def test_three_products_of_a_layer_are_kernels_where_the_gpu_has_them(
+    name, architecture, monkeypatch
+):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(*architecture))
     step, shapes = grouped_layer_step(name)
     decisions = explain_for_gpu(monkeypatch, step, shapes).decisions

@@ -30,7 +30,9 @@ def test_operations_with_hardware_support_are_not_dequantized(row):
 
 
 @pytest.mark.parametrize("row", NVIDIA, ids=lambda row: row.architecture)
-def test_without_triton_products_with_one_byte_scales_are_left_to_xla_where_the_hardware_has_them(row):
+def test_without_triton_products_with_one_byte_scales_are_left_to_xla_where_the_hardware_has_them(
+    row,
+):
     found = choices(row, False)
     for recipe in ("mxfp8", "nvfp4"):
         products = {found[recipe][name] for name in ("output", "grad_input", "grad_weight")}

@@ -14,7 +14,9 @@ from tests.support import forked
 from tests.support.programs import ROOT
 from transformer_engine.common import frameworks, recipe
 
-BLOCK = "import sys; sys.modules[{name!r}] = None\n"  # `import name` fails as if it were not installed
+BLOCK = (
+    "import sys; sys.modules[{name!r}] = None\n"  # `import name` fails as if it were not installed
+)
 
 
 def run(program: str) -> subprocess.CompletedProcess:
@@ -33,7 +35,9 @@ def test_the_package_alone_imports_no_framework():
 
 def train(framework: str, folder: Path) -> str:
     arguments = ["te", "train", "--framework", framework, "--steps", "1", "--out", str(folder)]
-    return f"from transformer_engine_tools import main; import sys; sys.argv = {arguments!r}; main()\n"
+    return (
+        f"from transformer_engine_tools import main; import sys; sys.argv = {arguments!r}; main()\n"
+    )
 
 
 # As an attribute of the package, with a flax.nnx that jax is too new for.
@@ -87,14 +91,14 @@ def test_recipes_are_attributes_of_either_side(name):
 
 
 def test_the_pytorch_side_imports_no_jax():
-    program = (
-        "import transformer_engine\ntransformer_engine.pytorch\nimport sys; print(' '.join(sys.modules))"
-    )
+    program = "import transformer_engine\ntransformer_engine.pytorch\nimport sys; print(' '.join(sys.modules))"
     found = set(forked.output(["-c", program], ROOT, os.environ).split())
     assert "transformer_engine.pytorch" in found and not found & {"jax", "flax"}
 
 
-@pytest.mark.parametrize(("name", "missing"), [("pytorch", "torch"), ("jax", "jax"), ("jax", "flax")])
+@pytest.mark.parametrize(
+    ("name", "missing"), [("pytorch", "torch"), ("jax", "jax"), ("jax", "flax")]
+)
 def test_a_missing_framework_is_named_with_its_remedy(name, missing):
     done = run(BLOCK.format(name=missing) + f"import transformer_engine\ntransformer_engine.{name}")
     last = done.stderr.strip().splitlines()[-1]
@@ -131,7 +135,9 @@ def test_a_command_without_its_framework_names_the_package_to_install():
     assert done.stdout.strip().splitlines() == [f"{sentence}; {remedy}" for sentence in said]
 
 
-def assert_training_needs(framework: str, extra: str, status: int, output: str, folder: Path) -> None:
+def assert_training_needs(
+    framework: str, extra: str, status: int, output: str, folder: Path
+) -> None:
     assert status == 1 and "Traceback" not in output, output
     words = " ".join(output.split())
     assert f"error: --framework {framework} needs {framework}" in words
@@ -145,7 +151,9 @@ def test_a_run_without_torch_names_the_package_to_install(without_torch):
 
 
 def test_a_run_without_jax_names_the_package_to_install(tmp_path):
-    program = forked.Program(["-c", BLOCK.format(name="jax") + train("jax", tmp_path)], ROOT, os.environ)
+    program = forked.Program(
+        ["-c", BLOCK.format(name="jax") + train("jax", tmp_path)], ROOT, os.environ
+    )
     status = program.finish()
     assert_training_needs("jax", "cli-jax", status, program.printed + program.errors, tmp_path)
 
@@ -157,15 +165,21 @@ def test_training_with_jax_alone_does_not_suggest_torch(tmp_path):
     )
     assert done.returncode == 1
     remedy = 'install with pip install ".[cli-jax]" in a checkout of this package'
-    assert done.stdout.strip().splitlines()[-1] == f"error: --framework jax needs matplotlib; {remedy}"
+    assert (
+        done.stdout.strip().splitlines()[-1] == f"error: --framework jax needs matplotlib; {remedy}"
+    )
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from Python 3.11 on")
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="the standard library reads TOML from Python 3.11 on"
+)
 def test_the_core_needs_no_framework_and_the_extras_install_them():
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert not [need for need in project["dependencies"] if need.startswith(("torch", "jax", "flax"))]
+    assert not [
+        need for need in project["dependencies"] if need.startswith(("torch", "jax", "flax"))
+    ]
     extras = project["optional-dependencies"]
     torch = next(package for package in frameworks.PYTORCH.packages if package.name == "torch")
     assert extras["pytorch"] == [f"torch>={torch.least}"]
@@ -178,7 +192,9 @@ def test_the_core_needs_no_framework_and_the_extras_install_them():
 def test_an_unknown_attribute_is_an_attribute_error():
     import transformer_engine
 
-    with pytest.raises(AttributeError, match=r"transformer_engine\.tensorflow is not in this package"):
+    with pytest.raises(
+        AttributeError, match=r"transformer_engine\.tensorflow is not in this package"
+    ):
         transformer_engine.tensorflow  # noqa: B018
 
 

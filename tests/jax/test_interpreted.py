@@ -31,7 +31,9 @@ def run(*options: str) -> str:
     return program.printed
 
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def test_one_kernel_per_family_passes_its_tests_in_the_interpreter():

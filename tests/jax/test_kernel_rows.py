@@ -77,7 +77,9 @@ def test_gradients_of_a_norms_parameters_are_float32_sums_rounded_to_their_dtype
     sums = jax.jit(gradients)(x, *(p.astype(jnp.float32) for p in narrow))
     for got, expected, dtype in zip(jax.jit(gradients)(x, *narrow), sums, dtypes, strict=True):
         assert got.dtype == dtype
-        np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(dtype).astype(jnp.float32))
+        np.testing.assert_array_equal(
+            got.astype(jnp.float32), expected.astype(dtype).astype(jnp.float32)
+        )
     text = jax.jit(gradients).trace(x, *narrow).lower(lowering_platforms=("cuda",)).as_text()
     converted = text.count("(tensor<64xf32>) -> tensor<64xbf16>")
     assert converted == (0 if dtypes[0] == dtypes[1] else 1), "a kernel of XLA's each"
@@ -87,12 +89,15 @@ def test_without_a_gpu_kernels_need_an_environment_variable(monkeypatch):
     request = norm.NormRequest("forward", 64, jnp.dtype(jnp.bfloat16), 4, "cuda")
     row = norm.triton.BACKEND
     assert row.rejection_reason(request) is None
-    assert "it needs a CUDA device" in (row.rejection_reason(request._replace(platform="cpu")) or "")
+    assert "it needs a CUDA device" in (
+        row.rejection_reason(request._replace(platform="cpu")) or ""
+    )
     monkeypatch.delenv("TE_JAX_KERNELS")
     assert not env.flag("TE_JAX_KERNELS")
     assert "set TE_JAX_KERNELS=1" in (row.rejection_reason(request) or "")
     assert "a sink" in (
-        softmax.triton.unsupported_reason(softmax.SoftmaxRequest((1, 1, 2, 2), False, True, "cuda")) or ""
+        softmax.triton.unsupported_reason(softmax.SoftmaxRequest((1, 1, 2, 2), False, True, "cuda"))
+        or ""
     )
     empty = activations.ActivationRequest("forward", ("gelu",), jnp.dtype(jnp.float32), 0, "cuda")
     assert "without elements" in (activations.triton.unsupported_reason(empty) or "")
@@ -103,8 +108,13 @@ def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
         return jax.vmap(lambda x: layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"))(x)
 
     x = draw_input(3, 4, 64)
-    assert "triton_kernel_call_ffi" in jax.jit(norms).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    np.testing.assert_array_equal(jax.jit(norms)(x), layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"))
+    assert (
+        "triton_kernel_call_ffi"
+        in jax.jit(norms).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    np.testing.assert_array_equal(
+        jax.jit(norms)(x), layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm")
+    )
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "gelu", "softmax"])
@@ -113,7 +123,9 @@ def test_a_second_derivative_of_a_kernel_is_rejected_with_a_working_remedy(name,
     x = draw_input(*shape, dtype=jnp.float32)
 
     def second():
-        return jax.jit(jax.grad(lambda x: (jax.grad(lambda x: (function(x) ** 2).sum())(x) ** 2).sum()))(x)
+        return jax.jit(
+            jax.grad(lambda x: (jax.grad(lambda x: (function(x) ** 2).sum())(x) ** 2).sum())
+        )(x)
 
     with pytest.raises(
         NotImplementedError,
@@ -128,7 +140,10 @@ def test_a_second_derivative_of_a_kernel_is_rejected_with_a_working_remedy(name,
 
 
 def test_rope_and_its_gradient_match_complex_multiplication():
-    x, dy = draw_input(2, 6, 3, 16, dtype=jnp.float32), draw_input(2, 6, 3, 16, dtype=jnp.float32, seed=1)
+    x, dy = (
+        draw_input(2, 6, 3, 16, dtype=jnp.float32),
+        draw_input(2, 6, 3, 16, dtype=jnp.float32, seed=1),
+    )
     angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
 
     def plain(x):
@@ -154,7 +169,11 @@ def test_a_packed_rotation_equals_rotations_of_the_parts(heads, sequence_first, 
 
     def part_by_part(x):
         q, k, v = (x[:, :, i].reshape(*shape[:2], heads, 16) for i in range(3))
-        return jnp.stack([*(rope.rotate(x, angles, interleaved, sequence_first) for x in (q, k)), v])
+        return jnp.stack(
+            [*(rope.rotate(x, angles, interleaved, sequence_first) for x in (q, k)), v]
+        )
 
-    found, expected = (values_and_gradients(function, dy, packed) for function in (run_at_once, part_by_part))
+    found, expected = (
+        values_and_gradients(function, dy, packed) for function in (run_at_once, part_by_part)
+    )
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -15,7 +15,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from tests.jax.bits import assert_same_bytes, matrix, to_torch
 from tests.jax.compiled import normal, ones
-from tests.jax.test_quantize_bits import CHOSEN, SPECS, fits, random_numbers, theirs_forced, torch_spec
+from tests.jax.test_quantize_bits import (
+    CHOSEN,
+    SPECS,
+    fits,
+    random_numbers,
+    theirs_forced,
+    torch_spec,
+)
 from tests.support.tolerances import ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import E4M3, FLOAT8
@@ -60,7 +67,9 @@ def test_third_an_array_that_a_kernel_writes_in_place_is_its_last_result():
     codes, codes_t, inverse, saved = jax.jit(lambda *a: launching.run(launch, a))(x, scale, record)
     expected = (x.astype(jnp.float32) * 2).astype(jnp.float8_e4m3fn)
     np.testing.assert_array_equal(np.asarray(codes, np.float32), np.asarray(expected, np.float32))
-    np.testing.assert_array_equal(np.asarray(codes_t, np.float32), np.asarray(expected.T, np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(codes_t, np.float32), np.asarray(expected.T, np.float32)
+    )
     assert (float(inverse[0]), float(saved[0]), float(record[0])) == (0.5, 1.0, 0.25)
 
 
@@ -90,13 +99,17 @@ def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = 
     argument = None if scale is None else jnp.full(1, scale, jnp.float32)
     drawn = None if random is None else tuple(map(jnp.asarray, random))
     with use_backend(jax_quantize="triton"):
-        call = jax.jit(lambda x, scale, random: quantize.quantize(x, spec, multiplier=scale, random=random))
+        call = jax.jit(
+            lambda x, scale, random: quantize.quantize(x, spec, multiplier=scale, random=random)
+        )
         result = call(jnp.asarray(x), argument, drawn)
     with theirs_forced():
         expected = theirs.quantize(
-            to_torch(x), torch_spec(spec), multiplier=None if scale is None else torch.full((1,), scale),
+            to_torch(x),
+            torch_spec(spec),
+            multiplier=None if scale is None else torch.full((1,), scale),
             random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
-        )  # fmt: skip
+        )
     for field in expected._fields:
         assert_same_bytes(getattr(result, field), getattr(expected, field), f"{name} {field}")
 
@@ -127,7 +140,10 @@ def test_one_direction_alone_equals_the_torch_reference(name, direction):
 @pytest.mark.parametrize("scale", [0.37, 2.0**40])
 def test_a_given_scale_is_used_and_the_maximum_recorded(scale):
     compare(
-        "given", QuantizeSpec(FLOAT8, E4M3, columnwise=True), matrix("spread", (33, 40), "float32"), scale
+        "given",
+        QuantizeSpec(FLOAT8, E4M3, columnwise=True),
+        matrix("spread", (33, 40), "float32"),
+        scale,
     )
 
 
@@ -176,27 +192,73 @@ def draw_mask(*shape):
 
 
 CASES = {
-    "layernorm": (lambda x, g, b: layernorm(x, g, b, "layernorm", True), [draw_input, (4, 6, 64)], [GAMMA, BETA]),
+    "layernorm": (
+        lambda x, g, b: layernorm(x, g, b, "layernorm", True),
+        [draw_input, (4, 6, 64)],
+        [GAMMA, BETA],
+    ),
     "rmsnorm": (lambda x, g: layernorm(x, g, None, "rmsnorm"), [draw_input, (40, 64)], [GAMMA]),
-    "layernorm-residual": (lambda x, g, b: add_residual(x, g, b, "layernorm"), [draw_input, (4, 6, 64)], [GAMMA, BETA]),
-    "rmsnorm-residual": (lambda x, g: add_residual(x, g, None, "rmsnorm"), [draw_input, (40, 64)], [GAMMA]),
-    "narrow": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [draw_input, (40, 64)], [NARROW, NARROW]),
-    "mixed": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [draw_input, (40, 64)], [NARROW, BETA]),
+    "layernorm-residual": (
+        lambda x, g, b: add_residual(x, g, b, "layernorm"),
+        [draw_input, (4, 6, 64)],
+        [GAMMA, BETA],
+    ),
+    "rmsnorm-residual": (
+        lambda x, g: add_residual(x, g, None, "rmsnorm"),
+        [draw_input, (40, 64)],
+        [GAMMA],
+    ),
+    "narrow": (
+        lambda x, g, b: layernorm(x, g, b, "layernorm"),
+        [draw_input, (40, 64)],
+        [NARROW, NARROW],
+    ),
+    "mixed": (
+        lambda x, g, b: layernorm(x, g, b, "layernorm"),
+        [draw_input, (40, 64)],
+        [NARROW, BETA],
+    ),
     "gelu": (lambda x: activation(x, ("gelu",)), [draw_input, (4, 1, 64)], []),
     "swiglu": (lambda x: activation(x, ("silu", "linear")), [draw_input, (4, 2, 64)], []),
     "srelu": (lambda x: activation(x, ("squared_relu", "linear")), [draw_input, (4, 2, 64)], []),
-    "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), [draw_input, (4, 2, 64)], []),
-    "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), [draw_input, (2, 3, 8, 16)], []),
-    "softmax-rows": (lambda x: softmax.masked_softmax(x, draw_mask(2, 1, 8, 16), None), [draw_input, (2, 3, 8,
-        16)], []),
-    "softmax-heads": (lambda x: softmax.masked_softmax(x, draw_mask(1, 3, 1, 16), None), [draw_input, (2, 3, 8,
-        16)], []),
+    "clamped": (
+        lambda x: activation(x, ("clamped_silu", "clamped_linear")),
+        [draw_input, (4, 2, 64)],
+        [],
+    ),
+    "softmax": (
+        lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None),
+        [draw_input, (2, 3, 8, 16)],
+        [],
+    ),
+    "softmax-rows": (
+        lambda x: softmax.masked_softmax(x, draw_mask(2, 1, 8, 16), None),
+        [draw_input, (2, 3, 8, 16)],
+        [],
+    ),
+    "softmax-heads": (
+        lambda x: softmax.masked_softmax(x, draw_mask(1, 3, 1, 16), None),
+        [draw_input, (2, 3, 8, 16)],
+        [],
+    ),
     "rope": (lambda x: rope.rotate(x, ones((6, 8)), True, False), [draw_input, (2, 6, 3, 16)], []),
-    "rope-halves": (lambda x: rope.rotate(x, ones((6, 8)), False, True), [draw_input, (6, 2, 3, 16)], []),
+    "rope-halves": (
+        lambda x: rope.rotate(x, ones((6, 8)), False, True),
+        [draw_input, (6, 2, 3, 16)],
+        [],
+    ),
     "rope-packed": (lambda x: packed_rotation(x, 3, True, False), [draw_input, (2, 6, 3, 48)], []),
-    "rope-packed-halves": (lambda x: packed_rotation(x, 5, False, True), [draw_input, (6, 2, 3, 80)], []),
-    "rope-packed-one-head": (lambda x: packed_rotation(x, 1, True, False), [draw_input, (2, 6, 3, 16)], []),
-}  # fmt: skip
+    "rope-packed-halves": (
+        lambda x: packed_rotation(x, 5, False, True),
+        [draw_input, (6, 2, 3, 80)],
+        [],
+    ),
+    "rope-packed-one-head": (
+        lambda x: packed_rotation(x, 1, True, False),
+        [draw_input, (2, 6, 3, 16)],
+        [],
+    ),
+}
 
 
 @contextlib.contextmanager

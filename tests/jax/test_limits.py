@@ -21,7 +21,11 @@ from transformer_engine.jax import permutation, quantize, sharding
 from transformer_engine.jax.attention import SequenceDescriptor
 from transformer_engine.jax.debug.experimental import inspect_array
 from transformer_engine.jax.flax.kv_cache import KeyValueCache
-from transformer_engine.jax.quantize import DelayedScaleQuantizer, GroupedQuantizer, QuantizerFactory
+from transformer_engine.jax.quantize import (
+    DelayedScaleQuantizer,
+    GroupedQuantizer,
+    QuantizerFactory,
+)
 from transformer_engine.jax.runtime.checks import check_sizes
 
 E4M3, DELAYED_MODE = jnp.float8_e4m3fn, quantize.ScalingMode.DELAYED_TENSOR_SCALING
@@ -39,71 +43,118 @@ def constrain_sharding(pspec: Any, x: Any = None):
 
 BEYOND_LIMITS = {
     "a margin of a recipe": (
-        ValueError, r"DelayedScaling: margin=10000: 2\^10000 is not a normal float32; give a number from -126 to 127",
+        ValueError,
+        r"DelayedScaling: margin=10000: 2\^10000 is not a normal float32; give a number from -126 to 127",
         lambda: recipe.DelayedScaling(margin=10**4),
     ),
-    "a margin below": (ValueError, "margin=-127: .* from -126 to 127", lambda: recipe.DelayedScaling(margin=-127)),
-    "a margin of a quantizer": (ValueError, "margin=128.0: .* from -126", lambda: delayed(1, 4, margin=128.0)),
+    "a margin below": (
+        ValueError,
+        "margin=-127: .* from -126 to 127",
+        lambda: recipe.DelayedScaling(margin=-127),
+    ),
+    "a margin of a quantizer": (
+        ValueError,
+        "margin=128.0: .* from -126",
+        lambda: delayed(1, 4, margin=128.0),
+    ),
     "a margin of a scale": (
-        ValueError, "margin=10000: ",
+        ValueError,
+        "margin=10000: ",
         lambda: quantize.compute_scale_from_amax(jnp.ones(1), E4M3, margin=10**4),
     ),
     "quantizers": (
-        ValueError, "n_quantizers=1000000000 is above 65536; pass an integer from 1 to 65536",
+        ValueError,
+        "n_quantizers=1000000000 is above 65536; pass an integer from 1 to 65536",
         lambda: QuantizerFactory.create(MANY, DELAYED_MODE, E4M3),
     ),
     "sets": (
-        ValueError, "n_quantizer_sets=1000000000 is above 65536",
+        ValueError,
+        "n_quantizer_sets=1000000000 is above 65536",
         lambda: QuantizerFactory.create_set(MANY, DELAYED_MODE, E4M3, E4M3),
     ),
     "groups": (
-        ValueError, "n_groups=1000000000 is above 65536",
+        ValueError,
+        "n_groups=1000000000 is above 65536",
         lambda: QuantizerFactory.create(1, DELAYED_MODE, E4M3, n_groups=MANY),
     ),
     "groups of sets": (
-        ValueError, "n_groups=1000000000 is above 65536",
+        ValueError,
+        "n_groups=1000000000 is above 65536",
         lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, n_groups=MANY),
     ),
     "an unknown keyword of a set": (
-        TypeError, r"QuantizerFactory.create_set\(\) takes no margin=; leave it out",
+        TypeError,
+        r"QuantizerFactory.create_set\(\) takes no margin=; leave it out",
         lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, margin=1),
     ),
     "three scales of one history": (
-        ValueError, r"scale has shape \[3\] and amax_history \[4\]; give one scale a history",
+        ValueError,
+        r"scale has shape \[3\] and amax_history \[4\]; give one scale a history",
         lambda: delayed(3, 4),
     ),
     "one scale of three histories": (
-        ValueError, r"scale has shape \[1\] and amax_history \[3, 4\]", lambda: delayed(1, (3, 4)),
+        ValueError,
+        r"scale has shape \[1\] and amax_history \[3, 4\]",
+        lambda: delayed(1, (3, 4)),
     ),
-    "a history of no steps": (ValueError, r"amax_history \[0\]; give one scale a history", lambda: delayed(1, 0)),
+    "a history of no steps": (
+        ValueError,
+        r"amax_history \[0\]; give one scale a history",
+        lambda: delayed(1, 0),
+    ),
     "a state of three tensors for one": (
-        ValueError, r"scale has shape \[3\]; a tensor has one scale, \[1\]",
+        ValueError,
+        r"scale has shape \[3\]; a tensor has one scale, \[1\]",
         lambda: delayed(3, (3, 4)).quantize(jnp.ones((2, 3))),
     ),
     "a state of one tensor for three groups": (
-        ValueError, r"scale has shape \[1\]; give one per group, \[3\], and a history \[3, length\]",
+        ValueError,
+        r"scale has shape \[1\]; give one per group, \[3\], and a history \[3, length\]",
         lambda: GroupedQuantizer(delayed(1, 4), 3).quantize(jnp.ones((3, 2, 4))),
     ),
-    "a spec by its text": (TypeError, "pspec='dp' is a str; give a PartitionSpec, or None",
-        lambda: constrain_sharding("dp")),
+    "a spec by its text": (
+        TypeError,
+        "pspec='dp' is a str; give a PartitionSpec, or None",
+        lambda: constrain_sharding("dp"),
+    ),
     "a spec by a number": (TypeError, "pspec=3 is an int; give", lambda: constrain_sharding(3)),
-    "a number in a spec": (TypeError, "holds 0; give the name of an axis", lambda: constrain_sharding((0, None))),
+    "a number in a spec": (
+        TypeError,
+        "holds 0; give the name of an axis",
+        lambda: constrain_sharding((0, None)),
+    ),
     "a spec of more axes": (
-        ValueError, "has 3 entries for an array of 2 axes; give at most 2",
+        ValueError,
+        "has 3 entries for an array of 2 axes; give at most 2",
         lambda: constrain_sharding(PartitionSpec("dp", None, None)),
     ),
-    "a constraint of no array": (TypeError, "x=3.0 is a float; give an array", lambda: constrain_sharding(None, 3.0)),
+    "a constraint of no array": (
+        TypeError,
+        "x=3.0 is a float; give an array",
+        lambda: constrain_sharding(None, 3.0),
+    ),
     "an inspection of no array": (
-        TypeError, r"x=\[1.0\] is a list; give an array", lambda: inspect_array([1.0], "x"),  # pyright: ignore
+        TypeError,
+        r"x=\[1.0\] is a list; give an array",
+        lambda: inspect_array([1.0], "x"),  # pyright: ignore
     ),
     "an expert by half": (
-        TypeError, "roll_to_expert_id=0.5 must be a whole number",
+        TypeError,
+        "roll_to_expert_id=0.5 must be a whole number",
         lambda: permutation.pure_jax_token_dispatch(
-            ones(5, 4), np.zeros((5, 1), np.int32), 4, 1, roll_to_expert_id=0.5  # pyright: ignore
+            ones(5, 4),
+            np.zeros((5, 1), np.int32),
+            4,
+            1,
+            roll_to_expert_id=0.5,  # pyright: ignore
         ),
     ),
-    "a window of a bool": (ValueError, "both sides are whole numbers", lambda: attend(window_size=(True, 0))),
-}  # fmt: skip
+    "a window of a bool": (
+        ValueError,
+        "both sides are whole numbers",
+        lambda: attend(window_size=(True, 0)),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BEYOND_LIMITS)
@@ -144,12 +195,18 @@ def test_the_first_expert_may_be_a_traced_number():
     inputs, experts = jnp.arange(20.0).reshape(5, 4), jnp.asarray([[0], [3], [1], [2], [3]])
 
     def record_dispatch(first):
-        rows, _, counts = permutation.pure_jax_token_dispatch(inputs, experts, 4, 1, roll_to_expert_id=first)
+        rows, _, counts = permutation.pure_jax_token_dispatch(
+            inputs, experts, 4, 1, roll_to_expert_id=first
+        )
         return rows, counts
 
     expected = record_dispatch(2)
     assert expected[1].tolist() == [1, 2, 1, 1]
-    for first in (jax.jit(record_dispatch)(2), record_dispatch(jnp.asarray(2)), record_dispatch(np.int64(2))):
+    for first in (
+        jax.jit(record_dispatch)(2),
+        record_dispatch(jnp.asarray(2)),
+        record_dispatch(np.int64(2)),
+    ):
         jax.tree.map(np.testing.assert_array_equal, first, expected)
 
 
@@ -177,7 +234,9 @@ def test_sequence_lengths_on_other_processes_are_not_read():
     other, none, current = OfTwoProcesses(), jnp.zeros((0,), jnp.int32), jnp.asarray([[1, 2]])
     by_lengths = SequenceDescriptor((other, other), (none, none), (none, none), (none, none))
     by_offsets = SequenceDescriptor((current, current), (other, other), (none, none), (none, none))
-    by_numbers = SequenceDescriptor((none, none), (none, none), (other, current), (current, current))
+    by_numbers = SequenceDescriptor(
+        (none, none), (none, none), (other, current), (current, current)
+    )
     for descriptor in (by_lengths, by_offsets, by_numbers):
         descriptor.check_segments(2)
         descriptor.check_lengths(1, 1)
@@ -200,7 +259,9 @@ def test_a_cache_index_on_other_processes_is_not_read():
 
 
 def test_a_window_may_hold_numpy_integers():
-    np.testing.assert_array_equal(attend(window_size=(np.int64(1), np.int32(0))), attend(window_size=(1, 0)))
+    np.testing.assert_array_equal(
+        attend(window_size=(np.int64(1), np.int32(0))), attend(window_size=(1, 0))
+    )
 
 
 class Renamed(te_flax.DenseGeneral):

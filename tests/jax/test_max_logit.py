@@ -36,20 +36,37 @@ def largest(query, key, observed, bias=None, before=False) -> np.ndarray:
     added = 0.0 if bias is None else np.asarray(bias, np.float64)
     logits = (raw + added) * SCALE if before else raw * SCALE + added
     visible = np.array(
-        [[[observed(b, i, j) for j in range(key.shape[1])] for i in range(queries)] for b in range(batch)]
+        [
+            [[observed(b, i, j) for j in range(key.shape[1])] for i in range(queries)]
+            for b in range(batch)
+        ]
     )
     return np.where(visible[:, None], logits, -np.inf).max(axis=(0, 2, 3))
 
 
-def call_attention(qkv, mask: AttnMaskType, descriptor=None, bias=None, kind=AttnBiasType.NO_BIAS, **options):
+def call_attention(
+    qkv, mask: AttnMaskType, descriptor=None, bias=None, kind=AttnBiasType.NO_BIAS, **options
+):
     return fused_attn(
-        qkv, bias, descriptor, None, kind, mask, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, SCALE,
-        0.0, True, **options,
-    )  # fmt: skip
+        qkv,
+        bias,
+        descriptor,
+        None,
+        kind,
+        mask,
+        QKVLayout.BSHD_BSHD_BSHD,
+        AttnSoftmaxType.VANILLA_SOFTMAX,
+        SCALE,
+        0.0,
+        True,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (2, 0)])
-@pytest.mark.parametrize("name", ["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal"])
+@pytest.mark.parametrize(
+    "name", ["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal"]
+)
 def test_the_largest_visible_logit_of_each_head_is_returned(name, window):
     qkv = draw_normal()
     descriptor = None
@@ -74,14 +91,18 @@ def test_a_bias_belongs_to_the_logits_and_the_gradient_ignores_them(kind):
     qkv, bias = draw_normal(), 3 * normal(jax.random.key(5), (1, 4, 7, 9))
 
     def loss(qkv, bias, with_logits):
-        result = call_attention(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=with_logits)
+        result = call_attention(
+            qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=with_logits
+        )
         if not with_logits:
             return (result**2).sum()
         return (result[0] ** 2).sum() + (result[1] ** 2).sum()
 
     _, found = call_attention(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=True)
     before = kind is AttnBiasType.PRE_SCALE_BIAS
-    np.testing.assert_allclose(found, largest(*qkv[:2], rule("no_mask", *LENGTHS), bias, before), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, largest(*qkv[:2], rule("no_mask", *LENGTHS), bias, before), rtol=1e-5
+    )
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
     for got, expected in zip(
         *(jax.tree.leaves(gradient(qkv, bias, flag)) for flag in (True, False)), strict=True
@@ -96,9 +117,21 @@ def test_max_logits_of_packed_rows_exclude_other_sequences():
     lengths = array([[3, 3, -1], [1, 4, 2]], jnp.int32)
     kinds = AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD
     _, found = fused_attn_thd(
-        qkv, None, lengths, lengths, starts, starts, None, *kinds, AttnSoftmaxType.VANILLA_SOFTMAX, SCALE, 0.0, True,
-        max_segments_per_seq=3, return_max_logit=True,
-    )  # fmt: skip
+        qkv,
+        None,
+        lengths,
+        lengths,
+        starts,
+        starts,
+        None,
+        *kinds,
+        AttnSoftmaxType.VANILLA_SOFTMAX,
+        SCALE,
+        0.0,
+        True,
+        max_segments_per_seq=3,
+        return_max_logit=True,
+    )
     numbers = np.asarray(ids)
 
     def record_call(b, i, j):
@@ -114,7 +147,9 @@ def test_a_module_returns_its_output_and_the_logits(transposed):
         query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
     fields = {"head_dim": 8, "num_attention_heads": 4, "scale_factor": SCALE}
     fields["transpose_batch_sequence"] = transposed
-    plain, both = (te_flax.DotProductAttention(**fields, return_max_logit=flag) for flag in (False, True))
+    plain, both = (
+        te_flax.DotProductAttention(**fields, return_max_logit=flag) for flag in (False, True)
+    )
     out, found = both.apply({}, query, key, value)
     np.testing.assert_array_equal(out, plain.apply({}, query, key, value))
     if transposed:
@@ -125,12 +160,18 @@ def test_a_module_returns_its_output_and_the_logits(transposed):
 def test_fused_attention_forward_returns_four_values_with_max_logits():
     qkv = draw_normal()
     settings = {
-        "attn_bias_type": AttnBiasType.NO_BIAS, "attn_mask_type": AttnMaskType.CAUSAL_MASK,
-        "qkv_layout": QKVLayout.BSHD_BSHD_BSHD, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
-        "scaling_factor": SCALE, "dropout_probability": 0.0, "is_training": True,
-    }  # fmt: skip
+        "attn_bias_type": AttnBiasType.NO_BIAS,
+        "attn_mask_type": AttnMaskType.CAUSAL_MASK,
+        "qkv_layout": QKVLayout.BSHD_BSHD_BSHD,
+        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "scaling_factor": SCALE,
+        "dropout_probability": 0.0,
+        "is_training": True,
+    }
     *_, nothing = tex.fused_attn_fwd(qkv, None, None, None, **settings)
-    out, saved, _, found = tex.fused_attn_fwd(qkv, None, None, None, **settings, return_max_logit=True)
+    out, saved, _, found = tex.fused_attn_fwd(
+        qkv, None, None, None, **settings, return_max_logit=True
+    )
     assert nothing is None
     np.testing.assert_allclose(found, largest(*qkv[:2], rule("causal", *LENGTHS)), rtol=1e-5)
     gradients, *_ = tex.fused_attn_bwd(qkv, None, saved, None, out, jnp.ones_like(out), **settings)
@@ -139,7 +180,9 @@ def test_fused_attention_forward_returns_four_values_with_max_logits():
 
 def test_a_score_mod_excludes_the_logits():
     with pytest.raises(ValueError, match="return_max_logit=True with a score_mod"):
-        call_attention(draw_normal(), AttnMaskType.NO_MASK, score_mod=lambda s, _: s, return_max_logit=True)
+        call_attention(
+            draw_normal(), AttnMaskType.NO_MASK, score_mod=lambda s, _: s, return_max_logit=True
+        )
 
 
 def test_availability_takes_a_batch_size_first_or_none(cpu_alone):
@@ -153,7 +196,9 @@ def test_availability_takes_a_batch_size_first_or_none(cpu_alone):
     for first in ((2,), (), (None,)):
         requested = (True, *first, jnp.bfloat16, jnp.bfloat16, *kinds, *sizes)
         assert is_fused_attn_kernel_available(*requested) is False
-        assert is_fused_attn_kernel_available(*requested, None, True, max_segments_per_seq=2) is False
+        assert (
+            is_fused_attn_kernel_available(*requested, None, True, max_segments_per_seq=2) is False
+        )
     with pytest.raises(ValueError, match="batch_size=-1 is below 0"):
         is_fused_attn_kernel_available(True, -1, jnp.bfloat16, jnp.bfloat16, *kinds, *sizes)
 

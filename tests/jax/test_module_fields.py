@@ -43,16 +43,29 @@ OF_A_LAYER: dict[str, tuple[dict[str, Any], ...]] = {
     "dropout_rng_name": ({"dropout_rng_name": "noise"},),
     "mha_kernel_init": ({"mha_kernel_init": uniform(0.3)}, {"mha_kernel_init": gaussian(0.3)}),
     "mlp_kernel_init": ({"mlp_kernel_init": uniform(0.3)}, {"mlp_kernel_init": gaussian(0.3)}),
-    "mlp_activations": ({"mlp_activations": ("silu", "linear")}, {"mlp_activations": ("relu", jnp.cos)}),
-    "mlp_activation_params": ({"mlp_activation_params": {"limit": 0.7, "alpha": 1.5}, "mlp_activations": CLAMPED},),
+    "mlp_activations": (
+        {"mlp_activations": ("silu", "linear")},
+        {"mlp_activations": ("relu", jnp.cos)},
+    ),
+    "mlp_activation_params": (
+        {"mlp_activation_params": {"limit": 0.7, "alpha": 1.5}, "mlp_activations": CLAMPED},
+    ),
     "use_bias": ({"use_bias": True},),
     "bias_init": ({"bias_init": gaussian(0.2), "use_bias": True},),
-    "apply_residual_connection_post_layernorm": ({"apply_residual_connection_post_layernorm": True},),
+    "apply_residual_connection_post_layernorm": (
+        {"apply_residual_connection_post_layernorm": True},
+    ),
     "output_layernorm": ({"output_layernorm": True},),
     "float32_attention_logits": ({"float32_attention_logits": True},),
     "layer_type": (DECODER,),
-    "self_attn_mask_type": ({"self_attn_mask_type": "padding_causal"}, {"self_attn_mask_type": "no_mask"}),
-    "self_attn_bias_type": ({"self_attn_bias_type": "pre_scale_bias"}, {"self_attn_bias_type": "post_scale_bias"}),
+    "self_attn_mask_type": (
+        {"self_attn_mask_type": "padding_causal"},
+        {"self_attn_mask_type": "no_mask"},
+    ),
+    "self_attn_bias_type": (
+        {"self_attn_bias_type": "pre_scale_bias"},
+        {"self_attn_bias_type": "post_scale_bias"},
+    ),
     "enable_relative_embedding": ({"enable_relative_embedding": False},),
     "relative_embedding": ({"relative_embedding": te_flax.RelativePositionBiases(32, 128, HEADS)},),
     "enable_rotary_pos_emb": ({"enable_rotary_pos_emb": True},),
@@ -71,7 +84,7 @@ OF_A_LAYER: dict[str, tuple[dict[str, Any], ...]] = {
     "scaled_query_init": ({"scaled_query_init": False},),
     "window_size": ({"window_size": (2, 0)}, {"window_size": (3, 1)}),
     "softmax_type": ({"softmax_type": "learnable"}, {"softmax_type": "off_by_one"}),
-}  # fmt: skip
+}
 LOW_RANK = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4}
 MADE_BY: dict[str, tuple[dict[str, Any], ...]] = {
     "kernel_init": ({"kernel_init": gaussian(0.2)}, {"kernel_init": uniform(0.3)}),
@@ -88,13 +101,17 @@ SCALED_BY: dict[str, tuple[dict[str, Any], ...]] = {
     "scale_init": ({"scale_init": gaussian(1.0)}, {"scale_init": uniform(1.0)}),
     "scale_axes": ({"scale_axes": ("a",)}, {"scale_axes": (None,)}),
 }
-NORMED_BY = MADE_BY | SCALED_BY | {
-    "enable_layernorm": ({"enable_layernorm": False},),
-    "ln_bias_init": ({"ln_bias_init": gaussian(0.5)}, {"ln_bias_init": uniform(0.5)}),
-    "ln_bias_axes": ({"ln_bias_axes": ("a",)}, {"ln_bias_axes": (None,)}),
-    "return_layernorm_output": ({"return_layernorm_output": True},),
-    "layernorm_input_axes": ({"layernorm_input_axes": (None,) * 3},),
-}  # fmt: skip
+NORMED_BY = (
+    MADE_BY
+    | SCALED_BY
+    | {
+        "enable_layernorm": ({"enable_layernorm": False},),
+        "ln_bias_init": ({"ln_bias_init": gaussian(0.5)}, {"ln_bias_init": uniform(0.5)}),
+        "ln_bias_axes": ({"ln_bias_axes": ("a",)}, {"ln_bias_axes": (None,)}),
+        "return_layernorm_output": ({"return_layernorm_output": True},),
+        "layernorm_input_axes": ({"layernorm_input_axes": (None,) * 3},),
+    }
+)
 KERNEL_AXES = {
     "kernel_axes": ({"kernel_axes": ("a", "b")}, {"kernel_axes": (None, "b")}),
     "bias_axes": ({"bias_axes": ("b",)}, {"bias_axes": (None,)}),
@@ -123,20 +140,28 @@ BIASED_BY_EXPERT = {
 # The own fields of the other modules; OF_A_LAYER has the fields that a layer passes to them.
 FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
     te_flax.TransformerLayer: OF_A_LAYER,
-    te_flax.DenseGeneral: MADE_BY | KERNEL_AXES | {
+    te_flax.DenseGeneral: MADE_BY
+    | KERNEL_AXES
+    | {
         "use_bias": ({"use_bias": False},),
         "bias_init": ({"bias_init": gaussian(0.3)}, {"bias_init": uniform(0.3)}),
         "input_axes": ({"input_axes": (None,) * 3},),
     },
-    te_flax.LayerNorm: SCALED_BY | {
+    te_flax.LayerNorm: SCALED_BY
+    | {
         "bias_init": ({"bias_init": gaussian(0.5)}, {"bias_init": uniform(0.5)}),
         "bias_axes": ({"bias_axes": ("a",)}, {"bias_axes": (None,)}),
     },
-    te_flax.LayerNormDenseGeneral: NORMED_BY | KERNEL_AXES | BIASED_BY | {
+    te_flax.LayerNormDenseGeneral: NORMED_BY
+    | KERNEL_AXES
+    | BIASED_BY
+    | {
         "dot_input_axes": ({"dot_input_axes": (None,) * 3},),
         "depth_scaling": ({"depth_scaling": 3.0}, {"depth_scaling": 0.5}),
     },
-    te_flax.LayerNormMLP: NORMED_BY | BIASED_BY | {
+    te_flax.LayerNormMLP: NORMED_BY
+    | BIASED_BY
+    | {
         "kernel_axes_1": ({"kernel_axes_1": ("a", None, "b")}, {"kernel_axes_1": (None,) * 3}),
         "kernel_axes_2": ({"kernel_axes_2": ("b", "a")}, {"kernel_axes_2": (None,) * 2}),
         "bias_axes_1": ({"bias_axes_1": (None, "b")}, {"bias_axes_1": ("a", None)}),
@@ -159,7 +184,8 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
         "ffn1_ckpt_name": ({"ffn1_ckpt_name": "one"},),
         "ffn2_ckpt_name": ({"ffn2_ckpt_name": "two"},),
     },
-    te_flax.DotProductAttention: DROPPED_BY | {
+    te_flax.DotProductAttention: DROPPED_BY
+    | {
         "num_gqa_groups": ({"num_gqa_groups": 2}, {"num_gqa_groups": 1}),
         "attn_mask_type": ({"attn_mask_type": "padding"}, {"attn_mask_type": "no_mask"}),
         "scale_factor": ({"scale_factor": 0.7}, {"scale_factor": 0.2}),
@@ -168,7 +194,8 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
         "max_segments_per_seq": ({"max_segments_per_seq": 2},),
         "context_checkpoint_name": ({"context_checkpoint_name": "core"},),
     },
-    te_flax.MultiHeadAttention: DROPPED_BY | {
+    te_flax.MultiHeadAttention: DROPPED_BY
+    | {
         "input_layernorm": ({"input_layernorm": False},),
         "layernorm_epsilon": ({"layernorm_epsilon": 0.3},),
         "return_layernorm_output": ({"return_layernorm_output": True},),
@@ -180,7 +207,8 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
             {"low_rank_adaptation_scope": "exclude_qkv_proj", "low_rank_adaptation_dim": 4},
         ),
     },
-    te_flax._MoEBlock: BIASED_BY_EXPERT | {
+    te_flax._MoEBlock: BIASED_BY_EXPERT
+    | {
         "num_experts_per_tok": ({"num_experts_per_tok": 4},),
         "activation_type": ({"activation_type": "gelu"}, {"activation_type": "relu"}),
         "score_function": ({"score_function": "sigmoid"},),
@@ -188,7 +216,9 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
         "num_groups": ({"num_groups": 4, "group_topk": 2},),
         "group_topk": ({"num_groups": 2, "group_topk": 1},),
         "scaling_factor": ({"scaling_factor": 1.5},),
-        "use_expert_routing_bias": ({"use_expert_routing_bias": True, "score_function": "sigmoid"},),
+        "use_expert_routing_bias": (
+            {"use_expert_routing_bias": True, "score_function": "sigmoid"},
+        ),
         "aux_loss_coeff": ({"aux_loss_coeff": 0.5},),
         "apply_topk_weights_early": ({"apply_topk_weights_early": True},),
         "kernel_init": ({"kernel_init": gaussian(0.3)}, {"kernel_init": uniform(0.3)}),
@@ -198,11 +228,12 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
         "wo_kernel_axes": ({"wo_kernel_axes": ("a", "b", None)}, {"wo_kernel_axes": (None,) * 3}),
         "quantization_checkpoint_name": ({"quantization_checkpoint_name": "codes"},),
     },
-}  # fmt: skip
+}
 EXCLUDED = [
     {"layernorm_type", "zero_centered_gamma"},  # a scale about zero belongs to LayerNorm
-    {"enable_relative_embedding", "self_attn_bias_type"}, {"enable_relative_embedding", "relative_embedding"},
-]  # fmt: skip
+    {"enable_relative_embedding", "self_attn_bias_type"},
+    {"enable_relative_embedding", "relative_embedding"},
+]
 SIZES = {"hidden_size": HIDDEN, "mlp_hidden_size": 48, "num_attention_heads": HEADS}
 
 
@@ -291,12 +322,15 @@ PASSED_ON = {
     },
 }
 NEEDED: dict[type[nn.Module], dict[str, Any]] = {
-    te_flax.DenseGeneral: {"features": 12}, te_flax.LayerNormDenseGeneral: {"features": 12},
-    te_flax.LayerNormMLP: {"intermediate_dim": 24}, te_flax.TransformerLayer: SIZES, te_flax.LayerNorm: {},
+    te_flax.DenseGeneral: {"features": 12},
+    te_flax.LayerNormDenseGeneral: {"features": 12},
+    te_flax.LayerNormMLP: {"intermediate_dim": 24},
+    te_flax.TransformerLayer: SIZES,
+    te_flax.LayerNorm: {},
     te_flax.DotProductAttention: {"head_dim": HIDDEN // HEADS, "num_attention_heads": HEADS},
     te_flax.MultiHeadAttention: {"head_dim": HIDDEN // HEADS, "num_attention_heads": HEADS},
     te_flax._MoEBlock: {"num_experts": 8, "intermediate_size": 12},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
@@ -314,10 +348,14 @@ def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
         for name in argument
         if len(argument) > 1
     }
-    assert {meeting for meeting in possible(FIELDS[cls]) - found if not implied & set(meeting)} == set()
+    assert {
+        meeting for meeting in possible(FIELDS[cls]) - found if not implied & set(meeting)
+    } == set()
 
 
-def module_arguments(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def module_arguments(
+    cls: type[nn.Module], fields: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arrays to call a module with these fields; the first has a gradient."""
     x, encoded, mask, cross = data(fields)
     transposed = fields.get("transpose_batch_sequence")
@@ -366,7 +404,9 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     fields = NEEDED[cls] | fields
     arguments, options = module_arguments(cls, fields)
     model = cls(**fields)
-    of_plain = fields | ({"relative_embedding": Buckets(HEADS)} if "relative_embedding" in fields else {})
+    of_plain = fields | (
+        {"relative_embedding": Buckets(HEADS)} if "relative_embedding" in fields else {}
+    )
     plain = PLAIN[cls](**of_plain)
     params, expected = (first_values(cls, one, arguments, options) for one in (model, plain))
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, expected)
@@ -376,13 +416,18 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     # Nonzero values, because second low-rank factors and sinks are initialized to zero.
     params = jax.tree.unflatten(
         tree,
-        [np.asarray(leaf) + np.float32(0.02) * np.asarray(normal(key, leaf.shape)) for leaf, key in moved],
+        [
+            np.asarray(leaf) + np.float32(0.02) * np.asarray(normal(key, leaf.shape))
+            for leaf, key in moved
+        ],
     )
     places = tuple(differentiable(arguments))
 
     def unwrapped_values(one, params, argument):
         output = one.apply({"params": params}, *call_module(cls, argument), rngs=keys(4), **options)
-        return [leaf for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return [
+            leaf for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
 
     # The plain module returns as many results, with a norm's output if it is requested.
     results = jax.eval_shape(lambda *args: unwrapped_values(model, params, args), *arguments)
@@ -390,9 +435,13 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     def loss_value(one):
         def loss(params, *args):
             output = unwrapped_values(one, params, args)[: len(results)]
-            return sum((y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() for y in output), output
+            return sum(
+                (y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() for y in output
+            ), output
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, *(1 + p for p in places)), has_aux=True))
+        return jax.jit(
+            jax.value_and_grad(loss, argnums=(0, *(1 + p for p in places)), has_aux=True)
+        )
 
     (_, result), found = loss_value(model)(params, *arguments)
     (_, reference), expected_value = loss_value(plain)(params, *arguments)

@@ -17,8 +17,16 @@ from transformer_engine.jax.cpp_extensions import router as router_extension
 from transformer_engine.jax.debug.experimental import inspect, inspect_array
 from transformer_engine.jax.primitives import launching, platforms
 from transformer_engine.jax.primitives.launching import kernels_unsupported_reason
-from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, ScalingMode, dequantizer
-from transformer_engine.jax.quantize.helper import apply_padding_to_scale_inv, remove_padding_from_scale_inv
+from transformer_engine.jax.quantize import (
+    QuantizeLayout,
+    QuantizerFactory,
+    ScalingMode,
+    dequantizer,
+)
+from transformer_engine.jax.quantize.helper import (
+    apply_padding_to_scale_inv,
+    remove_padding_from_scale_inv,
+)
 from transformer_engine.jax.runtime import platform as gpu_platform
 from transformer_engine.jax.triton_extensions import permutation as triton_permutation
 from transformer_engine.jax.triton_extensions import utils
@@ -59,13 +67,16 @@ def test_a_placement_is_set_read_and_reset():
         RuntimeError, match=r"set_ep_config does not set it: call ep_finalize, then ep_bootstrap"
     ):
         ep.ep_prepare(layer, jnp.zeros((4, 2), jnp.int32))
-    with pytest.raises(RuntimeError, match=r"set_ep_config has set EpConfig\(.*\); call ep_finalize first"):
+    with pytest.raises(
+        RuntimeError, match=r"set_ep_config has set EpConfig\(.*\); call ep_finalize first"
+    ):
         ep.ep_bootstrap(2, 0, 8, 16, 64, 32)
     ep_extension.reset_ep_config()
     assert ep.ep_bootstrap(2, 0, 8, 16, 64, 32) == ep_extension.get_ep_config() == config
     assert ep_extension.ep_handle_mem_size(layer) > 0
     with pytest.raises(
-        RuntimeError, match=r"ep_bootstrap was called with \{'tokens': 16, .*\}; call ep_finalize first"
+        RuntimeError,
+        match=r"ep_bootstrap was called with \{'tokens': 16, .*\}; call ep_finalize first",
     ):
         ep.ep_bootstrap(2, 0, 8, 16, 64, 32)
 
@@ -111,7 +122,10 @@ def test_axes_of_transposed_data_follow_the_matrix():
 @pytest.mark.parametrize("layout", [QuantizeLayout.ROWWISE, QuantizeLayout.ROWWISE_COLWISE])
 def test_values_of_quantized_tensors_are_those_of_their_method(layout):
     quantizer = QuantizerFactory.create(
-        n_quantizers=1, scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn, q_layout=layout
+        n_quantizers=1,
+        scaling_mode=ScalingMode.MXFP8_1D_SCALING,
+        q_dtype=jnp.float8_e4m3fn,
+        q_layout=layout,
     )
     x = jax.random.normal(jax.random.key(0), (64, 96), jnp.bfloat16)
     tensor = quantizer.quantize(x)
@@ -130,7 +144,9 @@ def test_paths_have_the_names_of_other_modules():
     assert flex_attention.fused_attn_fwd is cpp_extensions.fused_attn_fwd
     assert triton_permutation.token_dispatch is permutation.token_dispatch
     assert ep_extension.ep_dispatch is ep.ep_dispatch
-    assert utils.kernels_unsupported_reason() is None or isinstance(utils.kernels_unsupported_reason(), str)
+    assert utils.kernels_unsupported_reason() is None or isinstance(
+        utils.kernels_unsupported_reason(), str
+    )
 
 
 def test_arguments_of_passes_of_experts_are_checked():
@@ -157,7 +173,9 @@ def test_arguments_of_passes_of_experts_are_checked():
 def test_a_grouped_product_of_one_kernel_is_recognized(monkeypatch):
     rows, stack = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((4, 32, 64), jnp.bfloat16)
     supported = gemm.is_v2_grouped_gemm_supported
-    assert supported(rows, stack) == (gpu_platform.has_gpu() and kernels_unsupported_reason() is None)
+    assert supported(rows, stack) == (
+        gpu_platform.has_gpu() and kernels_unsupported_reason() is None
+    )
     monkeypatch.setattr(platforms, "has_gpu", lambda: True)
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     monkeypatch.setattr(launching, "kernels_unsupported_reason", lambda: None)

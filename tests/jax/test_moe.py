@@ -74,12 +74,19 @@ def test_the_router_matches_a_loop_over_tokens(k, options):
     sigmoid = options.get("score_function") in ("sigmoid", router.ScoreFunction.SIGMOID)
     groups = (options["num_groups"], options["group_topk"]) if "num_groups" in options else None
     expected = plain_weights(
-        np.asarray(values), k, "sigmoid" if sigmoid else "softmax", options.get("use_pre_softmax", False), groups,
-        None if bias is None else np.asarray(bias), options.get("scaling_factor", 1.0),
-    )  # fmt: skip
+        np.asarray(values),
+        k,
+        "sigmoid" if sigmoid else "softmax",
+        options.get("use_pre_softmax", False),
+        groups,
+        None if bias is None else np.asarray(bias),
+        options.get("scaling_factor", 1.0),
+    )
     np.testing.assert_allclose(probs, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(chosen, expected > 0)
-    packed = router.fused_topk_with_score_function(values, k, **options, routing_map_format="bitmap_u8")[1]
+    packed = router.fused_topk_with_score_function(
+        values, k, **options, routing_map_format="bitmap_u8"
+    )[1]
     np.testing.assert_array_equal(packed, np.packbits(expected > 0, axis=1, bitorder="little"))
 
 
@@ -88,7 +95,9 @@ def test_router_gradient_matches_finite_differences():
     for function in ("softmax", "sigmoid"):
 
         def loss(x, function=function):
-            return (router.fused_topk_with_score_function(x, 2, score_function=function)[0] * dy).sum()
+            return (
+                router.fused_topk_with_score_function(x, 2, score_function=function)[0] * dy
+            ).sum()
 
         gradient = np.asarray(jax.grad(loss)(jnp.asarray(values, jnp.float32)))
         for t, e in ((0, 1), (1, 3), (2, 7)):
@@ -105,7 +114,9 @@ def test_the_balancing_loss_matches_its_equation():
     np.testing.assert_allclose(scores, jax.nn.softmax(logits()), rtol=1e-6)
     counts = plain.sum(axis=0)
     loss = router.fused_moe_aux_loss(scores, counts, 2, 0.1)
-    expected = E * 0.1 / (2 * T * T) * sum(float(counts[e]) * float(scores[:, e].sum()) for e in range(E))
+    expected = (
+        E * 0.1 / (2 * T * T) * sum(float(counts[e]) * float(scores[:, e].sum()) for e in range(E))
+    )
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
@@ -118,7 +129,9 @@ def test_tokens_are_sorted_by_expert_and_come_back(align):
     def there_and_back(x, chosen, probs):
         dispatched = permutation.token_dispatch(x, chosen, 2 * T, probs, align)
         rows, _, row_id_map, pads, _ = dispatched
-        combined = (permutation.token_combine(rows, row_id_map, merged, pads) for merged in (None, probs))
+        combined = (
+            permutation.token_combine(rows, row_id_map, merged, pads) for merged in (None, probs)
+        )
         return dispatched, *combined
 
     result, doubled, merged = jax.tree.map(np.asarray, there_and_back(x, chosen, probs))
@@ -145,7 +158,9 @@ def test_permutation_gradients_return_to_their_tokens():
         return permutation.token_combine(rows * weights[:, None], row_id_map, None, pads)
 
     found = values_and_gradients(there_and_back, dy, x, probs)
-    reference = values_and_gradients(lambda x, p: x * (p * chosen).sum(axis=1, keepdims=True), dy, x, probs)
+    reference = values_and_gradients(
+        lambda x, p: x * (p * chosen).sum(axis=1, keepdims=True), dy, x, probs
+    )
     for got, expected in zip(found, reference, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -215,7 +230,9 @@ def parameters():
 def plain_moe(p, x, k=2):
     """Every expert for every token, weighted."""
     weights, _ = router.fused_topk_with_score_function(x @ p["gate_kernel"], k)
-    hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", x, p["wi_0"])) * jnp.einsum("th,ehf->tef", x, p["wi_1"])
+    hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", x, p["wi_0"])) * jnp.einsum(
+        "th,ehf->tef", x, p["wi_1"]
+    )
     return jnp.einsum("te,tef,efh->th", weights, hidden, p["wo"])
 
 
@@ -229,9 +246,14 @@ def test_the_mixture_equals_the_weighted_sum_over_experts(early, halves):
         kernels = params["wi_0"], params["wi_1"]
         kernels = kernels if halves else (jnp.concatenate(kernels, axis=-1),)
         return moe(
-            x, params["gate_kernel"], *kernels, params["wo"], num_experts=E, num_experts_per_tok=2,
+            x,
+            params["gate_kernel"],
+            *kernels,
+            params["wo"],
+            num_experts=E,
+            num_experts_per_tok=2,
             apply_topk_weights_early=early,
-        )[0]  # fmt: skip
+        )[0]
 
     found = values_and_gradients(ours, dy, params, x)
     reference = values_and_gradients(
@@ -244,16 +266,24 @@ def test_the_mixture_equals_the_weighted_sum_over_experts(early, halves):
 def test_the_block_has_one_state_per_product_and_expert():
     x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(
-        num_experts=E, intermediate_size=F, use_ffn_bias=True, use_expert_routing_bias=True,
-        score_function="sigmoid", aux_loss_coeff=0.01,
-    )  # fmt: skip
+        num_experts=E,
+        intermediate_size=F,
+        use_ffn_bias=True,
+        use_expert_routing_bias=True,
+        score_function="sigmoid",
+        aux_loss_coeff=0.01,
+    )
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         variables = draw_unboxed_variables(model, x)
         y, loss, received = jax.jit(model.apply)(variables, x)
     assert jax.tree.map(jnp.shape, variables["params"]) == {
-        "gate_kernel": (H, E), "wi": (E, H, 2 * F), "wo": (E, F, H), "wi_bias": (E, 2 * F), "wo_bias": (E, H),
+        "gate_kernel": (H, E),
+        "wi": (E, H, 2 * F),
+        "wo": (E, F, H),
+        "wi_bias": (E, 2 * F),
+        "wo_bias": (E, H),
         "expert_bias": (E,),
-    }  # fmt: skip
+    }
     assert variables["fp8_metas"]["kernel_1_scale"].shape == (E,)
     plain, _, _ = jax.jit(model.apply)({"params": variables["params"]}, x)
     assert float(jnp.linalg.norm(y - plain) / jnp.linalg.norm(plain)) < 0.1
@@ -317,14 +347,20 @@ def test_the_capacity_of_a_receive_buffer_holds_every_routing_of_a_balanced_load
         k, alignment = int(random.integers(1, experts + 1)), int(random.choice((1, 16, 128)))
         local, everywhere = experts // ep_size, ep_size * tokens
         found = get_moe_recv_capacity_per_rank(
-            num_experts=experts, num_experts_per_tok=k, max_tokens_per_rank=tokens, ep_size=ep_size,
-            recv_capacity_factor=factor, alignment=alignment,
-        )  # fmt: skip
+            num_experts=experts,
+            num_experts_per_tok=k,
+            max_tokens_per_rank=tokens,
+            ep_size=ep_size,
+            recv_capacity_factor=factor,
+            alignment=alignment,
+        )
         # The experts of one device share the rows that it receives in every way that fills them unevenly.
         sent = everywhere * min(k, local)
         worst = 0
         for _ in range(20):
-            counts = np.minimum(random.multinomial(sent, random.dirichlet(np.ones(local))), everywhere)
+            counts = np.minimum(
+                random.multinomial(sent, random.dirichlet(np.ones(local))), everywhere
+            )
             worst = max(worst, sum(round_up(int(count), alignment) for count in counts))
         assert found % alignment == 0 and found <= local * round_up(everywhere, alignment)
         if factor in (None, 100.0):
@@ -334,7 +370,11 @@ def test_the_capacity_of_a_receive_buffer_holds_every_routing_of_a_balanced_load
             assert found >= min(balanced, sent)
     with pytest.raises(ValueError, match=r"recv_capacity_factor=0.5 is below 1"):
         get_moe_recv_capacity_per_rank(
-            num_experts=8, num_experts_per_tok=2, max_tokens_per_rank=4, ep_size=2, recv_capacity_factor=0.5
+            num_experts=8,
+            num_experts_per_tok=2,
+            max_tokens_per_rank=4,
+            ep_size=2,
+            recv_capacity_factor=0.5,
         )
 
 
@@ -353,14 +393,20 @@ def test_scores_of_square_roots_of_softplus_agree_with_float64():
         np.put_along_axis(expected[1:], best, True, axis=-1)
         np.testing.assert_array_equal(np.asarray(chosen)[1:], expected[1:])
         saved = np.where(expected, exact, 0.0)[1:]
-        np.testing.assert_allclose(weights[1:], saved / saved.sum(axis=-1, keepdims=True), rtol=1e-5)
+        np.testing.assert_allclose(
+            weights[1:], saved / saved.sum(axis=-1, keepdims=True), rtol=1e-5
+        )
     scores, _ = router.fused_topk_with_score_function(
         x, 2, score_function=router.ScoreFunction.SQRTSOFTPLUS, compute_aux_scores=True
     )
-    np.testing.assert_allclose(scores[1:], (exact / exact.sum(axis=-1, keepdims=True))[1:], rtol=1e-5)
+    np.testing.assert_allclose(
+        scores[1:], (exact / exact.sum(axis=-1, keepdims=True))[1:], rtol=1e-5
+    )
 
     def score(logits):
-        return router.fused_topk_with_score_function(logits, E, score_function="sqrtsoftplus")[0][:, 0].sum()
+        return router.fused_topk_with_score_function(logits, E, score_function="sqrtsoftplus")[0][
+            :, 0
+        ].sum()
 
     gradient = np.asarray(jax.jit(jax.grad(score))(x), np.float64)
     assert np.isfinite(gradient).all()
@@ -489,7 +535,9 @@ def test_calls_after_a_bootstrap_must_match_its_sizes():
     np.testing.assert_array_equal(counts, chosen.sum(axis=0))
     np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
     short = ep.ep_dispatch(cfg, picked, x, weights, 5)
-    assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T  # dropped rows are counted
+    assert (
+        int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T
+    )  # dropped rows are counted
 
 
 @pytest.mark.parametrize(
@@ -505,7 +553,9 @@ def test_calls_after_a_bootstrap_must_match_its_sizes():
     ],
 )
 def test_kernels_and_biases_that_do_not_fit_the_experts_are_rejected(name, shape, expected):
-    shapes = {"wi": (4, 16, 24), "wo": (4, 12, 16), "wi_bias": (4, 24), "wo_bias": (4, 16)} | {name: shape}
+    shapes = {"wi": (4, 16, 24), "wo": (4, 12, 16), "wi_bias": (4, 24), "wo_bias": (4, 16)} | {
+        name: shape
+    }
     arrays = {name: ones(shape) for name, shape in shapes.items()}
     wrong, expected = ("wi", (4, 16, 22)) if shape == expected else (name, expected)
     with pytest.raises(

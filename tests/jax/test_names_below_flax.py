@@ -16,7 +16,13 @@ from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax import attention, ep, quantize, softmax, version_utils
 from transformer_engine.jax import cpp_extensions as tex
 from transformer_engine.jax.layernorm import layernorm
-from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, ScalingMode, TensorUsage, config
+from transformer_engine.jax.quantize import (
+    QuantizeLayout,
+    QuantizerFactory,
+    ScalingMode,
+    TensorUsage,
+    config,
+)
 
 MODES = [mode for mode in ScalingMode if mode is not ScalingMode.NO_SCALING]
 TOKENS, EXPERTS, WIDTH = 6, 4, 8
@@ -62,7 +68,9 @@ def test_layer_config_uses_the_experts_of_the_bootstrap(bootstrapped, alignment)
         (sources, places) = np.nonzero(np.asarray(chosen) == expert)
         end = starts[expert] + len(sources)
         np.testing.assert_array_equal(rows[starts[expert] : end], np.asarray(tokens)[sources])
-        np.testing.assert_array_equal(of_rows[starts[expert] : end], np.asarray(weights)[sources, places])
+        np.testing.assert_array_equal(
+            of_rows[starts[expert] : end], np.asarray(weights)[sources, places]
+        )
         np.testing.assert_array_equal(rows[end : starts[expert] + padded[expert]], 0)
     np.testing.assert_allclose(y, tokens * np.asarray(weights).sum(1, keepdims=True), rtol=1e-5)
 
@@ -87,7 +95,9 @@ def test_bad_layer_configs_are_rejected():
         ep.EpLayerConfig(1, -1)
     ep.ep_bootstrap(1, 0, EXPERTS, TOKENS, 64, WIDTH)
     try:
-        with pytest.raises(ValueError, match=r"topk_idx has 2 columns; EpLayerConfig\(top_k=3\) requires 3"):
+        with pytest.raises(
+            ValueError, match=r"topk_idx has 2 columns; EpLayerConfig\(top_k=3\) requires 3"
+        ):
             ep.ep_dispatch(ep.EpLayerConfig(3), chosen, tokens, weights, 8)
     finally:
         ep.ep_finalize()
@@ -106,7 +116,11 @@ def test_bad_arguments_of_combine_are_rejected(bootstrapped):
             (handle, counts, rows, 5),
         ),
         (ValueError, "token_counts add up to 12 of 3 rows", (handle, counts, rows[:3], TOKENS)),
-        (TypeError, "token_counts is None; give an array of integers", (handle, None, rows, TOKENS)),
+        (
+            TypeError,
+            "token_counts is None; give an array of integers",
+            (handle, None, rows, TOKENS),
+        ),
         (ValueError, r"pass \[capacity, H\]", (handle, counts, rows[0], TOKENS)),
     ):
         with pytest.raises(error, match=sentence):
@@ -119,7 +133,9 @@ def draw_normal(*shape, seed=0):
 
 
 def create_quantizer(mode, **options):
-    return QuantizerFactory.create(scaling_mode=mode, q_dtype=mode.get_compatible_q_dtypes()[0], **options)
+    return QuantizerFactory.create(
+        scaling_mode=mode, q_dtype=mode.get_compatible_q_dtypes()[0], **options
+    )
 
 
 PREDICATES = {  # tensor, block, 1-D block, MXFP8, NVFP4, transposed column-wise codes
@@ -137,9 +153,13 @@ PREDICATES = {  # tensor, block, 1-D block, MXFP8, NVFP4, transposed column-wise
 @pytest.mark.parametrize("mode", PREDICATES)
 def test_predicates_of_a_scaling_mode(mode):
     found = (
-        mode.is_tensor_scaling(), mode.is_block_scaling(), mode.is_1d_block_scaling(), mode.is_mxfp8_scaling,
-        mode.is_nvfp4_scaling, mode.is_colwise_transposed,
-    )  # fmt: skip
+        mode.is_tensor_scaling(),
+        mode.is_block_scaling(),
+        mode.is_1d_block_scaling(),
+        mode.is_mxfp8_scaling,
+        mode.is_nvfp4_scaling,
+        mode.is_colwise_transposed,
+    )
     assert found == PREDICATES[mode]
 
 
@@ -161,7 +181,9 @@ def test_predicates_of_a_layout(layout, expected):
 def test_scaling_mode_dtypes_and_directions_match_its_tensors(mode):
     x = draw_normal(128, 128)
     for q_dtype in mode.get_compatible_q_dtypes():
-        result = jax.eval_shape(QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize, x)
+        result = jax.eval_shape(
+            QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize, x
+        )
         for tensor in (result.rowwise_tensor, result.colwise_tensor):
             assert tensor.data.dtype == q_dtype and tensor.scale_inv.dtype == mode.get_scale_dtype()
         for usage in TensorUsage:
@@ -193,7 +215,11 @@ def test_dequantized_columns_have_the_layout_of_their_data(mode, flatten_axis):
 
 
 def test_no_scaling_has_no_dtype_of_scales():
-    assert ScalingMode.NO_SCALING.get_compatible_q_dtypes() == (jnp.float32, jnp.bfloat16, jnp.float16)
+    assert ScalingMode.NO_SCALING.get_compatible_q_dtypes() == (
+        jnp.float32,
+        jnp.bfloat16,
+        jnp.float16,
+    )
     with pytest.raises(ValueError, match="NO_SCALING has no scales"):
         ScalingMode.NO_SCALING.get_scale_dtype()
 
@@ -204,9 +230,11 @@ def test_base_classes_cover_all_tensors():
     both = create_quantizer(mode).quantize(x)
     grouped = create_quantizer(mode, n_groups=2).quantize(x, group_sizes=sizes)
     ones = (
-        both.rowwise_tensor, grouped.colwise_tensor, quantize.NoScaleTensor(x),
+        both.rowwise_tensor,
+        grouped.colwise_tensor,
+        quantize.NoScaleTensor(x),
         quantize.GroupedNoScaleTensor(x, group_sizes=sizes),
-    )  # fmt: skip
+    )
     for tensor in (both, grouped, *ones):
         assert isinstance(tensor, quantize.AbstractBaseTensor)
         assert isinstance(tensor, quantize.AbstractBaseTensor1x) is (
@@ -231,7 +259,9 @@ def test_one_direction_suffices_where_products_read_all_layouts(monkeypatch, cap
     assert result.x.q_layout.is_rowwise_only is supported
 
 
-@pytest.mark.parametrize("name", ["device_utils", "helper", "metadata", "misc", "quantizer", "tensor"])
+@pytest.mark.parametrize(
+    "name", ["device_utils", "helper", "metadata", "misc", "quantizer", "tensor"]
+)
 def test_modules_of_the_original_hold_the_objects_of_the_package(name):
     module = importlib.import_module(f"transformer_engine.jax.quantize.{name}")
     shared = [public for public in module.__all__ if hasattr(quantize, public)]
@@ -239,14 +269,20 @@ def test_modules_of_the_original_hold_the_objects_of_the_package(name):
 
 
 CONFIGS = {
-    "DelayedScaling": {"MARGIN": 2.0, "AMAX_HISTORY_LEN": 7, "AMAX_COMPUTE_ALGO": quantize.AmaxComputeAlgo.MOST_RECENT},
+    "DelayedScaling": {
+        "MARGIN": 2.0,
+        "AMAX_HISTORY_LEN": 7,
+        "AMAX_COMPUTE_ALGO": quantize.AmaxComputeAlgo.MOST_RECENT,
+    },
     "Float8CurrentScaling": {"MARGIN": 0.0, "AMAX_HISTORY_LEN": 0, "BWD_DTYPE": jnp.float8_e5m2},
     "MXFP8BlockScaling": {"FWD_DTYPE": jnp.float8_e4m3fn, "BWD_DTYPE": jnp.float8_e4m3fn},
     "NVFP4BlockScaling": {
-        "FWD_DTYPE": jnp.float4_e2m1fn, "DISABLE_STOCHASTIC_ROUNDING": True, "DISABLE_RHT": False,
+        "FWD_DTYPE": jnp.float4_e2m1fn,
+        "DISABLE_STOCHASTIC_ROUNDING": True,
+        "DISABLE_RHT": False,
         "DISABLE_2D_QUANTIZATION": True,
     },
-}  # fmt: skip
+}
 SETTINGS = {
     "DelayedScaling": {"margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
     "NVFP4BlockScaling": {"disable_stochastic_rounding": True, "disable_2d_quantization": True},
@@ -255,7 +291,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_has_the_settings_of_its_recipe(name):
-    found = quantize.get_quantize_config_with_recipe(getattr(recipe, name)(**SETTINGS.get(name, {})))
+    found = quantize.get_quantize_config_with_recipe(
+        getattr(recipe, name)(**SETTINGS.get(name, {}))
+    )
     assert {field: getattr(found, field) for field in CONFIGS[name]} == CONFIGS[name]
     assert found.INITIALIZED and found.is_fp8_enabled() and found.COLLECTION_NAME == "fp8_metas"
     assert found.get_scaling_mode(quantize.TensorSource.X) is not ScalingMode.NO_SCALING
@@ -287,7 +325,9 @@ def test_transform_is_used_where_a_quantizer_of_the_recipe_applies_it(mode):
 @pytest.mark.parametrize("mode", ScalingMode)
 def test_each_mode_has_a_dequantizer(mode):
     x = draw_normal(128, 128)
-    tensor = quantize.NoScaleTensor(x) if mode.format is None else create_quantizer(mode).quantize(x)
+    tensor = (
+        quantize.NoScaleTensor(x) if mode.format is None else create_quantizer(mode).quantize(x)
+    )
     found = quantize.ScalingModeToDequantizerMap[mode].dequantize(tensor)
     np.testing.assert_array_equal(found, tensor.dequantize())
     other = ScalingMode.NO_SCALING if mode.format is not None else ScalingMode.MXFP8_1D_SCALING
@@ -311,7 +351,9 @@ def test_softmax_gradient_equals_the_public_function(kind):
     logits, dz = draw_normal(2, 2, 6, 6), draw_normal(2, 2, 6, 6, seed=1)
     mask = np.asarray(draw_normal(2, 1, 6, 6, seed=2)) > 0.5
     args = (mask,) if kind is softmax.SoftmaxFusionType.SCALED_MASKED else ()
-    forward, backward = (getattr(tex, f"{kind.value}_softmax_{direction}") for direction in ("fwd", "bwd"))
+    forward, backward = (
+        getattr(tex, f"{kind.value}_softmax_{direction}") for direction in ("fwd", "bwd")
+    )
     expected, vjp = jax.vjp(lambda x: softmax.softmax(x, *(args or (None,)), 0.5, kind), logits)
     p = forward(logits, *args, 0.5)
     np.testing.assert_array_equal(p, expected)
@@ -324,7 +366,9 @@ def test_layernorm_gradients_equal_the_public_function(dtype, zero_centered):
     x, dz = (draw_normal(3, 4, 16, seed=seed).astype(dtype) for seed in (0, 1))
     gamma, beta = draw_normal(16, seed=2), draw_normal(16, seed=3)
     y, mean, rstdev = tex.layernorm_fwd(x, gamma, beta, zero_centered, 1e-5)
-    expected, vjp = jax.vjp(lambda *args: layernorm(*args, "layernorm", zero_centered, 1e-5), x, gamma, beta)
+    expected, vjp = jax.vjp(
+        lambda *args: layernorm(*args, "layernorm", zero_centered, 1e-5), x, gamma, beta
+    )
     np.testing.assert_array_equal(y.dequantize(), expected)
     gradients = tex.layernorm_bwd(dz, x, mean, rstdev, gamma, zero_centered, 1e-5)
     jax.tree.map(np.testing.assert_array_equal, gradients, vjp(dz))
@@ -335,7 +379,9 @@ def test_layernorm_gradients_equal_the_public_function(dtype, zero_centered):
 def test_rmsnorm_gradients_equal_the_public_function():
     x, dz, gamma = draw_normal(3, 4, 16), draw_normal(3, 4, 16, seed=1), draw_normal(16, seed=2)
     y, rstdev = tex.rmsnorm_fwd(x, gamma, False, 1e-5)
-    expected, vjp = jax.vjp(lambda x, gamma: layernorm(x, gamma, None, "rmsnorm", False, 1e-5), x, gamma)
+    expected, vjp = jax.vjp(
+        lambda x, gamma: layernorm(x, gamma, None, "rmsnorm", False, 1e-5), x, gamma
+    )
     np.testing.assert_array_equal(y.dequantize(), expected)
     gradients = tex.rmsnorm_bwd(dz, x, rstdev, gamma, False, 1e-5)
     jax.tree.map(np.testing.assert_array_equal, gradients, vjp(dz))
@@ -369,7 +415,9 @@ def test_grouped_product_uses_the_sizes_that_its_left_operand_holds():
     for lhs in (tensor, tensor.rowwise_tensor):
         np.testing.assert_array_equal(tex.grouped_gemm(lhs, kernel), expected)
     plain = quantize.GroupedNoScaleTensor(x, group_sizes=sizes)
-    np.testing.assert_array_equal(tex.grouped_gemm(plain, kernel), tex.grouped_gemm(x, kernel, sizes))
+    np.testing.assert_array_equal(
+        tex.grouped_gemm(plain, kernel), tex.grouped_gemm(x, kernel, sizes)
+    )
     with pytest.raises(ValueError, match=r"holds no sizes; pass the rows per group as int32 \[G\]"):
         tex.grouped_gemm(x, kernel)
 
@@ -377,13 +425,19 @@ def test_grouped_product_uses_the_sizes_that_its_left_operand_holds():
 def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
     x, kernel, sizes = draw_normal(8, 16), draw_normal(2, 4, 16, seed=1), array([3, 5], jnp.int32)
     bias = draw_normal(2, 4, seed=2)
-    got = tex.grouped_gemm(x, kernel, sizes, ((1,), (2,)), bias, jax.lax.Precision.DEFAULT, jnp.bfloat16)
-    expected = tex.grouped_gemm(x, jnp.swapaxes(kernel, 1, 2), sizes, bias=bias).astype(jnp.bfloat16)
+    got = tex.grouped_gemm(
+        x, kernel, sizes, ((1,), (2,)), bias, jax.lax.Precision.DEFAULT, jnp.bfloat16
+    )
+    expected = tex.grouped_gemm(x, jnp.swapaxes(kernel, 1, 2), sizes, bias=bias).astype(
+        jnp.bfloat16
+    )
     np.testing.assert_array_equal(got, expected)
     quantizers = QuantizerFactory.create_set(
-        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, fwd_dtype=jnp.float8_e4m3fn,
-        bwd_dtype=jnp.float8_e5m2, n_groups=2,
-    )  # fmt: skip
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING,
+        fwd_dtype=jnp.float8_e4m3fn,
+        bwd_dtype=jnp.float8_e5m2,
+        n_groups=2,
+    )
     got = tex.grouped_gemm(x, kernel, sizes, ((1,), (2,)), quantizer_set=quantizers)
     rows = quantizers.x.quantize(x, group_sizes=sizes)
     matrices = quantizers.kernel.quantize(kernel).dequantize()
@@ -394,7 +448,9 @@ def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
 def test_grouped_product_contracts_the_rows_of_each_group(dims):
     x, dy, sizes = draw_normal(8, 16), draw_normal(8, 4, seed=1), array([3, 0, 4], jnp.int32)
     parts = (slice(0, 3), slice(3, 3), slice(3, 7))
-    expected = np.stack([np.asarray(x, np.float64)[part].T @ np.asarray(dy)[part] for part in parts])
+    expected = np.stack(
+        [np.asarray(x, np.float64)[part].T @ np.asarray(dy)[part] for part in parts]
+    )
     np.testing.assert_allclose(tex.grouped_gemm(x, dy, sizes, dims), expected, rtol=1e-5, atol=1e-5)
     one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=3)
     codes = [one.quantize(operand, group_sizes=sizes) for operand in (x, dy)]
@@ -402,7 +458,9 @@ def test_grouped_product_contracts_the_rows_of_each_group(dims):
     expected = tex.grouped_gemm(*values, sizes, dims)
     np.testing.assert_array_equal(tex.grouped_gemm(*codes, None, dims), expected)
     quantizers = quantize.QuantizerSet(one, one, None)
-    np.testing.assert_array_equal(tex.grouped_gemm(x, dy, sizes, dims, quantizer_set=quantizers), expected)
+    np.testing.assert_array_equal(
+        tex.grouped_gemm(x, dy, sizes, dims, quantizer_set=quantizers), expected
+    )
     with pytest.raises(ValueError, match=r"supports neither bias=.*; pass None for both"):
         tex.grouped_gemm(x, dy, sizes, dims, jnp.ones((3, 4)))
     with pytest.raises(ValueError, match=r"requires \[M, K\] and \[M, N\]"):
@@ -442,7 +500,10 @@ def test_gradient_of_an_activation_converts_the_dtype_of_its_gradient():
     names = ("silu", "linear")
     expected = tex.dact_lu(dz.astype(jnp.float32), x, names).data
     np.testing.assert_array_equal(tex.dact_lu(dz, x, names).data, expected)
-    assert tex.dact_lu(dz.astype(jnp.float32), x.astype(jnp.bfloat16), names).data.dtype == jnp.bfloat16
+    assert (
+        tex.dact_lu(dz.astype(jnp.float32), x.astype(jnp.bfloat16), names).data.dtype
+        == jnp.bfloat16
+    )
 
 
 def test_integers_of_enumerations_are_accepted():
@@ -454,46 +515,88 @@ def test_integers_of_enumerations_are_accepted():
 POSITIONS = np.arange(4)[None]
 BAD_CALLS = {
     "dtype of a window mask": (
-        lambda: attention.make_swa_mask(POSITIONS, POSITIONS, (2, 0), dtype={}), TypeError, "dtype={} is not a dtype",
+        lambda: attention.make_swa_mask(POSITIONS, POSITIONS, (2, 0), dtype={}),
+        TypeError,
+        "dtype={} is not a dtype",
     ),
     "structured dtype": (
-        lambda: attention.make_swa_mask(POSITIONS, POSITIONS, (2, 0), dtype=[("a", int)]), TypeError, "is not a dtype",
+        lambda: attention.make_swa_mask(POSITIONS, POSITIONS, (2, 0), dtype=[("a", int)]),
+        TypeError,
+        "is not a dtype",
     ),
     "object dtype": (
-        lambda: attention.make_swa_mask(POSITIONS, POSITIONS, (2, 0), dtype=object), TypeError, "is not a dtype",
+        lambda: attention.make_swa_mask(POSITIONS, POSITIONS, (2, 0), dtype=object),
+        TypeError,
+        "is not a dtype",
     ),
     "matrix of NumPy as a recipe": (
-        lambda: quantize.get_quantization_recipe(np.ones((2, 2))), ValueError, "is not a recipe; choose one of",
+        lambda: quantize.get_quantization_recipe(np.ones((2, 2))),
+        ValueError,
+        "is not a recipe; choose one of",
     ),
     "matrix of JAX as a recipe": (
-        lambda: quantize.is_quantize_recipe_supported(jnp.ones((2, 2))), ValueError, "is not a recipe; choose one of",
+        lambda: quantize.is_quantize_recipe_supported(jnp.ones((2, 2))),
+        ValueError,
+        "is not a recipe; choose one of",
     ),
     "config of a dict": (
-        lambda: quantize.get_quantize_config_with_recipe({}), TypeError, "fp8_recipe={} is a dict; pass an instance",
+        lambda: quantize.get_quantize_config_with_recipe({}),
+        TypeError,
+        "fp8_recipe={} is a dict; pass an instance",
     ),
     "source of a config": (
-        lambda: quantize.get_quantize_config_with_recipe(None).get_scaling_mode(0), TypeError, "source=0",
+        lambda: quantize.get_quantize_config_with_recipe(None).get_scaling_mode(0),
+        TypeError,
+        "source=0",
     ),
-    "format": (lambda: quantize.helper._format2dtypes({}), TypeError, "form={} is a dict; pass a recipe.Format"),
-    "version": (lambda: version_utils.jax_version_meet_requirement("x"), ValueError, "version='x' is not a"),
+    "format": (
+        lambda: quantize.helper._format2dtypes({}),
+        TypeError,
+        "form={} is a dict; pass a recipe.Format",
+    ),
+    "version": (
+        lambda: version_utils.jax_version_meet_requirement("x"),
+        ValueError,
+        "version='x' is not a",
+    ),
     "version of a number": (
-        lambda: version_utils.jax_version_meet_requirement(3), ValueError, "version=3 is not a version",
+        lambda: version_utils.jax_version_meet_requirement(3),
+        ValueError,
+        "version=3 is not a version",
     ),
-    "layout of attention": (lambda: extension.nvte_get_qkv_format("x"), ValueError, "qkv_layout='x' is not a layout"),
+    "layout of attention": (
+        lambda: extension.nvte_get_qkv_format("x"),
+        ValueError,
+        "qkv_layout='x' is not a layout",
+    ),
     "matrix as a layout": (
-        lambda: extension.nvte_get_qkv_format(np.ones((2, 2))), ValueError, "is not a layout; pass a member",
+        lambda: extension.nvte_get_qkv_format(np.ones((2, 2))),
+        ValueError,
+        "is not a layout; pass a member",
     ),
-    "flag": (lambda: tex.misc.get_xla_flag({}), TypeError, "flag={} is a dict; pass the name of a flag"),
-    "GPU": (lambda: extension.get_device_compute_capability("x"), TypeError, "gpu_id='x' must be a whole number"),
+    "flag": (
+        lambda: tex.misc.get_xla_flag({}),
+        TypeError,
+        "flag={} is a dict; pass the name of a flag",
+    ),
+    "GPU": (
+        lambda: extension.get_device_compute_capability("x"),
+        TypeError,
+        "gpu_id='x' must be a whole number",
+    ),
     "codes": (
-        lambda: quantize.ScaledTensorFactory.create_1x(3, jnp.ones(1), None, ScalingMode.CURRENT_TENSOR_SCALING),
-        TypeError, "data=3 is an int; give an array",
+        lambda: quantize.ScaledTensorFactory.create_1x(
+            3, jnp.ones(1), None, ScalingMode.CURRENT_TENSOR_SCALING
+        ),
+        TypeError,
+        "data=3 is an int; give an array",
     ),
     "experts of tokens": (
         lambda: ep.ep_dispatch(ep.EpConfig(4, 1), [[0]], jnp.ones((1, 4)), jnp.ones((1, 1)), 4),
-        TypeError, "topk_idx is [[0]]; give an array of integers",
+        TypeError,
+        "topk_idx is [[0]]; give an array of integers",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

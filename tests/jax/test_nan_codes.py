@@ -33,9 +33,13 @@ def test_nan_of_either_sign_is_one_code_in_both_frameworks(dtype, element):
     x = with_nans(dtype)
     nan = np.isnan(x.astype(np.float32))
     spec = {"format": FLOAT8, "element": element, "rowwise": True, "columnwise": True}
-    tensor = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), multiplier=ones(1, jnp.float32))
+    tensor = ours.quantize(
+        jnp.asarray(x), ours.QuantizeSpec(**spec), multiplier=ones(1, jnp.float32)
+    )
     with use_backend(quantize="reference"):
-        expected = theirs.quantize(to_torch(x), theirs.QuantizeSpec(**spec), multiplier=torch.ones(1))
+        expected = theirs.quantize(
+            to_torch(x), theirs.QuantizeSpec(**spec), multiplier=torch.ones(1)
+        )
     assert nan.sum() >= 4
     for codes, other, where in (
         (tensor.codes, expected.codes, nan),
@@ -52,6 +56,8 @@ def test_the_scale_of_a_block_with_nan_is_one_code_in_both_frameworks():
     amax = jnp.full(1, 500.0, jnp.float32)
     tensor = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), amax=amax)
     with use_backend(quantize="reference"):
-        expected = theirs.quantize(to_torch(x), theirs.QuantizeSpec(**spec), amax=torch.full((1,), 500.0))
+        expected = theirs.quantize(
+            to_torch(x), theirs.QuantizeSpec(**spec), amax=torch.full((1,), 500.0)
+        )
     np.testing.assert_array_equal(jax_bytes(tensor.scale), torch_bytes(expected.scale))
     assert set(jax_bytes(tensor.scale)[:4, 0]) == {0x7F}

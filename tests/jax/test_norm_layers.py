@@ -81,8 +81,12 @@ def test_norms_and_their_gradients(kind, zero_centered, dtype):
     gamma = normal(keys[1], (24,))
     beta = normal(keys[2], (24,)) if kind == "layernorm" else None
     dy = normal(keys[3], x.shape).astype(dtype)
-    ours = values_and_gradients(lambda *a: layernorm(*a, kind, zero_centered, 1e-5), dy, x, gamma, beta)
-    plain = values_and_gradients(lambda *a: plain_norm(*a, kind, zero_centered, 1e-5), dy, x, gamma, beta)
+    ours = values_and_gradients(
+        lambda *a: layernorm(*a, kind, zero_centered, 1e-5), dy, x, gamma, beta
+    )
+    plain = values_and_gradients(
+        lambda *a: plain_norm(*a, kind, zero_centered, 1e-5), dy, x, gamma, beta
+    )
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
     assert_close(ours, plain, tolerance)
 
@@ -91,7 +95,10 @@ def test_norms_and_their_gradients(kind, zero_centered, dtype):
 def test_the_sum_of_residual_and_norm_gradient_is_rounded_once(kind):
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy, add = (normal(key, (3, 5, 24)).astype(jnp.bfloat16) for key in keys)
-    gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
+    gamma, beta = (
+        jnp.linspace(0.5, 1.5, 24),
+        jnp.linspace(-1, 1, 24) if kind == "layernorm" else None,
+    )
 
     @jax.jit
     def join_both(x):
@@ -103,10 +110,14 @@ def test_the_sum_of_residual_and_norm_gradient_is_rounded_once(kind):
         return jax.vjp(join_parts, x)[1]((dy, add))[0]
 
     wide = jax.jit(
-        lambda x: jax.vjp(lambda x: layernorm(x, gamma, beta, kind), x)[1](dy.astype(jnp.float32))[0]
+        lambda x: jax.vjp(lambda x: layernorm(x, gamma, beta, kind), x)[1](dy.astype(jnp.float32))[
+            0
+        ]
     )
     expected = (wide(x.astype(jnp.float32)) + add.astype(jnp.float32)).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(join_both(x), np.float32), np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(join_both(x), np.float32), np.asarray(expected, np.float32)
+    )
 
 
 @pytest.mark.parametrize("settings", [None, recipe.DelayedScaling()])
@@ -117,9 +128,16 @@ def test_the_sum_of_residual_and_norm_gradient_is_rounded_once(kind):
 def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products, settings):
     """Two [2, 16, 64] additions remain: in the layer, and for the products after the attention's norm."""
     layer = te_flax.TransformerLayer(
-        hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
-        enable_relative_embedding=False, layernorm_type="rmsnorm", dtype=jnp.bfloat16, **fields,
-    )  # fmt: skip
+        hidden_size=64,
+        mlp_hidden_size=128,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        enable_relative_embedding=False,
+        layernorm_type="rmsnorm",
+        dtype=jnp.bfloat16,
+        **fields,
+    )
     x = ones((2, 16, 64), jnp.bfloat16)
     with te.autocast(settings is not None, settings):
         variables = nn.meta.unbox(
@@ -185,9 +203,9 @@ def test_activations_and_their_gradients(name, gated):
 def test_the_clamped_activation_has_derivative_one_at_its_bounds():
     names = ("clamped_silu", "clamped_linear")
     at, below, beyond = (
-        jax.grad(lambda x: activation(x, names).sum())(jnp.asarray([[[gate], [linear]]], jnp.float32))[
-            0, :, 0
-        ]
+        jax.grad(lambda x: activation(x, names).sum())(
+            jnp.asarray([[[gate], [linear]]], jnp.float32)
+        )[0, :, 0]
         for gate, linear in ((7.0, -7.0), (6.99999, -6.99999), (7.00001, -7.00001))
     )
     np.testing.assert_allclose(at, below, rtol=1e-4)
@@ -200,7 +218,10 @@ def test_the_clamped_activation_follows_its_parameters():
     gate, linear = jnp.minimum(x[:, 0], 5.0), jnp.clip(x[:, 1], -5.0, 5.0)
     expected = gate * jax.nn.sigmoid(1.5 * gate) * (linear + 0.5)
     np.testing.assert_allclose(
-        activation(x, ("clamped_silu", "clamped_linear"), act_params=params), expected, rtol=1e-5, atol=1e-5
+        activation(x, ("clamped_silu", "clamped_linear"), act_params=params),
+        expected,
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -210,14 +231,19 @@ def test_a_quantizer_rounds_a_norm_to_its_codes_and_advances():
         quantizer = QuantizerFactory.create_set().x
     plain = layernorm(x, ones(32), None, "rmsnorm")
     y, _, following = values_and_gradients(
-        lambda x, q: layernorm(x, ones(32), None, "rmsnorm", quantizer=q), jnp.ones_like(x), x, quantizer
+        lambda x, q: layernorm(x, ones(32), None, "rmsnorm", quantizer=q),
+        jnp.ones_like(x),
+        x,
+        quantizer,
     )
     rounded = jax.jit(lambda values: quantizer.encode(values)[0].dequantize())(plain)
     np.testing.assert_array_equal(y, rounded)
     assert following.amax_history[-1] == jnp.abs(plain).max()
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("layernorm", name) for name in RECIPES), ("rmsnorm", "none")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("layernorm", name) for name in RECIPES), ("rmsnorm", "none")]
+)
 @pytest.mark.sampled(2)
 def test_a_norm_and_a_product(kind, name):
     settings, tolerance = RECIPES[name]
@@ -282,9 +308,12 @@ def test_sums_of_a_bias_are_rounded_once_to_its_own_dtype():
     """Under NVFP4, which activations do not quantize, a float32 bias must not get sums rounded to x's bfloat16."""
     keys = jax.random.split(jax.random.key(0))
     dy, x = (
-        normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((64, 32), (64, 1, 32)), strict=True)
+        normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, ((64, 32), (64, 1, 32)), strict=True)
     )
-    quantizer = QuantizerFactory.create(scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn)
+    quantizer = QuantizerFactory.create(
+        scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn
+    )
     names, params = ("gelu",), ActivationParams()
     *_, sums = ActivationSource(names, params).encode_gradient(x, dy, quantizer, jnp.float32)
     dx = np.asarray(activation_backward(dy, x, names, params), np.float64)
@@ -300,7 +329,11 @@ MLP_FIELDS = [
     {"enable_layernorm": False, "activations": (jnp.sin,)},
     {"zero_centered_gamma": True, "use_bias": True},
     {"intermediate_dropout_rate": 0.5, "intermediate_hidden_dropout_dims": (-2,)},
-    {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4, "low_rank_adaptation_alpha": 2.0},
+    {
+        "enable_low_rank_adaptation": True,
+        "low_rank_adaptation_dim": 4,
+        "low_rank_adaptation_alpha": 2.0,
+    },
 ]
 
 
@@ -324,19 +357,26 @@ def test_the_mlp_module_equals_the_reference_module(fields):
     if normed:
         streams = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
         first = jax.jit(lambda: nn.meta.unbox(model.init(streams, x))["params"]["scale"])()
-        np.testing.assert_array_equal(first, np.full(16, float("zero_centered_gamma" not in fields)))
+        np.testing.assert_array_equal(
+            first, np.full(16, float("zero_centered_gamma" not in fields))
+        )
 
     def ours(params, x):
         return model.apply({"params": params}, x, rngs={"dropout": jax.random.key(5)})
 
     def plain(params, x):
         centered = fields.get("zero_centered_gamma", False)
-        hidden = plain_norm(x, params["scale"], params.get("ln_bias"), kind, centered) if normed else x
+        hidden = (
+            plain_norm(x, params["scale"], params.get("ln_bias"), kind, centered) if normed else x
+        )
         y = jnp.einsum("bsh,hnf->bsnf", hidden, params["wi_kernel"])
         if "wi_lora_a_kernel" in params:
             y += (
                 jnp.einsum(
-                    "bsh,hnr,nrf->bsnf", hidden, params["wi_lora_a_kernel"], params["wi_lora_b_kernel"]
+                    "bsh,hnr,nrf->bsnf",
+                    hidden,
+                    params["wi_lora_a_kernel"],
+                    params["wi_lora_b_kernel"],
                 )
                 / 2
             )
@@ -348,7 +388,9 @@ def test_the_mlp_module_equals_the_reference_module(fields):
         out = y @ params["wo_kernel"]
         if "wo_lora_a_kernel" in params:
             out += y @ params["wo_lora_a_kernel"] @ params["wo_lora_b_kernel"] / 2
-        return out + params.get("wo_bias", 0), hidden if fields.get("return_layernorm_output") else None
+        return out + params.get("wo_bias", 0), hidden if fields.get(
+            "return_layernorm_output"
+        ) else None
 
     def objective(function):
         def value(params, x):
@@ -447,11 +489,16 @@ def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
         (lambda: activation(ones((2, 1, 4)), ("gelu", "linear")), "takes"),
         (lambda: activation(ones((2, 1, 4)), ("gelu",), act_params={"beta": 1}), "choose from"),
         (
-            lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(jax.random.key(0), ones((2, 4))),
+            lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(
+                jax.random.key(0), ones((2, 4))
+            ),
             "is not an activation",
         ),
         (lambda: te_flax.LayerNormMLP(axis=0).init(jax.random.key(0), ones((2, 4))), "give -1"),
-        (lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), ones((2, 4))), "intermediate_dim=0"),
+        (
+            lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), ones((2, 4))),
+            "intermediate_dim=0",
+        ),
     ],
 )
 def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
@@ -464,9 +511,11 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
     "module",
     [
         te_flax.DenseGeneral(features=64, dtype=jnp.bfloat16),
-        te_flax.LayerNormMLP(intermediate_dim=64, activations=("silu", "linear"), use_bias=True, dtype=jnp.bfloat16),
+        te_flax.LayerNormMLP(
+            intermediate_dim=64, activations=("silu", "linear"), use_bias=True, dtype=jnp.bfloat16
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.sampled(1)
 def test_transposing_large_gradients_late_changes_no_bit(module, name, monkeypatch):
     x = normal(jax.random.key(0), (2, 32, 32), jnp.bfloat16)
@@ -484,7 +533,9 @@ def test_transposing_large_gradients_late_changes_no_bit(module, name, monkeypat
         for elements in (1 << 26, 1):
             monkeypatch.setattr(products, "LATE_ELEMENTS", elements)
             jax.clear_caches()
-            barriers.append(str(jax.make_jaxpr(gradients)(variables, x)).count("optimization_barrier"))
+            barriers.append(
+                str(jax.make_jaxpr(gradients)(variables, x)).count("optimization_barrier")
+            )
             found.append(jax.jit(gradients)(variables, x))
     assert (barriers[1] > barriers[0]) is (name != "MXFP8BlockScaling"), (
         "block scales differ between directions"

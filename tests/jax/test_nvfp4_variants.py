@@ -29,7 +29,9 @@ from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantiz
 SHAPE = (34, 48)
 SPECS = {
     "MAE of both directions": QuantizeSpec(NVFP4_256, E2M1, columnwise=True, four_over_six=MAE),
-    "MSE of squares": QuantizeSpec(NVFP4_256, E2M1, columnwise=True, two_dimensional=True, four_over_six=MSE),
+    "MSE of squares": QuantizeSpec(
+        NVFP4_256, E2M1, columnwise=True, two_dimensional=True, four_over_six=MSE
+    ),
     "fast MSE up to 448": QuantizeSpec(NVFP4, E2M1, four_over_six=FAST_MSE),
     "MAE": QuantizeSpec(NVFP4_256, E2M1, four_over_six=MAE),
     "rows": QuantizeSpec(NVFP4_ROWS_256, E2M1, columnwise=True),
@@ -55,12 +57,18 @@ def test_nvfp4_variants_are_bitwise_equal_to_the_torch_reference(name):
                 assert np.array_equal(nibbles, unpack_fp4(theirs).numpy()), (content, field)
             else:
                 values = np.asarray(ours.astype(jnp.float32))
-                assert np.array_equal(values, theirs.float().numpy(), equal_nan=True), (content, field)
+                assert np.array_equal(values, theirs.float().numpy(), equal_nan=True), (
+                    content,
+                    field,
+                )
 
 
 def create_quantizers(recipe: NVFP4BlockScaling) -> QuantizerSet:
     return QuantizerSet(
-        *(make_quantizer(recipe, source, QuantizeLayout.ROWWISE_COLWISE, None) for source in TensorSource)
+        *(
+            make_quantizer(recipe, source, QuantizeLayout.ROWWISE_COLWISE, None)
+            for source in TensorSource
+        )
     )
 
 
@@ -98,7 +106,11 @@ def test_a_dense_layer_computes_with_its_quantized_operands(name):
     )
     k_row = np.asarray(values[1].rowwise_tensor.values(), np.float64)
     k_col = np.asarray(values[1].colwise_tensor.values(), np.float64)
-    for found, expected in ((y, x_row @ k_col), (dx, dy_row @ k_row.T), (dkernel, x_col.T @ dy_col)):
+    for found, expected in (
+        (y, x_row @ k_col),
+        (dx, dy_row @ k_row.T),
+        (dkernel, x_col.T @ dy_col),
+    ):
         assert np.abs(np.asarray(found) - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
@@ -108,12 +120,18 @@ def test_scopes_choose_modes_and_never_those_of_gradients():
         for name, recipe in {
             "rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
             "all": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"),
-            "weights": NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="activations"),
+            "weights": NVFP4BlockScaling(
+                nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="activations"
+            ),
         }.items()
     }
     plain, square = ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING
     assert modes["rows"] == [ScalingMode.NVFP4_ROWS_SCALING, square, plain]
-    assert modes["all"] == [ScalingMode.NVFP4_1D_256_SCALING, ScalingMode.NVFP4_2D_256_SCALING, plain]
+    assert modes["all"] == [
+        ScalingMode.NVFP4_1D_256_SCALING,
+        ScalingMode.NVFP4_2D_256_SCALING,
+        plain,
+    ]
     assert modes["weights"] == [plain, square, plain]
     weights = NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_err_mode="MSE")
     assert [quantizer.four_over_six for quantizer in vars(create_quantizers(weights)).values()] == [
@@ -128,7 +146,9 @@ def test_variants_are_supported_where_nvfp4_is():
     supported, reason = is_scaling_mode_supported(ScalingMode.NVFP4_1D_SCALING)
     assert len(variants) == 6
     assert {is_scaling_mode_supported(mode) for mode in variants} == {(supported, reason)}
-    assert [mode for mode in get_supported_scaling_modes() if mode in variants] == variants * supported
+    assert [
+        mode for mode in get_supported_scaling_modes() if mode in variants
+    ] == variants * supported
 
 
 @pytest.mark.parametrize("variant", [{"row_scaled_activation": True}, {"nvfp4_4over6": "all"}])

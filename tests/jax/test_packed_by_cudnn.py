@@ -71,12 +71,16 @@ def stand_in(monkeypatch):
         (library._dot_product_attention_bwd_p, backward),
     )
     for primitive, function in pairs:
-        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu"
+        )
     monkeypatch.setattr(library, "check_cudnn_version", lambda: 91900)
     monkeypatch.setattr(library, "check_compute_capability", lambda least: True)
     monkeypatch.setattr(alignment, "call", lambda kernel, *arrays: kernel.run(*arrays))
     monkeypatch.setattr(
-        cudnn_packed, "clear_unseen", lambda x, observed, groups: jnp.where(observed[:, :, None, None], x, 0)
+        cudnn_packed,
+        "clear_unseen",
+        lambda x, observed, groups: jnp.where(observed[:, :, None, None], x, 0),
     )
 
 
@@ -99,7 +103,9 @@ def test_packed_rows_and_their_gradients_are_zero_at_padding(causal):
         return out, *pullback(dout.astype(out.dtype))
 
     got = jax.jit(lambda *arrays: step(attend, *arrays))(dout, q, k, v)
-    reference = jax.jit(functools.partial(step, lambda *arrays: dense(*arrays, causal)))(dout, q, k, v)
+    reference = jax.jit(functools.partial(step, lambda *arrays: dense(*arrays, causal)))(
+        dout, q, k, v
+    )
     nobody = sequences() < 0
     for name, found, expected in zip(("out", "dq", "dk", "dv"), got, reference, strict=True):
         found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)

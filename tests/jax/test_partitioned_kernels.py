@@ -67,8 +67,12 @@ def run_on_eight_devices(program: str, *options: str) -> tuple[dict, str]:
 
 def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
     found, said = run_on_eight_devices("host_kernels.py")
-    warned = [line for line in said.splitlines() if "UserWarning: a program over several devices" in line]
-    assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], "programs without a mesh say so once"
+    warned = [
+        line for line in said.splitlines() if "UserWarning: a program over several devices" in line
+    ]
+    assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], (
+        "programs without a mesh say so once"
+    )
     gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
     assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
     assert found.pop("misnamed") == 0
@@ -76,15 +80,27 @@ def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
     assert all(value < 1e-5 for value in found.values()), found
     # No communication unless a shard splits a block, an operand has another sharding, or one axis shards both rows.
     free = (
-        "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
-        "a mask", "a mask of one row",
-        "rows and features of two axes", "contraction of two axes", "of all that are mapped", "maxima of several axes",
+        "rows",
+        "both axes",
+        "one axis twice",
+        "blocks",
+        "columns",
+        "contraction",
+        "heads",
+        "a mask",
+        "a mask of one row",
+        "rows and features of two axes",
+        "contraction of two axes",
+        "of all that are mapped",
+        "maxima of several axes",
         "blocks of several axes",
-    )  # fmt: skip
+    )
     assert not any(gathers[f"{name}: gathers"] for name in free), gathers
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--others",), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--others",), marks=pytest.mark.slow)], ids=str
+)
 def test_layers_exchange_only_the_expected_arrays(options):
     """Devices exchange no kernel under tensor parallelism, and only codes for a sharded kernel.
 
@@ -96,11 +112,19 @@ def test_layers_exchange_only_the_expected_arrays(options):
         _, recipe, layout = case.split()
         for part, tolerance in LAYERS_OVER_DEVICES[recipe].items():
             assert facts[part] < tolerance, (case, part, facts)
-        assert {kind for kind, *_ in facts["exchanged"]} <= {"all-gather", "all-reduce"}, (case, facts)
-        gathers = [(dtype, shape) for kind, dtype, shape in facts["exchanged"] if kind == "all-gather"]
+        assert {kind for kind, *_ in facts["exchanged"]} <= {"all-gather", "all-reduce"}, (
+            case,
+            facts,
+        )
+        gathers = [
+            (dtype, shape) for kind, dtype, shape in facts["exchanged"] if kind == "all-gather"
+        ]
         if facts["in blocks"]:
             # Scales are an eighth of codes at most, and a row of them, on two axes too, is short.
-            scales = {True: facts["tokens"] * facts["width"] / 8, False: facts["smallest kernel"] / 8}
+            scales = {
+                True: facts["tokens"] * facts["width"] / 8,
+                False: facts["smallest kernel"] / 8,
+            }
             gathers = [
                 (dtype, shape)
                 for dtype, shape in gathers
@@ -115,19 +139,27 @@ def test_layers_exchange_only_the_expected_arrays(options):
         assert bool(tokens) == (layout in ("tpsp", "both")), (case, gathers)
         # Values are gathered where two products read them with two scales: after an attention's norm, which
         # the kernel gradient reads again. Blocks have scales of their own.
-        assert recipe == "values" or tokens.count("f32") <= (0 if facts["in blocks"] else 2), (case, gathers)
+        assert recipe == "values" or tokens.count("f32") <= (0 if facts["in blocks"] else 2), (
+            case,
+            gathers,
+        )
 
 
 def has_token_axis(shape: list[int], facts: dict[str, Any]) -> bool:
     """Whether an array has a token axis, or an axis over blocks of 16 or 32 tokens."""
-    return any(facts["tokens"] // block in shape for block in (1, *((16, 32) if facts["in blocks"] else ())))
+    return any(
+        facts["tokens"] // block in shape
+        for block in (1, *((16, 32) if facts["in blocks"] else ()))
+    )
 
 
 MESH: Any = jax.sharding.AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def propose_sharding(spec, *shape):
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(MESH, PartitionSpec(*spec)))
+    return jax.ShapeDtypeStruct(
+        shape, jnp.bfloat16, sharding=NamedSharding(MESH, PartitionSpec(*spec))
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,14 +171,18 @@ def propose_sharding(spec, *shape):
         ((None, "tp"), (None, "tp"), ("tp", None), "k", ("tp",)),
         ((None, "tp"), (), (), "k", ("tp",)),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out, cuts, reduced):
     operands, results = (
         [propose_sharding(a, 16, 32), propose_sharding(b, 24, 32)],
         [propose_sharding(out, 16, 24)],
     )
-    placed = placement(ShardingRule("m k, n k -> m n", led_by_results=True), MESH, operands, results)
-    expected = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
+    placed = placement(
+        ShardingRule("m k, n k -> m n", led_by_results=True), MESH, operands, results
+    )
+    expected = [
+        tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")
+    ]
     assert [tuple(one.spec) for one in (*placed.operands, *placed.results)] == expected
     assert placed.reduced == (reduced,)
 
@@ -155,13 +191,18 @@ def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out
 def test_attention_of_cudnn_takes_arrays_with_other_shardings():
     """JAX's own rules do not support sharded tokens, or keys and lengths sharded differently from queries."""
     found, _ = run_on_eight_devices("host_cudnn.py")
-    rounded = {name: found.pop(name) for name in ("a bias of all rows", "a bias of one query", "under vmap")}
+    rounded = {
+        name: found.pop(name)
+        for name in ("a bias of all rows", "a bias of one query", "under vmap")
+    }
     assert all(value < 1e-2 for value, _ in rounded.values()), "sums of bfloat16 in another order"
     assert rounded["under vmap"][1] == 0, "one call for all"
     assert all(value < 2**-8 for value, _ in found.values()), (
         f"more than one rounding of bfloat16, where sums in float32 may take another order: {found}"
     )
-    assert found["heads"][1] == found["lengths"][1] == 0, "arrays that are sharded alike are not gathered"
+    assert found["heads"][1] == found["lengths"][1] == 0, (
+        "arrays that are sharded alike are not gathered"
+    )
 
 
 @needs_bridge
@@ -190,7 +231,11 @@ def test_a_rule_has_factors_and_the_sizes_that_no_axis_determines():
     assert ParsedRule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
-    assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
+    assert (
+        extent("m", 200, 128).replicated
+        == extent("m", 128, 128).replicated
+        == ("m", "min", "mhalf")
+    )
     assert head_factors(1, 4) == "r", "Shardy rejects a factor of one element next to another"
     assert order_factors("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
         "as Shardy demands"
@@ -209,9 +254,15 @@ SPECS = {
     "blocks": (QuantizeSpec(BLOCK_1D, E4M3, columnwise=True), False, 1),
     "squares": (QuantizeSpec(BLOCK_2D, E4M3, columnwise=True), False, 1),
     "mxfp8": (QuantizeSpec(formats.MXFP8, E4M3, columnwise=True), False, 1),
-    "nvfp4": (QuantizeSpec(formats.NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True), False, 3),
+    "nvfp4": (
+        QuantizeSpec(formats.NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True),
+        False,
+        3,
+    ),
     "4over6": (
-        QuantizeSpec(formats.NVFP4_256, E2M1, columnwise=True, two_dimensional=True, four_over_six="MSE"),
+        QuantizeSpec(
+            formats.NVFP4_256, E2M1, columnwise=True, two_dimensional=True, four_over_six="MSE"
+        ),
         False,
         2,
     ),
@@ -247,7 +298,9 @@ def test_block_codes_over_several_axes_equal_the_matrix_codes(name, shape, axis,
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     (spec, *_), x = SPECS[name], normal(jax.random.key(0), shape, jnp.bfloat16)
     rows, columns = prod(shape[:axis]), prod(shape[axis:])
-    random = [jax.random.uniform(jax.random.key(1), one) for one in ((rows, columns), (columns, rows))]
+    random = [
+        jax.random.uniform(jax.random.key(1), one) for one in ((rows, columns), (columns, rows))
+    ]
 
     def create(x, axis):
         return quantize(x, spec, random=tuple(random) if spec.stochastic else None, axis=axis)
@@ -255,20 +308,28 @@ def test_block_codes_over_several_axes_equal_the_matrix_codes(name, shape, axis,
     def matrix_codes(x):
         return create(x.reshape(rows, columns), 1)
 
-    for got, expected in zip(*map(jax.tree.leaves, (create(x, axis), matrix_codes(x))), strict=True):
+    for got, expected in zip(
+        *map(jax.tree.leaves, (create(x, axis), matrix_codes(x))), strict=True
+    ):
         assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
     assert lower_for_cuda(lambda x: create(x, axis), x) == lower_for_cuda(matrix_codes, x)
 
 
 def operand(form, rows, depth):
-    scales = {"float8": (1,), "block1d": (rows, depth // 128), "block2d": (-(-rows // 128), depth // 128)}
+    scales = {
+        "float8": (1,),
+        "block1d": (rows, depth // 128),
+        "block2d": (-(-rows // 128), depth // 128),
+    }
     codes = ones((rows, depth), jnp.float8_e4m3fn)
     return Operand(codes, ones(scales[form.name]), None, form, jnp.dtype(jnp.bfloat16))
 
 
 @needs_bridge
 @pytest.mark.parametrize("forms", [(FLOAT8, FLOAT8), (BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)])
-def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference_here(forms, monkeypatch):
+def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference_here(
+    forms, monkeypatch
+):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     a, b = operand(forms[0], 64, 256), operand(forms[1], 160, 256)
     product = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16)))
@@ -315,14 +376,18 @@ def test_contracted_axes_that_differ_have_a_reason():
 @pytest.mark.parametrize("forms", [(FLOAT8, FLOAT8), (BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)])
 def test_products_of_codes_may_be_sharded(forms, depth, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    assert not jax.make_jaxpr(lambda: one_group(300))().consts, "jax partitions no function with a constant"
+    assert not jax.make_jaxpr(lambda: one_group(300))().consts, (
+        "jax partitions no function with a constant"
+    )
     mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
     laid = NamedSharding(mesh, PartitionSpec("tp"))
     a, b = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operand(form, 256, depth))
         for form in forms
     )
-    a = dataclasses.replace(a, codes=jax.ShapeDtypeStruct(a.codes.shape, a.codes.dtype, sharding=laid))
+    a = dataclasses.replace(
+        a, codes=jax.ShapeDtypeStruct(a.codes.shape, a.codes.dtype, sharding=laid)
+    )
     traced = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16))).trace(a, b)
     assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -338,7 +403,7 @@ def test_products_of_codes_may_be_sharded(forms, depth, monkeypatch):
         ({"b_format": formats.NVFP4}, "scales of 32 and of 16 contracted elements"),
         ({"n": 0}, "a product without elements"),
     ],
-)  # fmt: skip
+)
 def test_block_codes_without_a_kernel_are_decoded_or_have_a_reason(change, sentence):
     codes = jnp.dtype(jnp.float8_e4m3fn)
     request = GemmRequest(
@@ -356,7 +421,9 @@ def test_block_codes_without_a_kernel_are_decoded_or_have_a_reason(change, sente
     )
     request = dataclasses.replace(request, **change)
     assert decoded.unsupported_reason(request) == sentence
-    selection = next(one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None)
+    selection = next(
+        one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None
+    )
     assert selection == ("widen" if sentence is None else "reference")
 
 
@@ -380,12 +447,15 @@ def test_codes_in_groups_are_kernels_on_cuda_and_no_loop(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     x, kernel, sizes = ones((64, 32)), ones((3, 32, 48)), ones(3, jnp.int32)
     quantizers = QuantizerFactory.create_set(
-        n_groups=3, fp8_recipe=Float8CurrentScaling(),
+        n_groups=3,
+        fp8_recipe=Float8CurrentScaling(),
         quantize_meta_set=QuantizeMetaSet(QuantizeMeta(), QuantizeMeta(), QuantizeMeta()),
-    )  # fmt: skip
+    )
 
     def step(x, kernel):
-        y, pullback = jax.vjp(lambda x, k: grouped_dense(x, k, sizes, quantizer_set=quantizers), x, kernel)
+        y, pullback = jax.vjp(
+            lambda x, k: grouped_dense(x, k, sizes, quantizer_set=quantizers), x, kernel
+        )
         return pullback(y)
 
     text = jax.jit(step).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
@@ -398,9 +468,20 @@ def test_codes_in_groups_are_kernels_on_cuda_and_no_loop(monkeypatch):
 def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.0):
     def loss(q, k, v, offset, key):
         out = fused_attn(
-            (q, k, v), None, descriptor, key, AttnBiasType.NO_BIAS, mask, layout, AttnSoftmaxType.LEARNABLE_SOFTMAX,
-            0.1, dropout, True, max_segments_per_seq=2, softmax_offset=offset,
-        )  # fmt: skip
+            (q, k, v),
+            None,
+            descriptor,
+            key,
+            AttnBiasType.NO_BIAS,
+            mask,
+            layout,
+            AttnSoftmaxType.LEARNABLE_SOFTMAX,
+            0.1,
+            dropout,
+            True,
+            max_segments_per_seq=2,
+            softmax_offset=offset,
+        )
         return out.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2, 3))
@@ -431,19 +512,36 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_sharded(kind, g
 
 def test_unsupported_attention_has_a_reason(monkeypatch):
     monkeypatch.setattr(
-        "transformer_engine.jax.primitives.attention.triton.platform_failure", lambda platform, name: None
+        "transformer_engine.jax.primitives.attention.triton.platform_failure",
+        lambda platform, name: None,
     )
     request = AttentionRequest(
-        jnp.dtype(jnp.bfloat16), QKVLayout.THD_THD_THD, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_MASK,
-        AttnSoftmaxType.VANILLA_SOFTMAX, 0.0, 4, 4, 64, 64, 64, 64, None, True, "cuda",
-    )  # fmt: skip
+        jnp.dtype(jnp.bfloat16),
+        QKVLayout.THD_THD_THD,
+        AttnBiasType.NO_BIAS,
+        AttnMaskType.PADDING_MASK,
+        AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.0,
+        4,
+        4,
+        64,
+        64,
+        64,
+        64,
+        None,
+        True,
+        "cuda",
+    )
     assert attention_unsupported_reason(request) is None
     for change, reason in (
-        ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it takes bfloat16"), ({"head_dim": 512}, "512 elements > 256"),
-        ({"modified": True}, "a score_mod"), ({"bias": AttnBiasType.POST_SCALE_BIAS}, "a bias of packed rows"),
-        ({"queries": 0}, "without elements"), ({"batch": 4096, "segments": 16}, "65536 sequences > 65535"),
+        ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it takes bfloat16"),
+        ({"head_dim": 512}, "512 elements > 256"),
+        ({"modified": True}, "a score_mod"),
+        ({"bias": AttnBiasType.POST_SCALE_BIAS}, "a bias of packed rows"),
+        ({"queries": 0}, "without elements"),
+        ({"batch": 4096, "segments": 16}, "65536 sequences > 65535"),
         ({"layout": QKVLayout.BSHD_BSHD_BSHD, "batch": 65536}, "65536 sequences > 65535"),
-    ):  # fmt: skip
+    ):
         assert reason in (attention_unsupported_reason(request._replace(**change)) or "")
     assert attention_unsupported_reason(request._replace(batch=4095, segments=16)) is None
     full = request._replace(layout=QKVLayout.BSHD_BSHD_BSHD, batch=4096, segments=16)

@@ -29,7 +29,8 @@ def test_context_parallelism_takes_its_axis_from_the_mesh_resource(facts, balanc
 def test_an_axis_missing_from_the_mesh_is_rejected(facts):
     for name in ("no axis", "no axis, a layer"):
         assert (
-            "context_parallel_axis='tp' is not an axis of the mesh in use, which has ('cp',)" in facts[name]
+            "context_parallel_axis='tp' is not an axis of the mesh in use, which has ('cp',)"
+            in facts[name]
         )
 
 

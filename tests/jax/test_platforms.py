@@ -175,7 +175,9 @@ def test_a_gradient_lowered_for_another_platform_recomputes_its_branch(monkeypat
     cuda, default = branches(Sine, "recomputed")
 
     def gradient(x):
-        return jax.grad(lambda x: differentiable_by_platform(x, COUNT, cuda=cuda, default=default).sum())(x)
+        return jax.grad(
+            lambda x: differentiable_by_platform(x, COUNT, cuda=cuda, default=default).sum()
+        )(x)
 
     monkeypatch.setenv("TE_JAX_KERNELS", "1")  # CUDA is expected, and the CPU lowered for
     np.testing.assert_allclose(jax.jit(gradient)(X), 4 * np.cos(4 * X), rtol=1e-5, atol=1e-5)

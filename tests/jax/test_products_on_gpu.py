@@ -101,7 +101,9 @@ def test_groups_of_warps_add_in_float32_and_in_one_order():
     calls = {}
     for backend in ("gluon", "triton", "reference"):
         with use_backend(jax_gemm=backend):
-            calls[backend] = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.float32))).lower(a, b).compile()
+            calls[backend] = (
+                jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.float32))).lower(a, b).compile()
+            )
     found = {name: np.asarray(call(a, b), np.float64) for name, call in calls.items()}
     error = {name: np.linalg.norm(out - found["reference"]) for name, out in found.items()}
     assert 0 < error["gluon"] <= 1.1 * error["triton"]
@@ -147,9 +149,12 @@ print(json.dumps(facts))
 def test_with_the_flag_a_product_is_one_call_of_cublaslt_with_its_scales():
     flags = "--xla_gpu_enable_triton_gemm=false"
     done = subprocess.run(
-        [sys.executable, "-c", SCALED], capture_output=True, text=True,
-        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )  # fmt: skip
+        [sys.executable, "-c", SCALED],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["library"], facts["text"]
@@ -178,10 +183,15 @@ def test_rows_in_groups_are_multiplied_as_by_ragged_dot(sizes, features_first):
     b = normal(2, *((GROUPS, N, K) if features_first else (GROUPS, K, N)))
     sizes = jnp.asarray(sizes, jnp.int32)
     got, expected = run_both_backends(
-        lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, features_first=features_first), a, b, sizes
+        lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, features_first=features_first),
+        a,
+        b,
+        sizes,
     )
     near(got, expected, 1e-2)
-    assert not np.asarray(got, np.float32)[int(sizes.sum()) :].any(), "rows behind the last group are zero"
+    assert not np.asarray(got, np.float32)[int(sizes.sum()) :].any(), (
+        "rows behind the last group are zero"
+    )
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -191,7 +201,10 @@ def test_rows_in_groups_are_contracted_as_by_ragged_dot(sizes, scaled):
     a, b = normal(1, 144, K, dtype=dtypes[0]), normal(2, 144, N, dtype=dtypes[1])
     scales = (jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)) if scaled else None
     got, expected = run_both_backends(
-        lambda a, b, s: grouped_contraction(a, b, s, jnp.float32, scales), a, b, jnp.asarray(sizes, jnp.int32)
+        lambda a, b, s: grouped_contraction(a, b, s, jnp.float32, scales),
+        a,
+        b,
+        jnp.asarray(sizes, jnp.int32),
     )
     if not scaled:
         near(got, expected, 1e-5)
@@ -211,16 +224,19 @@ def test_codes_in_groups_are_multiplied_as_by_ragged_dot(element):
     a, b = normal(1, 144, K, dtype=element), normal(2, GROUPS, N, K, dtype=jnp.float8_e4m3fn)
     scales = jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)
     got, expected = run_both_backends(
-        lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, scales, features_first=True), a, b,
+        lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, scales, features_first=True),
+        a,
+        b,
         jnp.asarray(SIZES[0], jnp.int32),
-    )  # fmt: skip
+    )
     near(got, expected, 1e-2)
 
 
 RECIPES = {
-    "delayed": recipe.DelayedScaling(amax_history_len=4), "current": recipe.Float8CurrentScaling(),
+    "delayed": recipe.DelayedScaling(amax_history_len=4),
+    "current": recipe.Float8CurrentScaling(),
     "block": recipe.Float8BlockScaling(),
-}  # fmt: skip
+}
 
 
 def exact_product(a, b):
@@ -257,7 +273,9 @@ def step_gradients(product, dy, *arguments):
 def values(quantizer, *arguments):
     """Dequantized codes from both directions, as the reference computes them, in the input's layout."""
     with use_backend(jax_quantize="reference"):
-        tensor = quantizer.encode(*arguments, is_rowwise=True, is_colwise=True, dq_dtype=jnp.float32)[0]
+        tensor = quantizer.encode(
+            *arguments, is_rowwise=True, is_colwise=True, dq_dtype=jnp.float32
+        )[0]
         return tuple(
             # Grouped tensors dequantize in the input's layout, single tensors in their data's layout.
             np.asarray(one.values() if isinstance(one, ScaledTensor1x) else one.dequantize())
@@ -278,7 +296,10 @@ def test_a_dense_layer_and_its_gradients_are_exact_products_of_the_codes(name):
         y, dx, dkernel, following = step_gradients(
             lambda x, kernel, output: dense(x, kernel, quantizer_set=output), dy, x, kernel, result
         )
-    (x_rows, x_columns), (kernel_rows, kernel_columns) = values(result.x, x), values(result.kernel, kernel)
+    (x_rows, x_columns), (kernel_rows, kernel_columns) = (
+        values(result.x, x),
+        values(result.kernel, kernel),
+    )
     dy_rows, dy_columns = values(result.dgrad, dy)
     assert_product(y, x_rows, kernel_columns, "y")
     assert_product(dx, dy_rows, kernel_rows.T, "dx")
@@ -320,5 +341,6 @@ def test_a_grouped_dense_layer_and_its_gradients_are_exact_products_of_the_codes
         else:
             assert not np.asarray(dkernel[group], np.float32).any(), "no row, no gradient"
     assert (
-        not np.asarray(y[ends[-1] :], np.float32).any() and not np.asarray(dx[ends[-1] :], np.float32).any()
+        not np.asarray(y[ends[-1] :], np.float32).any()
+        and not np.asarray(dx[ends[-1] :], np.float32).any()
     )

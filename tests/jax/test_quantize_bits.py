@@ -42,7 +42,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 CHOSEN = ("float8-e4m3", "nvfp4-hadamard")
 
 # Option combinations from other specs.
-RARE = ("mxfp8-e5m2", "block2d-power-of-two", "nvfp4-hadamard-unsigned", "nvfp4-2d-stochastic", "float8-e5m2")
+RARE = (
+    "mxfp8-e5m2",
+    "block2d-power-of-two",
+    "nvfp4-hadamard-unsigned",
+    "nvfp4-2d-stochastic",
+    "float8-e5m2",
+)
 
 
 def variants(names, choices, always):
@@ -51,7 +57,9 @@ def variants(names, choices, always):
         pytest.param(
             name,
             choice,
-            marks=[] if (choice in always and name not in RARE) or name in CHOSEN else pytest.mark.slow,
+            marks=[]
+            if (choice in always and name not in RARE) or name in CHOSEN
+            else pytest.mark.slow,
         )
         for name in names
         for choice in choices
@@ -62,7 +70,9 @@ def torch_spec(spec: QuantizeSpec) -> theirs.QuantizeSpec:
     return theirs.QuantizeSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__})
 
 
-def compare(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compiled: bool = False) -> None:
+def compare(
+    spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compiled: bool = False
+) -> None:
     random = random_numbers(spec, x.shape)
     result = (program(spec) if compiled else program(spec).__wrapped__)(
         jnp.asarray(x),
@@ -85,7 +95,9 @@ def test_stored_digests_match_the_torch_reference():
 
 
 @pytest.mark.parametrize(
-    ("options", "least"), [(["--few"], 16), pytest.param([], 64, marks=pytest.mark.slow)], ids=["few", "all"]
+    ("options", "least"),
+    [(["--few"], 16), pytest.param([], 64, marks=pytest.mark.slow)],
+    ids=["few", "all"],
 )
 def test_without_torch_the_bits_match_the_stored_digests(options, least):
     code = "import sys; sys.modules['torch'] = None; from tests.jax import stored_bits; stored_bits.main()"
@@ -122,11 +134,14 @@ def test_one_direction_alone_equals_the_torch_reference(name, direction):
 @pytest.mark.parametrize("element", [E4M3, E5M2])
 def test_a_given_scale_equals_the_torch_reference(element, scale):
     for seed, kind in enumerate(KINDS):
-        compare(QuantizeSpec(FLOAT8, element, **BOTH), matrix(kind, (33, 40), "float32", seed), scale)
+        compare(
+            QuantizeSpec(FLOAT8, element, **BOTH), matrix(kind, (33, 40), "float32", seed), scale
+        )
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), variants([name for name in SPECS if "stochastic" not in name], DTYPES, ("bfloat16",))
+    ("name", "dtype"),
+    variants([name for name in SPECS if "stochastic" not in name], DTYPES, ("bfloat16",)),
 )
 @pytest.mark.sampled(3)
 def test_dequantized_values_equal_the_torch_reference(name, dtype):
@@ -190,7 +205,9 @@ def test_elements_that_are_subnormal_count_as_zero_on_a_cpu():
 )
 def test_a_bad_request_names_supported_values(x, options, error, sentence):
     form = options.get("format", FLOAT8)
-    spec = QuantizeSpec(form, E2M1 if form == NVFP4 else E4M3, stochastic=options.get("stochastic", False))
+    spec = QuantizeSpec(
+        form, E2M1 if form == NVFP4 else E4M3, stochastic=options.get("stochastic", False)
+    )
     scale = options["scale"](1) if "scale" in options else None
     if error is None:
         assert ours.quantize(jnp.ones(x), spec, multiplier=scale).codes is not None
@@ -206,7 +223,11 @@ def test_codes_are_not_quantized_again():
 
 # The last test in this file, because it clears the program caches.
 @pytest.mark.parametrize(
-    "name", ["float8-e4m3", *(pytest.param(n, marks=pytest.mark.slow) for n in CHOSEN if n != "float8-e4m3")]
+    "name",
+    [
+        "float8-e4m3",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in CHOSEN if n != "float8-e4m3"),
+    ],
 )
 def test_operation_by_operation_gives_the_same_bits(name):
     compile_quickly(True)  # nothing to fuse in programs with one operation

@@ -13,7 +13,9 @@ from transformer_engine.jax.runtime.platform import has_gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not has_gpu(), reason="what XLA compiles for CUDA is looked at, on a GPU alone"),
+    pytest.mark.skipif(
+        not has_gpu(), reason="what XLA compiles for CUDA is looked at, on a GPU alone"
+    ),
 ]
 RECOMMENDED = "--xla_gpu_enable_triton_gemm=false"
 PROGRAM = """
@@ -49,9 +51,11 @@ print(json.dumps({
 
 def ran(**environment: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True,
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -33,11 +33,17 @@ RATES = {
 def draw_fields(seed: int) -> dict[str, Any]:
     """Random non-default layer fields and random dropout rates."""
     draw = random.Random(seed)
-    names = [name for name in OF_A_LAYER if name not in (*RATES, "layer_type") and draw.random() < 0.4]
+    names = [
+        name for name in OF_A_LAYER if name not in (*RATES, "layer_type") and draw.random() < 0.4
+    ]
     for excluded in EXCLUDED:
         if excluded <= set(names):
             names.remove(draw.choice(sorted(excluded)))
-    fields = {name: value for argument in names for name, value in draw.choice(OF_A_LAYER[argument]).items()}
+    fields = {
+        name: value
+        for argument in names
+        for name, value in draw.choice(OF_A_LAYER[argument]).items()
+    }
     fields |= {name: draw.choice(rates) for name, rates in RATES.items()}
     return fields | (DECODER if seed % 2 else {}) | SIZES
 
@@ -45,19 +51,28 @@ def draw_fields(seed: int) -> dict[str, Any]:
 def test_the_layers_cover_dropout_in_decoders_with_rope_windows_and_drop_path():
     decoders = [draw_fields(seed) for seed in range(COUNT) if "layer_type" in draw_fields(seed)]
     assert len(decoders) == COUNT // 2
-    for name in ("enable_rotary_pos_emb", "window_size", "drop_path", "attention_dropout", "num_gqa_groups"):
+    for name in (
+        "enable_rotary_pos_emb",
+        "window_size",
+        "drop_path",
+        "attention_dropout",
+        "num_gqa_groups",
+    ):
         assert sum(bool(fields.get(name)) for fields in decoders) >= 5, name
 
 
 # Every run compares a decoder with every kind of dropout; test_transformer.py compares encoders.
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[] if seed == 3 else [pytest.mark.slow]) for seed in range(COUNT)]
+    "seed",
+    [pytest.param(seed, marks=[] if seed == 3 else [pytest.mark.slow]) for seed in range(COUNT)],
 )
 def test_a_random_layer_equals_the_reference_layer_with_the_same_keys(seed):
     fields = draw_fields(seed)
     x, encoded, mask, cross_mask = data(fields)
     if fields.get("transpose_batch_sequence"):
-        x, encoded = (None if array is None else jnp.swapaxes(array, 0, 1) for array in (x, encoded))
+        x, encoded = (
+            None if array is None else jnp.swapaxes(array, 0, 1) for array in (x, encoded)
+        )
     model = te_flax.TransformerLayer(**fields)
     own_biases = {"relative_embedding": Buckets(HEADS)} if "relative_embedding" in fields else {}
     plain = PLAIN[te_flax.TransformerLayer](**(fields | own_biases))
@@ -69,14 +84,18 @@ def test_a_random_layer_equals_the_reference_layer_with_the_same_keys(seed):
     dy = normal(jax.random.key(3), x.shape)
 
     def loss(layer, params, x, encoded):
-        y = layer.apply({"params": params}, x, encoded, mask, cross_mask, deterministic=False, rngs=keys(4))
+        y = layer.apply(
+            {"params": params}, x, encoded, mask, cross_mask, deterministic=False, rngs=keys(4)
+        )
         return (y * dy).sum(), y
 
     @jax.jit
     def both(params, x, encoded):
         places = (0, 1) if encoded is None else (0, 1, 2)
         return [
-            jax.value_and_grad(functools.partial(loss, layer), places, has_aux=True)(params, x, encoded)
+            jax.value_and_grad(functools.partial(loss, layer), places, has_aux=True)(
+                params, x, encoded
+            )
             for layer in (model, plain)
         ]
 

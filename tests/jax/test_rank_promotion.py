@@ -25,8 +25,10 @@ LAYERS = {
     "mlp": te_flax.LayerNormMLP(intermediate_dim=32, activations=("silu", "linear"), **biased),
 }
 RECIPES = {
-    "values": None, "delayed": recipe.DelayedScaling(amax_history_len=2), "current": recipe.Float8CurrentScaling(),
-}  # fmt: skip
+    "values": None,
+    "delayed": recipe.DelayedScaling(amax_history_len=2),
+    "current": recipe.Float8CurrentScaling(),
+}
 
 
 @pytest.mark.parametrize("of", RECIPES)
@@ -51,21 +53,32 @@ LORA = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4}
 MODULES = {
     "dense": te_flax.DenseGeneral(features=(2, 32), bias_init=biased["bias_init"]),
     "layernorm and dense": te_flax.LayerNormDenseGeneral(features=32, **biased, **LORA),
-    "mlp": te_flax.LayerNormMLP(intermediate_dim=64, activations=("silu", "linear"), **biased, **LORA),
+    "mlp": te_flax.LayerNormMLP(
+        intermediate_dim=64, activations=("silu", "linear"), **biased, **LORA
+    ),
     "layer": te_flax.TransformerLayer(
-        hidden_size=64, mlp_hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        hidden_size=64,
+        mlp_hidden_size=64,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         use_bias=True,
     ),
     "experts": te_flax._MoEBlock(
         num_experts=4, num_experts_per_tok=2, intermediate_size=64, aux_loss_coeff=0.01
     ),
-}  # fmt: skip
+}
 OF_MODULES = RECIPES | {
-    "blocks": recipe.Float8BlockScaling(), "mxfp8": recipe.MXFP8BlockScaling(), "nvfp4": recipe.NVFP4BlockScaling(),
-}  # fmt: skip
+    "blocks": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
 OPTIONS = {
-    "numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict", "enable_x64": True, "check_tracer_leaks": True,
-}  # fmt: skip
+    "numpy_rank_promotion": "raise",
+    "numpy_dtype_promotion": "strict",
+    "enable_x64": True,
+    "check_tracer_leaks": True,
+}
 # Every option with stochastic rounding, every recipe under the option that most code meets; experts take no NVFP4.
 UNDER = [
     ("dense", "nvfp4", "check_tracer_leaks"),

@@ -34,10 +34,12 @@ POLICIES = {
         te.checkpoint_policies.checkpoint_dots_and_te_gemms, policies.save_only_these_names("codes")
     ),
     "offload": policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=["codes"], names_which_can_be_offloaded=["ffn1"], offload_src="device",
+        names_which_can_be_saved=["codes"],
+        names_which_can_be_offloaded=["ffn1"],
+        offload_src="device",
         offload_dst="pinned_host",
     ),
-}  # fmt: skip
+}
 SIZES = np.asarray([5, 0, 9], np.int32)
 LAYERS = {
     "dense": lambda: te_flax.DenseGeneral(features=16, quantization_checkpoint_name="codes"),
@@ -52,10 +54,14 @@ LAYERS = {
     ),
     "groups": lambda: Groups(),
     "transformer": lambda: te_flax.TransformerLayer(
-        hidden_size=32, mlp_hidden_size=32, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0,
+        hidden_size=32,
+        mlp_hidden_size=32,
+        num_attention_heads=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         enable_relative_embedding=False,
     ),
-}  # fmt: skip
+}
 
 
 class Groups(nn.Module):
@@ -138,7 +144,8 @@ def test_remat_of_flax_with_a_policy_computes_the_eager_gradient():
 
 
 @pytest.mark.parametrize(
-    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu, jnp.float4_e2m1fn, jnp.bfloat16]
+    "dtype",
+    [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu, jnp.float4_e2m1fn, jnp.bfloat16],
 )
 def test_named_codes_keep_every_bit_under_a_policy(dtype):
     bits = jnp.finfo(dtype).bits
@@ -146,7 +153,11 @@ def test_named_codes_keep_every_bit_under_a_policy(dtype):
     codes = jax.lax.bitcast_convert_type(jnp.asarray(words), dtype)
     program = jax.make_jaxpr(lambda codes: name_leaves((codes, None), "codes"))(codes)
     assert str(program).count("name=codes") == 1
-    for found in (name_leaves(codes, "codes"), name_leaves(codes, None), bits_to_codes(codes_to_bits(codes))):
+    for found in (
+        name_leaves(codes, "codes"),
+        name_leaves(codes, None),
+        bits_to_codes(codes_to_bits(codes)),
+    ):
         assert found.dtype == dtype
         np.testing.assert_array_equal(jax.lax.bitcast_convert_type(found, words.dtype), words)
     if bits <= 8:

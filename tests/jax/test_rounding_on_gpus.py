@@ -14,7 +14,16 @@ import pytest
 
 from tests.jax.bits import matrix
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.primitives.gemm import gemm
 from transformer_engine.jax.primitives.operand import Operand
@@ -42,7 +51,9 @@ def reference_codes(x, spec: QuantizeSpec) -> Quantized:
 
 
 def values(result: Quantized, spec: QuantizeSpec) -> jax.Array:
-    return dequantize(Operand(result.codes, result.scale, result.amax, spec.format, jnp.dtype(jnp.float32)))
+    return dequantize(
+        Operand(result.codes, result.scale, result.amax, spec.format, jnp.dtype(jnp.float32))
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -56,11 +67,14 @@ def test_codes_are_rounded_before_their_program_reads_them(name, monkeypatch):
     for function in text.split("func.func")[1:]:
         for code in CODES.findall(function):
             number = re.compile(re.escape(code) + r"\b")
-            readers = [line for line in function.splitlines() if number.search(line.partition("=")[2])]
+            readers = [
+                line for line in function.splitlines() if number.search(line.partition("=")[2])
+            ]
             guarded = ["optimization_barrier" in line for line in readers]
             # A reader of bytes cannot be merged with the conversion; every other reader needs the barrier.
             assert readers and all(
-                barrier or BYTES.search(line) for barrier, line in zip(guarded, readers, strict=True)
+                barrier or BYTES.search(line)
+                for barrier, line in zip(guarded, readers, strict=True)
             ), readers
             found += any(guarded)
     assert found == 1
@@ -91,11 +105,17 @@ def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):
 
     def product(a, scale_a, b, scale_b):
         operands = [
-            Operand(c, s, None, FLOAT8, jnp.dtype(jnp.bfloat16)) for c, s in ((a, scale_a), (b, scale_b))
+            Operand(c, s, None, FLOAT8, jnp.dtype(jnp.bfloat16))
+            for c, s in ((a, scale_a), (b, scale_b))
         ]
         return gemm(*operands, jnp.dtype(jnp.bfloat16))
 
-    text = jax.jit(product).trace(codes, scale, codes, scale).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(product)
+        .trace(codes, scale, codes, scale)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     narrowed = re.findall(r"stablehlo\.convert (%[\w#]+) : \(tensor<f32>\) -> tensor<bf16>", text)
     # One barrier for both products: without it, XLA would merge products that share an operand's values.
     (saved,) = re.findall(

@@ -23,8 +23,12 @@ UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
     UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
-E4M3, E5M2, BFLOAT16 = (jnp.dtype(name) for name in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16))
-REQUEST = GemmRequest(MXFP8, MXFP8, E4M3, E4M3, 256, 384, 512, BFLOAT16, "cuda", nvidia(10, 0), True)
+E4M3, E5M2, BFLOAT16 = (
+    jnp.dtype(name) for name in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16)
+)
+REQUEST = GemmRequest(
+    MXFP8, MXFP8, E4M3, E4M3, 256, 384, 512, BFLOAT16, "cuda", nvidia(10, 0), True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +37,37 @@ def _kernels(monkeypatch):
 
 
 def select_backend(request: GemmRequest) -> str:
-    return next(row.name for row in TABLE.candidates(request) if row.rejection_reason(request) is None)
+    return next(
+        row.name for row in TABLE.candidates(request) if row.rejection_reason(request) is None
+    )
 
 
 @needs_bridge
-@pytest.mark.parametrize(("change", "sentence"), [
-    ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
-    ({"hardware": nvidia(9, 0)}, "compute capability 9.0 has no mxfp8 products"),
-    ({"hardware": nvidia(8, 9), "a_format": NVFP4, "b_format": NVFP4}, "8.9 has no nvfp4 products"),
-    ({"a_format": BLOCK_1D, "b_format": BLOCK_2D, "hardware": nvidia(8, 6)}, "8.6 has no fp8 products"),
-    ({"a_format": FLOAT8, "b_format": FLOAT8}, "an operand has no block scales"),
-    ({"a_format": BLOCK_1D}, "scales of 128 and of 32 contracted elements"),
-    ({"m": 0}, "without elements"),
-    ({"a_format": NVFP4, "b_format": NVFP4, "k": 31}, "K=31 codes do not fill whole bytes"),
-    ({"dtype": jnp.dtype(E4M3)}, "it writes bfloat16, float16 and float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
+        ({"hardware": nvidia(9, 0)}, "compute capability 9.0 has no mxfp8 products"),
+        (
+            {"hardware": nvidia(8, 9), "a_format": NVFP4, "b_format": NVFP4},
+            "8.9 has no nvfp4 products",
+        ),
+        (
+            {"a_format": BLOCK_1D, "b_format": BLOCK_2D, "hardware": nvidia(8, 6)},
+            "8.6 has no fp8 products",
+        ),
+        ({"a_format": FLOAT8, "b_format": FLOAT8}, "an operand has no block scales"),
+        ({"a_format": BLOCK_1D}, "scales of 128 and of 32 contracted elements"),
+        ({"m": 0}, "without elements"),
+        ({"a_format": NVFP4, "b_format": NVFP4, "k": 31}, "K=31 codes do not fill whole bytes"),
+        ({"dtype": jnp.dtype(E4M3)}, "it writes bfloat16, float16 and float32"),
+    ],
+)
 def test_unsupported_products_of_the_kernels_have_a_reason(change, sentence):
     assert scaled_codes.unsupported_reason(REQUEST) is None
-    assert sentence in (scaled_codes.unsupported_reason(dataclasses.replace(REQUEST, **change)) or "")
+    assert sentence in (
+        scaled_codes.unsupported_reason(dataclasses.replace(REQUEST, **change)) or ""
+    )
 
 
 @needs_bridge
@@ -66,22 +83,31 @@ def test_an_early_triton_is_rejected_where_it_multiplies_in_bfloat16(monkeypatch
     assert select_backend(request) == "scaled_matmul"
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    ({"platform": "cpu"}, "it needs a CUDA device"),
-    ({"hardware": nvidia(9, 0)}, "compute capability 9.0 has no mxfp8 products"),
-    ({"a_format": BLOCK_1D, "b_format": BLOCK_2D}, "it takes two operands of MXFP8 or NVFP4"),
-    ({"a_element": E5M2, "b_element": E5M2}, "both operands are E5M2"),
-    ({"n": 24}, "N=24 is not a multiple of 16"),
-    ({"k": 48}, "K=48 of 32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"platform": "cpu"}, "it needs a CUDA device"),
+        ({"hardware": nvidia(9, 0)}, "compute capability 9.0 has no mxfp8 products"),
+        ({"a_format": BLOCK_1D, "b_format": BLOCK_2D}, "it takes two operands of MXFP8 or NVFP4"),
+        ({"a_element": E5M2, "b_element": E5M2}, "both operands are E5M2"),
+        ({"n": 24}, "N=24 is not a multiple of 16"),
+        ({"k": 48}, "K=48 of 32"),
+    ],
+)
 def test_unsupported_products_of_the_library_have_a_reason(change, sentence):
     assert scaled_codes.matmul_unsupported_reason(REQUEST) is None
-    assert sentence in (scaled_codes.matmul_unsupported_reason(dataclasses.replace(REQUEST, **change)) or "")
+    assert sentence in (
+        scaled_codes.matmul_unsupported_reason(dataclasses.replace(REQUEST, **change)) or ""
+    )
 
 
 def test_bfloat16_does_not_represent_codes_times_float32_scales():
-    request = dataclasses.replace(REQUEST, a_format=BLOCK_1D, b_format=BLOCK_1D, hardware=nvidia(8, 0))
-    assert "need more bits" in (decoded.widen_unsupported_reason(request) or "").replace("needs", "need")
+    request = dataclasses.replace(
+        REQUEST, a_format=BLOCK_1D, b_format=BLOCK_1D, hardware=nvidia(8, 0)
+    )
+    assert "need more bits" in (decoded.widen_unsupported_reason(request) or "").replace(
+        "needs", "need"
+    )
     assert select_backend(request) == "decoded"
     assert select_backend(dataclasses.replace(REQUEST, hardware=nvidia(8, 0))) == "widen"
 
@@ -89,7 +115,9 @@ def test_bfloat16_does_not_represent_codes_times_float32_scales():
 @needs_bridge
 def test_blocks_of_any_pair_and_extent_are_native_where_fp8_is():
     for hardware in (nvidia(8, 9), nvidia(9, 0), nvidia(10, 0), nvidia(12, 0)):
-        request = dataclasses.replace(REQUEST, hardware=hardware, a_format=BLOCK_1D, b_format=BLOCK_2D)
+        request = dataclasses.replace(
+            REQUEST, hardware=hardware, a_format=BLOCK_1D, b_format=BLOCK_2D
+        )
         for change in (
             {"k": 500, "n": 13},
             {"a_format": BLOCK_2D, "b_format": BLOCK_2D},
@@ -172,5 +200,7 @@ def test_under_vmap_every_element_is_a_product(monkeypatch):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(10, 0))
     a, b = operand(MXFP8, 256, 512), operand(MXFP8, 384, 512)
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), a)
-    traced = jax.jit(jax.vmap(lambda a, b: gemm(a, b, BFLOAT16), in_axes=(0, None))).trace(stacked, b)
+    traced = jax.jit(jax.vmap(lambda a, b: gemm(a, b, BFLOAT16), in_axes=(0, None))).trace(
+        stacked, b
+    )
     assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -65,7 +65,10 @@ def operand(form, element, seed: int, rows: int, depth: int) -> Operand:
 def check(got, a: Operand, b: Operand, name: str) -> None:
     """Compare with the reference, up to the precision in Hopper's FP8 sums and the result's dtype."""
     expected, bound = (
-        np.asarray(jax.jit(lambda a, b: reference.run(a, b, jnp.dtype(jnp.float32), True))(*pair), np.float64)
+        np.asarray(
+            jax.jit(lambda a, b: reference.run(a, b, jnp.dtype(jnp.float32), True))(*pair),
+            np.float64,
+        )
         for pair in ((a, b), tuple(map(magnitudes, (a, b))))
     )
     rounding = float(jnp.finfo(got.dtype).eps) * np.abs(expected)
@@ -100,7 +103,9 @@ def test_operands_of_several_axes_are_multiplied_as_matrices(name):
     skip_where_triton_cannot_compile(name)
     (form, element), _ = PAIRS[name]
     a, b = operand(form, element, 1, 24, 192), operand(form, element, 2, 48, 192)
-    expected = jax.jit(lambda a, b: scaled_codes.run_dot_scaled(a, b, jnp.dtype(jnp.float32), True))(a, b)
+    expected = jax.jit(
+        lambda a, b: scaled_codes.run_dot_scaled(a, b, jnp.dtype(jnp.float32), True)
+    )(a, b)
     for split in ((6, 32), (64, 3)):
         left = Operand(a.codes.reshape(4, 6, *split), a.scale, a.amax, a.format, a.dtype, 2)
         right = Operand(b.codes.reshape(3, 16, *split), b.scale, b.amax, b.format, b.dtype, 2)

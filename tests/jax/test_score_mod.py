@@ -29,11 +29,17 @@ def data():
 
 def attend(q, k, v, **options):
     fixed = {
-        "bias": None, "sequence_descriptor": None, "seed": None, "attn_bias_type": AttnBiasType.NO_BIAS,
-        "attn_mask_type": AttnMaskType.NO_MASK, "qkv_layout": QKVLayout.BSHD_BSHD_BSHD,
-        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX, "scaling_factor": 0.3, "dropout_probability": 0.0,
+        "bias": None,
+        "sequence_descriptor": None,
+        "seed": None,
+        "attn_bias_type": AttnBiasType.NO_BIAS,
+        "attn_mask_type": AttnMaskType.NO_MASK,
+        "qkv_layout": QKVLayout.BSHD_BSHD_BSHD,
+        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "scaling_factor": 0.3,
+        "dropout_probability": 0.0,
         "is_training": True,
-    }  # fmt: skip
+    }
     return fused_attn((q, k, v), **(fixed | options))
 
 
@@ -75,10 +81,17 @@ def test_a_custom_score_gradient_replaces_jax_differentiation():
     def gradients(factor):
         return values_and_gradients(
             lambda q: attend(
-                q, k, v, score_mod=cap_scores, score_mod_tensors=tensors(), score_mod_bprop=halve,
+                q,
+                k,
+                v,
+                score_mod=cap_scores,
+                score_mod_tensors=tensors(),
+                score_mod_bprop=halve,
                 score_mod_bprop_tensors=factor,
-            ), dy, q,
-        )[1]  # fmt: skip
+            ),
+            dy,
+            q,
+        )[1]
 
     expected = values_and_gradients(lambda q: plain(q, k, v, tensors()), dy, q)[1]
     np.testing.assert_allclose(gradients(1.0), expected, rtol=1e-4, atol=1e-5)
@@ -94,9 +107,13 @@ def test_modules_pass_on_a_score_mod():
     y = jax.jit(apply)(q, k, v, score_mod_tensors=tensors())
     np.testing.assert_allclose(y, plain(q, k, v, tensors()), rtol=1e-4, atol=1e-5)
     layer = te_flax.TransformerLayer(
-        hidden_size=16, mlp_hidden_size=16, num_attention_heads=4, self_attn_mask_type="no_mask",
-        enable_relative_embedding=False, score_mod=cap_scores,
-    )  # fmt: skip
+        hidden_size=16,
+        mlp_hidden_size=16,
+        num_attention_heads=4,
+        self_attn_mask_type="no_mask",
+        enable_relative_embedding=False,
+        score_mod=cap_scores,
+    )
     x = ones((2, 6, 16))
     draw_variables(layer, x, deterministic=True, score_mod_tensors=tensors())
 
@@ -105,30 +122,41 @@ def test_modules_pass_on_a_score_mod():
     ("options", "error", "sentence"),
     [
         ({"attn_mask_type": AttnMaskType.CAUSAL_MASK}, ValueError, "set it to NO_MASK"),
-        ({"softmax_type": AttnSoftmaxType.OFF_BY_ONE_SOFTMAX}, ValueError, "set it to VANILLA_SOFTMAX"),
+        (
+            {"softmax_type": AttnSoftmaxType.OFF_BY_ONE_SOFTMAX},
+            ValueError,
+            "set it to VANILLA_SOFTMAX",
+        ),
         ({"window_size": (2, 0)}, ValueError, "window_size"),
         ({"dropout_probability": 0.5, "seed": jax.random.key}, ValueError, "dropout_probability"),
         ({"score_mod": None, "score_mod_bprop": cap_scores}, ValueError, "give both"),
         ({"score_mod": 3}, TypeError, "score_mod"),
         ({"score_mod": lambda a, b, c, d: a}, TypeError, "score_mod has 4 required parameters"),
         (
-            {"score_mod_bprop": lambda gradient, score, b, h, q, kv: gradient}, TypeError,
+            {"score_mod_bprop": lambda gradient, score, b, h, q, kv: gradient},
+            TypeError,
             r"give a function of \(gradient, scores, tensors\)",
         ),
         (
-            {"score_mod": lambda graph, score, tensors: graph.matmul(score, score)}, NotImplementedError,
+            {"score_mod": lambda graph, score, tensors: graph.matmul(score, score)},
+            NotImplementedError,
             "graph.matmul",
         ),
         (
-            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": ones(())}, TypeError,
+            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": ones(())},
+            TypeError,
             "is not a mapping",
         ),
         (
-            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": {"slope": ones((4,))}},
-            ValueError, r"score_mod_tensors\['slope'\] is \[4\]; give one element, or 4 dimensions",
+            {
+                "score_mod": lambda graph, score, tensors: score,
+                "score_mod_tensors": {"slope": ones((4,))},
+            },
+            ValueError,
+            r"score_mod_tensors\['slope'\] is \[4\]; give one element, or 4 dimensions",
         ),
     ],
-)  # fmt: skip
+)
 def test_incompatible_settings_are_rejected(options, error, sentence):
     q, k, v, _ = data()
     if "seed" in options:
@@ -166,11 +194,13 @@ def float64_oracle(q, k, v, dy, cap, slope):
     dscores = 0.3 * dmodified * slant
     per_group = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(axis=3)  # noqa: E731
     return (
-        np.einsum("bhqk,bkhd->bqhd", weights, v), np.einsum("bhqk,bkhd->bqhd", dscores, k),
-        per_group(np.einsum("bhqk,bqhd->bkhd", dscores, q)), per_group(np.einsum("bhqk,bqhd->bkhd", weights, dy)),
+        np.einsum("bhqk,bkhd->bqhd", weights, v),
+        np.einsum("bhqk,bkhd->bqhd", dscores, k),
+        per_group(np.einsum("bhqk,bqhd->bkhd", dscores, q)),
+        per_group(np.einsum("bhqk,bqhd->bkhd", weights, dy)),
         (dmodified * (np.tanh(ratio) - ratio * slant)).sum().reshape(cap.shape),
         (dmodified * distance).sum(axis=(0, 2, 3), keepdims=True),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("function", [softcap_graph, causal_slope_scores])
@@ -187,7 +217,10 @@ def test_graphs_and_functions_of_indices_equal_float64(function, dtype, toleranc
     found = values_and_gradients(ours, dy, q, k, v, cap, slope)
     for got, expected in zip(found, float64_oracle(q, k, v, dy, cap, slope), strict=True):
         np.testing.assert_allclose(
-            np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance * abs(expected).max()
+            np.asarray(got, np.float64),
+            expected,
+            rtol=tolerance,
+            atol=tolerance * abs(expected).max(),
         )
 
 
@@ -218,24 +251,37 @@ GRAPH = CappedGraph()
 @pytest.mark.parametrize(
     ("function", "gradient"),
     [(GRAPH.forward, GRAPH.backward), (softcap_by_index, softcap_by_index_gradient)],
-)  # fmt: skip
+)
 def test_user_score_gradients_replace_jax_differentiation(function, gradient):
     q, k, v, dy = data()
 
     def ours(q, k, v, cap, factor):
         return attend(
-            q, k, v, score_mod=function, score_mod_tensors={"cap": cap}, score_mod_bprop=gradient,
+            q,
+            k,
+            v,
+            score_mod=function,
+            score_mod_tensors={"cap": cap},
+            score_mod_bprop=gradient,
             score_mod_bprop_tensors={"factor": factor},
-        )  # fmt: skip
+        )
 
     found = values_and_gradients(ours, dy, q, k, v, jnp.asarray(0.7), jnp.asarray(0.5))
     reference = values_and_gradients(
-        lambda q, k, v, cap: attend(q, k, v, score_mod=softcap_by_index, score_mod_tensors={"cap": cap}),
-        dy, q, k, v, jnp.asarray(0.7),
-    )  # fmt: skip
+        lambda q, k, v, cap: attend(
+            q, k, v, score_mod=softcap_by_index, score_mod_tensors={"cap": cap}
+        ),
+        dy,
+        q,
+        k,
+        v,
+        jnp.asarray(0.7),
+    )
     for got, expected, factor in zip(found, reference[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
         np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-6)
-    assert found[4] == found[5] == 0.0  # with a user-defined gradient, a score_mod's arrays have no gradient
+    assert (
+        found[4] == found[5] == 0.0
+    )  # with a user-defined gradient, a score_mod's arrays have no gradient
 
 
 def test_the_former_packed_call_equals_the_current_call():
@@ -248,6 +294,15 @@ def test_the_former_packed_call_equals_the_current_call():
     np.testing.assert_array_equal(old, fused_attn((q, k, v), None, descriptor, None, *rest))
     with pytest.raises(ValueError, match="call fused_attn"):
         fused_attn_thd(
-            (q, k, v), None, lengths, lengths, offsets, offsets, None, kinds[0], kinds[1],
-            QKVLayout.BSHD_BSHD_BSHD, *rest[3:],
-        )  # fmt: skip
+            (q, k, v),
+            None,
+            lengths,
+            lengths,
+            offsets,
+            offsets,
+            None,
+            kinds[0],
+            kinds[1],
+            QKVLayout.BSHD_BSHD_BSHD,
+            *rest[3:],
+        )

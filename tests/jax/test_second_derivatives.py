@@ -19,9 +19,12 @@ from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
 from transformer_engine.jax.runtime.undifferentiated import like
 
 RECIPES = [
-    recipe.DelayedScaling(), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(),
+    recipe.DelayedScaling(),
+    recipe.Float8CurrentScaling(),
+    recipe.Float8BlockScaling(),
+    recipe.MXFP8BlockScaling(),
     recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
-]  # fmt: skip
+]
 MODES = [mode for mode in ScalingMode if mode is not ScalingMode.NO_SCALING]
 HIDDEN = 32
 
@@ -35,7 +38,9 @@ def sets(chosen, count=1, **options):
     meta = quantize.QuantizeMetaSet(*(quantize.QuantizeMeta() for _ in range(3)))
     if chosen is None:
         return (quantize.noop_quantizer_set,) * count
-    result = QuantizerFactory.create_set(count, fp8_recipe=chosen, quantize_meta_set=meta, **options)
+    result = QuantizerFactory.create_set(
+        count, fp8_recipe=chosen, quantize_meta_set=meta, **options
+    )
     return result if count > 1 else (result,)
 
 
@@ -139,7 +144,9 @@ def test_derivatives_that_bypass_the_codes_are_computed():
     by_factor, by_x = jax.jit(jax.grad(scaled, (0, 1)))(2.0, x)
     expected = jax.jit(gradient)(x)
     np.testing.assert_allclose(by_factor, (expected * x).sum(), rtol=1e-4)
-    np.testing.assert_allclose(by_x, 2 * expected, rtol=1e-5, atol=1e-5 * float(abs(expected).max()))
+    np.testing.assert_allclose(
+        by_x, 2 * expected, rtol=1e-5, atol=1e-5 * float(abs(expected).max())
+    )
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -155,28 +162,34 @@ def test_codes_have_no_derivative_and_straight_through_values_do(mode):
     def round_values(x):
         return quantizer.quantize(x).dequantize()
 
-    with pytest.raises(NotImplementedError, match=r"codes, of \[32, 128\] float32, .*stop_gradient"):
+    with pytest.raises(
+        NotImplementedError, match=r"codes, of \[32, 128\] float32, .*stop_gradient"
+    ):
         jax.grad(lambda x: (1e-4 * round_values(x)).sum())(x)
 
     def straight(x):
         y = x + jax.lax.stop_gradient(round_values(x) - x)
         return (1e-4 * y).sum()
 
-    np.testing.assert_array_equal(jax.jit(jax.grad(straight))(x), np.full(x.shape, 1e-4, np.float32))
+    np.testing.assert_array_equal(
+        jax.jit(jax.grad(straight))(x), np.full(x.shape, 1e-4, np.float32)
+    )
 
 
 @pytest.mark.slow
 def test_codes_of_rows_in_groups_are_not_differentiated():
     (x,) = arrays((64, HIDDEN))
     quantizer = QuantizerFactory.create(
-        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn,
-        q_layout=quantize.QuantizeLayout.ROWWISE, n_groups=2,
-    )  # fmt: skip
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING,
+        q_dtype=jnp.float8_e4m3fn,
+        q_layout=quantize.QuantizeLayout.ROWWISE,
+        n_groups=2,
+    )
     for shape, sizes in ((x.shape, array([30, 34])), ((2, 32, HIDDEN), None)):
         with pytest.raises(NotImplementedError, match="codes have no derivative"):
-            jax.grad(lambda x, sizes=sizes: quantizer.quantize(x, group_sizes=sizes).dequantize().sum())(
-                x.reshape(shape)
-            )
+            jax.grad(
+                lambda x, sizes=sizes: quantizer.quantize(x, group_sizes=sizes).dequantize().sum()
+            )(x.reshape(shape))
 
 
 def test_a_gradient_of_kernels_of_groups_is_differentiated():
@@ -200,5 +213,9 @@ def test_a_gradient_of_kernels_of_groups_is_differentiated():
 
         return jax.jit(jax.grad(along, (0, 1)))(x, kernel)
 
-    for found, expected in zip(product_with_hessian(grouped), product_with_hessian(plain), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5 * float(abs(expected).max()))
+    for found, expected in zip(
+        product_with_hessian(grouped), product_with_hessian(plain), strict=True
+    ):
+        np.testing.assert_allclose(
+            found, expected, rtol=2e-5, atol=2e-5 * float(abs(expected).max())
+        )

@@ -31,7 +31,9 @@ needs_bridge = pytest.mark.skipif(
 @pytest.fixture
 def doubling():
     """A table whose backends double an array: one correctly, one with a wrong last bit, one not at all."""
-    with doubling_table("jax_doubling", lambda y: jnp.nextafter(y, 1e9), "ptxas has failed") as table:
+    with doubling_table(
+        "jax_doubling", lambda y: jnp.nextafter(y, 1e9), "ptxas has failed"
+    ) as table:
         yield table
 
 
@@ -51,7 +53,10 @@ def run_self_test(bound=None, expected=None):
         lambda x: x + x,
     )
     with ThreadPoolExecutor(2) as threads:
-        return {result.backend: result for result in testing.run_case(testing.compile_case(case, threads))}
+        return {
+            result.backend: result
+            for result in testing.run_case(testing.compile_case(case, threads))
+        }
 
 
 def test_backends_with_wrong_bits_or_errors_fail(doubling):
@@ -64,10 +69,14 @@ def test_backends_with_wrong_bits_or_errors_fail(doubling):
     }
     assert found["native"].equal == 1.0 and found["native"].ratio is not None
     assert found["wrong"].equal is not None and 0.7 < found["wrong"].equal < 1.0
-    assert "ptxas has failed" in found["raising"].reason and found["other"].reason == "it needs a GPU"
+    assert (
+        "ptxas has failed" in found["raising"].reason and found["other"].reason == "it needs a GPU"
+    )
 
 
-def test_values_may_differ_up_to_the_bound_and_the_reference_is_compared_with_an_independent_result(doubling):
+def test_values_may_differ_up_to_the_bound_and_the_reference_is_compared_with_an_independent_result(
+    doubling,
+):
     found = run_self_test(1e-6, lambda x: 2.0 * x)
     assert {name for name, result in found.items() if result.status == "passed"} == {
         "native",
@@ -81,7 +90,9 @@ def test_values_may_differ_up_to_the_bound_and_the_reference_is_compared_with_an
 def test_a_case_beyond_the_time_limit_is_not_run(monkeypatch, doubling):
     case = testing.JaxCase("jax doubling", "8", "jax_doubling", double_by_platform, (jnp.ones(8),))
     monkeypatch.setattr(testing, "cases", lambda sizes: iter([case]))
-    assert [result.status for result in testing.self_test(SIZES, -1.0, lambda line: None)] == ["not run"]
+    assert [result.status for result in testing.self_test(SIZES, -1.0, lambda line: None)] == [
+        "not run"
+    ]
 
 
 def forge(monkeypatch, capability):
@@ -104,7 +115,9 @@ def test_every_path_that_a_gpu_has_runs_a_native_backend_there(monkeypatch, capa
         assert found, case
         native.setdefault(case.path, set()).update(set(found) - set(EMULATING))
     emulated = {path for path, backends in native.items() if not backends}
-    assert emulated == (set() if row.has("mxfp8 products") else {"jax mxfp8 products", "jax nvfp4 products"})
+    assert emulated == (
+        set() if row.has("mxfp8 products") else {"jax mxfp8 products", "jax nvfp4 products"}
+    )
     assert "scaled_matmul" in native["jax mxfp8 products"] or not row.has("mxfp8 products")
 
 
@@ -131,14 +144,21 @@ def test_cases_are_lowered_for_a_gpu_with_their_kernels(monkeypatch):
 def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():
     command = ["-W", "ignore", "-m", "transformer_engine.jax.self_test", "600", "128", "16", "32"]
     environment = os.environ | {"PYTHONPATH": search_path(), "JAX_PLATFORMS": "cpu"}
-    printed = json.loads(forked.output(command, ROOT, environment, framework="jax").splitlines()[-1])
+    printed = json.loads(
+        forked.output(command, ROOT, environment, framework="jax").splitlines()[-1]
+    )
     assert "on cpu" in printed["machine"]["JAX"]
     statuses: dict[str, set[str]] = {}
     for result in printed["results"]:
         statuses.setdefault(result["path"], set()).add(result["status"])
-    assert {path for path, found in statuses.items() if "failed" in found or "not run" in found} == set()
+    assert {
+        path for path, found in statuses.items() if "failed" in found or "not run" in found
+    } == set()
     passed = {path for path, found in statuses.items() if "passed" in found}
-    assert {f"jax {name}" for name in testing.PRODUCTS} | {"jax fp8 casts", "jax mxfp8 casts"} <= passed
+    assert {f"jax {name}" for name in testing.PRODUCTS} | {
+        "jax fp8 casts",
+        "jax mxfp8 casts",
+    } <= passed
     assert {
         "jax attention",
         "jax nvfp4 stochastic casts of uneven sizes",

@@ -60,7 +60,12 @@ def test_two_processes_of_jax_distributed_compute_the_step_of_one_device():
     assert statuses == [0, 0], "\n".join(process.errors for process in started)
     for process in started:
         found = json.loads(process.printed.splitlines()[-1])
-        assert (found["processes"], found["devices"], found["rows here"], found["states"]) == (2, 2, 4, 12)
+        assert (found["processes"], found["devices"], found["rows here"], found["states"]) == (
+            2,
+            2,
+            4,
+            12,
+        )
         assert found["state"] == 0.0 and max(found["loss"], found["gradients"]) < 1e-6
 
 
@@ -116,11 +121,16 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(compositions, name):
 @pytest.mark.parametrize(
     "name",
     [
-        "RING causal balanced", "RING padded with sinks and a window", "RING bottom right",
-        "ALL_GATHER packed in stripes", "ALL_GATHER causal unbalanced with a window", "RING with a window",
-        "ALL_GATHER unbalanced with a window", "two devices with a window",
+        "RING causal balanced",
+        "RING padded with sinks and a window",
+        "RING bottom right",
+        "ALL_GATHER packed in stripes",
+        "ALL_GATHER causal unbalanced with a window",
+        "RING with a window",
+        "ALL_GATHER unbalanced with a window",
+        "two devices with a window",
     ],
-)  # fmt: skip
+)
 def test_attention_of_a_sequence_over_devices(compositions, name):
     assert compositions[name] < 5e-5
 
@@ -147,7 +157,9 @@ def test_the_partitioner_shards_a_kernel_along_its_rows(compositions):
 
 @pytest.fixture
 def mesh():
-    return Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(
+        np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2
+    )
 
 
 def test_a_mesh_without_a_resource_is_rejected_with_the_remedy(mesh):
@@ -160,7 +172,9 @@ def test_a_mesh_without_a_resource_is_rejected_with_the_remedy(mesh):
 
 @pytest.mark.parametrize("quantized", [None, False, True])
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
-def test_names_of_axes_under_a_mesh_without_a_resource_are_rejected_with_the_remedy(mesh, entered, quantized):
+def test_names_of_axes_under_a_mesh_without_a_resource_are_rejected_with_the_remedy(
+    mesh, entered, quantized
+):
     """Also under an autocast without a mesh_resource: that differs from a resource without axes."""
     axes = {
         "kernel_axes": (sharding.W_FSDP_AXES, sharding.W_TP_AXES),
@@ -189,7 +203,9 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
     assert sharding._resource.get() is None and te.quantize.get_global_quantize_recipe() is None
 
 
-@pytest.mark.parametrize("field", [name for name in vars(te.MeshResource()) if name != "cp_resource"])
+@pytest.mark.parametrize(
+    "field", [name for name in vars(te.MeshResource()) if name != "cp_resource"]
+)
 def test_a_resource_axis_missing_from_the_mesh_is_rejected(mesh, field):
     """Entering a resource inside a mesh raises, and so does looking up a mesh axis inside a resource."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
@@ -211,7 +227,10 @@ def test_a_resource_axis_missing_from_the_mesh_is_rejected(mesh, field):
 
 
 def test_every_function_of_axes_rejects_an_axis_missing_from_the_mesh(mesh):
-    x, sentence = ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
+    x, sentence = (
+        ones((2, 3)),
+        r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)",
+    )
     with pytest.raises(ValueError, match=sentence):
         sharding.get_mesh_axis_size("zz", mesh)
     assert sharding.get_mesh_axis_size("zz") == 1, "no mesh is in use"
@@ -243,9 +262,16 @@ def test_an_unknown_field_of_a_resource_is_rejected():
 def test_a_name_without_a_flax_rule_is_unsharded_with_one_warning(mesh):
     x = ones((2, 3))
     rules = (("rows of this test", "dp"), ("columns of this test", None))
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules), warnings.catch_warnings(record=True) as said:
+    with (
+        jax.set_mesh(mesh),
+        nn.logical_axis_rules(rules),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
-        for names in (("rows of this test", "columns of this test"), ("rows of this test", "of no rule")):
+        for names in (
+            ("rows of this test", "columns of this test"),
+            ("rows of this test", "of no rule"),
+        ):
             for laid in (
                 sharding.with_sharding_constraint_by_logical_axes,
                 jax.jit(constrain_by_names, static_argnums=1),
@@ -261,12 +287,18 @@ def constrain_by_names(x, names):
 
 
 def test_axis_names_map_to_the_axes_of_the_resource():
-    with sharding.global_shard_guard(te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")):
+    with sharding.global_shard_guard(
+        te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
+    ):
         rules = sharding.get_sharding_map_logic_axis_to_mesh_axis()
     used = {name: axis for name, axis in rules.items() if axis is not None}
     assert used == {
-        "nvte_batch": "dp", "nvte_seqlen_cp": "cp", "nvte_head": "tp", "nvte_hidden_tp": "tp", "nvte_w_tp": "tp",
-    }  # fmt: skip
+        "nvte_batch": "dp",
+        "nvte_seqlen_cp": "cp",
+        "nvte_head": "tp",
+        "nvte_hidden_tp": "tp",
+        "nvte_w_tp": "tp",
+    }
     assert len(rules) == 12
 
 
@@ -299,13 +331,17 @@ def test_names_of_ours_without_flax_rules_are_deprecated(mesh):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("names", [("nvte_bacth", None), ("nvte_batch", "nvte_heads"), ("embed", "nvte_tp")])
+@pytest.mark.parametrize(
+    "names", [("nvte_bacth", None), ("nvte_batch", "nvte_heads"), ("embed", "nvte_tp")]
+)
 def test_misspelled_names_of_ours_raise_without_flax_rules(mesh, names):
     resource = te.MeshResource(dp_resource="dp")
-    sentence = (
-        f"has {next(name for name in names if name not in (None, 'nvte_batch', 'embed'))}, which no rule"
-    )
-    with jax.set_mesh(mesh), sharding.global_shard_guard(resource), pytest.raises(ValueError, match=sentence):
+    sentence = f"has {next(name for name in names if name not in (None, 'nvte_batch', 'embed'))}, which no rule"
+    with (
+        jax.set_mesh(mesh),
+        sharding.global_shard_guard(resource),
+        pytest.raises(ValueError, match=sentence),
+    ):
         sharding.with_sharding_constraint_by_logical_axes(ones((2, 3)), names)
 
 
@@ -313,7 +349,9 @@ def test_default_axis_names_need_neither_rules_nor_a_resource(mesh):
     x = ones((2, 3))
     with jax.set_mesh(mesh):
         assert sharding.with_sharding_constraint_by_logical_axes(x, ("embed", None)) is x
-        variables = te_flax.LayerNormMLP(intermediate_dim=4).init(jax.random.key(0), x, deterministic=True)
+        variables = te_flax.LayerNormMLP(intermediate_dim=4).init(
+            jax.random.key(0), x, deterministic=True
+        )
     assert variables["params"]["wi_kernel"].names == ("embed", "act", "mlp")
 
 
@@ -335,4 +373,6 @@ def test_resource_sizes_equal_the_sizes_of_their_mesh_axes():
         assert sharding.get_active_resource_axis("tpsp_resource") == "tensors"
         with sharding.global_shard_guard(te.MeshResource(fsdp_resource="tensors")):
             assert (sharding.dp_or_fsdp_axis_size(), sharding.ep_axis_size()) == (4, 1)
-    assert sharding.get_num_devices_in_mesh() == 1 and sharding.num_of_devices() == jax.device_count()
+    assert (
+        sharding.get_num_devices_in_mesh() == 1 and sharding.num_of_devices() == jax.device_count()
+    )

@@ -21,7 +21,9 @@ def format_default(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return f"({', '.join(format_default(item) for item in value)}{',' if len(value) == 1 else ''})"
+        return (
+            f"({', '.join(format_default(item) for item in value)}{',' if len(value) == 1 else ''})"
+        )
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     if type(value).__name__ in ("QuantizerSet", "CollectiveOpSet"):
@@ -40,7 +42,9 @@ def parameters(found: Any) -> Iterator[str]:
             keyword_only = True
             yield "*"
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f"={format_default(parameter.default)}"
+        default = (
+            "" if parameter.default is parameter.empty else f"={format_default(parameter.default)}"
+        )
         yield f"{stars}{parameter.name}{default}"
 
 
@@ -54,7 +58,9 @@ def read_description(found: Any) -> str:
         return ": policy of jax.checkpoint"  # a function or a callable object, depending on the jax version
     if isinstance(found, enum.EnumType):
         return ": " + " ".join(f"{member.name}={format_default(member.value)}" for member in found)
-    if inspect.isroutine(found) or (inspect.isclass(found) and hasattr(found, "__dataclass_fields__")):
+    if inspect.isroutine(found) or (
+        inspect.isclass(found) and hasattr(found, "__dataclass_fields__")
+    ):
         return f"({', '.join(parameters(found))})"
     if inspect.isclass(found):
         return ": class"

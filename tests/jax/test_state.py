@@ -37,7 +37,8 @@ from transformer_engine.jax.quantize.sharing import share_over_devices
 
 
 @pytest.mark.parametrize(
-    ("amax", "expected"), [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)]
+    ("amax", "expected"),
+    [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)],
 )
 def test_a_scale_is_unchanged_for_an_unusable_amax(amax, expected):
     scale = compute_scale_from_amax(array([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
@@ -76,7 +77,8 @@ def test_a_kernel_used_twice_gets_the_scale_of_its_larger_amax():
     def loss(quantizers):
         one, other, _ = fan_out(quantizers, 3)
         return (
-            dense(first, kernel, quantizer_set=one).sum() + dense(second, kernel, quantizer_set=other).sum()
+            dense(first, kernel, quantizer_set=one).sum()
+            + dense(second, kernel, quantizer_set=other).sum()
         )
 
     following = jax.jit(jax.grad(loss))(delayed_set())
@@ -105,20 +107,26 @@ def test_unread_states_of_devices_are_ignored(read):
     )
 
     def next_state(scale, amax, reads):
-        quantizer = DelayedScaleQuantizer(jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=amax)
+        quantizer = DelayedScaleQuantizer(
+            jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=amax
+        )
         following = jax.tree.map(lambda leaf: jnp.where(reads, leaf, 0), quantizer)
 
         def loss(quantizer):
             over = share_over_devices(quantizer, ("devices",), merges=True)
             return sum(
-                (a * b).sum() for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True)
+                (a * b).sum()
+                for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True)
             )
 
         return jax.lax.psum(jax.tree.leaves(jax.grad(loss)(quantizer)), "devices")
 
     found = jax.vmap(next_state, axis_name="devices")(scales, maxima, np.asarray(read))
     places = [index for index, reads in enumerate(read) if reads]
-    expected = (scales[places].min(initial=np.inf) if places else 0.0, maxima[places].max(initial=0))
+    expected = (
+        scales[places].min(initial=np.inf) if places else 0.0,
+        maxima[places].max(initial=0),
+    )
     np.testing.assert_array_equal(found, [[[number]] * 3 for number in expected])
 
 
@@ -196,7 +204,9 @@ def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift
         for name, values in maxima.items():
             amax = np.float32(np.abs(values).max())
             largest = np.float32(57344 if name == "grad" else 448)
-            np.testing.assert_allclose(found[f"{name}_scale"], largest / amax, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                found[f"{name}_scale"], largest / amax, rtol=1e-6, err_msg=name
+            )
             assert found[f"{name}_amax_history"].max() == amax, name
 
 
@@ -231,7 +241,9 @@ def test_a_layer_skipped_by_a_step_restarts_with_a_new_state():
         following = jax.jit(jax.grad(loss), static_argnums=2)(new, x, False)
         layer = following["fp8_metas"]["sometimes"]
         assert layer["x_scale"] == 0.0  # JAX's gradient for a value that was not read
-        as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
+        as_new = {
+            "fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}
+        }
         step = jax.jit(jax.value_and_grad(loss))
         got, expected = (step(state, x) for state in (following, as_new))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
@@ -250,7 +262,9 @@ def test_a_state_of_0_equals_a_new_state():
             tensor, amax = quantizer.encode(x)
             return tensor, quantizer.advanced(amax)
 
-        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, map(step, (left_out, new))))
+        jax.tree.map(
+            np.testing.assert_array_equal, *map(jax.tree.leaves, map(step, (left_out, new)))
+        )
 
 
 def test_groups_with_an_unread_state_begin_anew():
@@ -277,17 +291,22 @@ def test_a_model_applied_to_two_batches_keeps_the_larger_amax_of_every_state(use
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *copies)
             if uses == "vmap":
                 return jax.vmap(loss)(stacked, batches).sum()
-            return jax.lax.scan(lambda sum, one: (sum + loss(*one), None), 0.0, (stacked, batches))[0]
+            return jax.lax.scan(lambda sum, one: (sum + loss(*one), None), 0.0, (stacked, batches))[
+                0
+            ]
 
         following = jax.jit(jax.grad(both))(state)["fp8_metas"]
         alone = [jax.grad(loss)(state, batch)["fp8_metas"] for batch in batches]
     for layer in ("always", "sometimes"):
         for tensor in ("x", "kernel", "grad"):
             scales, histories = (
-                [one[layer][f"{tensor}{name}"] for one in alone] for name in ("_scale", "_amax_history")
+                [one[layer][f"{tensor}{name}"] for one in alone]
+                for name in ("_scale", "_amax_history")
             )
             np.testing.assert_array_equal(following[layer][f"{tensor}_scale"], jnp.minimum(*scales))
-            np.testing.assert_array_equal(following[layer][f"{tensor}_amax_history"], jnp.maximum(*histories))
+            np.testing.assert_array_equal(
+                following[layer][f"{tensor}_amax_history"], jnp.maximum(*histories)
+            )
 
 
 @pytest.mark.parametrize("argument", [{"params": {"kernel": np.ones(4, np.float32)}}, [1], None])
@@ -361,7 +380,11 @@ def test_autocast_nests_and_is_restored():
             "supports None only",
         ),
         (recipe.CustomRecipe(qfactory=lambda role: None), ValueError, "choose one of them"),
-        (recipe.Float8CurrentScaling(backward_override="high_precision"), ValueError, "set it to None"),
+        (
+            recipe.Float8CurrentScaling(backward_override="high_precision"),
+            ValueError,
+            "set it to None",
+        ),
         (recipe.Float8BlockScaling(backward_override="dequantized"), ValueError, "set it to None"),
         ("DelayedScaling", TypeError, "pass an instance"),
     ],
@@ -394,7 +417,9 @@ def test_a_recipe_that_the_gpu_lacks_is_rejected_with_the_switch_that_emulates_i
 
 
 def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
-    unsupported = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
+    unsupported = te_flax.make_dot_general_cls(
+        recipe.MXFP8BlockScaling(backward_override="dequantized")
+    )
     layer = nn.Dense(4, dot_general=unsupported())
     with pytest.raises(ValueError, match="backward_override='dequantized'"):
         jax.eval_shape(layer.init, jax.random.key(0), ones((8, 16)))
@@ -412,7 +437,11 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
         for tensor in ("x", "kernel", "grad")
         for leaf, shape in (("scale", (1,)), ("amax_history", (16,)))
     }
-    for settings in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
+    for settings in (
+        recipe.Float8CurrentScaling(),
+        recipe.MXFP8BlockScaling(),
+        recipe.Float8BlockScaling(),
+    ):
         assert set(create(settings)) == {"params"}
 
 
@@ -430,14 +459,18 @@ def test_a_model_without_its_state_is_rejected_with_the_remedy():
 @pytest.mark.parametrize(
     "change, error, said",
     [
-        (lambda leaf: leaf.astype(jnp.bfloat16), TypeError, r"x_scale of the model .* is bfloat16; states are"),
+        (
+            lambda leaf: leaf.astype(jnp.bfloat16),
+            TypeError,
+            r"x_scale of the model .* is bfloat16; states are",
+        ),
         (lambda leaf: leaf.astype(jnp.int32), TypeError, "is int32; states are float32"),
         (lambda leaf: float(leaf.max()), TypeError, "is float; states are float32"),
         (lambda leaf: leaf.max(), ValueError, r"has shape \[\], not \[1\]"),
         (lambda leaf: leaf[None], ValueError, r"has shape \[1, 1\], not \[1\]"),
         (lambda leaf: leaf[:0], ValueError, r"has shape \[0\], not \[1\]"),
     ],
-)  # fmt: skip
+)
 def test_a_state_of_another_dtype_or_shape_is_rejected(change, error, said):
     """Without the check, the forward of a tree cast as a whole succeeds, and its gradient fails in a concatenation."""
     x = ones((8, 16))
@@ -447,7 +480,9 @@ def test_a_state_of_another_dtype_or_shape_is_rejected(change, error, said):
         with pytest.raises(error, match=said):
             model.apply({"params": params, **jax.tree.map(change, state)}, x)
         lengthened = {**state["fp8_metas"], "x_amax_history": zeros((4, 1))}
-        with pytest.raises(ValueError, match=r"x_amax_history of .* has shape \[4, 1\], not \[length\]"):
+        with pytest.raises(
+            ValueError, match=r"x_amax_history of .* has shape \[4, 1\], not \[length\]"
+        ):
             model.apply({"params": params, "fp8_metas": lengthened}, x)
 
 
@@ -469,15 +504,29 @@ E4M3, E5M2, E2M1 = (jnp.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2, j
     [
         (None, (jnp.bfloat16, jnp.bfloat16), ["NO_SCALING"] * 3),
         (recipe.DelayedScaling(), (E4M3, E5M2), ["DELAYED_TENSOR_SCALING"] * 3),
-        (recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3), (E4M3, E4M3), ["CURRENT_TENSOR_SCALING"] * 3),
+        (
+            recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3),
+            (E4M3, E4M3),
+            ["CURRENT_TENSOR_SCALING"] * 3,
+        ),
         (recipe.MXFP8BlockScaling(), (E4M3, E4M3), ["MXFP8_1D_SCALING"] * 3),
-        (recipe.Float8BlockScaling(), (E4M3, E4M3), ["BLOCK_1D_SCALING", "BLOCK_2D_SCALING", "BLOCK_1D_SCALING"]),
-        (recipe.NVFP4BlockScaling(), (E2M1, E2M1), ["NVFP4_1D_SCALING", "NVFP4_2D_SCALING", "NVFP4_1D_SCALING"]),
+        (
+            recipe.Float8BlockScaling(),
+            (E4M3, E4M3),
+            ["BLOCK_1D_SCALING", "BLOCK_2D_SCALING", "BLOCK_1D_SCALING"],
+        ),
+        (
+            recipe.NVFP4BlockScaling(),
+            (E2M1, E2M1),
+            ["NVFP4_1D_SCALING", "NVFP4_2D_SCALING", "NVFP4_1D_SCALING"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_config_has_the_dtype_and_mode_of_each_tensor(argument, dtypes, modes):
     config = get_quantize_config_with_recipe(argument)
-    assert (jnp.dtype(config.FWD_DTYPE), jnp.dtype(config.BWD_DTYPE)) == tuple(map(jnp.dtype, dtypes))
+    assert (jnp.dtype(config.FWD_DTYPE), jnp.dtype(config.BWD_DTYPE)) == tuple(
+        map(jnp.dtype, dtypes)
+    )
     assert [config.get_scaling_mode(source).name for source in TensorSource] == modes
     assert config.is_fp8_enabled() is (argument is not None)
     assert (1024 if isinstance(argument, recipe.DelayedScaling) else 0) == config.AMAX_HISTORY_LEN

@@ -26,7 +26,9 @@ RECIPE = recipe.DelayedScaling(amax_history_len=4, fp8_format=recipe.Format.HYBR
 
 def delayed_set(length: int = 4) -> QuantizerSet:
     def quantizer(dtype):
-        return DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), amax_history=zeros(length, jnp.float32))
+        return DelayedScaleQuantizer(
+            q_dtype=jnp.dtype(dtype), amax_history=zeros(length, jnp.float32)
+        )
 
     return QuantizerSet(
         quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e5m2)
@@ -39,14 +41,19 @@ def delayed_set(length: int = 4) -> QuantizerSet:
 @pytest.mark.sampled(9)
 def test_one_step_has_the_bytes_of_the_torch_reference(algorithm, margin, length):
     rng = np.random.default_rng(0)
-    history = np.ldexp(rng.random((length, 12), np.float32), rng.integers(-150, 128, (length, 12))).astype(
-        np.float32
-    )
+    history = np.ldexp(
+        rng.random((length, 12), np.float32), rng.integers(-150, 128, (length, 12))
+    ).astype(np.float32)
     history[0, :5] = [0.0, np.inf, np.nan, 1e-45, 3e38]
     history[1:, :2] = 0
     scale = rng.random(12, np.float32)
     histories, scales = advance_scales(
-        jnp.asarray(history.T), jnp.asarray(scale), jnp.asarray(history[0]), algorithm, (448.0,) * 12, margin
+        jnp.asarray(history.T),
+        jnp.asarray(scale),
+        jnp.asarray(history[0]),
+        algorithm,
+        (448.0,) * 12,
+        margin,
     )
     want_history, want_scale = torch_step(history, scale, algorithm, 448.0, margin)
     assert_same_bytes(histories, want_history.t(), "history")
@@ -84,7 +91,9 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((10, 32, 48)).astype(np.float32)
     inputs *= np.ldexp(1.0, rng.integers(-3, 4, (10, 1, 1))).astype(np.float32)
-    gradients = rng.standard_normal((10, 32, 16)).astype(np.float32) * rng.random((10, 1, 1), np.float32)
+    gradients = rng.standard_normal((10, 32, 16)).astype(np.float32) * rng.random(
+        (10, 1, 1), np.float32
+    )
     weight = rng.standard_normal((16, 48)).astype(np.float32)
     reference = te_torch.Linear(48, 16, bias=False, params_dtype=torch.float32, device="cpu")
     with torch.no_grad():
@@ -109,8 +118,12 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
             metas = state["fp8_metas"]
             for forward, index, name in ((True, 0, "x"), (True, 1, "kernel"), (False, 0, "grad")):
                 scale, history = _torch_state(reference, forward)
-                np.testing.assert_array_equal(np.asarray(metas[f"{name}_scale"]), scale[index : index + 1])
-                np.testing.assert_array_equal(np.asarray(metas[f"{name}_amax_history"]), history[:, index])
+                np.testing.assert_array_equal(
+                    np.asarray(metas[f"{name}_scale"]), scale[index : index + 1]
+                )
+                np.testing.assert_array_equal(
+                    np.asarray(metas[f"{name}_amax_history"]), history[:, index]
+                )
 
 
 LAYERS = 4
@@ -167,7 +180,9 @@ def _train(scanned: bool, remat: bool, params, state, x) -> tuple[list[float], d
 
 
 def _stack_states(layers: dict) -> dict:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[f"layer{i}"] for i in range(LAYERS)))
+    return jax.tree.map(
+        lambda *leaves: np.stack(leaves), *(layers[f"layer{i}"] for i in range(LAYERS))
+    )
 
 
 def check_same_state(*forms: tuple[bool, bool]) -> None:

@@ -40,7 +40,9 @@ def test_a_train_state_overwrites_the_quantizers_state():
 
     @jax.jit
     def step(state):
-        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, x) - target) ** 2).mean())(state.params)
+        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, x) - target) ** 2).mean())(
+            state.params
+        )
         return loss, state.apply_gradients(grads=grads)
 
     losses = []
@@ -51,7 +53,9 @@ def test_a_train_state_overwrites_the_quantizers_state():
     (first, *_) = flax.traverse_util.flatten_dict(state.params["_overwrite_with_gradient"]).items()
     scales = {
         path: leaf
-        for path, leaf in flax.traverse_util.flatten_dict(state.params["_overwrite_with_gradient"]).items()
+        for path, leaf in flax.traverse_util.flatten_dict(
+            state.params["_overwrite_with_gradient"]
+        ).items()
         if path[-1] == "x_scale"
     }
     assert len(scales) == 2
@@ -59,7 +63,9 @@ def test_a_train_state_overwrites_the_quantizers_state():
         f"{t}_{leaf}" for t in ("x", "kernel", "grad") for leaf in ("scale", "amax_history")
     }
     # The first layer's input never changes, so its maximum determines the scale.
-    assert any(float(s[0]) == float(np.float32(448) / np.abs(np.asarray(x)).max()) for s in scales.values())
+    assert any(
+        float(s[0]) == float(np.float32(448) / np.abs(np.asarray(x)).max()) for s in scales.values()
+    )
 
 
 def test_a_function_gets_a_quantizer_set_for_each_postfix():
@@ -72,7 +78,10 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
     x, a, b = ones((4, 8)), ones((8, 6)), ones((6, 2))
     variables = draw_variables(module(), x, a, b)
     names = {
-        f"{t}_{p}_{leaf}" for t in ("x", "kernel", "grad") for p in "ab" for leaf in ("scale", "amax_history")
+        f"{t}_{p}_{leaf}"
+        for t in ("x", "kernel", "grad")
+        for p in "ab"
+        for leaf in ("scale", "amax_history")
     }
     assert set(variables["_overwrite_with_gradient"]) == names
     np.testing.assert_allclose(module().apply(variables, x, a, b), x @ a @ b)
@@ -82,7 +91,10 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
     ("call", "sentence"),
     [
         (lambda: te_flax.wrap_function_in_te_state_module("f", RECIPE), "is not a function"),
-        (lambda: te_flax.wrap_function_in_te_state_module(lambda g: g, "delayed"), "instance of a recipe"),
+        (
+            lambda: te_flax.wrap_function_in_te_state_module(lambda g: g, "delayed"),
+            "instance of a recipe",
+        ),
         (
             lambda: te_flax.make_dot_general_cls(RECIPE)().init(
                 jax.random.key(0), ones((2, 3, 4)), ones((2, 4, 5)), (((2,), (1,)), ((0,), (0,)))
@@ -96,7 +108,9 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
         call()
 
 
-@pytest.mark.parametrize(("settings", "tolerance"), [(None, 1e-5), (recipe.Float8CurrentScaling(), 0.1)])
+@pytest.mark.parametrize(
+    ("settings", "tolerance"), [(None, 1e-5), (recipe.Float8CurrentScaling(), 0.1)]
+)
 def test_linear_layers_of_nnx_accept_the_product(settings, tolerance):
     from flax import nnx
 
@@ -116,9 +130,10 @@ def test_the_product_accepts_the_arguments_of_lax_dot_general():
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         for options in (
-            {"dims": numbers}, {"dimension_numbers": numbers, "out_sharding": None, "precision": None},
+            {"dims": numbers},
+            {"dimension_numbers": numbers, "out_sharding": None, "precision": None},
             {"dimension_numbers": numbers, "out_sharding": jax.sharding.PartitionSpec("dp")},
-        ):  # fmt: skip
+        ):
             found = module.apply({}, x, kernel, **options)
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         assert jax.typeof(found).sharding.spec == jax.sharding.PartitionSpec("dp", None)

@@ -34,7 +34,9 @@ def test_grouped_products_and_gradients_work_with_jit_disabled():
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("trace", [jax.jit, lambda f: lambda: jax.eval_shape(f)], ids=["jit", "eval_shape"])
+@pytest.mark.parametrize(
+    "trace", [jax.jit, lambda f: lambda: jax.eval_shape(f)], ids=["jit", "eval_shape"]
+)
 def test_a_constraint_applies_to_an_array_that_a_trace_closes_over(trace):
     x, mesh = ones((4, 8)), Mesh(np.asarray(jax.devices()[:1]), ("dp",))
     with jax.set_mesh(mesh):
@@ -53,7 +55,9 @@ def test_init_of_a_sequence_parallel_layer_closes_over_its_inputs():
         rules = te_flax.extend_logical_axis_rules(())
         with nn.logical_axis_rules(rules):
             result = jax.jit(lambda key: layer.init(key, x, deterministic=True))(jax.random.key(0))
-    assert jax.tree.map(jnp.shape, nn.meta.unbox(result)) == jax.tree.map(jnp.shape, nn.meta.unbox(alone))
+    assert jax.tree.map(jnp.shape, nn.meta.unbox(result)) == jax.tree.map(
+        jnp.shape, nn.meta.unbox(alone)
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,11 +73,17 @@ def test_a_mask_that_the_type_does_not_read_is_warned_of_once(kind, other):
     hidden = zeros((1, 1, 4, 4), bool)
     masks._warn_of_mask.cache_clear()
     with pytest.warns(UserWarning, match=f"'{kind}', which does not read it.*give '{other}'"):
-        te_flax.DotProductAttention(8, 2, attn_mask_type=kind).apply({}, q, k, v, hidden, deterministic=True)
+        te_flax.DotProductAttention(8, 2, attn_mask_type=kind).apply(
+            {}, q, k, v, hidden, deterministic=True
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        te_flax.DotProductAttention(8, 2, attn_mask_type=kind).apply({}, q, k, v, hidden, deterministic=True)
-        te_flax.DotProductAttention(8, 2, attn_mask_type=other).apply({}, q, k, v, hidden, deterministic=True)
+        te_flax.DotProductAttention(8, 2, attn_mask_type=kind).apply(
+            {}, q, k, v, hidden, deterministic=True
+        )
+        te_flax.DotProductAttention(8, 2, attn_mask_type=other).apply(
+            {}, q, k, v, hidden, deterministic=True
+        )
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ def test_a_symbolic_batch_equals_a_concrete_batch(name):
         function, variables, program = export_layer(name, x, None)
         for batch in (1, 3):
             expected = function(variables, x[:batch])
-            np.testing.assert_allclose(program.call(variables, x[:batch]), expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                program.call(variables, x[:batch]), expected, rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -57,7 +59,9 @@ def test_kernels_are_not_launched_for_a_symbolic_batch(name, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["0", "1"])
-def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_allows(kernels, monkeypatch):
+def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_allows(
+    kernels, monkeypatch
+):
     monkeypatch.setenv("TE_JAX_KERNELS", kernels)
     module, x = te_flax.DenseGeneral(features=64), ones((64, 64), jnp.bfloat16)
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):

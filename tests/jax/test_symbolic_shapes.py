@@ -15,14 +15,22 @@ from jax import export
 import transformer_engine.jax.flax as te
 from tests.jax.compiled import draw_variables, normal
 
-HEADS = {"head_dim": 8, "num_attention_heads": 4, "transpose_batch_sequence": False, "attention_dropout": 0.0}
+HEADS = {
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "transpose_batch_sequence": False,
+    "attention_dropout": 0.0,
+}
 LAYER = {
     "hidden_size": 32, "mlp_hidden_size": 64, "num_attention_heads": 4, "transpose_batch_sequence": False,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "self_attn_mask_type": "causal",
 }  # fmt: skip
 QKV = ((4, 8), (2, 8), (2, 8))
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
-    "attention": (lambda: te.DotProductAttention(num_gqa_groups=2, attn_mask_type="causal", **HEADS), QKV),
+    "attention": (
+        lambda: te.DotProductAttention(num_gqa_groups=2, attn_mask_type="causal", **HEADS),
+        QKV,
+    ),
     "heads": (lambda: te.MultiHeadAttention(**HEADS), ((32,), (32,))),
     "layer": (lambda: te.TransformerLayer(enable_relative_embedding=False, **LAYER), ((32,),)),
     "angles": (lambda: te.MultiHeadAttention(enable_rotary_pos_emb=True, **HEADS), ((32,), (32,))),
@@ -58,7 +66,10 @@ def near(got: jax.Array, expected: jax.Array) -> None:
 # The next test has a symbolic batch too.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in OF_ANY_LENGTH else []) for name in MODULES],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in OF_ANY_LENGTH else [])
+        for name in MODULES
+    ],
 )
 def test_a_batch_may_be_symbolic(name):
     (batch,) = export.symbolic_shape("b")
@@ -71,7 +82,9 @@ def test_a_length_may_be_symbolic(name):
     jax.tree.map(near, *export_and_call(name, batch, tokens))
 
 
-@pytest.mark.parametrize(("name", "message"), [("angles", "length of rows=s"), ("buckets", "q_seqlen=s")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("angles", "length of rows=s"), ("buckets", "q_seqlen=s")]
+)
 def test_a_symbolic_length_is_rejected_for_a_table_of_tokens(name, message):
     (tokens,) = export.symbolic_shape("s")
     with pytest.raises(ValueError, match=f"{message} is symbolic.*export with a number"):

@@ -46,7 +46,9 @@ def step(run, x):
         def loss(params, state):
             return ((Model().apply({"params": params, **state}, x)[:, 0] - x.sum(-1)) ** 2).mean()
 
-        value, (gradients, state) = jax.value_and_grad(loss, argnums=(0, 1))(run["params"], run["state"])
+        value, (gradients, state) = jax.value_and_grad(loss, argnums=(0, 1))(
+            run["params"], run["state"]
+        )
     updates, optimizer = OPTIMIZER.update(gradients, run["optimizer"], run["params"])
     params = optax.apply_updates(run["params"], updates)
     return {"params": params, "state": state, "optimizer": optimizer}, value

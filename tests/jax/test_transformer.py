@@ -73,10 +73,14 @@ def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True
         )
         q, k = rotate_by_complex_numbers(q, *rotary), rotate_by_complex_numbers(k, *rotary)
     k, v = (jnp.repeat(y, HEADS // groups, axis=2) for y in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (d**-0.5 if fields.get("scale_attn_logits") else 1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (
+        d**-0.5 if fields.get("scale_attn_logits") else 1
+    )
     scores = scores + (0 if bias is None else bias)
     scores = jnp.where(hidden, -jnp.inf, scores)
-    sink = {"vanilla": None, "off_by_one": 0.0}.get(fields.get("softmax_type", "vanilla"), "learned")
+    sink = {"vanilla": None, "off_by_one": 0.0}.get(
+        fields.get("softmax_type", "vanilla"), "learned"
+    )
     if sink == "learned":
         sink = p["DotProductAttention_0"][sink_scope()]["softmax_offset"]
     weights = jnp.exp(scores)
@@ -87,9 +91,15 @@ def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True
 
 
 def plain_mlp(p, x, fields):
-    inner = norm(x, p, fields.get("layernorm_type", "layernorm"), fields.get("zero_centered_gamma", False))
+    inner = norm(
+        x, p, fields.get("layernorm_type", "layernorm"), fields.get("zero_centered_gamma", False)
+    )
     hidden = jnp.einsum("bsh,hnf->bsnf", inner, p["wi_kernel"]) + p.get("wi_bias", 0)
-    functions = {"gelu": lambda y: nn.gelu(y, approximate=True), "silu": nn.silu, "linear": lambda y: y}
+    functions = {
+        "gelu": lambda y: nn.gelu(y, approximate=True),
+        "silu": nn.silu,
+        "linear": lambda y: y,
+    }
     y = 1
     for index, name in enumerate(fields.get("mlp_activations", ("gelu",))):
         y = y * (functions[name] if isinstance(name, str) else name)(hidden[..., index, :])
@@ -120,7 +130,12 @@ def plain_layer(params, x, encoded, mask, cross_mask, fields):
             left, right = fields["window_size"]
             cross_mask = cross_mask | (j < i - left) | ((j > i + right) & (right >= 0))
         y, inner = plain_attention(
-            params["encoder_decoder_attention"], x, encoded, fields, cross_mask, self_attention=False
+            params["encoder_decoder_attention"],
+            x,
+            encoded,
+            fields,
+            cross_mask,
+            self_attention=False,
         )
         x = y + (inner if after_norm else x)
     y, inner = plain_mlp(params["mlp"], x, fields)
@@ -147,7 +162,9 @@ def relative(embedding, bidirectional):
         back = abs(back) if bidirectional else max(back, 0)
         if back < count // 2:
             return first + back
-        far = count // 2 + int(np.log(back / (count // 2)) / np.log(128 / (count // 2)) * (count // 2))
+        far = count // 2 + int(
+            np.log(back / (count // 2)) / np.log(128 / (count // 2)) * (count // 2)
+        )
         return first + min(far, count - 1)
 
     table = [[bucket(q, k) for k in range(TOKENS)] for q in range(TOKENS)]
@@ -160,10 +177,16 @@ CONFIGURATIONS = {
     "encoder-bias-zero-centred": {"use_bias": True, "zero_centered_gamma": True},
     "encoder-padding": {"self_attn_mask_type": "padding_causal"},
     "encoder-gqa": {"num_gqa_groups": 2},
-    "encoder-unfused": {"fuse_qkv_params": False, "scale_attn_logits": True, "scaled_query_init": False},
+    "encoder-unfused": {
+        "fuse_qkv_params": False,
+        "scale_attn_logits": True,
+        "scaled_query_init": False,
+    },
     "encoder-rope": {"enable_rotary_pos_emb": True, "enable_relative_embedding": False},
     "encoder-rope-halves": {
-        "enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "alternate", "num_gqa_groups": 1,
+        "enable_rotary_pos_emb": True,
+        "rotary_pos_emb_group_method": "alternate",
+        "num_gqa_groups": 1,
     },
     "encoder-residual-of-norms": {"apply_residual_connection_post_layernorm": True},
     "encoder-output-norm": {"output_layernorm": True, "self_attn_mask_type": "no_mask"},
@@ -174,10 +197,12 @@ CONFIGURATIONS = {
     "decoder": DECODER,
     "decoder-all": DECODER
     | {
-        "use_bias": True, "apply_residual_connection_post_layernorm": True, "fuse_qkv_params": False,
+        "use_bias": True,
+        "apply_residual_connection_post_layernorm": True,
+        "fuse_qkv_params": False,
         "num_gqa_groups": 2,
     },
-}  # fmt: skip
+}
 GATED, RMS = {"mlp_activations": ("gelu", "linear")}, {"layernorm_type": "rmsnorm"}
 ROPE = {"enable_rotary_pos_emb": True, "enable_relative_embedding": False}
 HALVES = ROPE | {"rotary_pos_emb_group_method": "alternate"}
@@ -203,17 +228,25 @@ PAIRS = {
     "window-zero-centred": {"window_size": (2, 0), "zero_centered_gamma": True},
     "transposed-unfused-rope": TRANSPOSED | UNFUSED | ROPE,
     "transposed-bias-gated": TRANSPOSED | GATED | {"use_bias": True},
-    "low-rank-output-unfused": UNFUSED | {"low_rank_adaptation_scope": "output_proj", "low_rank_adaptation_dim": 4},
+    "low-rank-output-unfused": UNFUSED
+    | {"low_rank_adaptation_scope": "output_proj", "low_rank_adaptation_dim": 4},
     "float32-logits-unscaled-query": {"float32_attention_logits": True, "scaled_query_init": False},
     "decoder-rms-gated": DECODER | RMS | GATED,
     "decoder-rope-gqa": DECODER | ROPE | {"num_gqa_groups": 2},
-    "decoder-zero-centred-low-rank": DECODER | {
-        "zero_centered_gamma": True, "low_rank_adaptation_scope": "exclude_mlp", "low_rank_adaptation_dim": 2,
+    "decoder-zero-centred-low-rank": DECODER
+    | {
+        "zero_centered_gamma": True,
+        "low_rank_adaptation_scope": "exclude_mlp",
+        "low_rank_adaptation_dim": 2,
     },
-}  # fmt: skip
+}
 QUICK = (
-    "encoder-rms-gated", "encoder-bias-zero-centred", "encoder-rope-halves", "encoder-window-sink", "decoder-all",
-)  # fmt: skip
+    "encoder-rms-gated",
+    "encoder-bias-zero-centred",
+    "encoder-rope-halves",
+    "encoder-window-sink",
+    "decoder-all",
+)
 LAYERS = [
     pytest.param(fields, id=name, marks=[] if name in QUICK else pytest.mark.slow)
     for name, fields in (CONFIGURATIONS | PAIRS).items()
@@ -254,14 +287,19 @@ def parameters(model, x, encoded, mask, cross):
 @pytest.mark.sampled(2)
 def test_a_layer_equals_the_reference_layer(fields):
     x, encoded, mask, cross = data(fields)
-    swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
+    swap = (
+        (lambda y: jnp.swapaxes(y, 0, 1))
+        if fields.get("transpose_batch_sequence")
+        else (lambda y: y)
+    )
     model = layer(fields)
     params, _ = parameters(model, swap(x), encoded, mask, cross)
     dy = normal(jax.random.key(3), x.shape)
 
     def ours(params, x):
         return (
-            swap(model.apply({"params": params}, swap(x), encoded, mask, cross, deterministic=True)) * dy
+            swap(model.apply({"params": params}, swap(x), encoded, mask, cross, deterministic=True))
+            * dy
         ).sum()
 
     def plain(params, x):
@@ -294,7 +332,11 @@ def projection(inputs, features, axes, fields, adapted=False):
         outputs["bias"] = (features, bias_axes, ZEROS)
     if adapted:
         rank = fields["low_rank_adaptation_dim"]
-        outputs["lora_a_kernel"] = ((inputs, *features[:-1], rank), (None,) * (1 + len(features)), None)
+        outputs["lora_a_kernel"] = (
+            (inputs, *features[:-1], rank),
+            (None,) * (1 + len(features)),
+            None,
+        )
         outputs["lora_b_kernel"] = (
             (*features[:-1], rank, features[-1]),
             (None,) * (1 + len(features)),
@@ -312,7 +354,10 @@ def norm_parameters(fields):
 def attention_parameters(fields, self_attention, normed):
     groups = fields.get("num_gqa_groups") or HEADS
     narrow, scope = HIDDEN // HEADS * groups, fields.get("low_rank_adaptation_scope", "none")
-    adapted, out_adapted = scope in ("exclude_mlp", "qkv_proj"), scope in ("exclude_mlp", "output_proj")
+    adapted, out_adapted = (
+        scope in ("exclude_mlp", "qkv_proj"),
+        scope in ("exclude_mlp", "output_proj"),
+    )
     norms = norm_parameters(fields) if normed else {}
     one, several = (FSDP, TP), (FSDP, JOINED, TP)
     outputs = {"out": projection(HIDDEN, HIDDEN, (TP, FSDP), fields, out_adapted)}
@@ -323,7 +368,9 @@ def attention_parameters(fields, self_attention, normed):
         if fields.get("fuse_qkv_params", True):
             outputs["kv"] = projection(HIDDEN, (2, narrow), several, fields, adapted)
         else:
-            outputs |= {name: projection(HIDDEN, narrow, one, fields, adapted) for name in ("key", "value")}
+            outputs |= {
+                name: projection(HIDDEN, narrow, one, fields, adapted) for name in ("key", "value")
+            }
     if fields.get("softmax_type") == "learnable":
         sink = {"softmax_offset": ((1, HEADS, 1, 1), (None, "nvte_head", None, None), ZEROS)}
         outputs["DotProductAttention_0"] = {sink_scope(): sink}
@@ -341,11 +388,17 @@ def layer_parameters(fields):
     parts = len(fields.get("mlp_activations", ("gelu",)))
     wide = fields.get("output_layernorm", False)
     mlp = norm_parameters(fields) | {
-        "wi_kernel": ((HIDDEN, parts, 48), (FSDP, JOINED, TP), None), "wo_kernel": ((48, HIDDEN), (TP, FSDP), None),
-    }  # fmt: skip
+        "wi_kernel": ((HIDDEN, parts, 48), (FSDP, JOINED, TP), None),
+        "wo_kernel": ((48, HIDDEN), (TP, FSDP), None),
+    }
     if fields.get("use_bias"):
-        mlp |= {"wi_bias": ((parts, 48), (JOINED, TP), ZEROS), "wo_bias": ((HIDDEN,), (WHOLE,), ZEROS)}
-    outputs = {"self_attention" if decoder else "attention": attention_parameters(fields, True, not wide)}
+        mlp |= {
+            "wi_bias": ((parts, 48), (JOINED, TP), ZEROS),
+            "wo_bias": ((HIDDEN,), (WHOLE,), ZEROS),
+        }
+    outputs = {
+        "self_attention" if decoder else "attention": attention_parameters(fields, True, not wide)
+    }
     if decoder:
         outputs["encoder_decoder_attention"] = attention_parameters(fields, False, True)
     if fields.get("enable_relative_embedding", True):
@@ -389,7 +442,9 @@ def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
 def test_the_parameters_of_a_layer_have_their_initial_values(fields):
     _, init = init_with_boxes(fields)
     drawn = flax.traverse_util.flatten_dict(nn.meta.unbox(jax.jit(init)(jax.random.key(1))))
-    for path, (shape, _, constant) in flax.traverse_util.flatten_dict(layer_parameters(fields)).items():
+    for path, (shape, _, constant) in flax.traverse_util.flatten_dict(
+        layer_parameters(fields)
+    ).items():
         if constant is not None:
             np.testing.assert_array_equal(
                 drawn[path], np.full(shape, constant, np.float32), err_msg=str(path)
@@ -407,13 +462,17 @@ def test_the_parameters_of_a_layer_have_their_initial_values(fields):
 @pytest.mark.parametrize(
     ("former", "name", "value"),
     [
-        ("num_heads", "num_attention_heads", 2), ("dropout_rate", "attention_dropout", 0.25),
-        ("output_layernorm", "input_layernorm", False), ("fuse_qkv", "fuse_qkv_params", False),
+        ("num_heads", "num_attention_heads", 2),
+        ("dropout_rate", "attention_dropout", 0.25),
+        ("output_layernorm", "input_layernorm", False),
+        ("fuse_qkv", "fuse_qkv_params", False),
         ("apply_residual_connection_post_layernorm", "return_layernorm_output", True),
     ],
-)  # fmt: skip
+)
 def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
-    with pytest.warns(DeprecationWarning, match=f"{former} of MultiHeadAttention is deprecated; give {name}"):
+    with pytest.warns(
+        DeprecationWarning, match=f"{former} of MultiHeadAttention is deprecated; give {name}"
+    ):
         model = te_flax.MultiHeadAttention(8, HEADS, **{former: value})
     assert getattr(model, name) == value
     assert getattr(model.copy(), name) == value  # which warns no more
@@ -452,7 +511,9 @@ def test_fused_kernels_are_initialized_part_by_part(groups, child, parts):
     ("name", "settings", "tolerance"),
     [
         ("encoder-gqa", recipe.DelayedScaling(amax_history_len=4), 0.2),
-        pytest.param(*("encoder-rms-gated", recipe.Float8CurrentScaling(), 0.2), marks=pytest.mark.slow),
+        pytest.param(
+            *("encoder-rms-gated", recipe.Float8CurrentScaling(), 0.2), marks=pytest.mark.slow
+        ),
         pytest.param(*("decoder", recipe.MXFP8BlockScaling(), 0.15), marks=pytest.mark.slow),
         pytest.param(*("encoder", recipe.Float8BlockScaling(), 0.15), marks=pytest.mark.slow),
     ],
@@ -466,12 +527,20 @@ def test_a_quantized_layer_is_close_to_the_reference_layer(name, settings, toler
 
         def ours(params, state, x):
             return (
-                model.apply({"params": params, **state}, x, encoded, mask, cross, deterministic=True) ** 2
+                model.apply(
+                    {"params": params, **state}, x, encoded, mask, cross, deterministic=True
+                )
+                ** 2
             ).sum()
 
         grads, state = jax.jit(jax.grad(ours, argnums=(0, 1)))(params, state, x)
-    plain = jax.jit(jax.grad(lambda p: (plain_layer(p, x, encoded, mask, cross, fields) ** 2).sum()))(params)
-    flat, expected = jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)]), jax.tree.leaves(plain)
+    plain = jax.jit(
+        jax.grad(lambda p: (plain_layer(p, x, encoded, mask, cross, fields) ** 2).sum())
+    )(params)
+    flat, expected = (
+        jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)]),
+        jax.tree.leaves(plain),
+    )
     expected = jnp.concatenate([g.ravel() for g in expected])
     assert float(jnp.linalg.norm(flat - expected) / jnp.linalg.norm(expected)) < tolerance
     if settings.delayed():
@@ -493,7 +562,11 @@ def test_a_quantized_layer_is_close_to_the_reference_layer(name, settings, toler
 @pytest.mark.parametrize("fields", (CONFIGURATIONS | PAIRS).values(), ids=CONFIGURATIONS | PAIRS)
 def test_low_precision_gradients_are_close_to_the_reference(fields, settings, dtype, tolerance):
     x, encoded, mask, cross = data(fields)
-    swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
+    swap = (
+        (lambda y: jnp.swapaxes(y, 0, 1))
+        if fields.get("transpose_batch_sequence")
+        else (lambda y: y)
+    )
     model, dy = layer(fields), normal(jax.random.key(3), x.shape)
     low = jax.tree.map(lambda y: y.astype(dtype), (swap(x), encoded))
     with te.autocast(settings is not None, settings):
@@ -502,7 +575,12 @@ def test_low_precision_gradients_are_close_to_the_reference(fields, settings, dt
         ours = jax.jit(
             jax.value_and_grad(
                 lambda params, state: (
-                    swap(model.apply({"params": params, **state}, *low, mask, cross, deterministic=True)) * dy
+                    swap(
+                        model.apply(
+                            {"params": params, **state}, *low, mask, cross, deterministic=True
+                        )
+                    )
+                    * dy
                 ).sum(),
                 argnums=(0, 1),
             )
@@ -545,7 +623,9 @@ def test_dropout_repeats_with_its_key():
 def test_rotary_embedding_rotates_pairs(method):
     x = normal(jax.random.key(0), (2, 5, 3, 8))
     got = rotary_pos_emb(x, (1, 100), False, method)
-    np.testing.assert_allclose(got, rotate_by_complex_numbers(x, (1, 100), method), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        got, rotate_by_complex_numbers(x, (1, 100), method), rtol=1e-4, atol=1e-5
+    )
     np.testing.assert_array_equal(
         rotary_pos_emb(x.swapaxes(0, 1), (1, 100), True, method), got.swapaxes(0, 1)
     )
@@ -581,8 +661,12 @@ def test_a_layer_takes_the_width_of_its_inputs():
         rows = product(norm(x, p["attention"]["qkv"], "layernorm"), p["attention"]["qkv"])
         q, k, v = (z.reshape(BATCH, TOKENS, HEADS, 4) for z in jnp.moveaxis(rows, -2, 0))
         bias = relative(p["relpos_bias"]["rel_embedding"], True)
-        scores = jnp.where(np.tri(TOKENS, dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -jnp.inf)
-        attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(BATCH, TOKENS, 16)
+        scores = jnp.where(
+            np.tri(TOKENS, dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -jnp.inf
+        )
+        attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(
+            BATCH, TOKENS, 16
+        )
         x = x + product(attended, p["attention"]["out"])
         return x + plain_mlp(p["mlp"], x, {})[0]
 
@@ -599,14 +683,20 @@ def test_a_layer_takes_the_width_of_its_inputs():
         ({"layer_type": "encoder"}, False, r"give one of TransformerLayerType\.ENCODER"),
         ({"hidden_dropout": 1.5}, False, "outside"),
         ({"self_attn_mask_type": "some"}, False, "choose one of"),
-        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "x"}, False, "'consecutive' or"),
+        (
+            {"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "x"},
+            False,
+            "'consecutive' or",
+        ),
         ({"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (0, 1)}, False, "both above 0"),
         ({"mlp_hidden_size": 0}, False, "mlp_hidden_size=0"),
     ],
 )
 def test_a_bad_layer_is_rejected_with_value_limit_and_remedy(fields, encoded, sentence):
     x = ones((1, 4, HIDDEN))
-    model = te_flax.TransformerLayer(**({"hidden_size": HIDDEN, "num_attention_heads": HEADS} | fields))
+    model = te_flax.TransformerLayer(
+        **({"hidden_size": HIDDEN, "num_attention_heads": HEADS} | fields)
+    )
     with pytest.raises((ValueError, TypeError), match=sentence):
         model.init(jax.random.key(0), x, x if encoded else None, deterministic=True)
 
@@ -621,12 +711,18 @@ def test_unquantized_projections_of_the_same_values_stay_separate_products(fused
     """XLA for GPUs merges products that share an operand, unless all of them except one read it through a barrier."""
     x = ones((1, 8, 32), jnp.bfloat16)
     module = te_flax.MultiHeadAttention(
-        head_dim=8, num_attention_heads=4, num_gqa_groups=2, fuse_qkv_params=fused, dtype=jnp.bfloat16
+        head_dim=8,
+        num_attention_heads=4,
+        num_gqa_groups=2,
+        fuse_qkv_params=fused,
+        dtype=jnp.bfloat16,
     )
 
     def barriers(inputs_kv):
         def step(x):
-            return module.init_with_output(jax.random.key(0), x, inputs_kv(x), deterministic=True)[0][0]
+            return module.init_with_output(jax.random.key(0), x, inputs_kv(x), deterministic=True)[
+                0
+            ][0]
 
         return str(jax.make_jaxpr(step)(x)).count("optimization_barrier")
 

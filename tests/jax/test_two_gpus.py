@@ -56,7 +56,9 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
     assert found < (PLAIN if settings is None else NARROW)
 
 
-@pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 1, "ep": 2, "tp": 1}], ids=["ep", "dp, ep and tp"])
+@pytest.mark.parametrize(
+    "axes", [{"ep": 2}, {"dp": 1, "ep": 2, "tp": 1}], ids=["ep", "dp, ep and tp"]
+)
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
 def test_experts_on_two_devices_receive_every_row_and_equal_one_device(name, axes):
     data_axes = ("dp",) if "dp" in axes else ()
@@ -69,7 +71,13 @@ BSHD, THD = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
 VANILLA, LEARNT = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX
 SEQUENCES = {
     "causal balanced": (True, BSHD, AttnMaskType.CAUSAL_MASK, VANILLA),
-    "padded with sinks and a window": (True, BSHD, AttnMaskType.PADDING_CAUSAL_MASK, LEARNT, (9, 0)),
+    "padded with sinks and a window": (
+        True,
+        BSHD,
+        AttnMaskType.PADDING_CAUSAL_MASK,
+        LEARNT,
+        (9, 0),
+    ),
     "causal with sinks": (True, BSHD, AttnMaskType.CAUSAL_MASK, LEARNT),
     "causal unbalanced": (False, BSHD, AttnMaskType.CAUSAL_MASK, VANILLA),
     "unbalanced": (False, BSHD, AttnMaskType.NO_MASK, VANILLA),
@@ -77,7 +85,12 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("strategy", [CPStrategy.ALL_GATHER, CPStrategy.RING], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "strategy", [CPStrategy.ALL_GATHER, CPStrategy.RING], ids=lambda one: one.name
+)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_attention_of_a_sequence_over_devices_keeps_value_and_gradients(name, strategy):
-    assert compositions.sequence_case(compositions.create_mesh(cp=2), strategy, *SEQUENCES[name]) < PLAIN
+    assert (
+        compositions.sequence_case(compositions.create_mesh(cp=2), strategy, *SEQUENCES[name])
+        < PLAIN
+    )

@@ -22,7 +22,12 @@ from transformer_engine.common.kernels.launch import LARGEST_EXTENT, Launch
 ROWS = LARGEST_EXTENT
 TILES = LARGEST_EXTENT // 128 + 128
 # These kernels multiply loaded tile counts by 128 in 32 bits; they extend loaded rows to 64 bits first.
-_READ_TILES = ("grouped cast", "grouped measured cast", "grouped blocks", "grouped gradient scaling")
+_READ_TILES = (
+    "grouped cast",
+    "grouped measured cast",
+    "grouped blocks",
+    "grouped gradient scaling",
+)
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _AXES = {"x": 0, "y": 1, "z": 2}
 
@@ -68,7 +73,9 @@ class _Reader:
                 value = self._scalars[name]
                 self._define(f"%{name}", Range(value, value))
             return
-        head, _, body = line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
+        head, _, body = (
+            line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
+        )
         operation = re.split(r"[\s(]", body)[0].strip('"')
         if operation == "scf.for":
             self._enter_loop(head, body)
@@ -95,7 +102,9 @@ class _Reader:
         for name in _results(head):
             self._define(name, UNKNOWN)
         self._scopes.append(({}, []))
-        self._define(pairs[0][0], Range(first.low, max(first.low, stop.high - 1), first.wraps or stop.wraps))
+        self._define(
+            pairs[0][0], Range(first.low, max(first.low, stop.high - 1), first.wraps or stop.wraps)
+        )
         for name, _ in pairs[1:]:
             self._define(name, UNKNOWN)
 
@@ -118,7 +127,9 @@ class _Reader:
             number = re.search(r"(?:dense<)?(-?\d+|true|false)>? :", body)
             if number is None or not re.search(r"[ x]i\d+>?$", body):
                 return UNKNOWN
-            value = {"true": 1, "false": 0}.get(number[1]) if number[1].isalpha() else int(number[1])
+            value = (
+                {"true": 1, "false": 0}.get(number[1]) if number[1].isalpha() else int(number[1])
+            )
             return Range(value, value)
         if operation == "tt.get_program_id":
             return Range(0, self._grid[_AXES[body.split()[1]]] - 1)
@@ -138,19 +149,34 @@ class _Reader:
         found = _result_range(operation, parts)
         wraps = next((part.wraps for part in parts if part.wraps), "")
         narrow = bool(re.search(r"(?:[ x])i32>?$", body))
-        if narrow and operation in _ARITHMETIC and not (found.low >= -(1 << 31) and found.high < 1 << 31):
+        if (
+            narrow
+            and operation in _ARITHMETIC
+            and not (found.low >= -(1 << 31) and found.high < 1 << 31)
+        ):
             recognized = all(part != UNKNOWN for part in parts)
             wraps = wraps or (
-                f"{line} {[part[:2] for part in parts]}" if recognized or operation == "arith.muli" else ""
+                f"{line} {[part[:2] for part in parts]}"
+                if recognized or operation == "arith.muli"
+                else ""
             )
         return found._replace(wraps=wraps)
 
 
 _ARITHMETIC = ("arith.muli", "arith.addi", "arith.subi", "arith.shli")
 _SAME = (
-    "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.split", "arith.extsi", "arith.extui",
-    "arith.index_cast", "tt.unsplat", "arith.trunci",
-)  # fmt: skip
+    "tt.splat",
+    "tt.broadcast",
+    "tt.expand_dims",
+    "tt.reshape",
+    "tt.trans",
+    "tt.split",
+    "arith.extsi",
+    "arith.extui",
+    "arith.index_cast",
+    "tt.unsplat",
+    "arith.trunci",
+)
 
 
 def _result_range(operation: str, parts: list[Range]) -> Range:
@@ -182,7 +208,11 @@ def _result_range(operation: str, parts: list[Range]) -> Range:
         return Range(0, min(one.high, two.high))
     if operation == "arith.shli" and two.low == two.high < math.inf:
         return Range(one.low * 2**two.low, one.high * 2**two.high)
-    if operation in ("arith.shrsi", "arith.shrui") and one.low >= 0 and two.low == two.high < math.inf:
+    if (
+        operation in ("arith.shrsi", "arith.shrui")
+        and one.low >= 0
+        and two.low == two.high < math.inf
+    ):
         return Range(one.low // 2**two.low, one.high // 2**two.high)
     return UNKNOWN
 
@@ -206,7 +236,9 @@ def main() -> None:
         for name, launch, inputs in group():
             if launch.kernel.is_gluon():  # it passes coordinates to the copy engine
                 continue
-            if lines := wrapping_offsets(launch, inputs, TILES if name.startswith(_READ_TILES) else ROWS):
+            if lines := wrapping_offsets(
+                launch, inputs, TILES if name.startswith(_READ_TILES) else ROWS
+            ):
                 found[name] = lines
     print(json.dumps(found))
 

@@ -35,7 +35,12 @@ POINTERS = {
 
 
 def problem(
-    shared_memory: int, *, queries: int = 4096, page: int = 0, biased: bool = False, softcap: float = 0.0
+    shared_memory: int,
+    *,
+    queries: int = 4096,
+    page: int = 0,
+    biased: bool = False,
+    softcap: float = 0.0,
 ) -> AttentionProblem:
     """Sequences with 4096 keys and heads of size 128."""
     heads, groups, size = 32, 8, 128
@@ -80,7 +85,11 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
     yield "pages", attention_decode.stretches(problem(shared, queries=1, page=64), 132)[0], starts
     capped = problem(shared, softcap=30.0)
     yield "softcap-forward", attention.forward(capped, True), ("bias", "pages", *starts)
-    yield "softcap-keys", attention_backward.keys(capped, (0, *plain.k), (0, *plain.v), 1), ("bias", *starts)
+    yield (
+        "softcap-keys",
+        attention_backward.keys(capped, (0, *plain.k), (0, *plain.v), 1),
+        ("bias", *starts),
+    )
     if capability != 90:
         return
     yield "softcap-queries", attention_backward.queries(capped, plain.q), ("bias", *starts)
@@ -89,7 +98,11 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
     yield "queries", attention_backward.queries(plain, plain.q), ("bias", *starts)
     yield "delta", attention_delta.delta(plain, plain.q), starts
     yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], starts
-    yield "decode", attention_decode.stretches(problem(shared, queries=1), 132)[0], ("pages", *starts)
+    yield (
+        "decode",
+        attention_decode.stretches(problem(shared, queries=1), 132)[0],
+        ("pages", *starts),
+    )
     packed = replace(plain, batch=12, tokens=(4096, 4096))
     yield "packed-forward", attention.forward(packed, False, True, True), ("bias", "pages", "tops")
     yield "packed-queries", attention_backward.queries(packed, plain.q, True), ("bias",)
@@ -138,7 +151,9 @@ def main() -> None:
             facts[f"sm{capability}-{name}"] = {
                 "fits": shared <= SHARED_MEMORY[capability],
                 "double": ptx.count(".f64"),
-                "tensor_cores": sum(ptx.count(op) for op in ("wgmma.mma_async", "mma.sync", "tcgen05.mma")),
+                "tensor_cores": sum(
+                    ptx.count(op) for op in ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
+                ),
             }
     print(json.dumps(facts))
 

@@ -61,7 +61,9 @@ def _fused(spec: QuantizeSpec, rows: int, depth: int) -> None:
 def _grouped(spec: QuantizeSpec, rows: int, depth: int) -> None:
     x = _input(GROUPS * rows, depth)
     if spec.format.name in ("float8", "block1d"):
-        grouped_quantize.quantize_rows(x, make_groups([rows] * GROUPS, GROUPS * rows, x.device), spec)
+        grouped_quantize.quantize_rows(
+            x, make_groups([rows] * GROUPS, GROUPS * rows, x.device), spec
+        )
     if spec.format.name in ("float8", "block2d", "mxfp8"):
         grouped_quantize.quantize_matrices(Matrices.of(list(x.split(rows))), spec)
 

@@ -43,13 +43,25 @@ def launches(
         "scale": SCALAR,
     }
     block = {"x": VALUES, "codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
-    yield "amax", cast.absolute_maximum(512 * 1024, overlaps=overlaps), {"x": VALUES, "amax": SCALAR}
+    yield (
+        "amax",
+        cast.absolute_maximum(512 * 1024, overlaps=overlaps),
+        {"x": VALUES, "amax": SCALAR},
+    )
     yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), float8
     following = {**float8, "multiplier": None, "codes_t": CODES}
     yield "cast_transpose", cast.cast(SHAPE, E4M3, True, True, follows=overlaps), following
     rows = {"x": VALUES, "codes": CODES, "scale": SCALAR}
-    yield "block1d_rows", block_cast.row_blocks(SHAPE, E4M3, True, False, machine=machine, **SCALES), rows
-    yield "block1d_both", block_cast.row_blocks(SHAPE, E4M3, True, True, machine=machine, **SCALES), block
+    yield (
+        "block1d_rows",
+        block_cast.row_blocks(SHAPE, E4M3, True, False, machine=machine, **SCALES),
+        rows,
+    )
+    yield (
+        "block1d_both",
+        block_cast.row_blocks(SHAPE, E4M3, True, True, machine=machine, **SCALES),
+        block,
+    )
     yield "block2d", block_cast.square_blocks(SHAPE, E4M3, True, True, **SCALES), block
     exponents = {**block, "scale": BYTES, "scale_t": BYTES}
     yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), exponents
@@ -66,7 +78,9 @@ def launches(
     yield "row_maxima", cast.row_maxima(SHAPE), {"x": VALUES, "amax": SCALAR}
 
 
-def compile_ptx(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
+def compile_ptx(
+    launch: Launch, pointers: dict[str, str | None], capability: int
+) -> tuple[str, int]:
     """(PTX, shared-memory bytes) for a launch's kernel."""
     kernel = compiled(launch, pointers, capability)
     return kernel.asm["ptx"], kernel.metadata.shared
@@ -76,18 +90,25 @@ def compiled(launch: Launch, pointers: dict[str, str | None], capability: int) -
     """Compile a launch's kernel for a capability, with the row's conversion."""
     names = launch.kernel.arg_names
     dtypes = [_DTYPES.get(kind) for kind in pointers.values()]
-    arguments, as_bytes = conversion.resolve(names, launch.constants, nvidia(*divmod(capability, 10)), dtypes)
+    arguments, as_bytes = conversion.resolve(
+        names, launch.constants, nvidia(*divmod(capability, 10)), dtypes
+    )
     if as_bytes:
         pointers = {name: BYTES if kind in _DTYPES else kind for name, kind in pointers.items()}
     constants = dict(zip(names[len(names) - len(arguments) :], arguments, strict=True))
     constants |= {name: None for name, kind in pointers.items() if kind is None}
-    kinds = dict.fromkeys(names, "i32") | {name: kind for name, kind in pointers.items() if kind is not None}
+    kinds = dict.fromkeys(names, "i32") | {
+        name: kind for name, kind in pointers.items() if kind is not None
+    }
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants
+    }
     return triton.compile(
         ASTSource(launch.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", capability, 32),
-        options=compile_options(launch.warps, None, launch.fuses) | {"launch_pdl": launch.dependent},
+        options=compile_options(launch.warps, None, launch.fuses)
+        | {"launch_pdl": launch.dependent},
     )
 
 

@@ -28,13 +28,17 @@ def contents(element: Element, count: int) -> dict[str, Tensor]:
     """Values to convert: every bfloat16, random float32, and the neighbours of codes and their midpoints."""
     generator = torch.Generator().manual_seed(0)
     halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
-    patterns = torch.randint(-(1 << 31), 1 << 31, (count // 2,), generator=generator).to(torch.int32)
+    patterns = torch.randint(-(1 << 31), 1 << 31, (count // 2,), generator=generator).to(
+        torch.int32
+    )
     powers = torch.randint(-20, 18, (count - count // 2,), generator=generator)
     scaled = torch.randn(powers.shape, generator=generator) * torch.exp2(powers)
     codes = torch.arange(256, dtype=torch.uint8).view(torch_dtype(element)).to(torch.float64)
     codes = codes[codes.isfinite()].sort().values.unique()
     middles = (codes[1:] + codes[:-1]) / 2
-    exact = torch.cat((codes, middles, element.maximum * torch.tensor([1.03, 1.04, 1.07, 1.13]))).float()
+    exact = torch.cat(
+        (codes, middles, element.maximum * torch.tensor([1.03, 1.04, 1.07, 1.13]))
+    ).float()
     bits = exact.view(torch.int32)
     special = torch.tensor([0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x00000001, 0x007FFFFF])
     special = torch.cat((special, special - (1 << 31))).to(torch.int32)
@@ -79,7 +83,9 @@ def main() -> None:
                 wrong = (found.view(torch.uint8) != expected.view(torch.uint8)).sum()
                 facts[f"{element.name} {way} {name}"] = [x.numel(), int(wrong)]
             values, exact = to_values(every, element, way), every.to(torch.float32)
-            same = (values.view(torch.int32) == exact.view(torch.int32)) | (values.isnan() & exact.isnan())
+            same = (values.view(torch.int32) == exact.view(torch.int32)) | (
+                values.isnan() & exact.isnan()
+            )
             facts[f"{element.name} {way} decoded"] = [256, int((~same).sum())]
     print(json.dumps(facts))
 

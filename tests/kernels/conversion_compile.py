@@ -42,7 +42,9 @@ def attention_casts() -> Iterator[Case]:
     pointers |= dict.fromkeys(("codes_q", "codes_k", "codes_v"), CODES)
     sizes = (1 << 23, 1 << 21, 1 << 21)
     yield "three", fp8_attention.codes_of_three(sizes, (2, 3), "float8_e4m3fn"), pointers
-    pointers = {"codes": CODES, "values": VALUES} | dict.fromkeys(("descale", "amaxes", "history"), SCALAR)
+    pointers = {"codes": CODES, "values": VALUES} | dict.fromkeys(
+        ("descale", "amaxes", "history"), SCALAR
+    )
     yield "values", fp8_attention.value_launch(1 << 23, (8, 3), "bfloat16"), pointers
 
 

@@ -67,7 +67,19 @@ ROWS = {"instruction": nvidia(8, 9), "integers": nvidia(8, 0)}
 ON_CPU = DEVICE == "cpu"
 ONE = (7.0, 1.7, 1.0)
 Results = Sequence["Tensor | None"]
-SPECIAL = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 448.0, 464.0, 57344.0, 61440.0, 2.0**-10, 2.0**-17)
+SPECIAL = (
+    torch.nan,
+    torch.inf,
+    -torch.inf,
+    0.0,
+    -0.0,
+    448.0,
+    464.0,
+    57344.0,
+    61440.0,
+    2.0**-10,
+    2.0**-17,
+)
 
 
 def values(shape: tuple[int, int], seed: int = 0, special: bool = True) -> Tensor:
@@ -86,18 +98,25 @@ def number(value: float) -> Tensor:
 
 def quantizations(name: str, spec: QuantizeSpec) -> Iterator[tuple[str, Results, Results]]:
     """(name, kernel results, reference results)."""
-    halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
+    halves = (
+        torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
+    )
     square, narrow = (256, 256), (144, 66)
     kinds = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
     inputs = [(square, content, next(kinds)) for content in CONTENTS]
-    inputs += [(shape, "special", torch.bfloat16) for shape in (narrow, (1, 4096), (2048, 4096), (129, 34))]
+    inputs += [
+        (shape, "special", torch.bfloat16) for shape in (narrow, (1, 4096), (2048, 4096), (129, 34))
+    ]
     if ON_CPU:
         inputs = [((square, narrow)[len(name) % 2], "special", torch.bfloat16)]
     if spec.four_over_six:
         inputs = inputs[:1]
     for shape, content, dtype in inputs:
         if spec.format != NVFP4 or not any(extent % 2 for extent in shape):
-            yield f"{name} {shape} {content} {dtype}", *both(spec, matrix(*shape, content, dtype).to(DEVICE))
+            yield (
+                f"{name} {shape} {content} {dtype}",
+                *both(spec, matrix(*shape, content, dtype).to(DEVICE)),
+            )
     if name in ("float8", "float8-both") or not (ON_CPU or spec.four_over_six):
         yield f"{name} every bfloat16", *both(spec, halves.to(DEVICE), number(1.0))
 
@@ -107,7 +126,9 @@ def both(spec: QuantizeSpec, x: Tensor, scale: Tensor | None = None) -> tuple[Re
     random = None
     if spec.stochastic:
         generator = torch.Generator().manual_seed(1)
-        random = tuple(torch.rand(s, generator=generator).to(DEVICE) for s in (x.shape, x.shape[::-1]))
+        random = tuple(
+            torch.rand(s, generator=generator).to(DEVICE) for s in (x.shape, x.shape[::-1])
+        )
     request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
@@ -128,9 +149,13 @@ def activations(shape: tuple[int, int], element: Element) -> Iterator[tuple[str,
             strides = (width, x.shape[1])
             title = f"{name} {element.name} {'given' if is_known else 'measured'} {shape}"
             if name != "identity":
-                program = activation_codes.forward(name, gated, shape, x.shape[1], "bfloat16", ONE, how)
+                program = activation_codes.forward(
+                    name, gated, shape, x.shape[1], "bfloat16", ONE, how
+                )
                 yield title, launching.perform(program, (x, *inputs)[: len(program.inputs)])
-            program = activation_codes.backward(name, gated, shape, strides, "bfloat16", ONE, how, "float32")
+            program = activation_codes.backward(
+                name, gated, shape, strides, "bfloat16", ONE, how, "float32"
+            )
             last = None if name == "identity" else x
             yield (
                 f"{title} backward",
@@ -149,16 +174,25 @@ def activations(shape: tuple[int, int], element: Element) -> Iterator[tuple[str,
             program = activation_codes.backward_blocks(
                 name, gated, shape, (width, x.shape[1]), ONE, blocks, "float32", machine
             )
-            yield f"{title} backward", launching.perform(program, (dy, None if name == "identity" else x))
+            yield (
+                f"{title} backward",
+                launching.perform(program, (dy, None if name == "identity" else x)),
+            )
 
 
 def norms(element: Element) -> Iterator[tuple[str, Results]]:
     """Norms for each plan: whole rows, streamed rows, rows of any length."""
     widths = (
-        ((8, 256), (4, 5120)) if ON_CPU else ((64, 256), (64, 4096), (64, 5120), (64, 10240), (16, 20480))
+        ((8, 256), (4, 5120))
+        if ON_CPU
+        else ((64, 256), (64, 4096), (64, 5120), (64, 10240), (16, 20480))
     )
     for rows, width in widths:
-        x, gamma, beta = values((rows, width), 2, special=False), values((1, width)), values((1, width), 3)
+        x, gamma, beta = (
+            values((rows, width), 2, special=False),
+            values((1, width)),
+            values((1, width), 3),
+        )
         gamma, beta = gamma[0].nan_to_num(1.0, 1.0, 1.0), beta[0].nan_to_num(0.0, 0.0, 0.0)
         for is_known in (True, False):
             matrix = norm.NormRows(rows, width, width, "bfloat16", 1e-5, False, True, 3)
@@ -181,11 +215,16 @@ def others(element: Element) -> Iterator[tuple[str, Results]]:
     sizes, dtype = (5000, 300, 2048), launch.codes_dtype(element)
     three = [values((1, size), size)[0] for size in sizes]
     scale, history = torch.linspace(0.5, 2.5, 9).to(DEVICE), torch.zeros(3, 9, device=DEVICE)
-    result = launching.run(fp8_attention.codes_of_three(sizes, (2, 3), dtype), (*three, scale, history))
+    result = launching.run(
+        fp8_attention.codes_of_three(sizes, (2, 3), dtype), (*three, scale, history)
+    )
     yield f"attention {element.name}", (*result[:3], result[3][:1], result[3][4:5], history)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(result[0].dtype)
     record = fp8_attention.value_launch(256, (8, 3), "float32")
-    yield f"attention values {element.name}", launching.run(record, (codes, number(0.37), None, None))
+    yield (
+        f"attention values {element.name}",
+        launching.run(record, (codes, number(0.37), None, None)),
+    )
 
 
 def groups() -> Iterator[tuple[str, Results]]:
@@ -196,17 +235,28 @@ def groups() -> Iterator[tuple[str, Results]]:
     x = values((total, depth))
     layout = make_groups(splits, total, torch.device(DEVICE))
     tensors = [values((128, depth), seed) for seed in range(3)]
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
+    addresses = torch.tensor(
+        [tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device
+    )
     for element, form in itertools.product((E4M3, E5M2), (FLOAT8, BLOCK_1D, BLOCK_2D)):
         spec = QuantizeSpec(form, element, columnwise=True, power_of_two=form != FLOAT8)
         for by_matrices in (False, True):
             if form == (BLOCK_1D if by_matrices else BLOCK_2D):
                 continue
             count, shape = (3, (128, depth)) if by_matrices else (len(splits), (total, depth))
-            request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, x.device, None)
+            request = GroupedQuantizeRequest(
+                spec, by_matrices, count, shape, torch.bfloat16, x.device, None
+            )
             argument = Matrices(tuple(tensors), addresses) if by_matrices else x
-            result = grouped_quantize.triton.bind(request)(argument, None if by_matrices else layout, None)
-            codes, scale, codes_t, scale_t = result.codes, result.scale, result.codes_t, result.scale_t
+            result = grouped_quantize.triton.bind(request)(
+                argument, None if by_matrices else layout, None
+            )
+            codes, scale, codes_t, scale_t = (
+                result.codes,
+                result.scale,
+                result.codes_t,
+                result.scale_t,
+            )
             if form == FLOAT8:  # the first column has scales
                 scale = scale_t = None if scale is None else scale[:, 0]
             yield (
@@ -233,7 +283,10 @@ def measure() -> Iterator[tuple[str, Results]]:
             NVFP4: statistics.TWO_LEVELS,
         }
         blocks = spec.format.block or (1, 1)
-        strides = (*result.codes.stride(), *(result.scale.stride() if spec.format != FLOAT8 else (0, 0)))
+        strides = (
+            *result.codes.stride(),
+            *(result.scale.stride() if spec.format != FLOAT8 else (0, 0)),
+        )
         form = statistics.Codes(
             scalings[spec.format], spec.format == NVFP4, blocks, spec.element.maximum, 1.0, strides
         )
@@ -268,7 +321,9 @@ def count_instructions(*, src, metadata, metadata_group, times, cache_hit) -> No
         if name.endswith(".ptx"):
             ptx = Path(path).read_text()
             found = COUNTS.setdefault(name.removesuffix(".ptx"), Counter())
-            found.update({kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()})
+            found.update(
+                {kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()}
+            )
 
 
 def main() -> None:
@@ -284,14 +339,20 @@ def main() -> None:
     part, parts = map(int, OPTIONS[-1].split("/")) if "/" in "".join(OPTIONS) else (0, 1)
     specs = SPECS
     if not ON_CPU:
-        specs = SPECS | {"nvfp4-4over6": QuantizeSpec(NVFP4, E2M1, columnwise=True, four_over_six="MAE")}
+        specs = SPECS | {
+            "nvfp4-4over6": QuantizeSpec(NVFP4, E2M1, columnwise=True, four_over_six="MAE")
+        }
     facts: dict[str, tuple[str, bool]] = {}
     produced: list[Iterator[tuple[str, Results]]] = []
     if everything:
         produced = [groups(), measure()]
         for element in (E4M3, E5M2):
             shapes = ((128, 128), (130, 66), (2048, 2560))[: 1 if ON_CPU or element == E5M2 else 3]
-            produced += [*[activations(shape, element) for shape in shapes], norms(element), others(element)]
+            produced += [
+                *[activations(shape, element) for shape in shapes],
+                norms(element),
+                others(element),
+            ]
     for name, spec in itertools.islice(specs.items(), part, None, parts):
         for case, result, expected in quantizations(name, spec):
             equal = all(interpreter.same_bits(m, e) for m, e in zip(result, expected, strict=True))

@@ -21,7 +21,9 @@ def decode_codes(codes: np.ndarray, element: torch.dtype | None, axis: int) -> n
         shape = list(codes.shape)
         shape[axis] *= 2
         return pair.reshape(shape)
-    return torch.from_numpy(np.ascontiguousarray(codes).view(np.uint8)).view(element).float().numpy()
+    return (
+        torch.from_numpy(np.ascontiguousarray(codes).view(np.uint8)).view(element).float().numpy()
+    )
 
 
 def factors(scale, length: int) -> np.ndarray:
@@ -42,7 +44,9 @@ def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, total, *options
     right = decode_codes(b.handle.data, elements[b_format], 0)
     length = left.shape[1] // a_scale.handle.data.shape[1]
     product = (left * factors(a_scale.handle, length)) @ (right * factors(b_scale.handle, length).T)
-    return self.tensor(triton_interpreter.TensorHandle(product + total.handle.data, tl.float32), total.type)
+    return self.tensor(
+        triton_interpreter.TensorHandle(product + total.handle.data, tl.float32), total.type
+    )
 
 
 create_dot = triton_interpreter.InterpreterBuilder.create_dot
@@ -52,7 +56,9 @@ def dot_of_values(self, a, b, *rest):
     """The interpreter's product on float32 values; the original multiplies the bits of bfloat16."""
     if a.dtype.scalar == tl.bfloat16:
         a, b = (
-            triton_interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            triton_interpreter.TensorHandle(
+                (x.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+            )
             for x in (a, b)
         )
     return create_dot(self, a, b, *rest)

@@ -52,7 +52,11 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         "mask": BYTES,
         "y": VALUES,
     }
-    yield "dropout", dropout.forward(1 << 20, 1024, "bfloat16", 6554, 1.1), {**forward, "factor": "fp32"}
+    yield (
+        "dropout",
+        dropout.forward(1 << 20, 1024, "bfloat16", 6554, 1.1),
+        {**forward, "factor": "fp32"},
+    )
     added: Pointers = {**forward, "seed": None, "mask": None, "factor": "fp32"}
     yield "bias_add", dropout.forward(1 << 20, 1024, "bfloat16", 0, 1.0, drops=False), added
     backward: Pointers = {"dy": VALUES, "mask": BYTES, "dx": VALUES, "factor": "fp32"}
@@ -77,7 +81,11 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         }
         yield f"rope_packed_{transposed}", launch, {**rotated, **packed}
     sums: Pointers = {"x": VALUES, "amax": SCALAR, "workspace": SCALAR}
-    yield "column_sums", column_sums.column_sums(SHAPE, 4096, Machine(132, 227 << 10, 2), measures=True), sums
+    yield (
+        "column_sums",
+        column_sums.column_sums(SHAPE, 4096, Machine(132, 227 << 10, 2), measures=True),
+        sums,
+    )
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
 
 
@@ -102,12 +110,29 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         ("swiglu", True, E4M3, True),
     ):
         program = activation_recompute.backward(
-            name, gated, SHAPE, (4096, 8192), "bfloat16", (7.0, 1.7, 1.0), element, True, output, encoded
+            name,
+            gated,
+            SHAPE,
+            (4096, 8192),
+            "bfloat16",
+            (7.0, 1.7, 1.0),
+            element,
+            True,
+            output,
+            encoded,
         )
         target = TARGET if element else {**dict.fromkeys(TARGET), "amax": SCALAR}
-        pointers = {"dy": VALUES, "x": CODES if encoded else VALUES, "x_scale": SCALAR if encoded else None}
+        pointers = {
+            "dy": VALUES,
+            "x": CODES if encoded else VALUES,
+            "x_scale": SCALAR if encoded else None,
+        }
         pointers |= {**target, "output_multiplier": SCALAR, "output_amax": None}
-        pointers |= {"dx": None if element else VALUES, "output_codes_t": CODES, "output_scale": SCALAR}
+        pointers |= {
+            "dx": None if element else VALUES,
+            "output_codes_t": CODES,
+            "output_scale": SCALAR,
+        }
         yield (
             f"{name}_recompute_{element is None}_{encoded}",
             program.steps[0].launch,
@@ -135,8 +160,21 @@ def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, P
             pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **result}
             key = f"{name}_backward_blocks_{blocks.columnwise}"
             yield key, launch, {**pointers, "workspace": SCALAR, **CONSTANTS}
-    options: Pointers = {"x": VALUES, "gamma": VALUES, "beta": VALUES, "multiplier": None, "amax": None}
-    result = {"codes": CODES, "scale": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
+    options: Pointers = {
+        "x": VALUES,
+        "gamma": VALUES,
+        "beta": VALUES,
+        "multiplier": None,
+        "amax": None,
+    }
+    result = {
+        "codes": CODES,
+        "scale": SCALAR,
+        "y": None,
+        "mean": SCALAR,
+        "rstdev": SCALAR,
+        "eps": "fp32",
+    }
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
         rows = norm.NormRows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
@@ -144,10 +182,15 @@ def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, P
         yield f"norm_blocks_{width}", launch, {**options, **result}
 
 
-def one_per_kernel(launches: list[tuple[str, Launch, Pointers]]) -> list[tuple[str, Launch, Pointers]]:
+def one_per_kernel(
+    launches: list[tuple[str, Launch, Pointers]],
+) -> list[tuple[str, Launch, Pointers]]:
     """Last launch per kernel."""
     return list(
-        {launch.kernel.fn.__name__: (name, launch, pointers) for name, launch, pointers in launches}.values()
+        {
+            launch.kernel.fn.__name__: (name, launch, pointers)
+            for name, launch, pointers in launches
+        }.values()
     )
 
 

@@ -151,7 +151,9 @@ def _watch_launches(record, tensors):
             if output.begins is None:
                 _bytes(tensor).fill_(_POISON)
             else:
-                assert bool((tensor == output.begins).all()), f"{name}: an output does not begin as it must"
+                assert bool((tensor == output.begins).all()), (
+                    f"{name}: an output does not begin as it must"
+                )
         before = {
             position: tensor.clone()
             for position, tensor in enumerate(every[: record.inputs])
@@ -167,13 +169,17 @@ def _watch_launches(record, tensors):
 def _bytes(tensor):
     """The tensor's own memory, byte by byte; it is dense."""
     axes = [axis for axis in range(tensor.dim()) if tensor.shape[axis] > 1]
-    ordered = tensor.squeeze().permute([axes.index(a) for a in sorted(axes, key=tensor.stride, reverse=True)])
+    ordered = tensor.squeeze().permute(
+        [axes.index(a) for a in sorted(axes, key=tensor.stride, reverse=True)]
+    )
     return (ordered if axes else ordered.reshape(1)).view(torch.uint8)
 
 
 def _same_memory(actual, expected):
     """Equal bits, NaN or not."""
-    return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (actual, expected)))
+    return torch.equal(
+        *(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (actual, expected))
+    )
 
 
 def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
@@ -189,8 +195,12 @@ def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> boo
         return _same_memory(actual, expected)
     bits = {4: torch.int32}[size]
     number = ~torch.isnan(expected.to(torch.float32))
-    same_numbers = actual.contiguous().view(bits)[number] == expected.contiguous().view(bits)[number]
-    return bool(same_numbers.all()) and bool((torch.isnan(actual.to(torch.float32)) == ~number).all())
+    same_numbers = (
+        actual.contiguous().view(bits)[number] == expected.contiguous().view(bits)[number]
+    )
+    return bool(same_numbers.all()) and bool(
+        (torch.isnan(actual.to(torch.float32)) == ~number).all()
+    )
 
 
 def keep_cover(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -64,7 +64,9 @@ def use_target(hardware: Hardware) -> None:
     driver.set_active(fake)
 
 
-def compiled(launch: Launch, kinds: tuple[tuple[torch.dtype, bool] | None, ...], row: Hardware) -> Any:
+def compiled(
+    launch: Launch, kinds: tuple[tuple[torch.dtype, bool] | None, ...], row: Hardware
+) -> Any:
     """The kernel that a launch with tensors of these dtypes and alignments compiles to."""
     dtypes = [None if kind is None else str(kind[0]).removeprefix("torch.") for kind in kinds]
     values, as_bytes = conversion.resolve(launch.kernel.arg_names, launch.constants, row, dtypes)
@@ -125,7 +127,9 @@ def force_triton(recipe_name: str, row: Hardware) -> AbstractContextManager[Any]
     scaled = recipe_name == "block" or optional.release("triton") >= row.scaled_dot
     if scaled and recipe_name in DENSE and row.has(DENSE[recipe_name]):  # pyright: ignore[reportArgumentType]
         choice["gemm"] = "triton"
-    if recipe_name == "none" or (recipe_name in ("delayed", "current", "block") and row.has("fp8 products")):
+    if recipe_name == "none" or (
+        recipe_name in ("delayed", "current", "block") and row.has("fp8 products")
+    ):
         choice["grouped_gemm"] = "triton"
     return use_backend(**choice)
 
@@ -155,7 +159,9 @@ def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
     found: dict[Any, RecordedLaunch] = {}
     for recorded in every:
         launch = recorded.launch
-        codes = tuple(kind[0] if kind and kind[0].itemsize == 1 else None for kind in recorded.kinds)
+        codes = tuple(
+            kind[0] if kind and kind[0].itemsize == 1 else None for kind in recorded.kinds
+        )
         values = constants(launch)
         options = tuple(values.get(name) for name in ("EVEN", "PAIRS", "POWER_OF_TWO", "SQUARE"))
         options += (values.get("CURVE") == "identity",)  # its launches have other warp counts

@@ -43,7 +43,9 @@ def sums(width: int, centered: bool, codes: str | None, records: bool) -> list[s
         "rstdev": SCALAR,
     }
     names = launch.kernel.arg_names
-    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    constants = dict(
+        zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True)
+    )
     constants |= {name: None for name, kind in pointers.items() if kind is None}
     kinds = dict.fromkeys(names, "i32") | {"eps": "fp32"} | {n: k for n, k in pointers.items() if k}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}

@@ -17,7 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from tests.kernels import interpreter
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.common.kernels import cast
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
@@ -32,7 +41,9 @@ from transformer_engine.pytorch.runtime import launching
 SPECS = {
     "float8": QuantizeSpec(FLOAT8, E4M3),
     "float8-both": QuantizeSpec(FLOAT8, E5M2, columnwise=True),
-    "float8-power-of-two": QuantizeSpec(FLOAT8, E4M3, columnwise=True, power_of_two=True, epsilon=0.25),
+    "float8-power-of-two": QuantizeSpec(
+        FLOAT8, E4M3, columnwise=True, power_of_two=True, epsilon=0.25
+    ),
     "float8-columnwise": QuantizeSpec(FLOAT8, E4M3, rowwise=False, columnwise=True),
     "block1d": QuantizeSpec(BLOCK_1D, E4M3, power_of_two=True),
     "block1d-both": QuantizeSpec(BLOCK_1D, E5M2, columnwise=True, power_of_two=True),
@@ -51,10 +62,14 @@ SPECS = {
 SPECS |= {
     "mxfp8-tiled": QuantizeSpec(MXFP8, E4M3, columnwise=True, tiled=True),
     "mxfp8-tiled-rows": QuantizeSpec(MXFP8, E4M3, tiled=True),
-    "mxfp8-tiled-square": QuantizeSpec(MXFP8, E5M2, columnwise=True, two_dimensional=True, tiled=True),
+    "mxfp8-tiled-square": QuantizeSpec(
+        MXFP8, E5M2, columnwise=True, two_dimensional=True, tiled=True
+    ),
     "nvfp4-tiled": QuantizeSpec(NVFP4, E2M1, columnwise=True, tiled=True),
     "nvfp4-tiled-hadamard": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, tiled=True),
-    "nvfp4-tiled-square": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True, tiled=True),
+    "nvfp4-tiled-square": QuantizeSpec(
+        NVFP4, E2M1, columnwise=True, two_dimensional=True, tiled=True
+    ),
 }
 CONTENTS = ("normal", "special", "tiny", "zero")
 # (rows, columns, whether a scale is given)
@@ -81,7 +96,8 @@ def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) ->
     assert plan is not None
     actual = plan(request)(x, QuantizeInputs(scale, random=random))
     return all(
-        interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
+        interpreter.same_bits(getattr(actual, name), getattr(expected, name))
+        for name in Quantized._fields
     )
 
 
@@ -114,7 +130,9 @@ def main() -> None:
         equal = True
         # Each specification's shapes are shifted by one against the previous specification.
         chosen = (
-            SHAPES if "--all" in sys.argv else SHAPES[(number + number // len(CONTENTS)) % len(SHAPES) :][:1]
+            SHAPES
+            if "--all" in sys.argv
+            else SHAPES[(number + number // len(CONTENTS)) % len(SHAPES) :][:1]
         )
         for rows, depth, scaled in chosen:
             if spec.format == NVFP4 and depth % 2:
@@ -123,7 +141,8 @@ def main() -> None:
             equal = equal and is_equal(spec, matrix(rows, depth, content, next(dtypes)), argument)
         results[f"{name}/{content}"] = equal
     results |= {
-        f"float8/given {number} {how}": equal for (number, how), equal in compare_zero_multiplier().items()
+        f"float8/given {number} {how}": equal
+        for (number, how), equal in compare_zero_multiplier().items()
     }
     print(json.dumps(results))
 

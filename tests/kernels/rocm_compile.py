@@ -57,9 +57,16 @@ def lds_bytes(launch: Launch, inputs: Sequence[str | None], architecture: str) -
     """LDS bytes for a launch's kernel, compiled to a code object."""
     names = launch.kernel.arg_names
     outputs = [None if output is None else f"*{_TYPES[output.dtype]}" for output in launch.outputs]
-    kinds = (*inputs, *outputs, *map(_scalar_type, launch.scalars), *["constexpr"] * len(launch.constants))
+    kinds = (
+        *inputs,
+        *outputs,
+        *map(_scalar_type, launch.scalars),
+        *["constexpr"] * len(launch.constants),
+    )
     signature = dict(zip(names, kinds, strict=True))
-    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    constants = dict(
+        zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True)
+    )
     constants |= {name: None for name, kind in signature.items() if kind is None}
     signature |= dict.fromkeys(constants, "constexpr")
     assert not launch.dependent, "AMD's GPUs have no dependent launches"
@@ -95,7 +102,9 @@ def main() -> None:
             try:
                 of_row[name] = lds_bytes(*every[name], row.architecture)
             except Exception as error:  # the failures are this program's result
-                of_row[name] = f"error: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                of_row[name] = (
+                    f"error: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                )
         if row.architecture == "gfx942":
             of_row |= attention_memory(row)
     print(json.dumps(found))
@@ -113,7 +122,9 @@ def attention_memory(row: Hardware) -> dict[str, int | str]:
         "attention decode": (step, ("pages", *starts)),
     }
     target = GPUTarget("hip", row.architecture, WAVE)
-    return {name: compile_kernel(target, *launch).metadata.shared for name, launch in launches.items()}
+    return {
+        name: compile_kernel(target, *launch).metadata.shared for name, launch in launches.items()
+    }
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ class Spill:
     rows: tuple[str, ...] = ()
     releases: tuple[tuple[int, int], ...] = ()
 
-    def matches(self, kernel: str, constants: Mapping[str, str], row: str, release: tuple[int, ...]) -> bool:
+    def matches(
+        self, kernel: str, constants: Mapping[str, str], row: str, release: tuple[int, ...]
+    ) -> bool:
         return (
             kernel == self.kernel
             and all(constants.get(name) == value for name, value in self.constants.items())
@@ -58,8 +60,15 @@ WHOLE_SPILLS = (
     Spill("block_fused.backward_kernel", 336, {**WHOLE, **SQUARES, **IDENTITY}, ("8.6",), OLDEST),
     # 4 warps, fastest for 1 x 128 blocks on an H200. 8 warps need no stack on 9.0; squares were not timed.
     Spill("block_fused.backward_kernel", 296, {**WHOLE, **SQUARES, **IDENTITY}, ("9.0",)),
-    Spill("block_fused.backward_kernel", 120, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("9.0",), ((3, 9),)),
-    Spill("block_fused.backward_kernel", 328, {**WHOLE, **SQUARES, **IDENTITY, **FLOAT32_SCALES}, ("9.0",)),
+    Spill(
+        "block_fused.backward_kernel", 120, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("9.0",), ((3, 9),)
+    ),
+    Spill(
+        "block_fused.backward_kernel",
+        328,
+        {**WHOLE, **SQUARES, **IDENTITY, **FLOAT32_SCALES},
+        ("9.0",),
+    ),
     Spill("block_fused.backward_kernel", 144, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("10.0", "10.3")),
     Spill("block_fused.backward_kernel", 472, {**WHOLE, **SQUARES, **IDENTITY}, ("10.0", "10.3")),
 )
@@ -73,22 +82,42 @@ PREDICATED_SPILLS = (
     Spill("block_fused.backward_kernel", 80, {**PREDICATED, **BLOCKS_1D}, ("9.0",), ((3, 7),)),
     Spill("block_fused.backward_kernel", 40, {**ODD_ROWS, **BLOCKS_1D}, BLACKWELL),
     Spill("block_fused.backward_kernel", 24, {**PREDICATED, **BLOCKS_1D}, CONSUMER_BLACKWELL),
-    Spill("block_fused.backward_kernel", 32, {**ODD_ROWS, **SQUARES, **IDENTITY}, CONSUMER_BLACKWELL),
+    Spill(
+        "block_fused.backward_kernel", 32, {**ODD_ROWS, **SQUARES, **IDENTITY}, CONSUMER_BLACKWELL
+    ),
     Spill(
         "block_fused.backward_kernel",
         40,
         {**PREDICATED, **SQUARES, **FLOAT32_SCALES},
         ("8.6", *CONSUMER_BLACKWELL),
     ),
-    Spill("block_fused.backward_kernel", 24, {**PREDICATED, **SQUARES, **FLOAT32_SCALES}, BLACKWELL),
-    Spill("block_fused.forward_kernel", 8, {**ODD_ROWS, **SQUARES, **FLOAT32_SCALES}, CONSUMER_BLACKWELL),
-    Spill("block_fused.backward_kernel", 24, {**PREDICATED, **SQUARES, **IDENTITY}, ("9.0",), ((3, 9),)),
+    Spill(
+        "block_fused.backward_kernel", 24, {**PREDICATED, **SQUARES, **FLOAT32_SCALES}, BLACKWELL
+    ),
+    Spill(
+        "block_fused.forward_kernel",
+        8,
+        {**ODD_ROWS, **SQUARES, **FLOAT32_SCALES},
+        CONSUMER_BLACKWELL,
+    ),
+    Spill(
+        "block_fused.backward_kernel",
+        24,
+        {**PREDICATED, **SQUARES, **IDENTITY},
+        ("9.0",),
+        ((3, 9),),
+    ),
     Spill("block_fused.forward_kernel", 16, {**ODD_ROWS, **BLOCKS_1D}, ("9.0",), ((3, 9),)),
     Spill("grouped_block_cast.row_block_kernel", 32, PREDICATED, ("9.0",), ((3, 9),)),
     Spill("block_cast.square_block_kernel", 24, {**ODD_ROWS, **FLOAT32_SCALES}, CONSUMER_BLACKWELL),
     Spill("grouped_block_cast.square_block_kernel", 8, PREDICATED, ("10.0", "10.3")),
     Spill("grouped_block_cast.square_block_kernel", 80, {**PREDICATED, **FLOAT32_SCALES}, AMPERE),
-    Spill("grouped_block_cast.square_block_kernel", 56, {**PREDICATED, **FLOAT32_SCALES}, CONSUMER_BLACKWELL),
+    Spill(
+        "grouped_block_cast.square_block_kernel",
+        56,
+        {**PREDICATED, **FLOAT32_SCALES},
+        CONSUMER_BLACKWELL,
+    ),
     Spill("grouped_block_cast.row_block_kernel", 16, PREDICATED, ("8.0", "8.9")),
     Spill("grouped_block_cast.row_block_kernel", 56, PREDICATED, CONSUMER_BLACKWELL),
     Spill("grouped_cast.maximum_kernel", 56, PREDICATED, ("8.0", "8.9", "9.0"), ((3, 7),)),
@@ -106,13 +135,27 @@ RELEASE_SPILLS = (
         ("8.0",),
         OLDEST,
     ),
-    Spill("block_fused.backward_kernel", 296, {**ODD_ROWS, **BLOCKS_1D, **IDENTITY}, ("8.6",), OLDEST),
+    Spill(
+        "block_fused.backward_kernel", 296, {**ODD_ROWS, **BLOCKS_1D, **IDENTITY}, ("8.6",), OLDEST
+    ),
     Spill("block_cast.square_block_kernel", 32, {**PREDICATED, **FLOAT32_SCALES}, AMPERE, OLDEST),
-    Spill("block_cast.square_block_kernel", 8, {**PREDICATED, **FLOAT32_SCALES}, CONSUMER_BLACKWELL, OLDEST),
+    Spill(
+        "block_cast.square_block_kernel",
+        8,
+        {**PREDICATED, **FLOAT32_SCALES},
+        CONSUMER_BLACKWELL,
+        OLDEST,
+    ),
     Spill("block_cast.both_blocks_kernel", 32, ODD_ROWS, ("11.0",), ((3, 7),)),
     Spill("grouped_block_cast.row_block_kernel", 16, PREDICATED, ("8.6",), OLDEST),
     Spill("grouped_block_cast.row_block_kernel", 16, PREDICATED, ("11.0",), ((3, 7),)),
-    Spill("grouped_block_cast.square_block_kernel", 16, {**PREDICATED, **FLOAT32_SCALES}, ("8.9",), OLDEST),
+    Spill(
+        "grouped_block_cast.square_block_kernel",
+        16,
+        {**PREDICATED, **FLOAT32_SCALES},
+        ("8.9",),
+        OLDEST,
+    ),
     Spill(
         "grouped_block_cast.square_block_kernel",
         120,
@@ -128,6 +171,11 @@ RELEASE_SPILLS = (
 SPILLS = WHOLE_SPILLS + PREDICATED_SPILLS + RELEASE_SPILLS
 
 
-def stack_limit(kernel: str, constants: Mapping[str, str], row: str, release: tuple[int, ...]) -> int:
+def stack_limit(
+    kernel: str, constants: Mapping[str, str], row: str, release: tuple[int, ...]
+) -> int:
     """Stack bytes per thread that a launch may use, compiled for a row by a Triton release."""
-    return max((spill.stack for spill in SPILLS if spill.matches(kernel, constants, row, release)), default=0)
+    return max(
+        (spill.stack for spill in SPILLS if spill.matches(kernel, constants, row, release)),
+        default=0,
+    )

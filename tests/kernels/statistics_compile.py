@@ -28,7 +28,13 @@ def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
         form = statistics.Codes(scaling, packed, (1, 32), 448.0, 464 / 448, (4096, 1, 128, 1))
         program = statistics.statistics((8192, 4096), (4096, 1), form)
         measure, add = (step.launch for step in program.steps)
-        pointers = {"x": "*bf16", "codes": codes, "scales": scales, "second": second, "partials": "*fp32"}
+        pointers = {
+            "x": "*bf16",
+            "codes": codes,
+            "scales": scales,
+            "second": second,
+            "partials": "*fp32",
+        }
         yield name, measure, pointers
     yield "sum", add, {"partials": "*fp32", "kept": "*fp64"}
 

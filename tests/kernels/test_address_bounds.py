@@ -12,7 +12,9 @@ import pytest
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 LARGEST = (1 << 23) - 128
 SHAPES = {"tall": (LARGEST, 256), "wide": (256, LARGEST), "large": (1 << 20, 1 << 13)}

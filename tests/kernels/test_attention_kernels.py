@@ -12,7 +12,9 @@ import pytest
 from tests.support import forked
 from tests.support.programs import ROOT, interpreting
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,15 @@ def test_no_register_is_spilled_and_no_product_is_serialized(tmp_path, by_row, d
 
     launch = product(m, 4096, 28672, dtype, by_row=by_row, processors=132)
     second = "float8_e5m2" if by_row else "float8_e4m3fn"
-    kernel, said = assemble(tmp_path, launch, ("float8_e4m3fn", second, "float32", "float32", dtype))
+    kernel, said = assemble(
+        tmp_path, launch, ("float8_e4m3fn", second, "float32", "float32", dtype)
+    )
     assert "0 bytes spill stores, 0 bytes spill loads" in said, said
     assert not re.search(r"C75\d\d|serialized", said), said
     assert kernel.shared_memory <= SHARED_MEMORY
-    assert kernel.warps == 12, "two groups that multiply, and a warp that fetches, rounded up to a group"
+    assert kernel.warps == 12, (
+        "two groups that multiply, and a warp that fetches, rounded up to a group"
+    )
     assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 16
 
 
@@ -54,7 +58,9 @@ def test_a_program_allocates_memory_for_its_tensor_maps(tmp_path):
 
     for by_row, maps in ((False, 4), (True, 5)):
         launch = product(512, 512, 512, "bfloat16", by_row=by_row, processors=132)
-        kernel, _ = assemble(tmp_path, launch, (*["float8_e4m3fn"] * 2, "float32", "float32", "bfloat16"))
+        kernel, _ = assemble(
+            tmp_path, launch, (*["float8_e4m3fn"] * 2, "float32", "float32", "bfloat16")
+        )
         assert kernel.scratch == 128 * maps
         assert len(kernel.pointers) == 5
         assert [scalar.value for scalar in kernel.scalars] == [512, 512, 512]
@@ -63,5 +69,8 @@ def test_a_program_allocates_memory_for_its_tensor_maps(tmp_path):
 def test_programs_do_not_outnumber_tiles_or_processors():
     from transformer_engine.common.kernels.block_product import product
 
-    of = {m: product(m, 1024, 512, "bfloat16", by_row=False, processors=132).grid for m in (4, 260, 8192)}
+    of = {
+        m: product(m, 1024, 512, "bfloat16", by_row=False, processors=132).grid
+        for m in (4, 260, 8192)
+    }
     assert of == {4: (8, 1, 1), 260: (16, 1, 1), 8192: (132, 1, 1)}

@@ -34,7 +34,11 @@ def test_codes_within_the_range_equal_torch(element):
         ),
         (E5M2, [57344.0, 61440.0, 1e30, float("nan")], [0x7B, 0x7B, 0x7B, 0x7F]),
         # Midpoints of E2M1 go to the even code.
-        (E2M1, [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 100.0, -0.0, -1.0], [0, 2, 2, 4, 4, 6, 6, 7, 8, 10]),
+        (
+            E2M1,
+            [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 100.0, -0.0, -1.0],
+            [0, 2, 2, 4, 4, 6, 6, 7, 8, 10],
+        ),
         (E2M1, [float("nan"), -float("nan")], [7, 7]),
     ],
 )
@@ -61,7 +65,10 @@ def test_sampled_casts_equal_the_definition_on_this_machine():
     verification = verify_casts(device=torch.device("cpu"))
     assert verification.equal
     compared = sum(result.compared for result in verification.results)
-    assert f"{compared:,} bytes compared (a sample of the float32 numbers), 0 differ" in verification.report()
+    assert (
+        f"{compared:,} bytes compared (a sample of the float32 numbers), 0 differ"
+        in verification.report()
+    )
 
 
 @pytest.mark.gpu
@@ -101,7 +108,9 @@ def test_a_planted_fault_is_counted(monkeypatch):
     monkeypatch.setattr(cast_verification, "cast", truncating)
     verification = verify_casts(device=torch.device("cpu"))
     assert not verification.equal
-    different = {result.name: result.different for result in verification.results if result.different}
+    different = {
+        result.name: result.different for result in verification.results if result.different
+    }
     assert set(different) == {"reference e4m3, every float32", "reference e5m2, every float32"}
     assert "DIFFERENT" in verification.report()
 

@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 E4M3, E5M2 = INTEGERS
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (pip install triton)",
 )
 
 
@@ -36,14 +37,22 @@ pytestmark = pytest.mark.skipif(
 )
 def test_a_launch_uses_its_gpus_conversion(architecture, expected):
     row = hardware_named("nvidia", architecture)
-    constants, as_bytes = conversion.resolve(["x", "CONVERSION"], (NATIVE,), row, ["float32", E4M3, None])
+    constants, as_bytes = conversion.resolve(
+        ["x", "CONVERSION"], (NATIVE,), row, ["float32", E4M3, None]
+    )
     assert (*constants, as_bytes) == expected
 
 
 def test_an_explicit_conversion_in_a_record_is_used_on_every_gpu():
     for row in (nvidia(9, 0), nvidia(8, 0), NO_GPU):
-        assert conversion.resolve(["CONVERSION"], (INSTRUCTION,), row, [E5M2]) == ((INSTRUCTION,), False)
-        assert conversion.resolve(["CONVERSION"], (INTEGERS[E5M2],), row, []) == ((INTEGERS[E5M2],), True)
+        assert conversion.resolve(["CONVERSION"], (INSTRUCTION,), row, [E5M2]) == (
+            (INSTRUCTION,),
+            False,
+        )
+        assert conversion.resolve(["CONVERSION"], (INTEGERS[E5M2],), row, []) == (
+            (INTEGERS[E5M2],),
+            True,
+        )
 
 
 def test_kernels_without_conversions_receive_bytes_where_triton_has_no_fp8_types():
@@ -82,7 +91,9 @@ def test_quantizations_by_integers_equal_the_reference():
 
 @pytest.mark.slow
 def test_every_kernel_is_bitwise_equal_with_integer_conversion():
-    native, integers = (run_launches(way, "cpu", "--all")["cases"] for way in ("native", "integers"))
+    native, integers = (
+        run_launches(way, "cpu", "--all")["cases"] for way in ("native", "integers")
+    )
     assert len(native) == 93
     assert native == integers
     assert [name for name, (_, equal) in native.items() if not equal] == []
@@ -95,13 +106,17 @@ def test_every_kernel_is_bitwise_equal_with_each_conversion_on_a_gpu():
     counts = dict.fromkeys(cases, 0)
     parts = [(way, f"{part}/4") for way in cases for part in range(4)]
     with ThreadPoolExecutor(len(parts)) as pool:  # most of the time is compilation
-        for (way, _), facts in zip(parts, pool.map(lambda key: run_on_gpu(*key), parts), strict=True):
+        for (way, _), facts in zip(
+            parts, pool.map(lambda key: run_on_gpu(*key), parts), strict=True
+        ):
             cases[way] |= facts["cases"]
             counts[way] += sum(count["instruction"] for count in facts["counts"].values())
     assert len(cases["native"]) > 200
     assert [name for name, (_, equal) in cases["native"].items() if not equal] == []
     for way in ("instruction", "integers"):
-        assert {name for name, found in cases["native"].items() if cases[way][name] != found} == set(), way
+        assert {
+            name for name, found in cases["native"].items() if cases[way][name] != found
+        } == set(), way
     assert counts["integers"] == 0 < counts["instruction"]
 
 

@@ -15,7 +15,8 @@ from tests.support.programs import interpreting
 HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (pip install triton)",
 )
 
 
@@ -49,7 +50,9 @@ print(json.dumps(facts))
 
 def test_kernels_compile_for_hopper_and_casts_saturate():
     code = COMPILE.format(root=str(HERE.parents[1]), here=str(HERE))
-    facts = json.loads(programs.output(["-W", "ignore", "-c", code], HERE, os.environ, 300).splitlines()[-1])
+    facts = json.loads(
+        programs.output(["-W", "ignore", "-c", code], HERE, os.environ, 300).splitlines()[-1]
+    )
     assert sorted(facts) == ["tail", "three", "values"]
     for shared, unsaturated, double in facts.values():
         assert shared < 48 * 1024

@@ -13,7 +13,9 @@ import pytest
 HERE = Path(__file__).parent
 LIMITS = {"sm80": 163 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 @pytest.fixture(scope="module", params=["cover", pytest.param("--all", marks=pytest.mark.slow)])
@@ -31,7 +33,9 @@ def compiled(request) -> dict[str, dict[str, int]]:
 
 def test_every_kernel_compiles_and_fits_the_shared_memory(compiled):
     assert len(compiled) in (48, 13 + 33 + 20)
-    assert [name for name, facts in compiled.items() if facts["shared"] > LIMITS[name.split("-")[0]]] == []
+    assert [
+        name for name, facts in compiled.items() if facts["shared"] > LIMITS[name.split("-")[0]]
+    ] == []
 
 
 def test_only_large_angle_kernels_compute_in_double_precision(compiled):
@@ -40,6 +44,10 @@ def test_only_large_angle_kernels_compute_in_double_precision(compiled):
 
 
 def test_every_cast_saturates_and_rounds_once_on_hopper(compiled):
-    casting = {name: facts for name, facts in compiled.items() if name.startswith("sm90") and facts["casts"]}
+    casting = {
+        name: facts
+        for name, facts in compiled.items()
+        if name.startswith("sm90") and facts["casts"]
+    }
     assert len(casting) == 20
     assert [name for name, facts in casting.items() if facts["casts"] != facts["saturating"]] == []

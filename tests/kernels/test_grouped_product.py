@@ -20,7 +20,9 @@ def check(kernel, output: str) -> None:
     assert match is not None and int(match[1]) <= STACK.get(optional.release("triton"), 0), output
     assert not re.search(r"C75\d\d|serialized", output), output
     assert kernel.shared_memory <= SHARED_MEMORY
-    assert kernel.warps == 12, "two groups that multiply, and a warp that fetches, rounded up to a group"
+    assert kernel.warps == 12, (
+        "two groups that multiply, and a warp that fetches, rounded up to a group"
+    )
     assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 16
 
 
@@ -38,14 +40,21 @@ def test_row_products_spill_nothing(tmp_path, exact, bias, dtype, n, k):
 
 
 @pytest.mark.parametrize("n, k", [(1408, 2048), (400, 272)])
-@pytest.mark.parametrize("dtype, accumulates", [("bfloat16", False), ("float32", False), ("float32", True)])
+@pytest.mark.parametrize(
+    "dtype, accumulates", [("bfloat16", False), ("float32", False), ("float32", True)]
+)
 @pytest.mark.parametrize("by_address", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.sampled(6)
 def test_column_products_spill_nothing(tmp_path, exact, by_address, dtype, accumulates, n, k):
     from transformer_engine.common.kernels.grouped_product import product_of_columns
 
-    options = {"exact": exact, "processors": 132, "accumulates": accumulates, "by_address": by_address}
+    options = {
+        "exact": exact,
+        "processors": 132,
+        "accumulates": accumulates,
+        "by_address": by_address,
+    }
     launch = product_of_columns(n, k, 64, dtype, **options)
     table = "int64" if by_address else None
     dtypes = (GRADIENTS, CODES, *SCALES, None, "int32", table, dtype)
@@ -53,7 +62,10 @@ def test_column_products_spill_nothing(tmp_path, exact, by_address, dtype, accum
 
 
 def test_programs_do_not_outnumber_tiles_or_processors():
-    from transformer_engine.common.kernels.grouped_product import product_of_columns, product_of_rows
+    from transformer_engine.common.kernels.grouped_product import (
+        product_of_columns,
+        product_of_rows,
+    )
 
     options = {"exact": True, "processors": 132}
     assert product_of_rows(256, 272, 512, 2, "bfloat16", **options).grid == (4 * 2, 1, 1)

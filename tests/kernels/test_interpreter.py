@@ -15,7 +15,8 @@ from tests.support.programs import interpreting
 HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (pip install triton)",
 )
 
 
@@ -64,13 +65,21 @@ def test_every_kernel_compiles_and_fits_the_shared_memory(architecture, compiled
 
 
 def test_casts_to_fp8_saturate_and_round_once_on_hopper(compiled):
-    casting = {name: facts for name, facts in compiled.items() if name.startswith("sm90") and facts["casts"]}
-    assert len(casting) == 10 - len(COMPARING_ON_BOTH - set(compiled)) // 2  # all but the passes for maxima
+    casting = {
+        name: facts
+        for name, facts in compiled.items()
+        if name.startswith("sm90") and facts["casts"]
+    }
+    assert (
+        len(casting) == 10 - len(COMPARING_ON_BOTH - set(compiled)) // 2
+    )  # all but the passes for maxima
     assert [name for name, facts in casting.items() if facts["casts"] != facts["saturating"]] == []
 
 
 def test_kernels_that_compare_errors_round_products_before_sums(compiled):
-    separate = {name: facts["fused"] for name, facts in compiled.items() if facts["fused"] is not None}
+    separate = {
+        name: facts["fused"] for name, facts in compiled.items() if facts["fused"] is not None
+    }
     assert set(separate) in (COMPARING, COMPARING_ON_BOTH)
     assert set(separate.values()) == {0}
 

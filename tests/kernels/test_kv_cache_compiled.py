@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.programs import output_without_gpu
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def test_the_kernel_compiles_for_every_architecture():

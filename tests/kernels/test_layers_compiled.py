@@ -22,7 +22,8 @@ from transformer_engine.common.kernels.launch import Machine
 from transformer_engine.pytorch.runtime import launching
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (pip install triton)",
 )
 
 NVIDIA = {row.architecture: row for row in ROWS if row.vendor == "nvidia"}
@@ -33,9 +34,7 @@ SCALED = (
     "grouped_scaled.rows_kernel",
     "grouped_scaled.columns_kernel",
 )
-SIXTEEN_BITS = (
-    r"(?:mma\.sync\S*\.(?:bf16\.bf16|tf32\.tf32)|wgmma\.mma_async\S*bf16|tcgen05\.mma\S*kind::(?:f16|tf32))"
-)
+SIXTEEN_BITS = r"(?:mma\.sync\S*\.(?:bf16\.bf16|tf32\.tf32)|wgmma\.mma_async\S*bf16|tcgen05\.mma\S*kind::(?:f16|tf32))"
 CODES = r"(?:mma\.sync\S*m16n8k32\S*e[45]m[32]|wgmma\.mma_async\S*e[45]m[32]|tcgen05\.mma\S*kind::f8f6f4)"
 HALVES = r"mma\.sync\S*\.f16\.f16"
 TITLE = re.compile(r"(\S+) ([\w.]+)\(.*?\) \[([^\]]*)\]")
@@ -50,8 +49,14 @@ def instruction_pattern(kernel: str, dtypes: list[str], row: Hardware, native: b
     codes = any(dtype.startswith("float8") for dtype in dtypes[:2])
     if kernel in SCALED:
         return INSTRUCTIONS["mxfp8" if codes else "nvfp4", row.has("tensor memory")]
-    if kernel in ("promoted_product.block_kernel", "grouped_gemm.rows_kernel", "grouped_gemm.columns_kernel"):
-        if codes and not native:  # Triton decodes the codes to float16, which represents them exactly
+    if kernel in (
+        "promoted_product.block_kernel",
+        "grouped_gemm.rows_kernel",
+        "grouped_gemm.columns_kernel",
+    ):
+        if (
+            codes and not native
+        ):  # Triton decodes the codes to float16, which represents them exactly
             return HALVES
         return CODES if codes else SIXTEEN_BITS
     attends = kernel in (
@@ -64,7 +69,15 @@ def instruction_pattern(kernel: str, dtypes: list[str], row: Hardware, native: b
 
 def compiled(architecture: str, *options: str) -> dict[str, dict]:
     """{title: facts} for a row's launches."""
-    arguments = ["-W", "ignore", "-m", "tests.kernels.layer_compile", architecture, "--sample", *options]
+    arguments = [
+        "-W",
+        "ignore",
+        "-m",
+        "tests.kernels.layer_compile",
+        architecture,
+        "--sample",
+        *options,
+    ]
     environment = {**os.environ, "PYTHONPATH": programs.search_path()}
     lines = programs.output(arguments, programs.ROOT, environment, patience=3600).splitlines()
     found = dict(json.loads(line) for line in lines if line.startswith("["))
@@ -85,7 +98,9 @@ def check(architecture: str, found: dict[str, dict], release: tuple[int, ...]) -
             title,
             facts,
         )
-        assert facts["shared"] <= row.shared_memory and facts["tensor memory"] <= row.tensor_memory, (
+        assert (
+            facts["shared"] <= row.shared_memory and facts["tensor memory"] <= row.tensor_memory
+        ), (
             title,
             facts,
         )
@@ -98,7 +113,10 @@ def check(architecture: str, found: dict[str, dict], release: tuple[int, ...]) -
             )
         else:
             assert facts["products"], title
-            assert [name for name in facts["products"] if not re.match(pattern, name)] == [], (title, facts)
+            assert [name for name in facts["products"] if not re.match(pattern, name)] == [], (
+                title,
+                facts,
+            )
 
 
 # Of one core, for the launches that every commit compiles; the weekly test below compiles all.
@@ -111,14 +129,18 @@ def test_a_sample_of_launches_of_a_training_step_compiles_as_planned_within_a_mi
     after = os.times()
     assert len(found) >= 4
     check("12.0", found, optional.release("triton"))
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    used = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     assert used < SAMPLE_SECONDS, f"{used:.0f} s of a core"
 
 
 def test_spills_name_kernels_and_whether_their_tiles_are_predicated():
     for spill in SPILLS:
         module, _, name = spill.kernel.partition(".")
-        kernel = getattr(importlib.import_module(f"transformer_engine.common.kernels.{module}"), name)
+        kernel = getattr(
+            importlib.import_module(f"transformer_engine.common.kernels.{module}"), name
+        )
         assert set(spill.constants) <= set(kernel.arg_names), spill
         assert ("EVEN" in kernel.arg_names) == ("EVEN" in spill.constants), spill
         assert set(spill.rows) <= set(NVIDIA), spill
@@ -131,7 +153,9 @@ def test_stack_limits_for_predicated_tiles_do_not_apply_to_full_tiles():
     assert stack_limit(kernel, {**float32, "EVEN": "False"}, "9.0", (3, 8)) == 0
 
 
-@pytest.mark.parametrize(("architecture", "warps"), [("9.0", 4), ("10.0", 4), ("11.0", 8), ("12.0", 8)])
+@pytest.mark.parametrize(
+    ("architecture", "warps"), [("9.0", 4), ("10.0", 4), ("11.0", 8), ("12.0", 8)]
+)
 def test_two_directional_block_casts_use_enough_warps_to_need_no_stack(architecture, warps):
     from transformer_engine.common.kernels import block_cast  # it imports triton
 
@@ -143,7 +167,9 @@ def test_two_directional_block_casts_use_enough_warps_to_need_no_stack(architect
 
 
 @pytest.mark.parametrize("operation", ["column_sums", "activation"])
-@pytest.mark.parametrize(("architecture", "threads"), [("9.0", 2048), ("11.0", 1536), ("12.0", 1536)])
+@pytest.mark.parametrize(
+    ("architecture", "threads"), [("9.0", 2048), ("11.0", 1536), ("12.0", 1536)]
+)
 def test_fused_cast_plans_read_the_gpus_thread_limit(monkeypatch, operation, architecture, threads):
     backend = importlib.import_module(f"transformer_engine.pytorch.primitives.{operation}.triton")
     row = NVIDIA[architecture]
@@ -177,7 +203,9 @@ def test_weight_gradients_of_groups_have_tiles_that_fit_the_registers(
         512, 512, 4, scaling=grouped_gemm.UNSCALED, accumulates=accumulates, **options
     )
     names = launch.kernel.arg_names
-    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    constants = dict(
+        zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True)
+    )
     assert (constants["BLOCK_K"], launch.warps) == (columns, warps)
     assert constants["ACCUMULATE"] is accumulates
 
@@ -194,7 +222,9 @@ def test_every_training_step_kernel_compiles_as_planned(architecture):
     kernels = {TITLE.match(title)[2] for title in found}  # pyright: ignore[reportOptionalSubscript]
     # Blocks with power-of-two scales are multiplied by exponents where the instruction reads them.
     exponents = row.has("mxfp8 products") and release >= row.scaled_dot
-    assert ("promoted_product.block_kernel" in kernels) == (row.has("fp8 products") and not exponents)
+    assert ("promoted_product.block_kernel" in kernels) == (
+        row.has("fp8 products") and not exponents
+    )
     # On 12.1, Triton before 3.8 has no native product for MXFP8 and NVFP4: cuBLASLt is the only backend.
     products = {kernel for kernel in kernels if kernel in SCALED[:2]}
     assert not products or row.has("mxfp8 products")

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def products(width: int, dtype: str, centered: bool, adds: bool, rounds_first: bool) -> tuple[int, int]:
+def products(
+    width: int, dtype: str, centered: bool, adds: bool, rounds_first: bool
+) -> tuple[int, int]:
     """Count the products that are rounded, and those that are fused with a sum, in a backward kernel."""
     from tests.kernels.compile_cases import count, ptx_of
     from transformer_engine.common.kernels import norm

@@ -26,7 +26,9 @@ def test_rows_have_the_same_thread_layout_in_every_variant():
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 24
     assert all(variants[0] for variants in found.values())
-    differing = [case for case, (plain, *rest) in found.items() if any(other != plain for other in rest)]
+    differing = [
+        case for case, (plain, *rest) in found.items() if any(other != plain for other in rest)
+    ]
     assert differing == []
 
 

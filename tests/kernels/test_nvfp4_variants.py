@@ -11,14 +11,17 @@ from tests.kernels.test_interpreter import run_in_interpreter
 from tests.support.nvfp4_random import CONTENTS, cases, differing, specs
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (pip install triton)",
 )
 
 
 def test_a_hundred_cases_cover_every_variant_and_content():
     named = list(cases(150))
     assert {spec for _, spec, _ in named} == set(specs())
-    assert len({(name.split(",")[1], spec.format.name) for name, spec, _ in named}) == 4 * len(CONTENTS)
+    assert len({(name.split(",")[1], spec.format.name) for name, spec, _ in named}) == 4 * len(
+        CONTENTS
+    )
 
 
 @needs_triton

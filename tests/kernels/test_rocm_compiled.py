@@ -19,7 +19,9 @@ def _has_the_compiler() -> bool:
     return "amd" in backends
 
 
-pytestmark = pytest.mark.skipif(not _has_the_compiler(), reason="triton with AMD's backend is not installed")
+pytestmark = pytest.mark.skipif(
+    not _has_the_compiler(), reason="triton with AMD's backend is not installed"
+)
 
 
 def test_plain_kernels_compile_for_amd_and_fit_its_memory():

@@ -15,7 +15,9 @@ from tests.support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def run_python(*arguments: str, **variables: str) -> str:
@@ -30,7 +32,16 @@ def run_python(*arguments: str, **variables: str) -> str:
 
 @pytest.mark.slow
 def test_the_kernels_pass_their_tests_in_the_interpreter():
-    options = ("-q", "-x", "-p", "tests.kernels.norm_interpreter", "-p", "no:cacheprovider", "-k", "triton")
+    options = (
+        "-q",
+        "-x",
+        "-p",
+        "tests.kernels.norm_interpreter",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "triton",
+    )
     interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert " passed" in run_python(
         "-m", "pytest", *options, "tests/primitives/test_statistics.py", **interpreted

@@ -16,7 +16,9 @@ import torch
 HERE = Path(__file__).parent
 KERNELS = Path(__file__).parents[2] / "transformer_engine" / "common" / "kernels"
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 @pytest.fixture(scope="module", params=["cover", pytest.param("--all", marks=pytest.mark.slow)])
@@ -31,8 +33,12 @@ def find_launched_kernels() -> set[str]:
     """ "module.kernel" for every kernel that the package launches."""
     found = set()
     for path in KERNELS.glob("*.py"):
-        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-        kernels = {f.name for f in functions if any("jit" in ast.unparse(d) for d in f.decorator_list)}
+        functions = [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+        ]
+        kernels = {
+            f.name for f in functions if any("jit" in ast.unparse(d) for d in f.decorator_list)
+        }
         for function in functions:
             if function.name not in kernels:
                 names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
@@ -52,7 +58,9 @@ def test_a_launch_declares_exactly_the_arguments_that_its_kernel_writes(facts):
 
 def test_a_launch_declares_the_address_tables_that_its_kernel_reads(facts):
     assert {n: case for n, case in facts.items() if case["declared tables"] != case["tables"]} == {}
-    assert {n: case for n, case in facts.items() if case["declared through"] != case["through"]} == {}
+    assert {
+        n: case for n, case in facts.items() if case["declared through"] != case["through"]
+    } == {}
     assert sum(bool(case["tables"]) for case in facts.values()) >= 7
 
 
@@ -110,7 +118,9 @@ class TestProgram:
 
     def test_a_step_names_exactly_the_outputs_of_its_launch(self):
         Program, ProgramStep, strips, _ = self.steps()
-        with pytest.raises(ValueError, match=r"column_sums_kernel makes None, and it is called 'amax'"):
+        with pytest.raises(
+            ValueError, match=r"column_sums_kernel makes None, and it is called 'amax'"
+        ):
             Program(("x",), (ProgramStep(strips, ("x",), ("amax", "partials")),), ("partials",))
 
     def test_a_result_is_made_by_a_step(self):

@@ -79,16 +79,28 @@ SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
 def casts() -> Iterator[Case]:
     yield "maximum", cast.absolute_maximum(math.prod(SHAPE)), (HALF,)
     yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), (HALF, FLOAT, FLOAT)
-    yield "cast, measured before", cast.cast(SHAPE, E4M3, True, False, follows=True), (HALF, None, FLOAT)
+    yield (
+        "cast, measured before",
+        cast.cast(SHAPE, E4M3, True, False, follows=True),
+        (HALF, None, FLOAT),
+    )
     yield "cast both", cast.cast(SHAPE, E4M3, True, True, records=True), (HALF, FLOAT, FLOAT)
     yield "cast columns", cast.cast(SHAPE, E4M3, False, True), (HALF, None, FLOAT)
-    yield "rows", block_cast.row_blocks(SHAPE, E4M3, True, False, machine=MACHINE, **SCALES), (HALF,)
+    yield (
+        "rows",
+        block_cast.row_blocks(SHAPE, E4M3, True, False, machine=MACHINE, **SCALES),
+        (HALF,),
+    )
     yield (
         "rows and columns",
         block_cast.row_blocks(SHAPE, E4M3, True, True, machine=MACHINE, **SCALES),
         (HALF,),
     )
-    yield "columns", block_cast.row_blocks(SHAPE, E4M3, False, True, machine=MACHINE, **SCALES), (HALF,)
+    yield (
+        "columns",
+        block_cast.row_blocks(SHAPE, E4M3, False, True, machine=MACHINE, **SCALES),
+        (HALF,),
+    )
     yield "squares", block_cast.square_blocks(SHAPE, E4M3, True, True, **SCALES), (HALF,)
     yield "squares of rows", block_cast.square_blocks(SHAPE, E4M3, True, False, **SCALES), (HALF,)
     yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), (HALF,)
@@ -98,7 +110,11 @@ def casts() -> Iterator[Case]:
     per_row = nvfp4.Options(per_row=True, four_over_six="MAE")
     yield "nvfp4 4over6", nvfp4.blocks(SHAPE, True, True, per_row), (HALF, FLOAT, FLOAT, None, None)
     by_tile = nvfp4.Options(hadamard=True, by_tile=True)
-    yield "nvfp4 by tile", nvfp4.blocks(SHAPE, True, True, by_tile), (HALF, FLOAT, FLOAT, None, None)
+    yield (
+        "nvfp4 by tile",
+        nvfp4.blocks(SHAPE, True, True, by_tile),
+        (HALF, FLOAT, FLOAT, None, None),
+    )
     yield "row maxima", nvfp4.row_maxima(SHAPE), (HALF,)
     yield "transformed maximum", nvfp4.hadamard_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
@@ -113,8 +129,14 @@ def casts() -> Iterator[Case]:
 
 def activations() -> Iterator[Case]:
     for name, gated in (("gelu", False), ("swiglu", True)):
-        yield name, activation.forward(name, gated, *SHAPE, 2 * SHAPE[1], "bfloat16", CONSTANTS), (HALF,)
-        backward = activation.backward(name, gated, *SHAPE, (SHAPE[1], 2 * SHAPE[1]), "bfloat16", CONSTANTS)
+        yield (
+            name,
+            activation.forward(name, gated, *SHAPE, 2 * SHAPE[1], "bfloat16", CONSTANTS),
+            (HALF,),
+        )
+        backward = activation.backward(
+            name, gated, *SHAPE, (SHAPE[1], 2 * SHAPE[1]), "bfloat16", CONSTANTS
+        )
         yield f"{name} backward", backward, (HALF, HALF)
         plain = (SHAPE, 2 * SHAPE[1], "bfloat16", CONSTANTS)
         for element, scale in ((E4M3, FLOAT), (None, None)):
@@ -125,7 +147,9 @@ def activations() -> Iterator[Case]:
             launch = activation_cast.backward(name, gated, *strided, element, codes, True)
             yield f"{name} backward codes={codes}", launch, (HALF, HALF, scale, FLOAT)
             output = activation_recompute.OutputCodes(E4M3, False, 0.0)
-            (step,) = activation_recompute.backward(name, gated, *strided, element, codes, output).steps
+            (step,) = activation_recompute.backward(
+                name, gated, *strided, element, codes, output
+            ).steps
             record = (FLOAT,) if codes else ()
             yield (
                 f"{name} backward and output {codes=}",
@@ -144,18 +168,26 @@ def activations() -> Iterator[Case]:
     yield "sum of strips", column_sums.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
     yield from _statistics()
     yield "column sums", column_sums.column_sums(SHAPE, SHAPE[1], MACHINE), (HALF,)
-    yield "column sums and maximum", column_sums.column_sums(SHAPE, SHAPE[1], MACHINE, measures=True), (HALF,)
+    yield (
+        "column sums and maximum",
+        column_sums.column_sums(SHAPE, SHAPE[1], MACHINE, measures=True),
+        (HALF,),
+    )
 
 
 def _statistics() -> Iterator[Case]:
     codes = statistics.Codes(statistics.TWO_LEVELS, True, (1, 16), 6.0, 7 / 6, (512, 1, 64, 1))
-    measure, add = (step.launch for step in statistics.statistics(SHAPE, (SHAPE[1], 1), codes).steps)
+    measure, add = (
+        step.launch for step in statistics.statistics(SHAPE, (SHAPE[1], 1), codes).steps
+    )
     yield "statistics of codes", measure, (HALF, BYTES, CODES, FLOAT)
     yield "sum of statistics", add, (FLOAT, "*fp64")
 
 
 def norms() -> Iterator[Case]:
-    for number, (width, centered) in enumerate(itertools.product((1024, 5120, 9000, 20480), (False, True))):
+    for number, (width, centered) in enumerate(
+        itertools.product((1024, 5120, 9000, 20480), (False, True))
+    ):
         # The cover has every kind with every width and with both norms, but not all three-way combinations.
         kinds = (_norm_forwards(width, centered), _norm_backwards(width, centered))
         for kind, case in enumerate(itertools.chain(*kinds)):
@@ -186,8 +218,16 @@ def _norm_backwards(width: int, centered: bool) -> Iterator[Case]:
 def others() -> Iterator[Case]:
     for keys in (2048, 20000):
         shape = (1, 2, 64, keys)
-        yield f"softmax {keys}", softmax.forward(shape, (0, 0, keys, 1), "bfloat16", 0.1, 0), (HALF, BYTES)
-        yield f"softmax backward {keys}", softmax.backward(shape, "bfloat16", 0.1, None), (HALF, HALF)
+        yield (
+            f"softmax {keys}",
+            softmax.forward(shape, (0, 0, keys, 1), "bfloat16", 0.1, 0),
+            (HALF, BYTES),
+        )
+        yield (
+            f"softmax backward {keys}",
+            softmax.backward(shape, "bfloat16", 0.1, None),
+            (HALF, HALF),
+        )
     yield (
         "dropout",
         dropout.forward(math.prod(SHAPE), SHAPE[1], "bfloat16", 6554, 1.1),
@@ -272,7 +312,11 @@ def grouped() -> Iterator[Case]:
         grouped_block_cast.row_blocks(*blocks, False, True),
         (HALF, None, INDEX),
     )
-    yield "grouped squares", grouped_block_cast.square_blocks(*blocks, True, True), (HALF, ADDRESS, None)
+    yield (
+        "grouped squares",
+        grouped_block_cast.square_blocks(*blocks, True, True),
+        (HALF, ADDRESS, None),
+    )
     yield (
         "grouped squares of rows",
         grouped_block_cast.square_blocks(*blocks, True, False),
@@ -282,7 +326,12 @@ def grouped() -> Iterator[Case]:
         launch = mxfp8.matrices(SHAPE, 4, E4M3, rowwise, columnwise, square=True)
         yield f"mxfp8 matrices columnwise={columnwise}", launch, (HALF, ADDRESS)
     scaled = (
-        ("mxfp8", grouped_scaled.BlockScales(("e4m3", "e4m3")), (CODES, CODES), (BYTES, BYTES, None, None)),
+        (
+            "mxfp8",
+            grouped_scaled.BlockScales(("e4m3", "e4m3")),
+            (CODES, CODES),
+            (BYTES, BYTES, None, None),
+        ),
         (
             "nvfp4",
             grouped_scaled.BlockScales(("e2m1", "e2m1"), 16, 0.1),
@@ -319,17 +368,37 @@ def grouped() -> Iterator[Case]:
             launch = grouped_gemm.product_of_columns(
                 SHAPE[1], 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
             )
-            args = [FLOAT] if by_address or accumulates else []  # an allocated result is not an input
+            args = (
+                [FLOAT] if by_address or accumulates else []
+            )  # an allocated result is not an input
             inputs = (HALF, HALF, None, None, INDEX, table, *args)
-            yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
+            yield (
+                f"grouped gradient by_address={by_address} accumulates={accumulates}",
+                launch,
+                inputs,
+            )
     for scaling in (grouped_gemm.TENSOR_SCALES, grouped_gemm.BLOCK_SCALES):
         launch = grouped_gemm.product_of_rows(*SHAPE, SHAPE[1], 4, scaling=scaling)
-        yield f"grouped product scaling={scaling}", launch, (CODES, CODES, None, FLOAT, FLOAT, HALF, INDEX)
+        yield (
+            f"grouped product scaling={scaling}",
+            launch,
+            (CODES, CODES, None, FLOAT, FLOAT, HALF, INDEX),
+        )
         launch = grouped_gemm.product_of_columns(SHAPE[1], 512, 4, scaling=scaling)
-        yield f"grouped gradient scaling={scaling}", launch, (CODES, CODES, FLOAT, FLOAT, INDEX, None)
+        yield (
+            f"grouped gradient scaling={scaling}",
+            launch,
+            (CODES, CODES, FLOAT, FLOAT, INDEX, None),
+        )
     blocks = {"scaling": grouped_gemm.BLOCK_SCALES}
-    launch = grouped_gemm.product_of_rows(*SHAPE, SHAPE[1], 4, clears=True, row_major=True, **blocks)
-    yield "grouped product of row-major scales", launch, (CODES, CODES, None, FLOAT, FLOAT, None, INDEX)
+    launch = grouped_gemm.product_of_rows(
+        *SHAPE, SHAPE[1], 4, clears=True, row_major=True, **blocks
+    )
+    yield (
+        "grouped product of row-major scales",
+        launch,
+        (CODES, CODES, None, FLOAT, FLOAT, None, INDEX),
+    )
     launch = grouped_gemm.product_of_columns(SHAPE[1], 512, 4, together=384, **blocks)
     yield "grouped gradient of one matrix", launch, (CODES, CODES, FLOAT, FLOAT, INDEX, None)
     for by_row in (False, True):
@@ -348,16 +417,30 @@ def hopper_grouped() -> Iterator[Case]:
         table = ADDRESS if by_address else None
         for accumulates in (False, True):
             launch = grouped_product.product_of_columns(
-                SHAPE[1], 512, 4, "float32", accumulates=accumulates, by_address=by_address, **options
+                SHAPE[1],
+                512,
+                4,
+                "float32",
+                accumulates=accumulates,
+                by_address=by_address,
+                **options,
             )
             args = [FLOAT] if by_address or accumulates else []
             inputs = (CODES, CODES, *scales, None, INDEX, table, *args)
-            yield f"hopper gradient by_address={by_address} accumulates={accumulates}", launch, inputs
+            yield (
+                f"hopper gradient by_address={by_address} accumulates={accumulates}",
+                launch,
+                inputs,
+            )
 
 
 def scaled_products() -> Iterator[Case]:
     for back in (False, True):
-        yield f"swizzled scales back={back}", swizzled_scales.swizzle(300, 18, (18, 1), back), (BYTES,)
+        yield (
+            f"swizzled scales back={back}",
+            swizzled_scales.swizzle(300, 18, (18, 1), back),
+            (BYTES,),
+        )
     for unit in (1, 128):
         launch = swizzled_scales.swizzle_exponents(300, 18, (5, 1), unit)
         yield f"swizzled exponents unit={unit}", launch, (FLOAT,)
@@ -365,7 +448,9 @@ def scaled_products() -> Iterator[Case]:
     for rows in (16, 300):  # the result's transpose, and the result
         for accumulates in (False, True):
             end = (None, None, FLOAT, None) if accumulates else (HALF, HALF)
-            after = ProductEpilogue(True) if accumulates else ProductEpilogue(False, "gelu_gradient")
+            after = (
+                ProductEpilogue(True) if accumulates else ProductEpilogue(False, "gelu_gradient")
+            )
             options = {"epilogue": after, "dtype": None if accumulates else "bfloat16"}
             name = f"rows={rows} accumulates={accumulates}"
             sides = (side(rows, 512, "e4m3"), side(320, 512, "e4m3"))
@@ -374,18 +459,32 @@ def scaled_products() -> Iterator[Case]:
             launch = scaled_product.product(
                 *sides, 512, 320, length=32, tma=TmaOptions(True, True), **options
             )
-            yield f"mxfp8 product by TMA {name}", launch, (CODES, CODES, BYTES, BYTES, None, None, *end)
+            yield (
+                f"mxfp8 product by TMA {name}",
+                launch,
+                (CODES, CODES, BYTES, BYTES, None, None, *end),
+            )
             sides = (side(rows, 256, "e2m1", rows), side(320, 256, "e2m1", 1))
-            launch = scaled_product.product(*sides, 512, 320, length=16, packing=2, factor=0.5, **options)
+            launch = scaled_product.product(
+                *sides, 512, 320, length=16, packing=2, factor=0.5, **options
+            )
             yield f"nvfp4 product {name}", launch, (BYTES, BYTES, BYTES, BYTES, FLOAT, FLOAT, *end)
             sides = (side(rows, 512, "e4m3", 0, 1, (4, 1)), side(320, 512, "e4m3", 0, 128, (4, 1)))
             launch = promoted_product.block_product(*sides, 512, 320, **options)
             yield f"product of blocks {name}", launch, (CODES, CODES, FLOAT, FLOAT, *end)
             launch = scaled_product.exponent_product(*sides, 512, 320, **options)
-            yield f"product by exponents {name}", launch, (CODES, CODES, FLOAT, FLOAT, None, None, *end)
+            yield (
+                f"product by exponents {name}",
+                launch,
+                (CODES, CODES, FLOAT, FLOAT, None, None, *end),
+            )
             options = {"epilogue": ProductEpilogue(False, "gelu", True), "dtype": "bfloat16"}
             launch = promoted_product.block_product(*sides, 512, 320, **options)
-            yield f"product of blocks with gelu {name}", launch, (CODES, CODES, FLOAT, FLOAT, HALF, None)
+            yield (
+                f"product of blocks with gelu {name}",
+                launch,
+                (CODES, CODES, FLOAT, FLOAT, HALF, None),
+            )
 
 
 def experts() -> Iterator[Case]:
@@ -405,10 +504,20 @@ def experts() -> Iterator[Case]:
             )
             yield f"send by_mask={by_mask} probs={probs}", sending, (HALF, INDEX, pads, adjacent)
             yield f"clear by_mask={by_mask} probs={probs}", clearing, (HALF, adjacent, BYTES)
-            (every,) = (part.launch for part in permutation.send(*sizes, "bfloat16", probs, True).steps)
-            yield f"send every row by_mask={by_mask} probs={probs}", every, (HALF, INDEX, pads, adjacent)
+            (every,) = (
+                part.launch for part in permutation.send(*sizes, "bfloat16", probs, True).steps
+            )
+            yield (
+                f"send every row by_mask={by_mask} probs={probs}",
+                every,
+                (HALF, INDEX, pads, adjacent),
+            )
             launch = permutation.collect(*sizes, "bfloat16", probs)
-            yield f"collect by_mask={by_mask} values={probs}", launch, (HALF, INDEX, pads, FLOAT, adjacent)
+            yield (
+                f"collect by_mask={by_mask} values={probs}",
+                launch,
+                (HALF, INDEX, pads, FLOAT, adjacent),
+            )
         weighted = permutation.send_weighted(*sizes, ("bfloat16", "float32")).steps[0].launch
         yield f"send weighted by_mask={by_mask}", weighted, (HALF, INDEX, pads, FLOAT, HALF)
         alone = permutation.send_weighted(*sizes, ("bfloat16", None)).steps[0].launch
@@ -420,7 +529,9 @@ def experts() -> Iterator[Case]:
                 continue
             biased = name in ("sigmoid", "sqrtsoftplus")
             written = INDEX if way == "indices" else None
-            chosen = router.choose(SHAPE[0], 160, 8, kind, False, (8, 4), 1.0, number, "bfloat16", True)
+            chosen = router.choose(
+                SHAPE[0], 160, 8, kind, False, (8, 4), 1.0, number, "bfloat16", True
+            )
             yield f"choose {name} {way}", chosen, (HALF, FLOAT if biased else None, written)
             back = router.gradient(SHAPE[0], 160, 8, kind, False, 1.0, number, "bfloat16")
             yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
@@ -441,7 +552,11 @@ def attentions() -> Iterator[Case]:
         launch = attention.forward(plain, keeps, keeps, keeps)
         yield f"attention lse={keeps}", launch, (*sources, FLOAT, None, None)
         launch = attention_delta.delta(plain, plain.q, keeps)
-        yield f"delta sink={keeps}", launch, (HALF, HALF, FLOAT, FLOAT if keeps else None, INDEX, None, None)
+        yield (
+            f"delta sink={keeps}",
+            launch,
+            (HALF, HALF, FLOAT, FLOAT if keeps else None, INDEX, None, None),
+        )
     context = (*sources, None, HALF, FLOAT, FLOAT)
     yield "keys", attention_backward.keys(plain, (0, *plain.k), (0, *plain.v), 1), context
     yield "queries", attention_backward.queries(plain, plain.q), context

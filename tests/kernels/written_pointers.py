@@ -38,8 +38,12 @@ def triton_code(launch: Launch, inputs: Sequence[str | None]) -> str:
     args = (*inputs, *outputs)
     assert len(inputs) == launch.inputs, (launch.kernel.fn.__name__, launch.inputs, inputs)
     numbers = [_scalar_type(number) for number in launch.scalars]
-    signature = dict(zip(names, [*args, *numbers, *["constexpr"] * len(launch.constants)], strict=True))
-    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    signature = dict(
+        zip(names, [*args, *numbers, *["constexpr"] * len(launch.constants)], strict=True)
+    )
+    constants = dict(
+        zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True)
+    )
     constants |= {name: None for name, kind in signature.items() if kind is None}
     signature |= dict.fromkeys(constants, "constexpr")
     target = GPUTarget("cuda", 90, 32)
@@ -87,7 +91,9 @@ def find_pointers(code: str) -> Pointers:
         assert reach.get(pointer), f"{pointer} comes from no argument"
         for name, loaded in reach[pointer]:
             (through if loaded else written).add(name)
-    return Pointers(written, {name for value in flow.addresses for name, _ in reach[value]}, through)
+    return Pointers(
+        written, {name for value in flow.addresses for name, _ in reach[value]}, through
+    )
 
 
 def _copy_engine_targets(code: str) -> set[str]:
@@ -99,14 +105,18 @@ def _copy_engine_targets(code: str) -> set[str]:
     for line in code.splitlines():
         if result := re.search(r"ttng\.tensormap_create (%[\w.-]+), %(\w+),", line):
             source[result[1]] = result[2]
-        elif result := re.search(r"(%[\w.-]+) = ttng\.reinterpret_tensor_descriptor (%[\w.-]+)", line):
+        elif result := re.search(
+            r"(%[\w.-]+) = ttng\.reinterpret_tensor_descriptor (%[\w.-]+)", line
+        ):
             source[result[1]] = source[result[2]]
         elif result := re.search(r"ttg\.warp_specialize\((.*?)\)", line):
             handed = _VALUE.findall(result[1])
         elif result := re.search(r"^\s*partition\d+\((.*?)\) num_warps", line):
             inner = re.findall(r"(%\w+): ", result[1])
             source |= {
-                name: source[value] for name, value in zip(inner, handed, strict=True) if value in source
+                name: source[value]
+                for name, value in zip(inner, handed, strict=True)
+                if value in source
             }
         elif result := re.search(r"ttng\.async_tma_copy_local_to_global (%[\w.-]+)\[", line):
             written.add(source[result[1]])
@@ -142,24 +152,32 @@ class _Flow:
         )
         recognized = (*_DESCRIPTORS, "ttng.reinterpret_tensor_descriptor")
         assert unknown is None or unknown[0] in recognized, f"unknown: {line}"
-        head, _, body = line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
+        head, _, body = (
+            line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
+        )
         operation = re.split(r"[\s(]", body)[0].strip('"')
         operands = [self._known(name) for name in _VALUE.findall(body)]
         results = self._defined(head)
         if operation == "scf.for":
-            pairs = re.findall(r"(%[\w$.-]+) = (%[\w$.#-]+)", body)[1:]  # the first is the loop's own number
+            pairs = re.findall(r"(%[\w$.-]+) = (%[\w$.#-]+)", body)[
+                1:
+            ]  # the first is the loop's own number
             firsts = [self._known(first) for _, first in pairs]
             self._scopes.append(({}, ()))
             inner = [name for carried, _ in pairs for name in self._defined(carried)]
             self._scopes[-1] = (self._scopes[-1][0], (results, inner))
             for values in (results, inner):
-                self.edges += [(value, first, False) for value, first in zip(values, firsts, strict=False)]
+                self.edges += [
+                    (value, first, False) for value, first in zip(values, firsts, strict=False)
+                ]
         elif operation == "ttg.warp_specialize":
             self._handed = operands
         elif line.startswith("partition") and line.endswith("{"):
             self._scopes.append(({}, ()))
             inner = [self._defined(name)[0] for name in re.findall(r"(%[\w$.-]+): ", line)]
-            self.edges += [(value, first, False) for value, first in zip(inner, self._handed, strict=True)]
+            self.edges += [
+                (value, first, False) for value, first in zip(inner, self._handed, strict=True)
+            ]
         elif line.startswith("}"):
             _, yields = self._scopes.pop()
             if line.endswith("{"):
@@ -180,7 +198,8 @@ class _Flow:
                 self.addresses.append(operands[0])
             # In other operations the pointer comes from the first operand; the second is a numeric offset.
             self.edges += [
-                (result, operands[0], operation in ("tt.load", "tt.descriptor_load")) for result in results
+                (result, operands[0], operation in ("tt.load", "tt.descriptor_load"))
+                for result in results
             ]
 
     def _defined(self, head: str) -> list[str]:

@@ -24,7 +24,10 @@ SIZE = 64
 
 
 def chains() -> dict[str, list[Any]]:
-    settings: dict[str, Any] = {"dtype": DTYPE, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    settings: dict[str, Any] = {
+        "dtype": DTYPE,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
     return {
         "norm_linear": [ops.RMSNorm(SIZE, **settings), ops.Linear(SIZE, SIZE, **settings)],
         "mlp": [
@@ -45,7 +48,9 @@ def digest(tensors: list[Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def train(module: torch.nn.Module, x: torch.Tensor, call: Callable[[], Any], recipe: Recipe | None) -> str:
+def train(
+    module: torch.nn.Module, x: torch.Tensor, call: Callable[[], Any], recipe: Recipe | None
+) -> str:
     """Digest of outputs and gradients over several steps, between which the parameters change."""
     records: list[Any] = []
     for _ in range(CALLS):

@@ -91,9 +91,7 @@ SCALED_RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling,
     "nvfp4": recipes.NVFP4BlockScaling,
 }
-COMPILED = (
-    4  # a signature's second call compiles a forward pass, and the second backward after it a backward pass
-)
+COMPILED = 4  # a signature's second call compiles a forward pass, and the second backward after it a backward pass
 
 memory: dict[Any, Any] = {}  # by address
 inputs: list[weakref.ref[torch.Tensor]] = []  # in all steps
@@ -190,11 +188,19 @@ class Kernel:
     def __call__(self, *arguments: Any) -> None:
         launch = self.launch
         count = launch.inputs + len(launch.outputs)
-        pointers = arguments[len(arguments) - len(launch.scalars + launch.constants) - count :][:count]
+        pointers = arguments[len(arguments) - len(launch.scalars + launch.constants) - count :][
+            :count
+        ]
         inputs, outputs = pointers[: launch.inputs], pointers[launch.inputs :]
         name = launch.kernel.fn.__name__
         result = hash(
-            (name, launch.grid, launch.scalars, tuple(map(str, launch.constants)), *map(read, inputs))
+            (
+                name,
+                launch.grid,
+                launch.scalars,
+                tuple(map(str, launch.constants)),
+                *map(read, inputs),
+            )
         )
         for number, address in enumerate((*outputs, *[inputs[index] for index in launch.in_place])):
             if address is not None:
@@ -222,7 +228,9 @@ class Library:
         if size == 8:
             self.attributes[operation, attribute] = ctypes.c_uint64.from_address(address).value
 
-    def matmul(self, handle, operation, alpha, a, of_a, b, of_b, beta, c, of_c, d, of_d, *_) -> None:
+    def matmul(
+        self, handle, operation, alpha, a, of_a, b, of_b, beta, c, of_c, d, of_d, *_
+    ) -> None:
         pointers = {name: at for (of, name), at in self.attributes.items() if of == operation}
         read_too = tuple([(name, read(at)) for name, at in sorted(pointers.items())])
         memory[d] = hash(("product", read(a), read(b), memory.get(alpha), read_too))
@@ -279,7 +287,9 @@ def name_inputs(module: Any, x: torch.Tensor) -> dict[str, Any]:
     return states
 
 
-def symbols(module: Any, x: torch.Tensor, y: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+def symbols(
+    module: Any, x: torch.Tensor, y: torch.Tensor, states: dict[str, Any]
+) -> dict[str, Any]:
     """Run the backward pass from y; return the symbols for results, gradients and states."""
     if y.requires_grad:
         dy = torch.zeros_like(y)
@@ -287,7 +297,9 @@ def symbols(module: Any, x: torch.Tensor, y: torch.Tensor, states: dict[str, Any
         y.backward(dy)
     left = {"y": y, "dx": x.grad, **states}
     left |= {f"d{name}": parameter.grad for name, parameter in module.named_parameters()}
-    return {name: None if tensor is None else read(tensor.data_ptr()) for name, tensor in left.items()}
+    return {
+        name: None if tensor is None else read(tensor.data_ptr()) for name, tensor in left.items()
+    }
 
 
 def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
@@ -344,7 +356,9 @@ def find_missed_setting() -> str | None:
         expected = step(module, recipe, None)
     if expected == before or compiled_passes(module) != [2, 2]:
         return f"the setting changes nothing, or nothing is compiled: {compiled_passes(module)}"
-    return None if all(result == expected for result in found) else "a pass compiled before the change"
+    return (
+        None if all(result == expected for result in found) else "a pass compiled before the change"
+    )
 
 
 def find_live_inputs(name: str, kind: str) -> str | None:
@@ -372,7 +386,8 @@ def results_of_hopper(every: bool) -> dict[str, str | None]:
     found = {"/".join(map(str, case)): differences(*case) for case in cases}
     found["a quantizer's setting"] = find_missed_setting()
     return found | {
-        f"kept inputs/{name}": find_live_inputs(name, "block") for name in ("linear", "parallel_mlp")
+        f"kept inputs/{name}": find_live_inputs(name, "block")
+        for name in ("linear", "parallel_mlp")
     }
 
 
@@ -396,7 +411,9 @@ def results_of_deferred_columns() -> dict[str, str | None]:
     LAYERS["shared_input"] = _shared_input
     names = ("linear_bias", "layernorm_linear", "layernorm_mlp", "gelu_mlp", "shared_input")
     found = {
-        f"{name}/{kind}": differences(name, kind, False) for name in names for kind in ("delayed", "current")
+        f"{name}/{kind}": differences(name, kind, False)
+        for name in names
+        for kind in ("delayed", "current")
     }
     module, recipe = _shared_input(), host_calls.RECIPES["current"]()
     step(module, recipe, None)
@@ -418,4 +435,8 @@ RESULTS = {
 
 if __name__ == "__main__":
     argument = sys.argv[1]
-    print(json.dumps(RESULTS[argument]() if argument in RESULTS else results_of_block_scales(argument)))
+    print(
+        json.dumps(
+            RESULTS[argument]() if argument in RESULTS else results_of_block_scales(argument)
+        )
+    )

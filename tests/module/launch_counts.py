@@ -62,8 +62,12 @@ def attend(call: Any, inputs: Any) -> Attended:
     return Attended(q.new_empty((*q.shape[:-1], call.head_dim_v)), q.new_empty(1))
 
 
-def differentiate(call: Any, inputs: Any, attended: Any, grad_output: Any, into: Any = None) -> Gradients:
-    return Gradients(*([torch.empty(x.shape, dtype=x.dtype) for x in inputs[:3]] if into is None else into))
+def differentiate(
+    call: Any, inputs: Any, attended: Any, grad_output: Any, into: Any = None
+) -> Gradients:
+    return Gradients(
+        *([torch.empty(x.shape, dtype=x.dtype) for x in inputs[:3]] if into is None else into)
+    )
 
 
 def pretend() -> None:
@@ -75,7 +79,9 @@ def pretend() -> None:
         return launches.Handle(kernel, launch.grid, lambda device: 0, middle, arguments)
 
     launches._compile = compiled
-    pretended_gpu.everywhere("choose", lambda call: Passes("none", attend, differentiate, differentiate))
+    pretended_gpu.everywhere(
+        "choose", lambda call: Passes("none", attend, differentiate, differentiate)
+    )
     cublaslt_library.bindings().matmul = product
 
 

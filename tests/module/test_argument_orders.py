@@ -38,7 +38,13 @@ MASK, WINDOW = "causal", (4, 0)
 CORE = (2, 8, 1, 0.0, "bshd", MASK, WINDOW)
 LAYER = (16, 2, 8, 0.0, 1e-5, None, None, 3, MASK, WINDOW)
 WHOLE = (16, 32, 2, None, 1e-5, 0.0, 0.0, None, None, 3, 8, MASK, WINDOW)
-CORE_ATTRIBUTES = ("softcap", "bottom_right_diagonal", "sequence_parallel", "layer_number", "attention_type")
+CORE_ATTRIBUTES = (
+    "softcap",
+    "bottom_right_diagonal",
+    "sequence_parallel",
+    "layer_number",
+    "attention_type",
+)
 
 # Class, leading arguments, the arguments behind the window, the release that is recognized, expected attributes.
 CONSTRUCTORS = [
@@ -49,7 +55,13 @@ CONSTRUCTORS = [
         None,
         (0.5, True, False, 3, "cross"),
     ),
-    ("DotProductAttention", CORE, (None, 2, False, 1, None, None, 3), None, (2.0, None, False, 3, "self")),
+    (
+        "DotProductAttention",
+        CORE,
+        (None, 2, False, 1, None, None, 3),
+        None,
+        (2.0, None, False, 3, "self"),
+    ),
     (
         "DotProductAttention",
         CORE,
@@ -58,14 +70,22 @@ CONSTRUCTORS = [
         (0.0, True, False, 3, "cross"),
     ),
     ("DotProductAttention", CORE, (None, True), "2.19", (0.0, None, True, None, "self")),
-    ("DotProductAttention", CORE, (False, 1, None, None, 3, "cross"), "2.11", (0.0, None, False, 3, "cross")),
+    (
+        "DotProductAttention",
+        CORE,
+        (False, 1, None, None, 3, "cross"),
+        "2.11",
+        (0.0, None, False, 3, "cross"),
+    ),
     # Types cannot tell these from the present order, which wins.
     ("DotProductAttention", CORE, (True,), None, (0.0, True, False, None, "self")),
     ("DotProductAttention", CORE, (True, 2), None, (2.0, True, False, None, "self")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "leading", "rest", "release", "attributes"), CONSTRUCTORS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "leading", "rest", "release", "attributes"), CONSTRUCTORS, ids=str
+)
 def test_core_attention_accepts_older_argument_orders(kind, leading, rest, release, attributes):
     layer, issued = call_with_warnings(lambda: getattr(te, kind)(*leading, *rest))
     assert tuple(getattr(layer, name) for name in CORE_ATTRIBUTES) == attributes
@@ -90,7 +110,9 @@ def test_core_attention_accepts_older_argument_orders(kind, leading, rest, relea
 def test_attention_layers_accept_older_argument_orders(rest, release, softcap):
     layer, issued = call_with_warnings(lambda: te.MultiheadAttention(*LAYER, *rest, device=DEVICE))
     assert (layer.softcap, layer.num_gqa_groups, layer.tp_size) == (softcap, 2, 1)
-    assert len(issued) == (release is not None) and all(f"release {release}" in text for text in issued)
+    assert len(issued) == (release is not None) and all(
+        f"release {release}" in text for text in issued
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +130,9 @@ def test_transformer_layers_accept_older_argument_orders(rest, release, softcap)
     )
     assert (layer.softcap, layer.enc_dec_attn_mask_type) == (softcap, "padding")
     assert layer.inter_attention.window_size == (1, 1)
-    assert len(issued) == (release is not None) and all(f"release {release}" in text for text in issued)
+    assert len(issued) == (release is not None) and all(
+        f"release {release}" in text for text in issued
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +150,9 @@ def test_core_attention_calls_accept_older_argument_orders(rest, release):
     leading = (q, q, q, None, "bshd", None, None, None, None, None, None, "causal", None)
     got, issued = call_with_warnings(lambda: layer(*leading, *rest))
     assert torch.equal(got, layer(q, q, q, softcap=0.5 if release is None else 0.0))
-    assert len(issued) == (release is not None) and all(f"release {release}" in text for text in issued)
+    assert len(issued) == (release is not None) and all(
+        f"release {release}" in text for text in issued
+    )
 
 
 def test_layer_calls_accept_the_argument_order_of_2_11():
@@ -143,7 +169,9 @@ def test_layer_calls_accept_the_argument_order_of_2_11():
         16, 32, 2, layer_type="decoder", hidden_dropout=0.0, attention_dropout=0.0, device=DEVICE
     )
     got, issued = call_with_warnings(lambda: layer(x, None, "causal", (2, 0), encoded))
-    assert torch.equal(got, layer(x, window_size=(2, 0), encoder_output=encoded)) and len(issued) == 1
+    assert (
+        torch.equal(got, layer(x, window_size=(2, 0), encoder_output=encoded)) and len(issued) == 1
+    )
 
 
 def test_a_call_that_fits_no_order_raises_the_current_orders_error():
@@ -167,7 +195,13 @@ def test_an_older_order_does_not_repeat_a_keyword():
 
 def test_functions_accept_moved_arguments():
     @accepts_older_orders(v2=(("kind", 1), "order"))
-    def call(a: int, b: Sequence[int], order: Literal["x", "y"] = "x", c: str = "c", kind: int | None = None):
+    def call(
+        a: int,
+        b: Sequence[int],
+        order: Literal["x", "y"] = "x",
+        c: str = "c",
+        kind: int | None = None,
+    ):
         return a, b, order, c, kind
 
     results = [
@@ -189,20 +223,40 @@ def test_fused_attention_accepts_both_argument_orders():
         ("no_bias", "causal", "vanilla", (2, 0)),
     )
     backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
-    head = (True, 6, 6, bounds, bounds, q, k, v, torch.float32, backend, *[None] * 7, 0.5, 0.0, True, layout)
+    head = (
+        True,
+        6,
+        6,
+        bounds,
+        bounds,
+        q,
+        k,
+        v,
+        torch.float32,
+        backend,
+        *[None] * 7,
+        0.5,
+        0.0,
+        True,
+        layout,
+    )
     (expected, aux), issued = call_with_warnings(
         lambda: fused_attn.fused_attn_fwd(*head, "bshd", None, *kinds)
     )
     assert not issued
     (out, _), issued = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, *kinds))
     assert torch.equal(out, expected) and len(issued) == 1 and "release 2.11" in issued[0]
-    (transposed, _), _ = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, "sbhd", None, *kinds))
+    (transposed, _), _ = call_with_warnings(
+        lambda: fused_attn.fused_attn_fwd(*head, "sbhd", None, *kinds)
+    )
     assert torch.equal(transposed.transpose(0, 1), expected)
 
     head = (6, 6, bounds, bounds, q, k, v, expected, grad, torch.float32)
     tail = (backend, *[None] * 5, 0.5, 0.0, True, layout)
     orders = ("bshd", "bshd", layout)
-    exact, issued = call_with_warnings(lambda: fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds))
+    exact, issued = call_with_warnings(
+        lambda: fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds)
+    )
     assert not issued
     for dtype in (torch.float32, tex.DType.kFloat32):
         found, issued = call_with_warnings(
@@ -229,5 +283,7 @@ def test_attention_params_accept_both_argument_orders():
         3,
         0,
     )
-    former, issued = call_with_warnings(lambda: AttentionParams(torch.Tensor, torch.float16, "bs3hd", 3))
+    former, issued = call_with_warnings(
+        lambda: AttentionParams(torch.Tensor, torch.float16, "bs3hd", 3)
+    )
     assert (former.qkv_layout, former.batch_size, len(issued)) == ("bs3hd", 3, 1)

@@ -48,7 +48,8 @@ def multithreading_enabled() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("devices", "variable", "expected"), [(1, None, False), (2, None, True), (1, "1", True), (1, "0", False)]
+    ("devices", "variable", "expected"),
+    [(1, None, False), (2, None, True), (1, "1", True), (1, "0", False)],
 )
 def test_a_process_with_one_gpu_uses_the_calling_thread(
     monkeypatch, in_new_thread, devices, variable, expected

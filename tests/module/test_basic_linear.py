@@ -25,7 +25,11 @@ def quantizers(recipe):
     forward = RecipeState.create(recipe, mode="forward", num_quantizers=2).make_quantizers()
     backward = RecipeState.create(recipe, mode="backward", num_quantizers=1).make_quantizers()
     return dict(
-        zip(("input_quantizer", "weight_quantizer", "grad_output_quantizer"), forward + backward, strict=True)
+        zip(
+            ("input_quantizer", "weight_quantizer", "grad_output_quantizer"),
+            forward + backward,
+            strict=True,
+        )
     )
 
 
@@ -36,7 +40,9 @@ def test_passes_without_quantizers_equal_torch(tensors):
     dx, dw = BasicLinear._functional_backward(dy, x_kept, w_kept)
     torch.testing.assert_close(dx, dy @ w)
     torch.testing.assert_close(dw, dy.flatten(0, 1).t() @ x.flatten(0, 1))
-    assert BasicLinear._functional_backward(dy, x_kept, w_kept, weight_requires_grad=False)[1] is None
+    assert (
+        BasicLinear._functional_backward(dy, x_kept, w_kept, weight_requires_grad=False)[1] is None
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
@@ -52,7 +58,9 @@ def test_passes_with_quantizers_equal_a_layer(recipe, tensors, emulated):
     expected.backward(dy)
     q = quantizers(recipe)
     dy_quantizer = q.pop("grad_output_quantizer")
-    y, x_codes, w_codes = BasicLinear._functional_forward(x, w, bias=b, with_quantized_compute=True, **q)
+    y, x_codes, w_codes = BasicLinear._functional_forward(
+        x, w, bias=b, with_quantized_compute=True, **q
+    )
     dx, dw = BasicLinear._functional_backward(
         dy, x_codes, w_codes, with_quantized_compute=True, grad_output_quantizer=dy_quantizer
     )

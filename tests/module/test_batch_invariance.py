@@ -93,7 +93,13 @@ def test_attention_options_do_not_depend_on_the_other_sequences(options):
     result = {name: value for name, value in options.items() if name in ("softmax_type", "softcap")}
     call = {name: value for name, value in options.items() if name not in result}
     layer = te.DotProductAttention(
-        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0, **result
+        4,
+        16,
+        num_gqa_groups=2,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        attention_dropout=0.0,
+        **result,
     )
     q, k, v = (torch.randn(3, 90, heads, 16) for heads in (4, 2, 2))
     with te.batch_invariant():
@@ -112,7 +118,9 @@ def test_a_long_row_alone_is_summed_as_among_others():
         with te.batch_invariant():
             losses = te.parallel_cross_entropy(logits.clone(), target)
             for row in range(3):
-                alone = te.parallel_cross_entropy(logits[row : row + 1].clone(), target[row : row + 1])
+                alone = te.parallel_cross_entropy(
+                    logits[row : row + 1].clone(), target[row : row + 1]
+                )
                 assert torch.equal(losses[row], alone[0])
     finally:
         torch.set_num_threads(threads)
@@ -124,7 +132,9 @@ def test_a_long_row_alone_is_summed_as_among_others():
         (Float8CurrentScaling(), "maximum of the whole tensor; use DelayedScaling"),
         (NVFP4BlockScaling(), "set row_scaled_activation=True"),
         (
-            NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True, disable_2d_quantization=True),
+            NVFP4BlockScaling(
+                row_scaled_activation=True, disable_rht=True, disable_2d_quantization=True
+            ),
             "backward_override='high_precision'",
         ),
         (Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), "set it to 1"),
@@ -134,7 +144,10 @@ def test_a_long_row_alone_is_summed_as_among_others():
 )
 def test_a_recipe_with_scales_of_the_batch_raises_its_reason(recipe, message):
     name = type(recipe).__name__
-    with te.batch_invariant(), pytest.raises(RuntimeError, match=f"{name} is unsupported.*{message}"):
+    with (
+        te.batch_invariant(),
+        pytest.raises(RuntimeError, match=f"{name} is unsupported.*{message}"),
+    ):
         te.autocast(recipe=recipe).__enter__()
     with te.autocast(recipe=recipe), pytest.raises(RuntimeError, match=f"{name} is unsupported"):
         te.batch_invariant().__enter__()
@@ -148,9 +161,11 @@ def test_a_recipe_with_scales_of_the_batch_raises_its_reason(recipe, message):
 
 def test_row_scaled_nvfp4_does_not_depend_on_the_batch():
     recipe = NVFP4BlockScaling(
-        row_scaled_activation=True, disable_rht=True, disable_2d_quantization=True,
+        row_scaled_activation=True,
+        disable_rht=True,
+        disable_2d_quantization=True,
         backward_override="high_precision",
-    )  # fmt: skip
+    )
     layer, x = te.Linear(64, 96, device="cpu"), torch.randn(64, 64)
     with te.batch_invariant(), te.autocast(recipe=recipe), torch.no_grad():
         y = layer(x)
@@ -243,7 +258,9 @@ def test_results_outside_of_a_block_are_those_of_before():
 
 def test_explain_prints_why_a_backend_is_not_chosen():
     q = torch.randn(2, 8, 4, 16)
-    layer = te.DotProductAttention(4, 16, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0)
+    layer = te.DotProductAttention(
+        4, 16, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0
+    )
     with te.batch_invariant():
         text = str(te.explain(layer, q, q, q))
     assert "results that do not depend on the batch (te.batch_invariant)" in text

@@ -112,7 +112,9 @@ def test_a_buffer_over_the_input_raises_before_anything_is_written(case, device)
     x, out, dgrad_out = overlapping(case, device)
     before = x.detach().clone(), out.clone(), dgrad_out.clone()
     name = "dgrad_out" if case.startswith("dgrad_out") else "out"
-    with pytest.raises(ValueError, match=f"^{name} shares memory with the input, .* separate memory"):
+    with pytest.raises(
+        ValueError, match=f"^{name} shares memory with the input, .* separate memory"
+    ):
         layer(x, SPLITS, out=out, dgrad_out=dgrad_out)
     for value, was in zip((x, out, dgrad_out), before, strict=True):
         assert torch.equal(value, was)
@@ -130,7 +132,9 @@ def test_a_buffer_over_a_parameter_raises(device):
 def test_buffers_between_the_rows_of_a_strided_input_are_accepted(device):
     layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.float32)
     memory = torch.randn(2 * 48 * 64 + 48 * 64, device=device)
-    x = memory.as_strided((48, 64), (3 * 64, 1))[:1].detach()  # rows 0 and then a gap of 128 elements
+    x = memory.as_strided((48, 64), (3 * 64, 1))[
+        :1
+    ].detach()  # rows 0 and then a gap of 128 elements
     y = layer(x, [1, 0, 0], out=memory[64:128].view(1, 64))
     assert torch.equal(y, layer(x, [1, 0, 0]))
 
@@ -145,9 +149,13 @@ def test_dgrad_out_over_an_input_without_gradient_has_no_effect(device):
 
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("shared", ["one dgrad_out for two layers", "out and dgrad_out"])
-def test_a_gradient_in_dgrad_outs_memory_is_read_before_it_is_overwritten(shared, joint, device, monkeypatch):
+def test_a_gradient_in_dgrad_outs_memory_is_read_before_it_is_overwritten(
+    shared, joint, device, monkeypatch
+):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if joint else "0")
-    first, second = (te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.bfloat16) for _ in "ab")
+    first, second = (
+        te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.bfloat16) for _ in "ab"
+    )
     x = torch.randn(48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     target = torch.arange(48, device=device).view(1, 48)
 
@@ -185,7 +193,9 @@ def test_buffers_work_in_inference_mode(device):
     with torch.inference_mode():
         x = torch.randn(48, 64, device=device)
         out = torch.empty_like(x)
-        assert torch.equal(layer(x, SPLITS, out=out), layer(x, SPLITS)) and torch.equal(out, layer(x, SPLITS))
+        assert torch.equal(layer(x, SPLITS, out=out), layer(x, SPLITS)) and torch.equal(
+            out, layer(x, SPLITS)
+        )
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -44,7 +44,9 @@ def results(layer, recipe, device=None):
     packed = isinstance(layer, DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
     x = torch.randn(
-        shape, device=next(layer.parameters(), torch.empty(0, device=device)).device, requires_grad=True
+        shape,
+        device=next(layer.parameters(), torch.empty(0, device=device)).device,
+        requires_grad=True,
     )
     layer.zero_grad(set_to_none=True)
     with autocast(enabled=recipe is not None, recipe=recipe):
@@ -141,7 +143,8 @@ def test_a_changed_recipe_takes_effect_in_the_next_call(kind, device):
         FP8GlobalStateManager.reset()
         fresh = make_layer(kind).to(device)
         fresh.load_state_dict(
-            {k: v for k, v in layer.state_dict().items() if not k.endswith("_extra_state")}, strict=False
+            {k: v for k, v in layer.state_dict().items() if not k.endswith("_extra_state")},
+            strict=False,
         )
         assert same(results(layer, RECIPES[name]), results(fresh, RECIPES[name]))
 
@@ -176,7 +179,9 @@ ATTENTION_VARIABLES = {
 
 @pytest.mark.parametrize("name", ATTENTION_VARIABLES)
 @pytest.mark.parametrize("kind", ["DotProductAttention", "GroupedLinear"])
-def test_a_changed_environment_variable_takes_effect_in_the_next_call(kind, name, device, monkeypatch):
+def test_a_changed_environment_variable_takes_effect_in_the_next_call(
+    kind, name, device, monkeypatch
+):
     if name == "NVTE_DPA_FP8_RECIPE":
         monkeypatch.setenv("NVTE_DPA_FP8_RECIPE_DPA", "1")
     layer, fresh = make_layer(kind).to(device), make_layer(kind).to(device)
@@ -275,17 +280,47 @@ def test_structural_settings_are_fixed_after_construction(device):
 
 # Kind, attribute, invalid value, expected error and message.
 INVALID = [
-    ("Linear", "return_bias", len, TypeError, "return_bias=.* is neither True nor False; give a bool"),
+    (
+        "Linear",
+        "return_bias",
+        len,
+        TypeError,
+        "return_bias=.* is neither True nor False; give a bool",
+    ),
     ("LayerNorm", "eps", "small", TypeError, "eps='small' must be a number"),
     ("LayerNormLinear", "eps", None, TypeError, "eps=None must be a number"),
     ("LayerNormMLP", "activation", "selu", ValueError, "activation='selu' does not exist; choose"),
-    ("LayerNormMLP", "normalization", "BatchNorm", ValueError, "normalization='BatchNorm' does not exist"),
+    (
+        "LayerNormMLP",
+        "normalization",
+        "BatchNorm",
+        ValueError,
+        "normalization='BatchNorm' does not exist",
+    ),
     ("DotProductAttention", "attention_dropout", 2, ValueError, "attention_dropout=2"),
-    ("DotProductAttention", "qkv_format", "bhsd", ValueError, "qkv_format='bhsd' does not exist; choose"),
-    ("MultiheadAttention", "qkv_format", None, ValueError, "qkv_format=None does not exist; choose"),
+    (
+        "DotProductAttention",
+        "qkv_format",
+        "bhsd",
+        ValueError,
+        "qkv_format='bhsd' does not exist; choose",
+    ),
+    (
+        "MultiheadAttention",
+        "qkv_format",
+        None,
+        ValueError,
+        "qkv_format=None does not exist; choose",
+    ),
     ("MultiheadAttention", "window_size", 3, TypeError, "window_size=3 must be two numbers"),
     ("TransformerLayer", "hidden_dropout", None, TypeError, "hidden_dropout=None"),
-    ("TransformerLayer", "attn_input_format", "hsb", ValueError, "attn_input_format='hsb' does not exist"),
+    (
+        "TransformerLayer",
+        "attn_input_format",
+        "hsb",
+        ValueError,
+        "attn_input_format='hsb' does not exist",
+    ),
 ]
 
 
@@ -316,7 +351,9 @@ def test_an_attention_without_a_sink_cannot_learn_one_later(device):
     learnt = make_layer("DotProductAttention", softmax_type="learnable").to(device)
     torch.nn.init.constant_(learnt.softmax_offset, 2.0)
     learnt.softmax_type = "vanilla"
-    assert same(results(learnt, None)[:1], results(make_layer("DotProductAttention"), None, device)[:1])
+    assert same(
+        results(learnt, None)[:1], results(make_layer("DotProductAttention"), None, device)[:1]
+    )
 
 
 def test_copies_have_independent_settings(device):

@@ -72,7 +72,9 @@ def test_main_grad_is_the_sum_over_microbatches(kind, name, dtype, device):
     twin = copy.deepcopy(layer)
     layer.fuse_wgrad_accumulation = True
     for p in weights(layer).values():
-        p.main_grad = torch.full_like(p, float("nan"), dtype=dtype)  # the first microbatch overwrites it
+        p.main_grad = torch.full_like(
+            p, float("nan"), dtype=dtype
+        )  # the first microbatch overwrites it
     sums = {n: torch.zeros_like(p, dtype=dtype) for n, p in weights(twin).items()}
     for first in (True, False, False):
         x = sample(device)
@@ -135,7 +137,9 @@ def test_a_recipe_that_overrides_the_backward_quantizes_the_forward_alone(name, 
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_quantized_inputs_with_leading_dimensions_have_close_gradients(name, override, keeps, device):
+def test_quantized_inputs_with_leading_dimensions_have_close_gradients(
+    name, override, keeps, device
+):
     layer = Linear(HIDDEN, 96, device=device, save_original_input=keeps)
     values = sample(device).detach()
     codes = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device)(values).requires_grad_()
@@ -245,7 +249,9 @@ def test_a_weight_is_cached_in_a_compiled_graph_too(name, device):
 
 @pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight"])
 def test_delayed_gradients_count_the_trained_weights(frozen, device):
-    late, now = (LAYERS["layernorm_mlp"](device=device, delay_wgrad_compute=late) for late in (True, False))
+    late, now = (
+        LAYERS["layernorm_mlp"](device=device, delay_wgrad_compute=late) for late in (True, False)
+    )
     now.load_state_dict(late.state_dict())
     x = sample(device)
     for layer in (late, now):
@@ -269,7 +275,9 @@ def test_no_gradient_is_delayed_if_no_weight_is_trained(device):
 
 
 def test_a_frozen_piece_of_a_split_weight_gets_no_delayed_gradient(device):
-    layer = Linear(HIDDEN, 96, parameters_split=("a_", "b_"), device=device, delay_wgrad_compute=True)
+    layer = Linear(
+        HIDDEN, 96, parameters_split=("a_", "b_"), device=device, delay_wgrad_compute=True
+    )
     layer.a_weight.requires_grad_(False)
     layer(sample(device)).sum().backward()
     layer.backward_dw()
@@ -380,7 +388,9 @@ def test_autocast_regions_with_different_recipes_nest(kind, device):
             got.append(outer(x))
         assert same([y.detach() for y in got], expected)
         sum(y.sin().sum() for y in got).backward()
-        assert all(torch.isfinite(p.grad).all() for layer in (outer, inner) for p in layer.parameters())
+        assert all(
+            torch.isfinite(p.grad).all() for layer in (outer, inner) for p in layer.parameters()
+        )
 
 
 def test_a_layer_alternates_between_two_recipes(device):
@@ -417,7 +427,9 @@ def test_recomputation_can_be_switched_on_later(device):
 
     def saved():
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
             layer(x)
         return sum(sizes)
 

@@ -53,7 +53,9 @@ def train(device: torch.device, compiles: bool) -> list[torch.Tensor]:
     """Results and gradients from a step with each token count."""
     torch.manual_seed(0)
     layer = Mixture(device)
-    model = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager") if compiles else layer
+    model = (
+        torch.compile(layer, fullgraph=True, dynamic=True, backend="eager") if compiles else layer
+    )
     records = []
     for tokens in (32, 48):
         x = torch.randn(tokens, HIDDEN, device=device, requires_grad=True)
@@ -80,7 +82,11 @@ def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
     layer = te.GroupedLinear(EXPERTS, 32, 32, device="cpu")
     layer.weight1.requires_grad_(False)
     layer.bias0.requires_grad_(False)
-    run = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager") if compiles else layer
+    run = (
+        torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+        if compiles
+        else layer
+    )
     records = []
     for rows in ([32, 0, 64], [64, 32, 96]):
         x = torch.randn(sum(rows), 32, requires_grad=True)
@@ -94,7 +100,10 @@ def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["mxfp8", *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "delayed", "current")]],
+    [
+        "mxfp8",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "delayed", "current")],
+    ],
 )
 def test_compiled_row_tensors_are_bitwise_equal_to_eager(name, emulated):
     expected, found = grouped_steps(False, RECIPES[name]), grouped_steps(True, RECIPES[name])
@@ -108,8 +117,10 @@ CALLS = {
     "by index, back": lambda x, mask: te.moe_unpermute(
         *te.moe_permute(x, mask[:, :2], map_type="index"), torch.ones(5, 2), map_type="index"
     ),
-    "scores of softplus": lambda x, mask: te.router.fused_compute_score_for_moe_aux_loss(x, 2, "sqrtsoftplus")[1],
-}  # fmt: skip
+    "scores of softplus": lambda x, mask: te.router.fused_compute_score_for_moe_aux_loss(
+        x, 2, "sqrtsoftplus"
+    )[1],
+}
 
 
 # test_experts_compile_to_one_graph_for_several_batches always compiles calls by mask.

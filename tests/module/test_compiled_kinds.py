@@ -16,9 +16,14 @@ pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("emulated")]
 
 # Always one recipe per layer; test_compiled_layers.py always runs layers with attention.
 ALWAYS = {
-    ("Linear", "delayed"), ("LayerNormLinear", "current"), ("LayerNormMLP", "block"), ("GroupedLinear", "current"),
-    ("LayerNorm", "none"), ("RMSNorm", "none"), ("DotProductAttention", "none"),
-}  # fmt: skip
+    ("Linear", "delayed"),
+    ("LayerNormLinear", "current"),
+    ("LayerNormMLP", "block"),
+    ("GroupedLinear", "current"),
+    ("LayerNorm", "none"),
+    ("RMSNorm", "none"),
+    ("DotProductAttention", "none"),
+}
 CASES = [
     pytest.param(layer, recipe, marks=() if (layer, recipe) in ALWAYS else pytest.mark.slow)
     for layer in NAMES
@@ -41,7 +46,10 @@ def train(layer: str, name: str, device: torch.device, compiles: bool) -> list[t
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = call()
         (y.sin().sum() * 3).backward()
-        records += [y.detach(), *(p.grad.clone() for p in (x, *module.parameters()) if p.grad is not None)]
+        records += [
+            y.detach(),
+            *(p.grad.clone() for p in (x, *module.parameters()) if p.grad is not None),
+        ]
     return records
 
 

@@ -16,7 +16,12 @@ pytestmark = pytest.mark.any_device
 HIDDEN, HEADS, TOKENS, BATCH = 64, 2, 16, 2
 LAYERS = {
     "attention": lambda device: MultiheadAttention(
-        HIDDEN, HEADS, attention_dropout=0.0, input_layernorm=True, fuse_qkv_params=True, device=device
+        HIDDEN,
+        HEADS,
+        attention_dropout=0.0,
+        input_layernorm=True,
+        fuse_qkv_params=True,
+        device=device,
     ),
     "llama": lambda device: TransformerLayer(
         HIDDEN,

@@ -92,7 +92,9 @@ def test_settings_that_determine_the_children_are_fixed():
     assert module.depth == 2
 
 
-@pytest.mark.parametrize("repeated", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "repeated", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
 def test_a_copy_has_independent_settings(repeated):
     module = Outer(1.0)
     other = repeated(module)

@@ -105,7 +105,10 @@ def test_one_context_object_can_be_entered_repeatedly_and_nested():
 def test_determinism_and_autotuning_exclude_each_other(monkeypatch):
     with te.deterministic(), pytest.raises(RuntimeError, match="a choice of algorithms by time"):
         te.autotune().__enter__()
-    with te.autotune(), pytest.raises(RuntimeError, match=r"te.autotune\(\) chooses algorithms by time"):
+    with (
+        te.autotune(),
+        pytest.raises(RuntimeError, match=r"te.autotune\(\) chooses algorithms by time"),
+    ):
         te.deterministic()
     monkeypatch.setenv("NVTE_AUTOTUNE", "1")
     with pytest.raises(RuntimeError, match="NVTE_AUTOTUNE=1"):
@@ -131,5 +134,7 @@ def test_nondeterministic_torch_operations_raise():
     with te.deterministic(), pytest.raises(RuntimeError, match="deterministic"):
         torch.nn.functional.ctc_loss(
             torch.randn(5, 1, 4, device="cuda", requires_grad=True).log_softmax(-1),
-            torch.ones(1, 2, dtype=torch.long, device="cuda"), (5,), (2,),
-        ).backward()  # fmt: skip
+            torch.ones(1, 2, dtype=torch.long, device="cuda"),
+            (5,),
+            (2,),
+        ).backward()

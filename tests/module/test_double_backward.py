@@ -11,7 +11,11 @@ import torch
 import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES, same
 from transformer_engine.common.recipe import DelayedScaling, Format
-from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention, apply_rotary_pos_emb
+from transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    MultiheadAttention,
+    apply_rotary_pos_emb,
+)
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 from transformer_engine.pytorch.functions.activation import activation
 from transformer_engine.pytorch.functions.dropout import bias_dropout_add, dropout
@@ -55,7 +59,10 @@ def test_second_derivatives_of_norms_are_correct(kind, zero_centered, device):
     def plain(x, gamma, beta=0.0):
         if kind == "LayerNorm":
             x = x - x.mean(-1, keepdim=True)
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.eps) * (gamma + zero_centered) + beta
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.eps) * (gamma + zero_centered)
+            + beta
+        )
 
     parameters = [torch.randn_like(p) for p in layer.parameters()]
     assert_right(ours, plain, [torch.randn(3, TOKENS, HIDDEN, device=device) + 0.5, *parameters])
@@ -124,9 +131,13 @@ def test_second_derivatives_of_dropout_and_residual_sums_are_correct(device):
 
     assert_right(seeded(lambda x: dropout(x, 0.3)), lambda x: x * saved, [x])
     assert_right(
-        seeded(lambda *t: bias_dropout_add(*t, 0.3)), lambda x, b, r: r + (x + b) * saved, [x, bias, residual]
+        seeded(lambda *t: bias_dropout_add(*t, 0.3)),
+        lambda x, b, r: r + (x + b) * saved,
+        [x, bias, residual],
     )
-    assert_right(lambda *t: bias_dropout_add(*t, 0.0), lambda x, b, r: r + x + b, [x, bias, residual])
+    assert_right(
+        lambda *t: bias_dropout_add(*t, 0.0), lambda x, b, r: r + x + b, [x, bias, residual]
+    )
 
 
 def apply_rotation(x, angles):
@@ -137,7 +148,9 @@ def apply_rotation(x, angles):
 def test_second_derivatives_of_rotary_embedding_and_head_splits_are_correct(device):
     angles = te.RotaryPositionEmbedding(HEAD)(TOKENS).to(device)
     x = torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device)
-    assert_right(lambda x: apply_rotary_pos_emb(x, angles), lambda x: apply_rotation(x, angles.double()), [x])
+    assert_right(
+        lambda x: apply_rotary_pos_emb(x, angles), lambda x: apply_rotation(x, angles.double()), [x]
+    )
     packed = torch.randn(TOKENS, BATCH, HEADS, 3 * HEAD, device=device)
 
     def plain(x):
@@ -145,7 +158,9 @@ def test_second_derivatives_of_rotary_embedding_and_head_splits_are_correct(devi
         return apply_rotation(q, angles.double()), apply_rotation(k, angles.double()), v * 1.0
 
     assert_right(
-        lambda x: apply_fused_qkv_rotary_pos_emb(x, angles, angles, (HEAD, HEAD, HEAD)), plain, [packed]
+        lambda x: apply_fused_qkv_rotary_pos_emb(x, angles, angles, (HEAD, HEAD, HEAD)),
+        plain,
+        [packed],
     )
 
     def split(x):
@@ -163,7 +178,9 @@ def test_second_derivatives_of_attention_are_correct(softmax, form, device, monk
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     mask_type = "padding_causal" if form == "thd" else "causal"
-    layer = DotProductAttention(HEADS, HEAD, qkv_format=form, attn_mask_type=mask_type, softmax_type=softmax)
+    layer = DotProductAttention(
+        HEADS, HEAD, qkv_format=form, attn_mask_type=mask_type, softmax_type=softmax
+    )
     layer.to(device)
     lengths = torch.tensor([0, TOKENS, BATCH * TOKENS], dtype=torch.int32, device=device)
     options = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths} if form == "thd" else {}
@@ -232,7 +249,9 @@ def gradients(layer, x, recipe, **how):
     with autocast(enabled=recipe is not None, recipe=recipe):
         y = layer(x, *arguments)
     leaves = [x, *layer.parameters()]
-    return leaves, list(torch.autograd.grad(y.float().sin().sum(), leaves, allow_unused=True, **how))
+    return leaves, list(
+        torch.autograd.grad(y.float().sin().sum(), leaves, allow_unused=True, **how)
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -261,7 +280,9 @@ def test_linear_layers_have_first_derivatives_and_reject_second_ones(name, recip
 
 def test_fp8_attention_rejects_second_derivatives(device):
     layer = DotProductAttention(HEADS, HEAD).to(device)
-    q, k, v = (torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device, requires_grad=True) for _ in range(3)
+    )
     with autocast(recipe=DelayedScaling(fp8_format=Format.HYBRID, fp8_dpa=True)):
         y = layer(q, k, v)
     (grad,) = torch.autograd.grad(y.sin().sum(), q, create_graph=True)
@@ -280,7 +301,9 @@ def test_torchs_attention_has_correct_second_derivatives_or_is_unsupported(devic
     try:
         assert_right(layer, plain, tensors)
     except RuntimeError as error:
-        assert re.search(r"attention.* is not implemented|" + NO_DERIVATIVE.format(".*"), str(error))
+        assert re.search(
+            r"attention.* is not implemented|" + NO_DERIVATIVE.format(".*"), str(error)
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -69,7 +69,11 @@ def train(kind, recipe, device, backend):
     FP8GlobalStateManager.reset()
     torch.manual_seed(0)
     layer = LAYERS[kind](device)
-    model = layer if backend is None else torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    model = (
+        layer
+        if backend is None
+        else torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    )
     records = []
     for tokens, batch in SHAPES:
         x = torch.randn(tokens, batch, HIDDEN, device=device, requires_grad=True)

@@ -54,7 +54,9 @@ def test_an_operator_takes_a_quantizer_in_a_graph(emulated):
         return graph.forward
 
     x = torch.randn(64, 64)
-    compiled = torch.compile(lambda x, q: quantize_and_dequantize(x, q) * 2, fullgraph=True, backend=counting)
+    compiled = torch.compile(
+        lambda x, q: quantize_and_dequantize(x, q) * 2, fullgraph=True, backend=counting
+    )
     fine, coarse = Rounding(E4M3), Rounding(te.DType.kFloat8E5M2)
     for quantizer in (fine, Rounding(E4M3), coarse):
         assert torch.equal(compiled(x, quantizer), quantize_and_dequantize(x, quantizer) * 2)
@@ -85,7 +87,9 @@ def test_a_registered_class_has_value_equality():
     assert made == Own(Mode.A, 0.5) != Own(Mode.B, 0.5) and hash(made) == hash(Own(Mode.A, 0.5))
     text, named = made.__fx_repr__()  # pyright: ignore[reportAttributeAccessIssue]
     assert eval(text, dict(named)) == made
-    assert dynamo.is_value_opaque_quantizer(made) and not dynamo.is_value_opaque_quantizer(made.mode)
+    assert dynamo.is_value_opaque_quantizer(made) and not dynamo.is_value_opaque_quantizer(
+        made.mode
+    )
 
     class Held(Quantizer):
         weights: torch.Tensor
@@ -147,14 +151,20 @@ def test_a_quantizer_describes_and_allocates_its_results(name, usages, internal,
     assert {key: (tuple(t.shape), t.dtype) for key, t in allocated.items()} == expected
     metadata = quantizer.create_metadata((2, 64, 256), dtype=torch.bfloat16, requires_grad=True)
     assert (
-        metadata["cls"] is type(empty) and metadata["is_tensor"] is not internal and metadata["requires_grad"]
+        metadata["cls"] is type(empty)
+        and metadata["is_tensor"] is not internal
+        and metadata["requires_grad"]
     )
     storage = quantizer.storage_metadata(torch.bfloat16)
     values = quantizer(torch.randn(2, 64, 256, dtype=torch.bfloat16))
-    keywords = {keyword: getattr(values, attribute) for attribute, keyword in values.TENSORS.items()}
+    keywords = {
+        keyword: getattr(values, attribute) for attribute, keyword in values.TENSORS.items()
+    }
     repeated = storage["cls"](**keywords, **storage["nontensor_kwargs"])
     assert torch.equal(repeated.decode(torch.float32), values.dequantize(dtype=torch.float32))
-    spec = dynamo.TensorSpec((2, 64, 256), torch.bfloat16, quantizer, requires_grad=True, device="cpu")
+    spec = dynamo.TensorSpec(
+        (2, 64, 256), torch.bfloat16, quantizer, requires_grad=True, device="cpu"
+    )
     assert spec.inner_names() == tuple(specs)
     described = spec.create_metadata()
     assert {**described, "nontensor_kwargs": None} == {**metadata, "nontensor_kwargs": None}
@@ -165,10 +175,14 @@ def test_equal_settings_have_equal_keys():
         assert make()._value_key() == make()._value_key() and hash(make()._value_key()) == hash(
             make()._value_key()
         )
-    assert QUANTIZERS["mxfp8"]()._value_key() != te.MXFP8Quantizer(te.DType.kFloat8E5M2)._value_key()
+    assert (
+        QUANTIZERS["mxfp8"]()._value_key() != te.MXFP8Quantizer(te.DType.kFloat8E5M2)._value_key()
+    )
     grouped = te.Float8CurrentScalingQuantizer(E4M3, "cpu")
     grouped.amax_reduction_group = object()
-    with pytest.raises(TypeError, match="amax_reduction_group is an object, which is no plain value"):
+    with pytest.raises(
+        TypeError, match="amax_reduction_group is an object, which is no plain value"
+    ):
         grouped._value_key()
 
 
@@ -187,7 +201,9 @@ def test_an_outdated_transpose_is_dropped():
         te.Float8TensorStorage(codes, scale, E4M3, **options, transpose_invalid=invalid)
         for invalid in (None, True)
     )
-    assert saved._transpose is not None and dropped._transpose is None and dropped._transpose_invalid
+    assert (
+        saved._transpose is not None and dropped._transpose is None and dropped._transpose_invalid
+    )
 
 
 @torch.library.custom_op("te_test::quantized", mutates_args=())
@@ -205,7 +221,9 @@ def test_a_users_operator_returns_the_inner_tensors_in_one_graph(emulated):
     torch._dynamo.reset()
 
     def doubled(x, quantizer):
-        return [2 * part if part.is_floating_point() else part + 1 for part in quantized(x, quantizer)]
+        return [
+            2 * part if part.is_floating_point() else part + 1 for part in quantized(x, quantizer)
+        ]
 
     x, quantizer = torch.randn(64, 64), Rounding(E4M3)
     compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")

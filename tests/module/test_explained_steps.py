@@ -35,7 +35,11 @@ def test_a_step_names_its_backend_and_code_format():
         te.Linear(32, 32, device="cpu"), torch.randn(16, 32), "current", backward=False
     ).passes
     text = str(forward)
-    assert "x_rows float8 [16, 32]" in text and "quantize: reference" in text and "gemm: reference" in text
+    assert (
+        "x_rows float8 [16, 32]" in text
+        and "quantize: reference" in text
+        and "gemm: reference" in text
+    )
 
 
 def test_steps_are_reported_on_request_only():
@@ -49,7 +53,10 @@ def test_both_passes_of_a_chain_are_reported():
         te.ops.LayerNorm(64), te.ops.Linear(64, 96), te.ops.GELU(), te.ops.Linear(96, 64)
     ).cpu()
     forward, backward = explain_steps(chain, sample("cpu"), "current").passes
-    assert (forward.name, backward.name) == ("forward pass of Sequential", "backward pass of Sequential")
+    assert (forward.name, backward.name) == (
+        "forward pass of Sequential",
+        "backward pass of Sequential",
+    )
     assert forward.saved and not backward.saved
     text = str(forward) + str(backward)
     assert "norm: " in text and "activation: " in text and "gemm: " in text

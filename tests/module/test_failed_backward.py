@@ -18,7 +18,9 @@ def build_layer(kind, device, **options):
     torch.manual_seed(2)
     if kind == "GroupedLinear":
         return te.GroupedLinear(2, 64, 64, device=device, **options)
-    return make_layer(kind, device=device, **({"out_features": 64} if "Linear" in kind else {}), **options)
+    return make_layer(
+        kind, device=device, **({"out_features": 64} if "Linear" in kind else {}), **options
+    )
 
 
 def run(layer, seed, device, passes=1):

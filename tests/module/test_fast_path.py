@@ -46,7 +46,9 @@ print(json.dumps({
 
 
 def _run_script(fast: str, *arguments: str) -> dict:
-    rest = {name: text for name, text in os.environ.items() if not name.startswith(("TE_", "NVTE_"))}
+    rest = {
+        name: text for name, text in os.environ.items() if not name.startswith(("TE_", "NVTE_"))
+    }
     environment = rest | {"PYTHONPATH": search_path(), "TE_FAST": fast}
     return json.loads(output(["-W", "ignore", *arguments], ROOT, environment, 600).splitlines()[-1])
 
@@ -63,5 +65,13 @@ def test_layers_and_chains_have_equal_bits_without_the_fast_path():
 def test_the_switch_disables_every_piece():
     names = ("linear", "layernorm_linear", "layernorm_mlp", "chain")
     fast, plain = _run_script("1", "-c", PIECES), _run_script("0", "-c", PIECES)
-    assert fast == {"compiled": dict.fromkeys(names, 2), "backward thread": True, "environment": True}
-    assert plain == {"compiled": dict.fromkeys(names, 0), "backward thread": False, "environment": False}
+    assert fast == {
+        "compiled": dict.fromkeys(names, 2),
+        "backward thread": True,
+        "environment": True,
+    }
+    assert plain == {
+        "compiled": dict.fromkeys(names, 0),
+        "backward thread": False,
+        "environment": False,
+    }

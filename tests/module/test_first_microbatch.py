@@ -75,13 +75,17 @@ def test_several_forward_passes_with_one_backward_pass_accumulate(kind, device):
     inputs = [sample(device) for _ in range(3)]
     for module in (layer, plain):
         firsts = (True, True, False) if module is layer else (None,) * 3
-        sum(call(module, x, first).sum() for x, first in zip(inputs, firsts, strict=True)).backward()
+        sum(
+            call(module, x, first).sum() for x, first in zip(inputs, firsts, strict=True)
+        ).backward()
     check(layer, plain)
 
 
 def test_tied_modules_accumulate_into_one_main_grad(device):
     layer, plain = pair("linear", device)
-    tied = te.LayerNormLinear(HIDDEN, HIDDEN, bias=False, device=device, fuse_wgrad_accumulation=True)
+    tied = te.LayerNormLinear(
+        HIDDEN, HIDDEN, bias=False, device=device, fuse_wgrad_accumulation=True
+    )
     twin = te.LayerNormLinear(HIDDEN, HIDDEN, bias=False, device=device)
     tied.weight, twin.weight = layer.weight, plain.weight
     x = sample(device)
@@ -148,7 +152,13 @@ def test_delayed_weight_gradients_accumulate_both_calls(device):
 def test_stacked_weights_accumulate_both_calls(device, monkeypatch):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     layer = te.GroupedLinear(
-        2, HIDDEN, HIDDEN, bias=False, device=device, fuse_wgrad_accumulation=True, single_grouped_weight=True
+        2,
+        HIDDEN,
+        HIDDEN,
+        bias=False,
+        device=device,
+        fuse_wgrad_accumulation=True,
+        single_grouped_weight=True,
     )
     plain = copy.deepcopy(layer)
     plain.fuse_wgrad_accumulation = False
@@ -162,7 +172,9 @@ def test_stacked_weights_accumulate_both_calls(device, monkeypatch):
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("firsts", [(True,), (False,), (True, False), (True, True)])
 @pytest.mark.parametrize("joint", ["0", "1"])
-def test_experts_with_one_main_grad_accumulate_all_gradients(joint, firsts, delayed, device, monkeypatch):
+def test_experts_with_one_main_grad_accumulate_all_gradients(
+    joint, firsts, delayed, device, monkeypatch
+):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", joint)
     options = {"bias": False, "device": device, "params_dtype": torch.bfloat16}
     layer = te.GroupedLinear(
@@ -193,14 +205,18 @@ def test_experts_with_one_main_grad_accumulate_all_gradients(joint, firsts, dela
 
 def test_compiled_experts_with_one_main_grad_accumulate_all_gradients():
     torch.manual_seed(0)
-    layer = te.GroupedLinear(3, HIDDEN, HIDDEN, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+    layer = te.GroupedLinear(
+        3, HIDDEN, HIDDEN, bias=False, device="cpu", fuse_wgrad_accumulation=True
+    )
     plain = te.GroupedLinear(3, HIDDEN, HIDDEN, bias=False, device="cpu")
     plain.load_state_dict(layer.state_dict())
     shared, single = (torch.full((HIDDEN, HIDDEN), 7.0) for _ in range(2))
     for number, weight in enumerate(weights(layer)):
         weight.main_grad = single if number == 1 else shared
     x = torch.randn(24, HIDDEN)
-    run = torch.compile(lambda x: layer(x, [8, 8, 8], is_first_microbatch=True), backend="aot_eager")
+    run = torch.compile(
+        lambda x: layer(x, [8, 8, 8], is_first_microbatch=True), backend="aot_eager"
+    )
     run(x).square().sum().backward()
     plain(x, [8, 8, 8]).square().sum().backward()
     first, second, third = (weight.grad for weight in weights(plain))

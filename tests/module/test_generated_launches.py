@@ -13,7 +13,8 @@ from tests.support.programs import output_without_gpu
 
 @needs_fast_path
 @pytest.mark.parametrize(
-    ("cases", "count"), [("some", 55), ("deferred", 11), pytest.param("all", 94, marks=pytest.mark.slow)]
+    ("cases", "count"),
+    [("some", 55), ("deferred", 11), pytest.param("all", 94, marks=pytest.mark.slow)],
 )
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_passes_launch_the_kernels_of_their_steps(cases: str, count: int):
@@ -27,7 +28,9 @@ def test_compiled_passes_launch_the_kernels_of_their_steps(cases: str, count: in
 @pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_generated_passes_launch_the_kernels_of_plain_passes_for_random_layers(count: int):
-    done = output_without_gpu("tests/module/generated_random_launches.py", str(count), patience=1800)
+    done = output_without_gpu(
+        "tests/module/generated_random_launches.py", str(count), patience=1800
+    )
     found = json.loads(done.splitlines()[-1])
     assert found["different"] == {}
     # A layer whose tensors need no gradients has one pass, others two.

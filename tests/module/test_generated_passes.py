@@ -29,7 +29,9 @@ LAYERS = {
     "linear": lambda: te.Linear(WIDTH, WIDTH, bias=False, **BF16),
     "linear_bias": lambda: te.Linear(WIDTH, 3 * WIDTH, **BF16),
     "layernorm_linear": lambda: te.LayerNormLinear(WIDTH, WIDTH, **BF16),
-    "rmsnorm_linear": lambda: te.LayerNormLinear(WIDTH, WIDTH, bias=False, normalization="RMSNorm", **BF16),
+    "rmsnorm_linear": lambda: te.LayerNormLinear(
+        WIDTH, WIDTH, bias=False, normalization="RMSNorm", **BF16
+    ),
     "norm_returned": lambda: te.LayerNormLinear(WIDTH, WIDTH, return_layernorm_output=True, **BF16),
     "swiglu": lambda: te.LayerNormMLP(
         WIDTH, WIDTH, bias=False, activation="swiglu", normalization="RMSNorm", **BF16
@@ -85,10 +87,16 @@ def step(module, recipe, x, dy, microbatches: int = 1) -> list[torch.Tensor]:
     for output in outputs:
         of_norm = output[1:] if isinstance(output, tuple) else ()
         output = output[0] if isinstance(output, tuple) else output
-        outputs_and_grads = [(part, dy[..., -part.shape[-1] :].contiguous()) for part in (*of_norm, output)]
+        outputs_and_grads = [
+            (part, dy[..., -part.shape[-1] :].contiguous()) for part in (*of_norm, output)
+        ]
         torch.autograd.backward(*zip(*outputs_and_grads, strict=True))
         items.append(output.detach())
-    return items + [values.grad for values in inputs] + [parameter.grad for parameter in module.parameters()]
+    return (
+        items
+        + [values.grad for values in inputs]
+        + [parameter.grad for parameter in module.parameters()]
+    )
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -104,7 +112,9 @@ def test_a_compiled_pass_is_bitwise_equal_to_its_steps(name, kind, microbatches,
     written = LAYERS[name]()
     plain = copy.deepcopy(written)
     recipe = RECIPES[kind]()
-    data = [(random(ROWS, 1, WIDTH, seed=i), random(ROWS, 1, 3 * WIDTH, seed=100 + i)) for i in range(7)]
+    data = [
+        (random(ROWS, 1, WIDTH, seed=i), random(ROWS, 1, 3 * WIDTH, seed=100 + i)) for i in range(7)
+    ]
     found = [step(written, recipe, *args, microbatches) for args in data]
     unwritten()
     expected = [step(plain, recipe, *args, microbatches) for args in data]

@@ -10,7 +10,11 @@ import torch
 from tests.support.layers import QUANTIZED, RECIPES, same, same_as_eager
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.linear import Linear
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast, quantized_model_init
+from transformer_engine.pytorch.quantization import (
+    FP8GlobalStateManager,
+    autocast,
+    quantized_model_init,
+)
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 GROUPS, IN, OUT = 4, 64, 32
@@ -56,7 +60,9 @@ def test_results_equal_a_loop_of_linears_bit_for_bit(name, bias, device):
     theirs = [linear.weight for linear in linears] + [linear.bias for linear in linears if bias]
 
     def loop(x):
-        return torch.cat([linear(part) for linear, part in zip(linears, x.split(SPLITS), strict=True)])
+        return torch.cat(
+            [linear(part) for linear, part in zip(linears, x.split(SPLITS), strict=True)]
+        )
 
     for _ in range(3):
         x = sample(device)
@@ -76,7 +82,9 @@ def test_compiling_in_one_graph_keeps_the_bits(name, device):
         model, records = wrap(layer), []
         for _ in range(3):
             x = sample(device)
-            records += results(lambda x: model(x, SPLITS), list(layer.parameters()), x, RECIPES[name])
+            records += results(
+                lambda x: model(x, SPLITS), list(layer.parameters()), x, RECIPES[name]
+            )
         return records
 
     torch._dynamo.reset()
@@ -99,7 +107,9 @@ def test_return_bias_returns_one_bias_per_group(device):
     for i in range(GROUPS):
         torch.nn.init.normal_(getattr(layer, f"bias{i}"))
     y, biases = layer(sample(device), SPLITS)
-    assert [torch.equal(b, getattr(layer, f"bias{i}")) for i, b in enumerate(biases)] == [True] * GROUPS
+    assert [torch.equal(b, getattr(layer, f"bias{i}")) for i, b in enumerate(biases)] == [
+        True
+    ] * GROUPS
     assert y.shape == (sum(SPLITS), OUT)
 
 
@@ -153,11 +163,16 @@ def test_quantized_parameters_and_checkpoints(device):
 def test_an_unaligned_group_runs_in_high_precision_with_one_warning(device):
     layer = GroupedLinear(2, IN, OUT, device=device)
     x = torch.randn(37, IN, device=device)
-    with pytest.warns(UserWarning, match="pad their rows") as caught, autocast(recipe=RECIPES["nvfp4"]):
+    with (
+        pytest.warns(UserWarning, match="pad their rows") as caught,
+        autocast(recipe=RECIPES["nvfp4"]),
+    ):
         y = layer(x, [32, 5])
         layer(x, [32, 5])
     assert len([w for w in caught if w.category is UserWarning]) == 1
-    torch.testing.assert_close(y[32:], torch.nn.functional.linear(x[32:], layer.weight1, layer.bias1))
+    torch.testing.assert_close(
+        y[32:], torch.nn.functional.linear(x[32:], layer.weight1, layer.bias1)
+    )
     assert not torch.equal(y[:32], torch.nn.functional.linear(x[:32], layer.weight0, layer.bias0))
 
 
@@ -178,7 +193,9 @@ def test_splits_that_do_not_cover_the_rows_are_rejected(splits, device):
 )
 def test_invalid_options_raise_at_construction(options, error, message):
     with pytest.raises(error, match=message):
-        GroupedLinear(**{"num_gemms": 2, "in_features": 8, "out_features": 8, "device": "cpu", **options})
+        GroupedLinear(
+            **{"num_gemms": 2, "in_features": 8, "out_features": 8, "device": "cpu", **options}
+        )
 
 
 def test_parameter_names_and_shard_shapes():
@@ -203,7 +220,11 @@ def test_each_group_registers_its_weight_and_then_its_bias(quantized, device):
 def test_loading_a_state_dict_does_not_depend_on_key_order(device):
     layer, twin = (GroupedLinear(GROUPS, IN, OUT, device=device) for _ in range(2))
     state = layer.state_dict()
-    weights_first = {name: state[name] for name in sorted(state, key=lambda name: name.startswith("bias"))}
+    weights_first = {
+        name: state[name] for name in sorted(state, key=lambda name: name.startswith("bias"))
+    }
     assert list(weights_first) != list(state)
     twin.load_state_dict(weights_first)
-    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(layer.parameters(), twin.parameters(), strict=True)
+    )

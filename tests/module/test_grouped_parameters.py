@@ -14,8 +14,16 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 from transformer_engine.pytorch.quantization import autocast, quantized_model_init
-from transformer_engine.pytorch.tensor import GroupedTensor, HybridQuantizer, MXFP8Quantizer, QuantizedTensor
-from transformer_engine.pytorch.tensor.module_parameters import load_plain_state_dict, plain_state_dict
+from transformer_engine.pytorch.tensor import (
+    GroupedTensor,
+    HybridQuantizer,
+    MXFP8Quantizer,
+    QuantizedTensor,
+)
+from transformer_engine.pytorch.tensor.module_parameters import (
+    load_plain_state_dict,
+    plain_state_dict,
+)
 
 GROUPS, IN, OUT = 4, 128, 64
 SPLITS = [32, 64, 0, 32]
@@ -45,7 +53,9 @@ def sample(device, dtype=torch.float32) -> torch.Tensor:
 def stack_parameters(layer: GroupedLinear, of) -> list[torch.Tensor]:
     """`of` applied to every weight, as one stack, then to every bias."""
     kinds = ["weight", "bias"] if layer.use_bias else ["weight"]
-    return [torch.stack([of(getattr(layer, f"{kind}{i}")) for i in range(GROUPS)]) for kind in kinds]
+    return [
+        torch.stack([of(getattr(layer, f"{kind}{i}")) for i in range(GROUPS)]) for kind in kinds
+    ]
 
 
 def outcome(layer, x, recipe, **options) -> list[torch.Tensor]:
@@ -70,7 +80,11 @@ def test_stacked_parameters_equal_separate_parameters(device):
     assert same([single.weight, single.bias], stack_parameters(separate, torch.Tensor.detach))
     assert isinstance(single.weight, torch.nn.Parameter) and not hasattr(single, "weight0")
     for group in (single.weight, single.bias):
-        assert isinstance(group, GroupedTensor) and group.quantizer is None and group.rowwise_data.dim() == 1
+        assert (
+            isinstance(group, GroupedTensor)
+            and group.quantizer is None
+            and group.rowwise_data.dim() == 1
+        )
         members = group.split_into_quantized_tensors()
         assert [type(member) for member in members] == [torch.Tensor] * GROUPS
 
@@ -153,15 +167,21 @@ def test_quantized_stacks_have_the_same_codes_as_separate_parameters(name, devic
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_members_are_views_of_the_buffers(name, device):
     single, _ = make_layer_pair(device, RECIPES[name])
-    single.weight.split_into_quantized_tensors()[2].quantize_(torch.full((OUT, IN), 2.0, device=device))
+    single.weight.split_into_quantized_tensors()[2].quantize_(
+        torch.full((OUT, IN), 2.0, device=device)
+    )
     values = single.weight.dequantize()
-    assert torch.equal(values[2], torch.full_like(values[2], 2.0)) and not torch.equal(values[1], values[2])
+    assert torch.equal(values[2], torch.full_like(values[2], 2.0)) and not torch.equal(
+        values[1], values[2]
+    )
 
 
 @pytest.mark.parametrize("name", [None, *QUANTIZED])
 @pytest.mark.parametrize("direction", ["to separate", "to single", "to itself"])
 @pytest.mark.sampled
-def test_checkpoints_convert_between_stacked_and_separate_parameters_bitwise(name, direction, device):
+def test_checkpoints_convert_between_stacked_and_separate_parameters_bitwise(
+    name, direction, device
+):
     recipe = RECIPES[name or "none"]
     saved, other = make_layer_pair(device, recipe)
     if direction == "to single":
@@ -192,14 +212,18 @@ def test_plain_tensors_store_a_quantized_stack(name, device):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_an_optimizer_trains_a_quantized_stack_as_separate_parameters(name, device):
     single, separate = make_layer_pair(device, RECIPES[name], bias=False)
-    optimizers = [FusedAdam(layer.parameters(), lr=0.1, master_weights=True) for layer in (single, separate)]
+    optimizers = [
+        FusedAdam(layer.parameters(), lr=0.1, master_weights=True) for layer in (single, separate)
+    ]
     for _ in range(2):
         for layer, optimizer in zip((single, separate), optimizers, strict=True):
             with autocast(recipe=RECIPES[name]):
                 layer(sample(device), SPLITS).sin().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert torch.equal(single.weight.dequantize(), stack_parameters(separate, lambda p: p.dequantize())[0])
+    assert torch.equal(
+        single.weight.dequantize(), stack_parameters(separate, lambda p: p.dequantize())[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["none", "current"])
@@ -234,7 +258,8 @@ def test_formats_without_plain_codes_and_scales_are_rejected(device):
     with (
         quantized_model_init(recipe=CustomRecipe(qfactory=hybrid)),
         pytest.raises(
-            NotImplementedError, match="matrices of HybridQuantizedTensorStorage do not go into one buffer"
+            NotImplementedError,
+            match="matrices of HybridQuantizedTensorStorage do not go into one buffer",
         ),
     ):
         GroupedLinear(GROUPS, IN, OUT, device=device, **SINGLE)
@@ -273,8 +298,12 @@ def test_an_optimizer_trains_plain_groups_as_separate_parameters(optimizer, dtyp
 def test_a_plain_stack_from_an_older_checkpoint_loads(device):
     single, _ = make_layer_pair(device)
     weight, bias = torch.randn(GROUPS, OUT, IN), torch.randn(GROUPS, OUT)
-    single.load_state_dict({"weight": weight, "bias": bias, "_extra_state": torch.empty(0)}, strict=False)
-    assert torch.equal(single.weight.dequantize().cpu(), weight) and isinstance(single.weight, GroupedTensor)
+    single.load_state_dict(
+        {"weight": weight, "bias": bias, "_extra_state": torch.empty(0)}, strict=False
+    )
+    assert torch.equal(single.weight.dequantize().cpu(), weight) and isinstance(
+        single.weight, GroupedTensor
+    )
     assert torch.equal(single.bias.dequantize().cpu(), bias)
 
 
@@ -282,8 +311,13 @@ def test_dtype_and_device_conversions_keep_plain_groups(device):
     single, separate = make_layer_pair(device)
     for layer in (single, separate):
         layer.to(torch.bfloat16)
-    assert isinstance(single.weight, GroupedTensor) and single.weight.rowwise_data.dtype == torch.bfloat16
-    ours, theirs = (outcome(layer, sample(device, torch.bfloat16), None) for layer in (single, separate))
+    assert (
+        isinstance(single.weight, GroupedTensor)
+        and single.weight.rowwise_data.dtype == torch.bfloat16
+    )
+    ours, theirs = (
+        outcome(layer, sample(device, torch.bfloat16), None) for layer in (single, separate)
+    )
     assert same(ours, theirs)
     with torch.device("meta"):
         layer = GroupedLinear(GROUPS, IN, OUT, device="meta", **SINGLE)

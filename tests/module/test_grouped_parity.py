@@ -27,7 +27,10 @@ class Case:
     def __init__(self, seed: int, device: torch.device) -> None:
         choose = random.Random(seed)
         self.recipe = RECIPES[choose.choice(sorted(RECIPES))]
-        if not isinstance(self.recipe, NoneType | te.recipe.DelayedScaling) and choose.random() < 0.4:
+        if (
+            not isinstance(self.recipe, NoneType | te.recipe.DelayedScaling)
+            and choose.random() < 0.4
+        ):
             override = choose.choice(["high_precision", "dequantized"])
             self.recipe = dataclasses.replace(self.recipe, backward_override=override)  # pyright: ignore
         self.groups = choose.choice([1, 2, 5])
@@ -51,14 +54,17 @@ class Case:
                     parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
                     parameter.requires_grad_(i not in self.frozen)
         self.splits = [
-            [choose.choice([0, 32, 64, 96]) for _ in range(self.groups - 1)] + [32] for _ in range(2)
+            [choose.choice([0, 32, 64, 96]) for _ in range(self.groups - 1)] + [32]
+            for _ in range(2)
         ]
         generator = torch.Generator().manual_seed(seed)
         self.inputs = [
-            torch.randn(sum(rows), IN, generator=generator).to(device, dtype) for rows in self.splits
+            torch.randn(sum(rows), IN, generator=generator).to(device, dtype)
+            for rows in self.splits
         ]
         self.grads = [
-            torch.randn(sum(rows), OUT, generator=generator).to(device, dtype) for rows in self.splits
+            torch.randn(sum(rows), OUT, generator=generator).to(device, dtype)
+            for rows in self.splits
         ]
 
     def trained(self, layers: list[Any], grouped: bool) -> tuple[list[torch.Tensor | None], int]:
@@ -82,7 +88,9 @@ class Case:
                     y = layers[0](x, rows, is_first_microbatch=self.first)
                 else:
                     parts = zip(layers, x.split(rows), strict=True)
-                    y = torch.cat([layer(part, is_first_microbatch=self.first) for layer, part in parts])
+                    y = torch.cat(
+                        [layer(part, is_first_microbatch=self.first) for layer, part in parts]
+                    )
             if y.requires_grad:
                 y.backward(grad)
                 for layer in layers if self.options["delay_wgrad_compute"] else ():
@@ -90,9 +98,13 @@ class Case:
             records += [y.detach(), x.grad]
         for i in range(self.groups):
             for kind in ("weight", "bias") if self.options["bias"] else ("weight",):
-                parameter = getattr(layers[0], f"{kind}{i}") if grouped else getattr(layers[i], kind)
+                parameter = (
+                    getattr(layers[0], f"{kind}{i}") if grouped else getattr(layers[i], kind)
+                )
                 records += [parameter.grad, parameter.main_grad]
-        return records + self._states(layers, grouped), sum([storage.nbytes() for storage in saved.values()])
+        return records + self._states(layers, grouped), sum(
+            [storage.nbytes() for storage in saved.values()]
+        )
 
     def _states(self, layers: list[Any], grouped: bool) -> list[torch.Tensor]:
         if not isinstance(self.recipe, te.recipe.DelayedScaling):

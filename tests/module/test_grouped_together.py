@@ -30,7 +30,10 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Products summed in another order differ in the last bit of a bfloat16 result, 2^-9 of it."""
     ours, theirs = ours.float(), theirs.float()
     assert (ours - theirs).norm() <= 4e-3 * theirs.norm()
-    assert torch.equal(ours == 0, theirs == 0) or (ours - theirs).abs().max() < 1e-2 * theirs.abs().max()
+    assert (
+        torch.equal(ours == 0, theirs == 0)
+        or (ours - theirs).abs().max() < 1e-2 * theirs.abs().max()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +110,11 @@ def test_the_environment_variable_disables_grouped_products(name, device, monkey
 REASONS = {
     "NVTE_USE_CUTLASS_GROUPED_GEMM=0": ({}, torch.bfloat16, "0"),
     "the input is torch.float32": ({"params_dtype": torch.float32}, torch.float32, "1"),
-    "it does not support delayed weight gradients": ({"delay_wgrad_compute": True}, torch.bfloat16, "1"),
+    "it does not support delayed weight gradients": (
+        {"delay_wgrad_compute": True},
+        torch.bfloat16,
+        "1",
+    ),
     "it does not support save_original_input": ({"save_original_input": True}, torch.bfloat16, "1"),
 }
 
@@ -116,11 +123,15 @@ REASONS = {
 def test_the_explanation_reports_why_groups_run_one_by_one(reason, device, monkeypatch):
     options, dtype, requested = REASONS[reason]
     splits = SPLITS["many"]
-    layer = GroupedLinear(len(splits), IN, OUT, device=device, **{"params_dtype": torch.bfloat16, **options})
+    layer = GroupedLinear(
+        len(splits), IN, OUT, device=device, **{"params_dtype": torch.bfloat16, **options}
+    )
     x = torch.randn(sum(splits), IN, device=device, dtype=dtype)
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", requested)
     explained = explain(layer, x, splits, backward=False)
-    (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")
+    (way,) = (
+        decision for decision in explained.decisions if decision.operation == "grouped_linear"
+    )
     assert way.chosen == "loop"
     assert reason in way.verdicts[0].reason
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
@@ -194,7 +205,9 @@ def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
         assert_close(ours.main_grad, theirs.grad + 1)
         theirs.grad = None
     # A step's first microbatch overwrites the previous step's gradients.
-    for ours, theirs in zip(gradients(fused, is_first_microbatch=True), gradients(plain), strict=True):
+    for ours, theirs in zip(
+        gradients(fused, is_first_microbatch=True), gradients(plain), strict=True
+    ):
         assert_close(ours.main_grad, theirs.grad)
 
 
@@ -278,7 +291,9 @@ def test_return_bias_leaves_the_biases_to_the_caller(device):
     splits = SPLITS["many"]
     layer, x = make_layer(splits, device, return_bias=True), sample(splits, device)
     y, biases = layer(x, splits)
-    assert [torch.equal(b, getattr(layer, f"bias{i}")) for i, b in enumerate(biases)] == [True] * len(splits)
+    assert [torch.equal(b, getattr(layer, f"bias{i}")) for i, b in enumerate(biases)] == [
+        True
+    ] * len(splits)
     added = torch.cat([part + b for part, b in zip(y.split(splits), biases, strict=True)])
     layer.return_bias = False
     assert_close(layer(x, splits), added)
@@ -307,7 +322,9 @@ WHOLE_BLOCKS = {"few": [128, 256, 0, 128], "many": [32, 0, 64, 224, 128, 32, 96,
 @pytest.mark.parametrize("options", [{}, {"single_grouped_weight": True}], ids=["", "stacked"])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4 per row", "nvfp4 stochastic"])
 @pytest.mark.sampled(pairs=True)
-def test_groups_with_full_blocks_equal_one_by_one_runs(name, splits, bias, options, device, monkeypatch):
+def test_groups_with_full_blocks_equal_one_by_one_runs(
+    name, splits, bias, options, device, monkeypatch
+):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     joint = make_layer(splits, device, bias=bias, **options)
     alone = copy.deepcopy(joint)
@@ -333,7 +350,9 @@ def test_groups_that_divide_a_block_run_one_by_one(name, splits, device):
     with autocast(recipe=RECIPES[name]), expected:
         explained = explain(layer, x, splits)
     assert "grouped_gemm" not in {decision.operation for decision in explained.decisions}
-    (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")
+    (way,) = (
+        decision for decision in explained.decisions if decision.operation == "grouped_linear"
+    )
     assert "rows are not multiples of the format's blocks" in str(way.verdicts[0].reason)
 
 
@@ -352,7 +371,8 @@ def test_float32_groups_run_one_by_one_and_are_bitwise_equal_to_linear(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    importlib.util.find_spec("nvmath") is not None, reason="nvmath's products have bits of their own"
+    importlib.util.find_spec("nvmath") is not None,
+    reason="nvmath's products have bits of their own",
 )
 @pytest.mark.parametrize("name", TOGETHER)
 def test_few_grouped_products_are_bitwise_equal_to_one_by_one_runs(name, monkeypatch):

@@ -50,10 +50,17 @@ class _Attend(torch.autograd.Function):
             "qkv_layout": "bshd_bshd_bshd",
         }
         out8, aux = fused_attn_fwd(
-            True, LENGTH, LENGTH, bounds, bounds, *qkv8, DTYPE,
+            True,
+            LENGTH,
+            LENGTH,
+            bounds,
+            bounds,
+            *qkv8,
+            DTYPE,
             s_quantizer=quantizers[FP8FwdTensorIdx.GEMM3_OUTPUT],
-            o_quantizer=quantizers[FP8FwdTensorIdx.GEMM2_INPUT], **options,
-        )  # fmt: skip
+            o_quantizer=quantizers[FP8FwdTensorIdx.GEMM2_INPUT],
+            **options,
+        )
         y, *_ = general_gemm(codes[1], out8.view(-1, HIDDEN), out_dtype=DTYPE)
         tensors, ctx.tensor_objects = te.prepare_for_saving(x8, *qkv8, out8, *codes)
         ctx.save_for_backward(*tensors, *aux, bounds)
@@ -74,9 +81,19 @@ class _Attend(torch.autograd.Function):
         d_proj, *_ = general_gemm(flat8, dy8, layout="NT", **exact)
         d_out = d_out.view(BATCH, LENGTH, HEADS, SIZE)
         d_qkv = fused_attn_bwd(
-            LENGTH, LENGTH, bounds, bounds, q8, k8, v8, out8.view(BATCH, LENGTH, HEADS, SIZE), d_out, DTYPE,
-            aux, **ctx.options,
-        )[:3]  # fmt: skip
+            LENGTH,
+            LENGTH,
+            bounds,
+            bounds,
+            q8,
+            k8,
+            v8,
+            out8.view(BATCH, LENGTH, HEADS, SIZE),
+            d_out,
+            DTYPE,
+            aux,
+            **ctx.options,
+        )[:3]
         d_qkv8 = ctx.quantizers[FP8BwdTensorIdx.GRAD_OUTPUT1](
             torch.cat([g.flatten(2) for g in d_qkv], -1).flatten(0, 1)
         )
@@ -97,7 +114,9 @@ class OwnAttention(TransformerEngineBaseModule):
             ("proj_weight", HIDDEN, FP8FwdTensorIdx.GEMM2_WEIGHT),
         ):
             weight = torch.nn.Parameter(torch.empty(rows, HIDDEN, device=device))
-            self.register_parameter(name, weight, init_fn=torch.nn.init.xavier_normal_, fp8_meta_index=slot)
+            self.register_parameter(
+                name, weight, init_fn=torch.nn.init.xavier_normal_, fp8_meta_index=slot
+            )
         self.reset_parameters()
 
     def forward(self, x, is_first_microbatch=None):
@@ -121,7 +140,9 @@ class OwnAttention(TransformerEngineBaseModule):
             return _Attend.apply(x, self.qkv_weight, self.proj_weight, codes, self)
 
     def plain(self, x):
-        q, k, v = (x @ self.qkv_weight.t()).view(BATCH, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            (x @ self.qkv_weight.t()).view(BATCH, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        )
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).reshape(-1, HIDDEN) @ self.proj_weight.t()
 
@@ -144,7 +165,9 @@ def train(module, recipe, device, steps=4):
 
 
 @pytest.mark.parametrize(
-    "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=lambda r: type(r).__name__
+    "recipe",
+    [DelayedScaling(amax_history_len=4), Float8CurrentScaling()],
+    ids=lambda r: type(r).__name__,
 )
 def test_an_attention_written_on_the_base_class_trains_in_fp8_as_in_float32(recipe, device):
     module = OwnAttention(device)
@@ -160,7 +183,10 @@ def test_an_attention_written_on_the_base_class_trains_in_fp8_as_in_float32(reci
     if recipe.delayed():
         for key in ("scaling_fwd", "scaling_bwd"):
             assert (module.fp8_meta[key].scale != 1.0).any()
-        assert [tuple(module.fp8_meta[k].scale.shape) for k in ("scaling_fwd", "scaling_bwd")] == [(9,), (6,)]
+        assert [tuple(module.fp8_meta[k].scale.shape) for k in ("scaling_fwd", "scaling_bwd")] == [
+            (9,),
+            (6,),
+        ]
 
 
 def test_state_of_a_hand_written_module_survives_a_checkpoint(device):
@@ -179,7 +205,11 @@ def test_prepare_forward_sets_formats_and_dtype(device):
     x = torch.randn(2 * BATCH * LENGTH, HIDDEN, device=device)[::2]
     assert module.prepare_forward(x, num_gemms=2).is_contiguous()
     assert module.prepare_forward(x, allow_non_contiguous=True) is x
-    assert (module.fp8, module.fp8_calibration, module.activation_dtype) == (False, False, torch.float32)
+    assert (module.fp8, module.fp8_calibration, module.activation_dtype) == (
+        False,
+        False,
+        torch.float32,
+    )
     assert not module.fp8_meta_tensors_initialized
     with te.autocast(recipe=Float8CurrentScaling()):
         module.prepare_forward(x, num_gemms=2)
@@ -250,7 +280,9 @@ def test_scaling_states_per_direction_are_created_kept_and_reset(device):
     forward = module.fp8_meta["scaling_fwd"]
     assert "scaling_bwd" not in module.fp8_meta and forward.amax_history.shape == (3, 3)
     module.init_fp8_meta_tensors(recipe)
-    assert module.fp8_meta["scaling_fwd"] is forward and module.fp8_meta["scaling_bwd"].scale.shape == (2,)
+    assert module.fp8_meta["scaling_fwd"] is forward and module.fp8_meta[
+        "scaling_bwd"
+    ].scale.shape == (2,)
     forward.scale.fill_(4.0)
     saved = module.get_fp8_meta_tensors()
     module.reset_fp8_meta_tensors()
@@ -258,7 +290,9 @@ def test_scaling_states_per_direction_are_created_kept_and_reset(device):
     module.reset_fp8_meta_tensors(saved)
     assert forward.scale.tolist() == [4.0] * 3
     module.adjust_amax_history_length(5, fwd=True)
-    assert forward.amax_history.shape == (5, 3) and module.fp8_meta["scaling_bwd"].amax_history.shape == (
+    assert forward.amax_history.shape == (5, 3) and module.fp8_meta[
+        "scaling_bwd"
+    ].amax_history.shape == (
         3,
         2,
     )
@@ -266,7 +300,10 @@ def test_scaling_states_per_direction_are_created_kept_and_reset(device):
         module.adjust_amax_history_length(0)
     module.fp8_meta_tensors_initialized = False
     module.set_extra_state(module.get_extra_state())
-    assert module.fp8_meta_tensors_initialized and module.fp8_meta["scaling_fwd"].scale.tolist() == [4.0] * 3
+    assert (
+        module.fp8_meta_tensors_initialized
+        and module.fp8_meta["scaling_fwd"].scale.tolist() == [4.0] * 3
+    )
     with pytest.raises(ValueError, match="init_fp8_meta_tensors"):
         OwnAttention(device).fp8_meta_tensors_initialized = True
 
@@ -274,7 +311,9 @@ def test_scaling_states_per_direction_are_created_kept_and_reset(device):
 def test_a_workspace_is_kept_until_it_is_updated_or_lacks_a_direction(device):
     module = OwnAttention(device)
     weight = torch.randn(32, 32, device=device)
-    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device, rowwise=True, columnwise=False)
+    quantizer = te.Float8CurrentScalingQuantizer(
+        te.DType.kFloat8E4M3, device, rowwise=True, columnwise=False
+    )
     options = {"quantizer": quantizer, "cache_name": "w"}
     first = module.get_weight_workspace(tensor=weight, **options)
     values = first.dequantize()
@@ -283,7 +322,9 @@ def test_a_workspace_is_kept_until_it_is_updated_or_lacks_a_direction(device):
     skip = torch.ones(1, device=device)
     assert module.get_weight_workspace(tensor=weight, skip_update_flag=skip, **options) is first
     assert torch.equal(first.dequantize(), values)
-    module.get_weight_workspace(tensor=weight, skip_update_flag=torch.zeros(1, device=device), **options)
+    module.get_weight_workspace(
+        tensor=weight, skip_update_flag=torch.zeros(1, device=device), **options
+    )
     assert torch.equal(first.dequantize(), 2 * values)
     quantizer.set_usage(columnwise=True)
     both = module.get_weight_workspace(tensor=weight, update_workspace=False, **options)
@@ -310,8 +351,12 @@ class Adapted(te.Linear):
     def __init__(self, *args, rank=8, **kwargs):
         self.config = {"rank": rank}  # before the base class's constructor, as clients do
         super().__init__(*args, **kwargs)
-        self.down = torch.nn.Parameter(torch.full((rank, self.in_features), 0.01, device=self.weight.device))
-        self.up = torch.nn.Parameter(torch.zeros(self.out_features, rank, device=self.weight.device))
+        self.down = torch.nn.Parameter(
+            torch.full((rank, self.in_features), 0.01, device=self.weight.device)
+        )
+        self.up = torch.nn.Parameter(
+            torch.zeros(self.out_features, rank, device=self.weight.device)
+        )
 
     def forward(self, x, is_first_microbatch=None):
         y = super().forward(x, is_first_microbatch=is_first_microbatch)
@@ -363,7 +408,10 @@ def record_roles(module, x, **call):
 def test_a_factory_is_called_once_per_slot_in_role_order(device):
     x = torch.randn(32, 64, device=device, requires_grad=True)
     requested = record_roles(Adapted(64, 32, device=device, name="fc"), x)
-    kinds = [None if role is None else (role.module_type, role.tensor_type, role.name) for role in requested]
+    kinds = [
+        None if role is None else (role.module_type, role.tensor_type, role.name)
+        for role in requested
+    ]
     assert kinds == [
         ("linear", "input", "fc"),
         ("linear", "weight", "fc"),
@@ -374,9 +422,9 @@ def test_a_factory_is_called_once_per_slot_in_role_order(device):
     requested = record_roles(te.GroupedLinear(2, 64, 32, device=device), x, m_splits=[16, 16])
     assert len(requested) == 10 and {role.module_type for role in requested} == {"grouped_linear"}
     requested = record_roles(te.LayerNormMLP(64, 64, device=device, name="mlp"), x)
-    assert [role.name for role in requested] == ["mlp.fc1"] * 3 + ["mlp.fc2"] * 3 + ["mlp.fc1"] * 2 + [
-        "mlp.fc2"
-    ] * 2
+    assert [role.name for role in requested] == ["mlp.fc1"] * 3 + ["mlp.fc2"] * 3 + [
+        "mlp.fc1"
+    ] * 2 + ["mlp.fc2"] * 2
 
 
 def test_output_and_grad_input_roles_can_be_set(device):
@@ -385,14 +433,23 @@ def test_output_and_grad_input_roles_can_be_set(device):
     layer.output_quantizer_role = te.QuantizerRole("dpa", "qkv", "attention")
     layer.grad_input_quantizer_role = te.QuantizerRole("dpa", "do", "attention")
     requested = record_roles(layer, x)
-    assert [role.tensor_type for role in requested] == ["input", "weight", "qkv", "grad_output", "do"]
+    assert [role.tensor_type for role in requested] == [
+        "input",
+        "weight",
+        "qkv",
+        "grad_output",
+        "do",
+    ]
 
 
 def test_a_module_without_roles_warns_and_has_empty_roles(device):
     queries = []
     recipe = CustomRecipe(qfactory=lambda role: queries.append(role))
     module = OwnAttention(device)
-    with te.autocast(recipe=recipe), pytest.warns(UserWarning, match="override get_quantizer_roles"):
+    with (
+        te.autocast(recipe=recipe),
+        pytest.warns(UserWarning, match="override get_quantizer_roles"),
+    ):
         module.prepare_forward(torch.randn(4, HIDDEN, device=device))
     assert [str(role) for role in queries] == ["QuantizerRole()"] * 5
     assert queries == [
@@ -430,7 +487,9 @@ def test_a_hand_written_modules_roles_choose_a_builtin_recipes_blocks(device):
     class Swapped(TransformerEngineBaseModule):
         def get_quantizer_roles(self, *, fwd, num_quantizers):
             tensors = ("weight", "input", "output") if fwd else ("grad_output", "grad_input")
-            return [te.QuantizerRole("linear", tensors[i % len(tensors)]) for i in range(num_quantizers)]
+            return [
+                te.QuantizerRole("linear", tensors[i % len(tensors)]) for i in range(num_quantizers)
+            ]
 
     module = Swapped()
     module.init_fp8_meta_tensors(Float8BlockScaling())
@@ -440,4 +499,6 @@ def test_a_hand_written_modules_roles_choose_a_builtin_recipes_blocks(device):
 def test_modules_with_roles_do_not_warn(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        record_roles(te.Linear(64, 32, device=device), torch.randn(32, 64, device=device, requires_grad=True))
+        record_roles(
+            te.Linear(64, 32, device=device), torch.randn(32, 64, device=device, requires_grad=True)
+        )

@@ -31,17 +31,25 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "GroupedLinear": lambda: te.GroupedLinear(2, HIDDEN, FFN),
     "LayerNorm": lambda: te.LayerNorm(HIDDEN),
     "RMSNorm": lambda: te.RMSNorm(HIDDEN),
-    "DotProductAttention": lambda: te.DotProductAttention(HEADS, HIDDEN // HEADS, attention_dropout=0.2),
+    "DotProductAttention": lambda: te.DotProductAttention(
+        HEADS, HIDDEN // HEADS, attention_dropout=0.2
+    ),
     "DotProductAttention sink": lambda: te.DotProductAttention(
         HEADS, HIDDEN // HEADS, attention_dropout=0.0, softmax_type="learnable"
     ),
     "DotProductAttention score_mod": lambda: te.DotProductAttention(
-        HEADS, HIDDEN // HEADS, attention_dropout=0.0, score_mod=lambda s, b, h, i, j: s * 0.5 + 0.1 * (i - j)
+        HEADS,
+        HIDDEN // HEADS,
+        attention_dropout=0.0,
+        score_mod=lambda s, b, h, i, j: s * 0.5 + 0.1 * (i - j),
     ),
     "MultiheadAttention": lambda: te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.2),
     "TransformerLayer": lambda: te.TransformerLayer(HIDDEN, FFN, HEADS, **DROPOUT),
     "Sequential": lambda: te.ops.Sequential(
-        te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, FFN), te.ops.GELU(), te.ops.Linear(FFN, HIDDEN)
+        te.ops.LayerNorm(HIDDEN),
+        te.ops.Linear(HIDDEN, FFN),
+        te.ops.GELU(),
+        te.ops.Linear(FFN, HIDDEN),
     ),
 }
 UNQUANTIZED = ("LayerNorm", "RMSNorm", "DotProductAttention sink", "DotProductAttention score_mod")
@@ -52,7 +60,9 @@ CASES = [
 ]
 
 
-def make_layer(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def make_layer(
+    name: str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     """A layer in training mode with the same weights every time, which bfloat16 represents."""
     torch.manual_seed(0)
     layer = LAYERS[name]().to(device).train()
@@ -62,7 +72,9 @@ def make_layer(name: str, device: torch.device, dtype: torch.dtype = torch.float
     return layer.to(dtype)
 
 
-def sample_input(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def sample_input(
+    name: str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     packed = name.startswith("DotProductAttention")
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
     generator = torch.Generator().manual_seed(1)
@@ -90,7 +102,9 @@ def drop_nothing(layer: torch.nn.Module) -> None:
                 setattr(module, attribute, 0.0)
 
 
-def warm(layer: torch.nn.Module, name: str, recipe: str, dtype: torch.dtype, autocast: bool) -> None:
+def warm(
+    layer: torch.nn.Module, name: str, recipe: str, dtype: torch.dtype, autocast: bool
+) -> None:
     """Run a training step, so that scales have left their initial values."""
     x = sample_input(name, next(iter(layer.parameters()), torch.empty(0)).device, dtype)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast), recipe_context(recipe):
@@ -143,7 +157,9 @@ def results(
         y = way(bind_forward(name, layer), x)
     if y.requires_grad:
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast and backward):
-            weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(device, y.dtype)
+            weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(
+                device, y.dtype
+            )
             y.backward(weight)
     grads = [p.grad for p in (x, *layer.parameters()) if p.grad is not None]
     return [y.detach().clone(), *[grad.clone() for grad in grads], *scaling_states(layer)]
@@ -198,7 +214,9 @@ def is_rounding(value: torch.Tensor, rounded: torch.Tensor) -> bool:
     midpoint between two bfloat16 numbers may round to either.
     """
     _, exponent = torch.frexp(rounded.float())
-    half_unit = torch.exp2(exponent.float() - 9)  # 8 bits of precision, and frexp's mantissa is below 1
+    half_unit = torch.exp2(
+        exponent.float() - 9
+    )  # 8 bits of precision, and frexp's mantissa is below 1
     return bool(((value - rounded.float()).abs() <= half_unit * (1 + 2.0**-8)).all())
 
 
@@ -237,13 +255,17 @@ CHECKPOINTS: dict[str, Way] = {
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_checkpointed_results_equal_stored_ones(name, recipe, checkpoint, device):
     """With the recipe's context around the checkpoint, as Hugging Face, accelerate and Lightning enter it."""
-    assert same(results(name, recipe, device, CHECKPOINTS[checkpoint]), results(name, recipe, device))
+    assert same(
+        results(name, recipe, device, CHECKPOINTS[checkpoint]), results(name, recipe, device)
+    )
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize(("name", "recipe"), CASES)
-def test_checkpoint_around_the_recipe_context_equals_stored_results(name, recipe, checkpoint, device):
+def test_checkpoint_around_the_recipe_context_equals_stored_results(
+    name, recipe, checkpoint, device
+):
     def inside(forward: Any, x: torch.Tensor) -> torch.Tensor:
         def region(x: torch.Tensor) -> torch.Tensor:
             with recipe_context(recipe):
@@ -275,13 +297,19 @@ def test_graphed_results_equal_eager_ones(name, recipe, device):
         call: Any = layer
         if graphed:
             call = te.make_graphed_callables(
-                layer, (x.detach().clone().requires_grad_(),), enabled=chosen is not None, recipe=chosen
+                layer,
+                (x.detach().clone().requires_grad_(),),
+                enabled=chosen is not None,
+                recipe=chosen,
             )
             FP8GlobalStateManager.reset()
         with te.autocast(enabled=chosen is not None, recipe=chosen):
             y = call(x)
         y.backward(torch.ones_like(y))
-        return [y.detach().clone(), *[p.grad.clone() for p in (x, *layer.parameters()) if p.grad is not None]]
+        return [
+            y.detach().clone(),
+            *[p.grad.clone() for p in (x, *layer.parameters()) if p.grad is not None],
+        ]
 
     eager, replayed = run(False), run(True)
     if recipe == "delayed":  # the capture's warm-up steps record maxima: scales differ

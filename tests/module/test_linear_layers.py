@@ -10,13 +10,31 @@ import pytest
 import torch
 
 from tests.support.cases import cross_cases
-from tests.support.layers import HIDDEN, LAYERS, QUANTIZED, RECIPES, same, same_as_eager, sample, step
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from tests.support.layers import (
+    HIDDEN,
+    LAYERS,
+    QUANTIZED,
+    RECIPES,
+    same,
+    same_as_eager,
+    sample,
+    step,
+)
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+)
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.primitives.activation import ACTIVATIONS
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast, quantized_model_init
+from transformer_engine.pytorch.quantization import (
+    FP8GlobalStateManager,
+    autocast,
+    quantized_model_init,
+)
 from transformer_engine.pytorch.tensor import Float8Tensor, QuantizedTensor
 
 F = torch.nn.functional
@@ -42,11 +60,15 @@ def plain(layer, x):
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_a_layer_in_high_precision_equals_the_plain_layer(kind, normalization, zero_centered, device):
+def test_a_layer_in_high_precision_equals_the_plain_layer(
+    kind, normalization, zero_centered, device
+):
     if kind == "linear" and (normalization == "RMSNorm" or zero_centered):
         pytest.skip("a Linear has no norm")
     options = (
-        {} if kind == "linear" else {"normalization": normalization, "zero_centered_gamma": zero_centered}
+        {}
+        if kind == "linear"
+        else {"normalization": normalization, "zero_centered_gamma": zero_centered}
     )
     layer = LAYERS[kind](device=device, **options)
     x = sample(device)
@@ -90,7 +112,9 @@ def test_a_recipe_quantizes_and_stays_close_to_high_precision(kind, name, device
     ("name", "kind"),
     [
         pytest.param(
-            name, kind, marks=() if (name, kind) == ("delayed", "layernorm_linear") else pytest.mark.slow
+            name,
+            kind,
+            marks=() if (name, kind) == ("delayed", "layernorm_linear") else pytest.mark.slow,
         )
         for name in RECIPES
         for kind in LAYERS
@@ -227,7 +251,9 @@ def test_delayed_weight_gradients_equal_immediate_ones(kind, fused, device):
     late.backward_dw()
     for n in names:
         attribute = "main_grad" if fused else "grad"
-        assert torch.equal(getattr(getattr(late, n), attribute), getattr(getattr(now, n), attribute))
+        assert torch.equal(
+            getattr(getattr(late, n), attribute), getattr(getattr(now, n), attribute)
+        )
     assert calls == [1]
     with pytest.raises(RuntimeError, match="no weight gradient waits"):
         late.backward_dw()
@@ -284,7 +310,9 @@ def test_recomputation_saves_memory():
     def saved(recompute):
         sizes = []
         layer = LayerNormMLP(HIDDEN, 512, checkpoint=recompute, device="cpu")
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
             layer(sample("cpu"))
         return sum(sizes) - sum(p.numel() for p in layer.parameters())
 
@@ -310,7 +338,11 @@ def test_a_split_weight_equals_the_full_weight(split, device):
 
 @pytest.mark.parametrize(
     "split, message",
-    [(("a", "b", "c", "d", "e"), "does not divide 96"), ({"a": 90}, "add up to 90"), ((), "0 names")],
+    [
+        (("a", "b", "c", "d", "e"), "does not divide 96"),
+        ({"a": 90}, "add up to 90"),
+        ((), "0 names"),
+    ],
 )
 def test_a_mismatched_split_is_rejected(split, message):
     with pytest.raises(ValueError, match=message):
@@ -573,20 +605,30 @@ def test_a_wrong_last_dimension_names_both_sizes(device):
 
 def test_a_wrong_dtype_names_the_remedy(device):
     with pytest.raises(TypeError, match=r"torch\.autocast"):
-        Linear(HIDDEN, 32, device=device)(torch.randn(2, HIDDEN, device=device, dtype=torch.bfloat16))
+        Linear(HIDDEN, 32, device=device)(
+            torch.randn(2, HIDDEN, device=device, dtype=torch.bfloat16)
+        )
 
 
 @pytest.mark.parametrize(
     "make, error, message",
     [
         (lambda: Linear(8, 8, parallel_mode="diagonal", device="cpu"), ValueError, "diagonal"),
-        (lambda: Linear(8, 9, parallel_mode="column", tp_size=2, device="cpu"), ValueError, "pad it to 10"),
+        (
+            lambda: Linear(8, 9, parallel_mode="column", tp_size=2, device="cpu"),
+            ValueError,
+            "pad it to 10",
+        ),
         (
             lambda: LayerNormLinear(8, 8, parallel_mode="row", device="cpu"),
             NotImplementedError,
             "LayerNorm followed",
         ),
-        (lambda: LayerNormLinear(8, 8, normalization="BatchNorm", device="cpu"), ValueError, "BatchNorm"),
+        (
+            lambda: LayerNormLinear(8, 8, normalization="BatchNorm", device="cpu"),
+            ValueError,
+            "BatchNorm",
+        ),
         (lambda: LayerNormMLP(8, 8, activation="tanh", device="cpu"), ValueError, "tanh"),
         (
             lambda: LayerNormMLP(8, 9, set_parallel_mode=True, tp_size=2, device="cpu"),

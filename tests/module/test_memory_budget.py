@@ -24,7 +24,10 @@ class Peak(NamedTuple):
 def peaks(options: Options) -> Peak:
     """1,000 bytes, less for each enabled option."""
     return Peak(
-        1000 - 100 * len(options.recomputed) - 200 * options.caches_inputs - 50 * options.checkpointed
+        1000
+        - 100 * len(options.recomputed)
+        - 200 * options.caches_inputs
+        - 50 * options.checkpointed
     )
 
 
@@ -72,7 +75,8 @@ def test_an_rms_norm_model_has_a_plan_for_every_budget(recipe: recipes.Recipe):
     with te.emulate():
         default = te.memory_plan(model, recipe, TOKENS)
         columns, checkpoints = (
-            te.memory_plan(model, recipe, TOKENS, budget=b) for b in (0.9 * default.peak / GIB, 1e-6)
+            te.memory_plan(model, recipe, TOKENS, budget=b)
+            for b in (0.9 * default.peak / GIB, 1e-6)
         )
     assert checkpoints.peak < columns.peak < default.peak
     assert checkpoints.options[-1] == "checkpoint=True of 0, 1, 2, 3"

@@ -17,13 +17,22 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.hardware import nvidia
-from transformer_engine.pytorch.inspect.memory_ledger import GRANULE, Ledger, scratch_bytes, sum_over_rows
+from transformer_engine.pytorch.inspect.memory_ledger import (
+    GRANULE,
+    Ledger,
+    scratch_bytes,
+    sum_over_rows,
+)
 from transformer_engine.pytorch.inspect.memory_plan import MIB, memory_plan
 from transformer_engine.pytorch.inspect.planned_backends import planning
 from transformer_engine.pytorch.primitives import activation, norm, quantize
 from transformer_engine.pytorch.primitives.activation import ActivationParams
 from transformer_engine.pytorch.primitives.column_sums import column_sums
-from transformer_engine.pytorch.primitives.dropout import bias_add, dropout_backward, dropout_forward
+from transformer_engine.pytorch.primitives.dropout import (
+    bias_add,
+    dropout_backward,
+    dropout_forward,
+)
 from transformer_engine.pytorch.primitives.gemm import (
     Epilogue,
     GemmRequest,
@@ -133,7 +142,15 @@ def test_planned_saved_bytes_equal_the_saved_bytes(name: str, recipe: str):
 
 def test_the_parts_at_the_peak_add_up_to_it():
     plan = memory_plan(gated_mlp(256, device="cpu"), RECIPES["current"], 512)
-    parts = ("parameters", "gradients", "weight_copies", "activations", "boundary", "transient", "workspace")
+    parts = (
+        "parameters",
+        "gradients",
+        "weight_copies",
+        "activations",
+        "boundary",
+        "transient",
+        "workspace",
+    )
     assert sum(getattr(plan, part) for part in parts) == plan.peak
     assert plan.parameters == sum(module.parameters for module in plan.modules)
 
@@ -190,7 +207,9 @@ def test_a_model_on_the_meta_device_is_planned_without_memory():
 
 def test_a_model_with_another_first_layer_needs_explicit_inputs():
     model = nn.Sequential(nn.Embedding(100, 128, dtype=BF16), linear(128, device="cpu"))
-    with pytest.raises(ValueError, match=r"does not follow from its modules; give inputs=\(tensor, \.\.\)"):
+    with pytest.raises(
+        ValueError, match=r"does not follow from its modules; give inputs=\(tensor, \.\.\)"
+    ):
         memory_plan(model, None, 64)
     plan = memory_plan(model, None, 0, inputs=(torch.empty(64, dtype=torch.int64, device="meta"),))
     assert plan.parameters == BF16.itemsize * (100 * 128 + 128 * 256 + 256)
@@ -209,7 +228,9 @@ def test_a_model_with_another_first_layer_needs_explicit_inputs():
         ),
     ],
 )
-def test_unplannable_arguments_are_rejected(model: Make, tokens: Any, error: type[Exception], message: str):
+def test_unplannable_arguments_are_rejected(
+    model: Make, tokens: Any, error: type[Exception], message: str
+):
     with pytest.raises(error, match=message):
         memory_plan(model(), None, tokens)
 
@@ -268,7 +289,9 @@ def test_a_recomputed_stack_keeps_its_layers_inputs(reentrant: bool, recipe: str
     inputs = 512 * 256 * 2
     scales = 4 * 2 * 3 * GRANULE if recipe == "delayed" else 0  # layers, products, operands
     assert repeated.saved == 3 * inputs + scales
-    rest = 3 * (alone.parameters + sum(module.parameters for module in alone.modules))  # and their gradients
+    rest = 3 * (
+        alone.parameters + sum(module.parameters for module in alone.modules)
+    )  # and their gradients
     assert alone.peak + rest <= repeated.peak <= alone.peak + rest + 2 * (inputs + scales)
 
 
@@ -281,7 +304,13 @@ def test_a_layer_that_recomputes_itself_saves_its_input_only(recipe: str):
 
 def test_the_table_names_modules_and_parts():
     text = str(memory_plan(layer(128, device="cpu"), None, 128))
-    for expected in ("self_attention.layernorm_qkv", "layernorm_mlp", "weight copies", "peak", "MiB"):
+    for expected in (
+        "self_attention.layernorm_qkv",
+        "layernorm_mlp",
+        "weight copies",
+        "peak",
+        "MiB",
+    ):
         assert expected in text
 
 
@@ -294,7 +323,8 @@ def operations() -> dict[str, Callable[[], object]]:
     epilogue = Epilogue(torch.bfloat16)
     narrow = plain(x.bfloat16()), plain(wide[:48, :32].bfloat16())
     codes = [
-        Operand(q.codes, q.scale, FLOAT8) for q in (quantize.quantize(m, spec) for m in (x, wide[:48, :32]))
+        Operand(q.codes, q.scale, FLOAT8)
+        for q in (quantize.quantize(m, spec) for m in (x, wide[:48, :32]))
     ]
     specs = {
         "float8": spec,
@@ -308,19 +338,24 @@ def operations() -> dict[str, Callable[[], object]]:
     heads, angles = torch.randn(16, 2, 4, 8), torch.randn(16, 8)
     rope = (angles, Positions(None, None), RopeSpec("sbhd", False, 1, 0))
     calls: dict[str, Callable[[], object]] = {
-        f"quantize {name}": partial(quantize.quantize, x, request) for name, request in specs.items()
+        f"quantize {name}": partial(quantize.quantize, x, request)
+        for name, request in specs.items()
     }
     return calls | {
         "gemm": partial(gemm, plain(x), plain(torch.randn(48, 32)), Epilogue(torch.bfloat16)),
         "gemm gelu": partial(gemm_gelu, *narrow, epilogue),
         "gemm gelu only": partial(gemm_gelu, *narrow, epilogue, False),
-        "gemm gelu gradient": partial(gemm_gelu_gradient, *narrow, torch.randn(64, 48).bfloat16(), epilogue),
+        "gemm gelu gradient": partial(
+            gemm_gelu_gradient, *narrow, torch.randn(64, 48).bfloat16(), epilogue
+        ),
         "gemm codes": lambda: gemm(*codes, epilogue, Cast(QuantizeSpec(FLOAT8, E4M3), scale))[:2],
         "layernorm": partial(norm.layernorm_forward, x, weight, weight, 1e-5, False),
         "layernorm backward": partial(norm.layernorm_backward, x, x, ones, ones, weight, False),
         "rmsnorm": partial(norm.rmsnorm_forward, x, weight, 1e-5, False),
         "rmsnorm backward": partial(norm.rmsnorm_backward, x, x, ones, weight, False),
-        "layernorm codes": partial(norm.layernorm_forward, x, weight, None, 1e-5, False, Cast(spec)),
+        "layernorm codes": partial(
+            norm.layernorm_forward, x, weight, None, 1e-5, False, Cast(spec)
+        ),
         "rmsnorm codes": partial(norm.rmsnorm_forward, x, weight, 1e-5, False, Cast(spec, scale)),
         "gelu": partial(activation.activation_forward, "gelu", x),
         "swiglu": partial(activation.activation_forward, "swiglu", wide),
@@ -334,7 +369,11 @@ def operations() -> dict[str, Callable[[], object]]:
             dbias=torch.bfloat16,
         ),
         "swiglu block codes": partial(
-            activation.activation_forward, "swiglu", wide, ActivationParams(), Cast(specs["block1d"])
+            activation.activation_forward,
+            "swiglu",
+            wide,
+            ActivationParams(),
+            Cast(specs["block1d"]),
         ),
         "swiglu backward block codes": partial(
             activation.activation_backward,
@@ -342,7 +381,12 @@ def operations() -> dict[str, Callable[[], object]]:
             dbias=torch.bfloat16,
         ),
         "swiglu backward block codes alone": partial(
-            activation.activation_backward, "swiglu", x, wide, ActivationParams(), Cast(specs["block1d"])
+            activation.activation_backward,
+            "swiglu",
+            x,
+            wide,
+            ActivationParams(),
+            Cast(specs["block1d"]),
         ),
         "layernorm block codes": partial(
             norm.layernorm_forward, x, weight, None, 1e-5, False, Cast(specs["block1d"])
@@ -389,7 +433,9 @@ def test_a_planned_operation_returns_the_operations_shapes(name: str):
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
-@pytest.mark.parametrize("name", ["gemm gelu", "gemm gelu only", "gemm gelu gradient", "gemm codes"])
+@pytest.mark.parametrize(
+    "name", ["gemm gelu", "gemm gelu only", "gemm gelu gradient", "gemm codes"]
+)
 def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.MonkeyPatch):
     call = operations()[name]
     expected = call()
@@ -404,9 +450,13 @@ def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.Mo
     with planning(lambda x, result: None), ledger:
         planned = call()
     pairs = list(zip(tree_leaves(planned), tree_leaves(expected), strict=True))
-    assert all((x is None and y is None) or (x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
+    assert all(
+        (x is None and y is None) or (x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs
+    )
     outputs = [x for x in tree_leaves(planned) if x is not None]
-    assert sum(allocated for _, allocated in ledger.events) == len(outputs)  # and no other allocations
+    assert sum(allocated for _, allocated in ledger.events) == len(
+        outputs
+    )  # and no other allocations
 
 
 @pytest.mark.parametrize(
@@ -451,7 +501,9 @@ def test_a_row_sums_planned_scratch_equals_the_figure_for_132_multiprocessors(
 
 
 def test_scratch_memory_counts_at_the_peak_and_is_freed():
-    ledger = Ledger(lambda: "", lambda operation, arguments: scratch_bytes(operation, arguments, 132))
+    ledger = Ledger(
+        lambda: "", lambda operation, arguments: scratch_bytes(operation, arguments, 132)
+    )
     with ledger:
         x = torch.empty(4096, 4096, dtype=BF16)
         other = x.sum(1, dtype=torch.float32)
@@ -475,7 +527,9 @@ def test_a_row_sums_planned_memory_equals_the_measured_memory(shape: tuple[int, 
     sums = x.sum(axes, dtype=torch.float32)
     measured = torch.cuda.memory_stats()[f"{requested}peak"] - before - sums.nbytes
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    assert measured == pytest.approx(sum_over_rows(x.numel() // shape[-1], shape[-1], processors), abs=MIB)
+    assert measured == pytest.approx(
+        sum_over_rows(x.numel() // shape[-1], shape[-1], processors), abs=MIB
+    )
 
 
 @pytest.mark.gpu

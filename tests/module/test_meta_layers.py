@@ -26,7 +26,9 @@ def inputs(kind):
 def test_meta_layer_computes_shapes_and_a_report(kind, recipe):
     args = inputs(kind)
     layer, real = (make_layer(kind, device=device) for device in ("meta", "cpu"))
-    values = [x.new_zeros(x.shape, device="cpu") if isinstance(x, torch.Tensor) else x for x in args]
+    values = [
+        x.new_zeros(x.shape, device="cpu") if isinstance(x, torch.Tensor) else x for x in args
+    ]
     with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
         assert str(te.explain(layer, *args))
         output = layer(*args)
@@ -68,10 +70,14 @@ def test_meta_layer_records_no_maxima(calibrating):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"])
+@pytest.mark.parametrize(
+    "kind", ["Linear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"]
+)
 @pytest.mark.parametrize("meta", ["layer", "input"])
 def test_layer_and_input_are_rejected_if_only_one_is_on_meta(kind, meta):
     layer = make_layer(kind, device="meta" if meta == "layer" else "cpu")
     x = torch.empty(TOKENS, BATCH, HIDDEN, device="cpu" if meta == "layer" else "meta")
-    with pytest.raises((RuntimeError, ValueError), match=r"on (the )?meta.*(move one|reset_parameters)"):
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"on (the )?meta.*(move one|reset_parameters)"
+    ):
         layer(x)

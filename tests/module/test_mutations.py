@@ -34,7 +34,10 @@ ATTENTION_TOO = {
     "delayed": DelayedScaling(amax_history_len=4, fp8_dpa=True),
     "current": Float8CurrentScaling(fp8_dpa=True),
 }
-EVERY_RECIPE = {**{name: recipe for name, recipe in RECIPES.items() if recipe is not None}, **ATTENTION_TOO}
+EVERY_RECIPE = {
+    **{name: recipe for name, recipe in RECIPES.items() if recipe is not None},
+    **ATTENTION_TOO,
+}
 
 # Sizes, and variants with other parameters, whose write neither raises nor takes effect. Names may only be removed.
 WRITTEN_IN_VAIN: set[str] = set()
@@ -48,10 +51,14 @@ WITHOUT_ANOTHER_VALUE = {
     "ub_name",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings that a layer changes the kind of its recipe
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # warnings that a layer changes the kind of its recipe
 
 
-@pytest.mark.parametrize("values", [1, pytest.param(3, marks=pytest.mark.slow)])  # for each attribute
+@pytest.mark.parametrize(
+    "values", [1, pytest.param(3, marks=pytest.mark.slow)]
+)  # for each attribute
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.sampled(10)
@@ -89,11 +96,15 @@ def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | N
         )
     after = outcome(layer, recipe)
     forget()
-    return None if agree(after, outcome(fresh, recipe)) else "the next call is not that of a new layer"
+    return (
+        None if agree(after, outcome(fresh, recipe)) else "the next call is not that of a new layer"
+    )
 
 
 def test_every_attribute_is_listed_as_fixed_or_has_another_value():
-    without = {a for kind in NAMES for a in attributes(kind) if not list(other_values(kind, a, most=1))}
+    without = {
+        a for kind in NAMES for a in attributes(kind) if not list(other_values(kind, a, most=1))
+    }
     # On these layers: no norm to return, no tracker, no other group count that divides the heads, names that
     # other layers' constructors take, and no ranks that share a sequence.
     assert without <= WITHOUT_ANOTHER_VALUE, without
@@ -158,7 +169,9 @@ def child_is_stale(path: str, attribute: str, value: object, recipe: Recipe | No
 def test_no_changed_recipe_field_leaves_a_stale_cache(kind: str, name: str, in_place: bool):
     recipe = EVERY_RECIPE[name]
     changes = list(recipe_changes(recipe))
-    assert {field for field, _ in changes} >= {"fp8_dpa", "backward_override"} - REQUIRED.get(name, set())
+    assert {field for field, _ in changes} >= {"fp8_dpa", "backward_override"} - REQUIRED.get(
+        name, set()
+    )
     for field, changed in changes:
         FP8GlobalStateManager.reset()
         forget()
@@ -195,7 +208,9 @@ REQUIRED = {"block": {"fp8_dpa"}, "delayed": {"backward_override"}}
     ],
 )
 @pytest.mark.sampled(5)
-def test_no_changed_environment_variable_leaves_a_stale_cache(kind: str, recipe: str | None, monkeypatch):
+def test_no_changed_environment_variable_leaves_a_stale_cache(
+    kind: str, recipe: str | None, monkeypatch
+):
     under = ATTENTION_TOO.get(recipe or "")
     layer = make_layer(kind)
     for name, text in variables():
@@ -229,7 +244,9 @@ def test_caches_in_later_imports_are_cleared_too(monkeypatch):
     """The modules imported at the first forget() depend on the tests that the process ran before."""
     forget()
     later = Memory(double, 8)
-    monkeypatch.setitem(sys.modules, "transformer_engine.imported_later", ModuleType("imported_later"))
+    monkeypatch.setitem(
+        sys.modules, "transformer_engine.imported_later", ModuleType("imported_later")
+    )
     assert later[1] == 2
     forget()
     assert not later

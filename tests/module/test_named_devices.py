@@ -86,7 +86,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_numbered_gpu_without_cuda_is_rejected(maker: str, device: Any, no_gpu: None):
     number = device if isinstance(device, int) else torch.device(device).index
-    with pytest.raises(ValueError, match=f"device='cuda:{number}': torch finds no CUDA device; give 'cpu'"):
+    with pytest.raises(
+        ValueError, match=f"device='cuda:{number}': torch finds no CUDA device; give 'cpu'"
+    ):
         MAKERS[maker](device)
 
 
@@ -100,7 +102,9 @@ def test_cuda_without_a_number_is_the_modules_default_device(maker: str, device:
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_an_empty_tensor_without_a_device_is_on_the_modules_default_device(name: str, device: torch.device):
+def test_an_empty_tensor_without_a_device_is_on_the_modules_default_device(
+    name: str, device: torch.device
+):
     assert QUANTIZERS[name]().make_empty((128, 128)).device.type == device.type
 
 

@@ -74,13 +74,16 @@ def test_sequence_parallel_marks_parameters_only_when_given(cls, device):
     assert not hasattr(cls(8, device=device).weight, "sequence_parallel")
     for flag in (True, False):
         assert all(
-            p.sequence_parallel is flag for p in cls(8, sequence_parallel=flag, device=device).parameters()
+            p.sequence_parallel is flag
+            for p in cls(8, sequence_parallel=flag, device=device).parameters()
         )
 
 
 @CLASSES
 def test_deferred_parameters_are_allocated_by_reset_with_their_attributes(cls, device):
-    module = cls(8, device="meta", dtype=torch.bfloat16, sequence_parallel=True, zero_centered_gamma=True)
+    module = cls(
+        8, device="meta", dtype=torch.bfloat16, sequence_parallel=True, zero_centered_gamma=True
+    )
     module.weight.mark = "kept"
     assert all(p.is_meta for p in module.parameters())
     with pytest.raises(RuntimeError, match="reset_parameters"):
@@ -147,7 +150,10 @@ def test_zero_tokens_give_an_empty_output_and_zero_gradients(cls, device):
 
 @CLASSES
 def test_repr_shows_the_shape(cls, device):
-    assert repr(cls((4, 8), device=device)) == f"{cls.__name__}((4, 8), eps=1e-05, zero_centered_gamma=False)"
+    assert (
+        repr(cls((4, 8), device=device))
+        == f"{cls.__name__}((4, 8), eps=1e-05, zero_centered_gamma=False)"
+    )
 
 
 def test_modules_compile_into_one_graph(device):

@@ -10,7 +10,10 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.layers import HIDDEN, LAYERS, RECIPES, same, sample, step
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+)
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
 
@@ -39,11 +42,15 @@ def test_the_next_call_uses_a_quantizer_written_into_its_slot(layer, device):
 def test_the_next_call_uses_a_replaced_quantizer_list(layer, device):
     x, recipe = sample(device), RECIPES["current"]
     run_layer(layer, x, recipe)
-    layer.quantizers = {key: [IdentityQuantizer() for _ in slots] for key, slots in layer.quantizers.items()}
+    layer.quantizers = {
+        key: [IdentityQuantizer() for _ in slots] for key, slots in layer.quantizers.items()
+    }
     assert torch.equal(run_layer(layer, x, recipe), run_layer(layer, x, None))
     layer.fp8_meta_tensors_initialized = False
     run_layer(layer, x, recipe)
-    assert all(isinstance(q, Float8CurrentScalingQuantizer) for q in layer.quantizers["scaling_fwd"])
+    assert all(
+        isinstance(q, Float8CurrentScalingQuantizer) for q in layer.quantizers["scaling_fwd"]
+    )
 
 
 def test_another_recipe_replaces_a_written_quantizer(layer, device):
@@ -66,7 +73,8 @@ def test_the_next_call_scales_by_a_state_written_into_fp8_meta(device):
     layer.fp8_meta["scaling_fwd"] = state
     run_layer(layer, x, recipe)
     assert all(
-        q.scale.data_ptr() in (s.data_ptr() for s in state.scale) for q in layer.quantizers["scaling_fwd"]
+        q.scale.data_ptr() in (s.data_ptr() for s in state.scale)
+        for q in layer.quantizers["scaling_fwd"]
     )
 
 

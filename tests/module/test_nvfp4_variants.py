@@ -78,7 +78,10 @@ def test_linear_multiplies_dequantized_operands_forward_and_backward(name):
         y = layer(x)
     y.backward(dy)
     of_input, of_weight, of_gradient = make_quantizers(name)
-    (x_rows, x_columns), (dy_rows, dy_columns) = directions(of_input, x.detach()), directions(of_gradient, dy)
+    (x_rows, x_columns), (dy_rows, dy_columns) = (
+        directions(of_input, x.detach()),
+        directions(of_gradient, dy),
+    )
     w_rows, w_columns = directions(of_weight, layer.weight.detach())
     assert torch.equal(w_rows, w_columns)
     assert_near(y.detach(), x_rows @ w_rows.T + layer.bias.double())
@@ -129,7 +132,9 @@ def test_a_custom_recipe_with_the_same_quantizers_gives_the_same_bits(name):
     layer = te.Linear(64, 48, device="cpu")
     x, results = torch.randn(32, 64), []
     places = {"input": 0, "weight": 1}
-    custom = CustomRecipe(qfactory=lambda role: make_quantizers(name)[places.get(role.tensor_type, 2)])
+    custom = CustomRecipe(
+        qfactory=lambda role: make_quantizers(name)[places.get(role.tensor_type, 2)]
+    )
     for recipe in (RECIPES[name], custom):
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
@@ -162,7 +167,9 @@ def test_compiled_layers_are_bitwise_equal_to_eager_layers(name):
 def test_per_row_maxima_are_offloaded_like_codes_and_scales(monkeypatch):
     """The `dequantized` backward reads the row-wise input, whose maxima return from the host too."""
     monkeypatch.setattr(marks, "SMALLEST", 16)
-    recipe = NVFP4BlockScaling(**_COMMON, row_scaled_activation=True, backward_override="dequantized")
+    recipe = NVFP4BlockScaling(
+        **_COMMON, row_scaled_activation=True, backward_override="dequantized"
+    )
     plain = torch.nn.ModuleList([te.Linear(64, 64, device="cpu") for _ in range(3)])
     moved, x, results = copy.deepcopy(plain), torch.randn(64, 64), []
     link = RecordedLink()
@@ -243,7 +250,9 @@ class TestTensors:
         if not quantizer.row_scaled_nvfp4:
             return
         parts = [gather_payload(quantizer(part).as_storage()) for part in self.x.split(16)]
-        gathered = [torch.cat(tensors) for tensors in zip(*(tensors for tensors, _ in parts), strict=True)]
+        gathered = [
+            torch.cat(tensors) for tensors in zip(*(tensors for tensors, _ in parts), strict=True)
+        ]
         full = join_payload(gathered, parts[0][1], torch.float32)
         assert full._amax_rowwise.shape == (64,)
         assert torch.equal(full.dequantize(), quantizer(self.x).dequantize())
@@ -277,7 +286,9 @@ class TestTensors:
 
 
 @pytest.mark.parametrize(
-    "excluded", [{"with_rht": True, "with_post_rht_amax": True}, {"stochastic_rounding": True}], ids=str
+    "excluded",
+    [{"with_rht": True, "with_post_rht_amax": True}, {"stochastic_rounding": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("variant", ["row_scaled_nvfp4", "nvfp4_use_4over6"])
 def test_settings_that_exclude_each_other_are_named(variant, excluded):

@@ -17,7 +17,9 @@ from transformer_engine.common.optional import installed
 from transformer_engine.pytorch.quantization import all_families
 from transformer_engine.pytorch.tensor.observing import Observing
 
-RECIPES = pytest.mark.parametrize("kind", [row.recipe for row in all_families() if row.checkpointed])
+RECIPES = pytest.mark.parametrize(
+    "kind", [row.recipe for row in all_families() if row.checkpointed]
+)
 
 
 class Grouped(torch.nn.Module):
@@ -41,7 +43,9 @@ def model(device: torch.device) -> torch.nn.Sequential:
     )
 
 
-def train(module: torch.nn.Module, recipe, device, steps: int = 3, end=lambda: None) -> list[torch.Tensor]:
+def train(
+    module: torch.nn.Module, recipe, device, steps: int = 3, end=lambda: None
+) -> list[torch.Tensor]:
     """Losses, and the gradients and parameters after the last step."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(3)
@@ -56,7 +60,11 @@ def train(module: torch.nn.Module, recipe, device, steps: int = 3, end=lambda: N
         optimizer.step()
         end()
         losses.append(loss.detach())
-    return [*losses, *(p.grad for p in module.parameters()), *(p.detach() for p in module.parameters())]
+    return [
+        *losses,
+        *(p.grad for p in module.parameters()),
+        *(p.detach() for p in module.parameters()),
+    ]
 
 
 @RECIPES
@@ -88,7 +96,9 @@ def test_every_product_shows_its_three_tensors(kind, device: torch.device):
     }
     # Delayed scaling has recorded no gradient yet: in the first step, gradients are too small for a scale of 1.
     least = -1.0 if kind is recipes.DelayedScaling else 10.0
-    assert all(tensor.sqnr is not None and tensor.sqnr > least for tensor in observation.report.quantized)
+    assert all(
+        tensor.sqnr is not None and tensor.sqnr > least for tensor in observation.report.quantized
+    )
     assert observation.report.first_nonfinite is None
 
 
@@ -101,12 +111,16 @@ def test_reported_statistics_equal_the_tensors_statistics(device: torch.device):
         report = observation.step()
     assert report is not None
     (listing,) = [tensor for tensor in report.tensors if tensor.name == "input"]
-    quantized = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)(x).dequantize().double()
+    quantized = (
+        te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)(x).dequantize().double()
+    )
     noise = (x.double() - quantized).square().sum()
     assert (listing.format, listing.elements) == ("e4m3 float8", x.numel())
     assert listing.maximum == x.abs().max().item()
     assert listing.underflow == ((x != 0) & (quantized == 0)).double().mean().item() > 0.1
-    assert listing.sqnr == pytest.approx(10 * math.log10(x.double().square().sum() / noise), abs=1e-4)
+    assert listing.sqnr == pytest.approx(
+        10 * math.log10(x.double().square().sum() / noise), abs=1e-4
+    )
 
 
 def test_an_outdated_delayed_scale_shows_saturation(device: torch.device):
@@ -154,7 +168,9 @@ class Dividing(torch.nn.Module):
 def test_the_first_module_that_produces_a_nan_is_named(
     broken, named: str, enabled: bool, device: torch.device
 ):
-    module = torch.nn.Sequential(te.Linear(64, 64, device=device), broken, te.Linear(64, 64, device=device))
+    module = torch.nn.Sequential(
+        te.Linear(64, 64, device=device), broken, te.Linear(64, 64, device=device)
+    )
     with te.observe(module) as observation:
         with te.autocast(enabled=enabled):
             module(torch.randn(32, 64, device=device)).sum().backward()
@@ -229,7 +245,8 @@ def test_a_paused_observation_records_nothing(device: torch.device):
 
 
 @pytest.mark.skipif(
-    not (installed("rich") and installed("matplotlib")), reason="rich or matplotlib is not installed"
+    not (installed("rich") and installed("matplotlib")),
+    reason="rich or matplotlib is not installed",
 )
 def test_log_table_and_plot_show_the_reports(tmp_path: Path, device: torch.device):
     from rich.console import Console
@@ -249,7 +266,9 @@ def test_log_table_and_plot_show_the_reports(tmp_path: Path, device: torch.devic
 
 
 @pytest.mark.skipif(installed("tensorboard"), reason="tensorboard is installed")
-def test_a_missing_tensorboard_is_named_before_anything_is_observed(tmp_path: Path, device: torch.device):
+def test_a_missing_tensorboard_is_named_before_anything_is_observed(
+    tmp_path: Path, device: torch.device
+):
     linear = te.Linear(64, 64, device=device)
     with pytest.raises(
         ValueError, match="tensorboard is not installed; pip install tensorboard, or read the log"
@@ -282,7 +301,9 @@ def test_a_copy_of_an_observed_model_is_not_observed(copied, device: torch.devic
     with te.observe(other, every=1) as observation:
         other(torch.randn(32, 64, device=device)).sum().backward()
         report = observation.step()
-    assert report is not None and len([row for row in report.tensors if row.tensor == "forward"]) == 2
+    assert (
+        report is not None and len([row for row in report.tensors if row.tensor == "forward"]) == 2
+    )
 
 
 def test_an_observed_model_in_a_compiled_function_raises(device: torch.device):
@@ -318,7 +339,8 @@ def test_bad_calls_raise(device: torch.device):
 def test_log_that_is_a_directory_raises_its_path_and_the_remedy(tmp_path: Path):
     module = te.Linear(16, 16, device="cpu")
     with pytest.raises(
-        IsADirectoryError, match=r"is a directory; give the path of a file, such as .*observation\.jsonl"
+        IsADirectoryError,
+        match=r"is a directory; give the path of a file, such as .*observation\.jsonl",
     ):
         te.observe(module, log=tmp_path)
     with pytest.raises(FileNotFoundError, match="does not exist; create it first"):

@@ -27,7 +27,9 @@ def test_padding_adds_zeros_and_unpadding_restores_the_rows(device, dtype):
     y, padded = te.Fp8Padding(4, 16)(x, SPLITS)
     assert padded == [16, 0, 32, 32] and y.shape == (80, 24)
     for group, local in zip(y.split(padded), x.split(SPLITS), strict=True):
-        assert torch.equal(group[: local.shape[0]], local) and group[local.shape[0] :].abs().sum() == 0
+        assert (
+            torch.equal(group[: local.shape[0]], local) and group[local.shape[0] :].abs().sum() == 0
+        )
     back = te.Fp8Unpadding(4, 16)(y, SPLITS)
     assert torch.equal(back, x)
     gradient = torch.randn_like(back)

@@ -70,7 +70,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def plan_peak(model: nn.Module, recipe: recipes.Recipe | None) -> float:
     """Planned peak in MiB, counted as in the original's figures."""
-    width = next(m for m in model.modules() if "weight" in m._parameters or "fc1_weight" in m._parameters)
+    width = next(
+        m for m in model.modules() if "weight" in m._parameters or "fc1_weight" in m._parameters
+    )
     features = getattr(width, "in_features", HIDDEN)
     x = torch.empty(TOKENS, 1, features, dtype=BF16, device="meta")
     options = {}
@@ -78,7 +80,9 @@ def plan_peak(model: nn.Module, recipe: recipes.Recipe | None) -> float:
         options["rotary_pos_emb"] = torch.empty(TOKENS, 1, 1, HEAD, device="meta")
     plan = memory_plan(model, recipe, TOKENS, inputs=(x,), **options)
     last = getattr(model, "out_features", HIDDEN)
-    argument = x.nbytes + TOKENS * last * BF16.itemsize + sum(angles.nbytes for angles in options.values())
+    argument = (
+        x.nbytes + TOKENS * last * BF16.itemsize + sum(angles.nbytes for angles in options.values())
+    )
     gradients = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
     return (plan.peak - plan.workspace - plan.parameters - argument - gradients) / MIB
 
@@ -100,11 +104,14 @@ def test_the_gated_mlps_memory_equals_a_count_by_hand(as_on_a_gpu: None):
     # When the activation's gradient is made: y, norm(x), fc1's output and its gradient, the gradient of fc2's input,
     # fc2's weight's gradient. fc2's input has gone. All three earlier gradients count as allocated.
     expected = 2 * hidden + 2 * 2 * matrix + matrix + weight - (3 * weight + hidden)
-    assert plan_peak(MODELS["swiglu"].make("meta"), None) == pytest.approx(expected / MIB, abs=PRINTED)
+    assert plan_peak(MODELS["swiglu"].make("meta"), None) == pytest.approx(
+        expected / MIB, abs=PRINTED
+    )
 
 
 @pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="a caller holds the arguments of a call until it returns before 3.11"
+    sys.version_info < (3, 11),
+    reason="a caller holds the arguments of a call until it returns before 3.11",
 )
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager alone", "with compiled functions"])
 def test_gelu_frees_its_input_before_the_weight_gradients(compiles: bool, as_on_a_gpu: None):
@@ -150,7 +157,9 @@ def small(name: str, device: torch.device) -> nn.Module:
         "norm output": lambda: te.LayerNormLinear(128, 256, return_layernorm_output=True, **common),
         "swiglu": lambda: te.LayerNormMLP(128, 256, activation="swiglu", **common),
         "gelu": lambda: te.LayerNormMLP(128, 256, **common),
-        "checkpoint": lambda: te.LayerNormMLP(128, 256, activation="swiglu", checkpoint=True, **common),
+        "checkpoint": lambda: te.LayerNormMLP(
+            128, 256, activation="swiglu", checkpoint=True, **common
+        ),
         "layer": lambda: te.TransformerLayer(
             128, 256, 2, hidden_dropout=0.0, attention_dropout=0.0, **common
         ),
@@ -173,8 +182,12 @@ def compute_loss(model: nn.Module, x: torch.Tensor, recipe: recipes.Recipe | Non
     return torch.stack([y.float().sin().sum() for y in outputs]).sum()
 
 
-def gradients(model: nn.Module, x: torch.Tensor, loss: torch.Tensor, keep: bool) -> list[torch.Tensor | None]:
-    return list(torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=keep, allow_unused=True))
+def gradients(
+    model: nn.Module, x: torch.Tensor, loss: torch.Tensor, keep: bool
+) -> list[torch.Tensor | None]:
+    return list(
+        torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=keep, allow_unused=True)
+    )
 
 
 def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> bool:
@@ -235,7 +248,9 @@ def test_recomputation_inside_a_retained_graph_repeats_the_bits(name: str, reent
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("name", "operation"), [("swiglu", "norm"), ("layernorm_linear", "norm")])
-def test_saved_operands_are_freed_before_the_norms_backward(name: str, operation: str, keep: bool, device):
+def test_saved_operands_are_freed_before_the_norms_backward(
+    name: str, operation: str, keep: bool, device
+):
     model, x = small(name, device), sample(device)
     saved: list[weakref.ref[torch.UntypedStorage]] = []
 

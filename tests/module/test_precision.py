@@ -16,7 +16,11 @@ from transformer_engine.pytorch.functions import precision
 from transformer_engine.pytorch.ops.basic import basic_linear
 from transformer_engine.pytorch.quantization import emulate
 
-RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+RECIPES = {
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 SMALL, LARGE = (128, 1024, 1024), (8192, 4096, 14336)
 
 
@@ -30,7 +34,9 @@ def test_only_small_layers_run_unquantized_and_only_on_request(monkeypatch, kind
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_explanation_reports_the_cost_of_quantizing(kind):
-    quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, False))
+    quantized, unquantized = precision.TABLE.explain(
+        precision.PrecisionRequest(*SMALL, kind, False)
+    )
     assert quantized.chosen and "NVTE_FP8_AUTO=1" in str(unquantized.reason)
     quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, True))
     assert unquantized.chosen and "costs about" in str(quantized.reason)
@@ -57,7 +63,9 @@ def test_a_small_layer_under_auto_computes_as_without_a_recipe(monkeypatch):
 def test_te_ops_follow_nvte_fp8_auto_as_modules_do(monkeypatch, kind):
     """The variable depends on times measured on a GPU; this test replaces the measurement."""
     monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
-    monkeypatch.setattr(basic_linear, "estimates", lambda device, traced, quantized_weight: not traced)
+    monkeypatch.setattr(
+        basic_linear, "estimates", lambda device, traced, quantized_weight: not traced
+    )
     layer = getattr(te.ops, kind)(64, 32, dtype=torch.bfloat16, device="cpu")
     model = te.ops.Sequential(layer, te.ops.ReLU())
     x = torch.randn(64, 64, dtype=torch.bfloat16)

@@ -77,7 +77,9 @@ def test_rotation_functions_accept_numbers_as_flags():
 
 def test_a_split_into_other_than_three_parts_is_named():
     qkv, angles = torch.randn(4, 1, 2, 24), torch.randn(4, 1, 1, 8)
-    said = r"qkv_split_arg_list=\[8, 16\] holds 2 sizes; give three of them: q_size, k_size and v_size"
+    said = (
+        r"qkv_split_arg_list=\[8, 16\] holds 2 sizes; give three of them: q_size, k_size and v_size"
+    )
     with pytest.raises(ValueError, match=said):
         FusedQKVRoPEFunc.apply(qkv, angles, angles, [8, 16])
     with pytest.raises(ValueError, match=said):
@@ -113,7 +115,9 @@ def test_a_failed_passs_entries_are_dropped_at_the_queue_head():
     for number, complete in enumerate((True, False, True, False)):
         store.context.append(([number], lambda n: n))
         store._passes.append(_Pass(number, complete))
-    with pytest.warns(UserWarning, match="1 delayed weight gradients of a backward pass that raised"):
+    with pytest.warns(
+        UserWarning, match="1 delayed weight gradients of a backward pass that raised"
+    ):
         assert [store.pop()[0] for _ in range(2)] == [0, 2]
     store.assert_empty()
 

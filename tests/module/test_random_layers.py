@@ -132,7 +132,10 @@ class Settings:
                 torch.autograd.backward(
                     reached, [torch.randn(y.shape, generator=generator).to(y) for y in reached]
                 )
-            records += [*[y.detach().clone() for y in results], None if x.grad is None else x.grad.clone()]
+            records += [
+                *[y.detach().clone() for y in results],
+                None if x.grad is None else x.grad.clone(),
+            ]
             for parameter in layer.parameters():
                 records += [
                     None if parameter.grad is None else parameter.grad.clone(),

@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.quantization import ExtraStateError, decode_extra_state
 
 WIDTH = 32
@@ -70,12 +74,18 @@ def contents(layer):
 def assert_equal(found, saved):
     assert found.keys() == saved.keys()
     for name, value in saved.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        same = (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        )
         assert same, name
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-@pytest.mark.parametrize("before", [None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()])
+@pytest.mark.parametrize(
+    "before", [None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()]
+)
 def test_a_mismatched_state_raises_and_changes_nothing(misfit, before, device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     if before is not None:
@@ -148,7 +158,9 @@ def test_loaded_weights_are_used_by_the_next_microbatch(make, full, device):
 
 
 def test_another_quantizer_type_warns_and_replaces_the_states(device):
-    layer = train(te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2))
+    layer = train(
+        te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2)
+    )
     with pytest.warns(UserWarning, match="from DelayedScaling to Float8CurrentScaling"):
         train(layer, device, Float8CurrentScaling())
     with pytest.warns(UserWarning, match="from Float8CurrentScaling to Float8BlockScaling"):
@@ -161,7 +173,9 @@ def test_another_quantizer_type_warns_and_replaces_the_states(device):
 
 
 def test_another_option_of_the_same_recipe_continues_without_a_warning(device):
-    layer = train(te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2))
+    layer = train(
+        te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2)
+    )
     scale = layer.fp8_meta["scaling_fwd"].scale.clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +187,10 @@ def test_another_option_of_the_same_recipe_continues_without_a_warning(device):
 def _attend(module, device, recipe):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(5)
-    qkv = [torch.randn(2, 64, 2, WIDTH, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    qkv = [
+        torch.randn(2, 64, 2, WIDTH, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    ]
     with te.autocast(recipe=recipe):
         y = module(*qkv)
     y.square().sum().backward()

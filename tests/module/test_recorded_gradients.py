@@ -32,7 +32,9 @@ def _emulation(emulated):
 
 
 def clone_outputs(y):
-    return [part.detach().clone() for part in (y if isinstance(y, tuple) else (y,)) if part is not None]
+    return [
+        part.detach().clone() for part in (y if isinstance(y, tuple) else (y,)) if part is not None
+    ]
 
 
 def ways(layer, function, x):

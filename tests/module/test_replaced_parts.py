@@ -13,7 +13,11 @@ from tests.support.layers import RECIPES, make_call, make_layer
 
 @pytest.mark.parametrize(
     ("name", "bias"),
-    [("LayerNorm", "bias"), ("LayerNormLinear", "layer_norm_bias"), ("LayerNormMLP", "layer_norm_bias")],
+    [
+        ("LayerNorm", "bias"),
+        ("LayerNormLinear", "layer_norm_bias"),
+        ("LayerNormMLP", "layer_norm_bias"),
+    ],
 )
 def test_a_norm_whose_bias_was_removed_trains(name, bias):
     without, zero = make_layer(name), make_layer(name)

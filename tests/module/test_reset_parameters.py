@@ -10,17 +10,25 @@ import torch
 import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from transformer_engine.pytorch.distributed.tensor_parallel import (
+    set_tensor_model_parallel_attributes,
+)
 from transformer_engine.pytorch.quantization import autocast, quantized_model_init
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 KINDS = {
     "linear": lambda **o: te.Linear(64, 128, **o),
     "row": lambda **o: te.Linear(64, 128, parallel_mode="row", tp_size=2, **o),
-    "column": lambda **o: te.Linear(64, 128, parallel_mode="column", tp_size=2, sequence_parallel=True, **o),
-    "layernorm_linear": lambda **o: te.LayerNormLinear(64, 128, parallel_mode="column", tp_size=2, **o),
+    "column": lambda **o: te.Linear(
+        64, 128, parallel_mode="column", tp_size=2, sequence_parallel=True, **o
+    ),
+    "layernorm_linear": lambda **o: te.LayerNormLinear(
+        64, 128, parallel_mode="column", tp_size=2, **o
+    ),
     "layernorm_mlp": lambda **o: te.LayerNormMLP(64, 128, set_parallel_mode=True, tp_size=2, **o),
-    "grouped_linear": lambda **o: te.GroupedLinear(2, 64, 128, parallel_mode="column", tp_size=2, **o),
+    "grouped_linear": lambda **o: te.GroupedLinear(
+        2, 64, 128, parallel_mode="column", tp_size=2, **o
+    ),
     "layernorm": lambda **o: te.LayerNorm(64, **o),
     "rmsnorm": lambda **o: te.RMSNorm(64, zero_centered_gamma=True, sequence_parallel=True, **o),
 }
@@ -28,7 +36,10 @@ PLACES = ("partition_dim", "partition_stride", "sequence_parallel", "tensor_mode
 
 
 def marks(layer):
-    return {name: {k: vars(p)[k] for k in PLACES if k in vars(p)} for name, p in layer.named_parameters()}
+    return {
+        name: {k: vars(p)[k] for k in PLACES if k in vars(p)}
+        for name, p in layer.named_parameters()
+    }
 
 
 def values(layer):
@@ -65,7 +76,9 @@ def test_resetting_works_again_and_on_a_copy(kind, recipe, device):
         assert equal(reset(repeated), first)
         assert marks(repeated) == marked
         assert all(p.requires_grad for p in repeated.parameters())
-    assert all(a is b for a, b in zip(contents, layer.parameters(), strict=True)), "optimizers hold them"
+    assert all(a is b for a, b in zip(contents, layer.parameters(), strict=True)), (
+        "optimizers hold them"
+    )
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
@@ -116,6 +129,8 @@ def test_contradicting_tensor_parallel_attributes_raise_and_change_nothing():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     set_tensor_model_parallel_attributes(weight, True, 0, 1)
     set_tensor_model_parallel_attributes(weight, True, 0, 1)
-    with pytest.raises(ValueError, match="partition_dim=0 already, which partition_dim=1 contradicts"):
+    with pytest.raises(
+        ValueError, match="partition_dim=0 already, which partition_dim=1 contradicts"
+    ):
         set_tensor_model_parallel_attributes(weight, True, 1, 1)
     assert (weight.tensor_model_parallel, weight.partition_dim) == (True, 0)

@@ -68,11 +68,16 @@ def with_separate_sums(layer):
 
 
 def inputs(device, dtype):
-    return torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    return torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(
+        device, dtype
+    )
 
 
 def assert_equal(results, expected):
-    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert all(
+        (a is None and b is None) or torch.equal(a, b)
+        for a, b in zip(results, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -88,13 +93,17 @@ def test_layer_gradients_equal_gradients_with_separate_sums(variant, dtype, devi
         sums = {i for i, name in enumerate(names) if name.endswith(("proj.bias", "fc2_bias"))}
         for i in sums:
             torch.testing.assert_close(results[i], expected[i], rtol=1e-5, atol=1e-6)
-        results, expected = ([r for i, r in enumerate(each) if i not in sums] for each in (results, expected))
+        results, expected = (
+            [r for i, r in enumerate(each) if i not in sums] for each in (results, expected)
+        )
     assert_equal(results, expected)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_quantized_and_recomputed_layers_equal_layers_with_separate_sums(recipe, checkpoint, device):
+def test_quantized_and_recomputed_layers_equal_layers_with_separate_sums(
+    recipe, checkpoint, device
+):
     x, options = inputs(device, torch.bfloat16), VARIANTS["rms"]
     results = run(make(device, torch.bfloat16, **options), x, RECIPES[recipe], checkpoint)
     separate = with_separate_sums(make(device, torch.bfloat16, **options))
@@ -104,7 +113,9 @@ def test_quantized_and_recomputed_layers_equal_layers_with_separate_sums(recipe,
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_the_returned_inputs_gradient_reaches_the_norm(kind, normalization, device):
-    module = kind(HIDDEN, FFN, normalization=normalization, params_dtype=torch.bfloat16, device=device)
+    module = kind(
+        HIDDEN, FFN, normalization=normalization, params_dtype=torch.bfloat16, device=device
+    )
     values = inputs(device, torch.bfloat16)
     x, other = values.clone().requires_grad_(), values.clone().requires_grad_()
     y, repeated = module.forward_with_residual(x)
@@ -124,7 +135,9 @@ def test_returned_input_without_gradient_is_the_input(kind, device):
     with torch.no_grad():
         assert module.forward_with_residual(x.requires_grad_())[-1] is x
     wide = x.detach().float().requires_grad_()
-    with torch.autocast(device.type if isinstance(device, torch.device) else device, torch.bfloat16):
+    with torch.autocast(
+        device.type if isinstance(device, torch.device) else device, torch.bfloat16
+    ):
         assert module.forward_with_residual(wide)[-1] is wide  # the module converts its own copy
 
 
@@ -163,12 +176,16 @@ def test_calls_whose_norm_cannot_add_the_residual_gradient_return_the_input(kind
 
 @pytest.mark.parametrize("drop_path_rate", [0.0, 0.5])
 @pytest.mark.parametrize("child", ["layernorm_mlp", "self_attention"])
-def test_children_without_a_returned_bias_equal_children_with_hooks(child: str, drop_path_rate: float):
+def test_children_without_a_returned_bias_equal_children_with_hooks(
+    child: str, drop_path_rate: float
+):
     layer = make("cpu", torch.float32, drop_path_rate=drop_path_rate)
     if child == "layernorm_mlp":
         layer.layernorm_mlp = te.LayerNormMLP(HIDDEN, FFN, device="cpu")
     else:
-        layer.self_attention = te.MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device="cpu")
+        layer.self_attention = te.MultiheadAttention(
+            HIDDEN, HEADS, input_layernorm=True, device="cpu"
+        )
     x = torch.randn(TOKENS, BATCH, HIDDEN)
     found = run(layer, x, None)
     expected = run(with_separate_sums(layer), x, None)

@@ -22,10 +22,17 @@ MODULES = {
     "layernorm": lambda d: te.LayerNorm(HIDDEN, device=d),
     "rmsnorm": lambda d: te.RMSNorm(HIDDEN, device=d),
     "linear": lambda d: te.Linear(HIDDEN, FFN, return_bias=True, device=d),
-    "layernorm_linear": lambda d: te.LayerNormLinear(HIDDEN, FFN, return_layernorm_output=True, device=d),
+    "layernorm_linear": lambda d: te.LayerNormLinear(
+        HIDDEN, FFN, return_layernorm_output=True, device=d
+    ),
     "layernorm_mlp": lambda d: te.LayerNormMLP(HIDDEN, FFN, return_layernorm_output=True, device=d),
     "attention": lambda d: MultiheadAttention(
-        HIDDEN, HEADS, attention_dropout=0.0, input_layernorm=True, return_layernorm_output=True, device=d
+        HIDDEN,
+        HEADS,
+        attention_dropout=0.0,
+        input_layernorm=True,
+        return_layernorm_output=True,
+        device=d,
     ),
     "pre-norm": layer(),
     "llama": layer(normalization="RMSNorm", activation="swiglu", bias=False),
@@ -58,7 +65,8 @@ def run(module, x, recipe, enabled, call=None):
 def close(a, b, tolerance):
     """The exact gradient of the keys' bias is 0; the computed one is rounding error, up to 4e-4 in bfloat16."""
     return (
-        float((a.detach().float() - b.detach().float()).norm()) <= tolerance * float(b.detach().norm()) + 1e-3
+        float((a.detach().float() - b.detach().float()).norm())
+        <= tolerance * float(b.detach().norm()) + 1e-3
     )
 
 
@@ -88,7 +96,9 @@ def test_eager_outputs_have_autocasts_dtype(name, recipe, device):
 @pytest.mark.parametrize("name", ["pre-norm", "post-norm", "parallel"])
 @pytest.mark.sampled
 def test_checkpointed_outputs_have_autocasts_dtype(name, recipe, use_reentrant, device):
-    check(name, recipe, device, lambda m: lambda x: te.checkpoint(m, x, use_reentrant=use_reentrant))
+    check(
+        name, recipe, device, lambda m: lambda x: te.checkpoint(m, x, use_reentrant=use_reentrant)
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,11 @@ def test_checkpointed_outputs_have_autocasts_dtype(name, recipe, use_reentrant, 
         ("attention", "none"),
         *[
             pytest.param(name, recipe, marks=pytest.mark.slow)
-            for name, recipe in (("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current"))
+            for name, recipe in (
+                ("pre-norm", "none"),
+                ("parallel", "none"),
+                ("pre-norm", "current"),
+            )
         ],
     ],
 )

@@ -82,7 +82,11 @@ def assert_all_equal(actual: Step, expected: Step) -> None:
     assert_equal(actual, expected)
     for name, gradient in expected.gradients.items():
         if gradient is not None:
-            torch.testing.assert_close(actual.gradients[name], gradient, msg=lambda text: f"{name}: {text}")  # noqa: B023
+            torch.testing.assert_close(
+                actual.gradients[name],
+                gradient,
+                msg=lambda text: f"{name}: {text}",  # noqa: B023
+            )
 
 
 # Tools. Each takes a class name, and raises AssertionError if the tool has another effect on it.
@@ -237,7 +241,9 @@ def _normalized(name: str, apply: Callable[[nn.Module, str], Any]) -> None:
     for owner, key in parameter_owners(module, 2):
         apply(owner, key)
     module.eval()  # spectral_norm updates its vectors in training mode
-    for (owner, key), (of_module, _) in zip(parameter_owners(reference, 2), _owners(module), strict=True):
+    for (owner, key), (of_module, _) in zip(
+        parameter_owners(reference, 2), _owners(module), strict=True
+    ):
         with torch.no_grad():
             getattr(owner, key).copy_(getattr(of_module, key))
     found = step(name, module)
@@ -362,7 +368,9 @@ def plain_load(name: str) -> None:
         for parameter in source.parameters():
             parameter.add_(0.25)
     module = make(name)
-    module.load_state_dict({key: value.detach() for key, value in source.named_parameters()}, strict=True)
+    module.load_state_dict(
+        {key: value.detach() for key, value in source.named_parameters()}, strict=True
+    )
     assert_all_equal(step(name, module), step(name, source))
 
 
@@ -381,7 +389,9 @@ def _check_conversion(name: str, module: nn.Module, dtype: torch.dtype) -> None:
     y = call(name, module, inputs(dtype))
     assert y.dtype == dtype
     expected = call(name, reference, inputs(dtype).float())
-    torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        y.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max())
+    )
 
 
 def convert_dtype(name: str) -> None:
@@ -433,7 +443,9 @@ def _functional(name: str, module: nn.Module, values: dict[str, Tensor], x: Tens
 
 def _check_checkpoint(name: str, use_reentrant: bool) -> None:
     module = make(name)
-    found = step(name, module, lambda x: checkpoint(_Called(name, module), x, use_reentrant=use_reentrant))
+    found = step(
+        name, module, lambda x: checkpoint(_Called(name, module), x, use_reentrant=use_reentrant)
+    )
     assert_all_equal(found, step(name, make(name)))
 
 
@@ -474,7 +486,9 @@ def group() -> Iterator[None]:
         yield
         return
     with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", init_method=f"file://{file.name}.store", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{file.name}.store", rank=0, world_size=1
+        )
         yield
         dist.destroy_process_group()
         if os.path.exists(f"{file.name}.store"):
@@ -501,7 +515,9 @@ def fully_sharded_1(name: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if list(make(name).parameters()):
-        _check_wrapper(name, lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")))
+        _check_wrapper(
+            name, lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+        )
 
 
 def fully_sharded_2(name: str) -> None:
@@ -551,14 +567,21 @@ TOOLS = {
         fully_sharded_2,
     )
 }
-TOOLS_OF_CHILDREN = {tool.__name__: tool for tool in (child_forward_hook, replace_child, set_submodule)}
+TOOLS_OF_CHILDREN = {
+    tool.__name__: tool for tool in (child_forward_hook, replace_child, set_submodule)
+}
 # {(class, tool): why the tool has another effect}
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("ops.Sequential", "extra_child"): "a Sequential calls each child, as torch.nn.Sequential does",
 }
 # {tool: classes that stand for the others in fast tests}
 SAMPLES = {
-    "compiled": {*[kind.__name__ for kind in KINDS], "ops.Linear", "ops.GroupedLinear", "ops.Sequential"},
+    "compiled": {
+        *[kind.__name__ for kind in KINDS],
+        "ops.Linear",
+        "ops.GroupedLinear",
+        "ops.Sequential",
+    },
     "compiled_in_place": {"Linear", "ops.GELU"},
 }
 
@@ -567,7 +590,9 @@ def _cases() -> list[Any]:
     pairs = [(name, tool) for tool in TOOLS for name in MODULES]
     pairs += [(name, tool) for tool in TOOLS_OF_CHILDREN for name in CONTAINERS]
     return [
-        pytest.param(name, tool, marks=[pytest.mark.slow] if name not in SAMPLES.get(tool, {name}) else [])
+        pytest.param(
+            name, tool, marks=[pytest.mark.slow] if name not in SAMPLES.get(tool, {name}) else []
+        )
         for name, tool in pairs
         if (name, tool) not in EXCEPTIONS
     ]

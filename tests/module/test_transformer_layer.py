@@ -51,7 +51,9 @@ def self_attention(x, block):
 
 def cross_attention(x, encoder, block):
     q = linear(x, block.layernorm_query.weight, block.layernorm_query.bias)
-    mixed = linear(encoder, block.key_value.weight, block.key_value.bias).unflatten(-1, (HEADS, 2, -1))
+    mixed = linear(encoder, block.key_value.weight, block.key_value.bias).unflatten(
+        -1, (HEADS, 2, -1)
+    )
     return attention(q, *(part.flatten(-2) for part in mixed.unbind(-2)), False, block.proj)
 
 
@@ -64,7 +66,11 @@ def compose_layer(layer, x, encoder=None):
     attend, post = layer.self_attention, layer.apply_residual_connection_post_layernorm
     first = x if layer.output_layernorm else norm(x, attend.layernorm_qkv)
     if layer.parallel_attention_mlp:
-        return x + self_attention(first, attend) + mlp(norm(x, layer.layernorm_mlp), layer.layernorm_mlp)
+        return (
+            x
+            + self_attention(first, attend)
+            + mlp(norm(x, layer.layernorm_mlp), layer.layernorm_mlp)
+        )
     h = (first if post else x) + self_attention(first, attend)
     if encoder is not None:
         normed = norm(h, layer.inter_attention.layernorm_query)
@@ -81,7 +87,10 @@ VARIANTS = {
     "decoder": {"layer_type": "decoder"},
     "parallel": {"parallel_attention_mlp": True},
     "post-norm residual": {"apply_residual_connection_post_layernorm": True},
-    "post-norm residual decoder": {"apply_residual_connection_post_layernorm": True, "layer_type": "decoder"},
+    "post-norm residual decoder": {
+        "apply_residual_connection_post_layernorm": True,
+        "layer_type": "decoder",
+    },
     "output norm": {"output_layernorm": True},
     "output norm decoder": {"output_layernorm": True, "layer_type": "decoder"},
     "output norm, post-norm residual": {
@@ -95,13 +104,19 @@ VARIANTS = {
 def test_every_variant_equals_its_formula(variant, device):
     layer = make(device, **VARIANTS[variant])
     x = sample(device, 5, 2, HIDDEN).requires_grad_()
-    encoder = sample(device, 3, 2, HIDDEN, seed=2).requires_grad_() if layer.layer_type == "decoder" else None
+    encoder = (
+        sample(device, 3, 2, HIDDEN, seed=2).requires_grad_()
+        if layer.layer_type == "decoder"
+        else None
+    )
     got, expected = layer(x, encoder_output=encoder), compose_layer(layer, x, encoder)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     leaves = [x, *layer.parameters()] + ([encoder] if encoder is not None else [])
     grad = sample(device, *got.shape, seed=3)
     for ours, theirs in zip(
-        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+        torch.autograd.grad(got, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
@@ -115,7 +130,9 @@ def test_formats_agree_with_sbhd(tensor_format, device):
     else:
         layer = make(device, attn_input_format="thd", self_attn_mask_type="padding_causal")
         bounds = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
-        got = layer(x.transpose(0, 1).flatten(0, 1), cu_seqlens_q=bounds, max_seqlen_q=5).unflatten(0, (2, 5))
+        got = layer(x.transpose(0, 1).flatten(0, 1), cu_seqlens_q=bounds, max_seqlen_q=5).unflatten(
+            0, (2, 5)
+        )
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -170,7 +187,10 @@ def test_zero_drop_path_is_the_identity(device):
 
 
 def test_parameters_have_the_checkpoint_names(device):
-    names = [name for name, _ in make(device, layer_type="decoder", output_layernorm=True).named_parameters()]
+    names = [
+        name
+        for name, _ in make(device, layer_type="decoder", output_layernorm=True).named_parameters()
+    ]
     assert names == [
         "self_attention.qkv.weight",
         "self_attention.qkv.bias",
@@ -269,7 +289,9 @@ def test_weights_are_quantized_once_per_step(device, monkeypatch):
 @pytest.mark.parametrize("variant", ["decoder", "parallel"])
 def test_layers_compile_to_the_same_outputs_and_gradients(variant, device):
     layer = make(device, **VARIANTS[variant])
-    inputs = [sample(device, 5, 2, HIDDEN)] + [sample(device, 3, 2, HIDDEN, seed=2)] * (variant == "decoder")
+    inputs = [sample(device, 5, 2, HIDDEN)] + [sample(device, 3, 2, HIDDEN, seed=2)] * (
+        variant == "decoder"
+    )
 
     def run(x, encoder=None):
         return layer(x, encoder_output=encoder)
@@ -301,8 +323,14 @@ def test_setting_a_parallel_group_sets_it_on_every_child_module(device, monkeypa
         ({"layer_type": "both"}, "layer_type='both' does not exist"),
         ({"normalization": "BatchNorm"}, "normalization='BatchNorm' does not exist"),
         ({"attn_input_format": "hsbd"}, "attn_input_format='hsbd' does not exist; choose one of"),
-        ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "is for layer_type='encoder' without"),
-        ({"parallel_attention_mlp": True, "output_layernorm": True}, "is for layer_type='encoder' without"),
+        (
+            {"parallel_attention_mlp": True, "layer_type": "decoder"},
+            "is for layer_type='encoder' without",
+        ),
+        (
+            {"parallel_attention_mlp": True, "output_layernorm": True},
+            "is for layer_type='encoder' without",
+        ),
     ],
 )
 def test_invalid_variants_are_rejected(options, message, device):

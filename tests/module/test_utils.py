@@ -17,7 +17,11 @@ def test_interleaved_glu_tensors_alternate_gate_and_product_blocks(shape, size):
     transposed = te.interleave_glu_tensor(tensor, size)
     assert torch.equal(transposed, torch.cat(blocks)) and transposed.is_contiguous()
     back = te.deinterleave_glu_tensor(transposed, size)
-    assert torch.equal(back, tensor) and back.is_contiguous() and back.data_ptr() != transposed.data_ptr()
+    assert (
+        torch.equal(back, tensor)
+        and back.is_contiguous()
+        and back.data_ptr() != transposed.data_ptr()
+    )
 
 
 @pytest.mark.parametrize("change", [te.interleave_glu_tensor, te.deinterleave_glu_tensor])
@@ -32,7 +36,8 @@ def test_partial_row_blocks_are_rejected(change):
 
 
 @pytest.mark.parametrize(
-    ("capability", "supported"), [((9, 0), False), ((10, 0), True), ((12, 0), False), ((13, 0), True)]
+    ("capability", "supported"),
+    [((9, 0), False), ((10, 0), True), ((12, 0), False), ((13, 0), True)],
 )
 def test_blackwell_multiplies_fp8_without_transposes(monkeypatch, capability, supported):
     monkeypatch.setattr(utils, "_hardware", lambda: nvidia(*capability))

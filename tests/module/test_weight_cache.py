@@ -123,7 +123,12 @@ def test_a_pending_backward_pass_keeps_the_weights_of_its_forward_pass(kind, hoo
     before = addresses(layer)
     change(layer)
     call(layer, x2, "block", True)
-    assert all(a != b for key in before for a, b in zip(before[key], addresses(layer)[key], strict=True) if a)
+    assert all(
+        a != b
+        for key in before
+        for a, b in zip(before[key], addresses(layer)[key], strict=True)
+        if a
+    )
     (got,) = torch.autograd.grad(y.sin().sum(), x)
     (expected,) = torch.autograd.grad(call(twin, x, "block", None).sin().sum(), x)
     assert torch.equal(got, expected)
@@ -146,7 +151,9 @@ def test_training_after_inference_keeps_the_row_memory(device):
     (before,) = addresses(layer).values()
     call(layer, x, "block", False).sum().backward()
     (after,) = addresses(layer).values()
-    assert [b for a, b in zip(before, after, strict=True) if a is not None] == [a for a in before if a]
+    assert [b for a, b in zip(before, after, strict=True) if a is not None] == [
+        a for a in before if a
+    ]
     assert None in before and None not in after
 
 
@@ -240,14 +247,18 @@ def test_repeated_captures_keep_a_weights_memory_once(device, capturing):
 def test_updating_memory_that_a_graph_and_a_pending_backward_read_is_rejected(device, capturing):
     layer, x = capture_linear(device, "current", capturing)
     pending = call(layer, x, "current", False)
-    before = [part.clone() for (parts,) in [cached(layer).values()] for part in parts if part is not None]
+    before = [
+        part.clone() for (parts,) in [cached(layer).values()] for part in parts if part is not None
+    ]
     change(layer)
     with pytest.raises(
         RuntimeError, match="cannot update the cached weight, which a captured CUDA graph reads"
     ):
         call(layer, x, "current", True)
     (parts,) = cached(layer).values()
-    assert all(torch.equal(a, b) for a, b in zip(before, [p for p in parts if p is not None], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, [p for p in parts if p is not None], strict=True)
+    )
     pending.sum().backward()
     call(layer, x, "current", True).sum().backward()
 

@@ -131,7 +131,9 @@ def test_merged_experts_are_written_in_place(layout, device):
         rows, order = te.moe_permute(
             x, mask if layout == "mask" else chosen, num_out_tokens=16, map_type=layout
         )
-        merged = te.moe_unpermute(rows, order, merging_probs=weights, restore_shape=x.shape, map_type=layout)
+        merged = te.moe_unpermute(
+            rows, order, merging_probs=weights, restore_shape=x.shape, map_type=layout
+        )
         y = change(merged, torch.ones_like(x))
         y.square().sum().backward()
         found.append([y.detach(), x.grad])

@@ -23,7 +23,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 LOADED = "import transformer_engine.pytorch, os; print(os.environ.get('LOADED'))"
 
 
-def run_import(tmp_path: Path, code: str = LOADED, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_import(
+    tmp_path: Path, code: str = LOADED, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a program in a fresh process with these variables; warnings are text in its stderr."""
     environment = os.environ | variables | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{_ROOT}"}
     command = [sys.executable, "-W", "always", "-c", code]
@@ -62,8 +64,9 @@ def test_a_plugin_replaces_the_extension_and_reads_it_by_its_second_name(tmp_pat
     (tmp_path / "replacing_plugin.py").write_text(REPLACING)
     found = run_import(tmp_path, READING, NVTE_PLUGIN="replacing_plugin")
     assert found.stdout.splitlines() == [
-        "the plugin's transformer_engine_torch_nv True True", "True True True"
-    ]  # fmt: skip
+        "the plugin's transformer_engine_torch_nv True True",
+        "True True True",
+    ]
     assert (
         "has flash_attention and get_attention_backend, which DotProductAttention does not call"
         in found.stderr
@@ -81,8 +84,13 @@ def test_the_second_name_is_the_extension_itself_without_a_replacement(tmp_path)
 
 
 def test_a_plugin_that_fails_and_a_removed_variable_warn(tmp_path):
-    found = run_import(tmp_path, NVTE_PLUGIN="plugin_that_is_missing", NVTE_FUSED_ATTN_BACKEND="1").stderr
-    assert "RuntimeWarning: NVTE_PLUGIN='plugin_that_is_missing' was not loaded: ModuleNotFoundError" in found
+    found = run_import(
+        tmp_path, NVTE_PLUGIN="plugin_that_is_missing", NVTE_FUSED_ATTN_BACKEND="1"
+    ).stderr
+    assert (
+        "RuntimeWarning: NVTE_PLUGIN='plugin_that_is_missing' was not loaded: ModuleNotFoundError"
+        in found
+    )
     assert "FutureWarning: NVTE_FUSED_ATTN_BACKEND is removed" in found
 
 
@@ -112,7 +120,10 @@ def test_deferred_initialization_of_norms_warns(norm):
 
 def test_gradients_set_to_none_by_the_constructor_warn():
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    for optimizer, options in ((te.optimizers.FusedAdam, {}), (te.optimizers.FusedSGD, {"lr": 0.1})):
+    for optimizer, options in (
+        (te.optimizers.FusedAdam, {}),
+        (te.optimizers.FusedSGD, {"lr": 0.1}),
+    ):
         with pytest.warns(DeprecationWarning, match="set_grad_none is deprecated"):
             optimizer(parameters, set_grad_none=True, **options)
 
@@ -165,7 +176,9 @@ def test_versions_of_cudnn_are_decoded_and_compared(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
     common.check_cudnn_version()  # nothing to check
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91100)
-    with pytest.raises(RuntimeError, match=r"cuDNN is 9\.11\.0, the API of release 2\.20 demands 9\.12\.0"):
+    with pytest.raises(
+        RuntimeError, match=r"cuDNN is 9\.11\.0, the API of release 2\.20 demands 9\.12\.0"
+    ):
         common.check_cudnn_version()
 
 

@@ -27,9 +27,13 @@ def test_bias_gelu_equals_autograd_in_float64(dtype, with_bias):
     dy = torch.randn(5, 7).to(dtype)
     wide = x.double().requires_grad_()
     wide_bias = None if bias is None else bias.double().requires_grad_()
-    y = torch.nn.functional.gelu(wide if wide_bias is None else wide + wide_bias, approximate="tanh")
+    y = torch.nn.functional.gelu(
+        wide if wide_bias is None else wide + wide_bias, approximate="tanh"
+    )
     y.backward(dy.double())
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    tolerance = (
+        {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    )
     torch.testing.assert_close(jit.bias_gelu_fused(x, bias).double(), y, **tolerance)
     torch.testing.assert_close(jit.dgelu_fused_(dy, x, bias).double(), wide.grad, **tolerance)
     grad_bias, grad_x = jit.bgrad_dgelu_fused(dy, x, bias)
@@ -55,7 +59,9 @@ def test_l2_normalization_and_its_gradient_equal_autograd():
     torch.testing.assert_close(y.norm(dim=-1), torch.ones(4))
     repeated, factor = jit.l2normalization_fwd_fused(x.detach(), 1e-6)
     assert torch.equal(repeated, y) and factor.shape == (4, 1)
-    torch.testing.assert_close(jit.l2normalization_backward_fused(dy, x.detach(), factor, 1e-6), x.grad)
+    torch.testing.assert_close(
+        jit.l2normalization_backward_fused(dy, x.detach(), factor, 1e-6), x.grad
+    )
 
 
 def test_bias_dropout_add():
@@ -117,7 +123,10 @@ def test_no_torch_dynamo_splits_the_graph_where_the_condition_holds():
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
     assert inside == [False]
     assert torch.equal(
-        torch.compile(sometimes, backend="eager", fullgraph=True)(torch.ones(3)), torch.full((3,), 2.0)
+        torch.compile(sometimes, backend="eager", fullgraph=True)(torch.ones(3)),
+        torch.full((3,), 2.0),
     )
     with pytest.warns(UserWarning, match="it is large"):
-        assert torch.equal(torch.compile(sometimes, backend="eager")(torch.ones(8)), torch.full((8,), 2.0))
+        assert torch.equal(
+            torch.compile(sometimes, backend="eager")(torch.ones(8)), torch.full((8,), 2.0)
+        )

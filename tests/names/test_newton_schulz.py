@@ -91,7 +91,9 @@ def test_sets_reach_their_known_orthogonality(kind, steps, is_known):
     largest = []
     for seed in range(3):  # the figure depends on the singular vectors
         generator = torch.Generator().manual_seed(seed)
-        left, right = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator, dtype=torch.float64)).Q
+        left, right = torch.linalg.qr(
+            torch.randn(2, 64, 64, generator=generator, dtype=torch.float64)
+        ).Q
         x = ((left * torch.linspace(0.1, 0.9, 64, dtype=torch.float64)) @ right.T).float()
         newton_schulz(x, None, steps, get_coefficients(steps, kind))
         largest.append((x @ x.T - torch.eye(64)).abs().max().item())
@@ -189,10 +191,18 @@ def test_unknown_set_lists_the_known_ones():
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
 @pytest.mark.parametrize(
     ("partition_dim", "tp_mode"),
-    [(None, "duplicated"), (0, "duplicated"), (1, "duplicated"), (0, "distributed"), (1, "distributed")],
+    [
+        (None, "duplicated"),
+        (0, "duplicated"),
+        (1, "duplicated"),
+        (0, "distributed"),
+        (1, "distributed"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partition_dim, tp_mode, dtype):
+def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(
+    shape, partition_dim, tp_mode, dtype
+):
     ranks = 2
     matrix = regular_matrix(*shape).to(dtype)
     expected = newton_schulz(matrix.clone())
@@ -200,7 +210,9 @@ def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partit
 
     def own(rank: int) -> torch.Tensor:
         return (
-            matrix if partition_dim is None else matrix.chunk(ranks, partition_dim)[rank].contiguous()
+            matrix
+            if partition_dim is None
+            else matrix.chunk(ranks, partition_dim)[rank].contiguous()
         ).clone()
 
     def step(_: int) -> torch.Tensor | str:
@@ -217,7 +229,9 @@ def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partit
         if not fits:
             assert "shard the longer dimension" in str(found)
             continue
-        reference = expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
+        reference = (
+            expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
+        )
         tolerance = 1e-4 if dtype == torch.float32 else 5e-2
         torch.testing.assert_close(found, reference, rtol=tolerance, atol=tolerance)
 

@@ -51,14 +51,21 @@ def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
     local = inspect.signature(callable_).parameters
     positional = [name for name, p in local.items() if p.kind is not _KINDS.KEYWORD_ONLY]
     wrong = []
-    for index, expected in enumerate(parse_parameters(row.get("parameters", "")), row.get("from", 0)):
+    for index, expected in enumerate(
+        parse_parameters(row.get("parameters", "")), row.get("from", 0)
+    ):
         found = local.get(expected.name)
         if found is None:
             wrong.append(f"{expected.name} is missing")
             continue
         if found.kind is not expected.kind:
-            wrong.append(f"{expected.name} is {found.kind.description}, not {expected.kind.description}")
-        elif expected.kind is _KINDS.POSITIONAL_OR_KEYWORD and positional.index(expected.name) != index:
+            wrong.append(
+                f"{expected.name} is {found.kind.description}, not {expected.kind.description}"
+            )
+        elif (
+            expected.kind is _KINDS.POSITIONAL_OR_KEYWORD
+            and positional.index(expected.name) != index
+        ):
             wrong.append(f"{expected.name} is at {positional.index(expected.name)}, not at {index}")
         if expected.default is not _KINDS.empty and plain(found.default) != expected.default:
             wrong.append(f"{expected.name}={found.default!r}, not {expected.default!r}")
@@ -91,11 +98,14 @@ def test_differences_are_found():
 
     assert differences(function, {"parameters": "a, b=1, *, c=2"}) == []
     assert differences(function, {"parameters": "b, a"}) == [
-        "b is at 1, not at 0", "a is at 0, not at 1"
-    ]  # fmt: skip
+        "b is at 1, not at 0",
+        "a is at 0, not at 1",
+    ]
     assert differences(function, {"parameters": "a, b=2, c=2, d=3"}) == [
-        "b=1, not 2", "c is keyword-only, not positional or keyword", "d is missing"
-    ]  # fmt: skip
+        "b=1, not 2",
+        "c is keyword-only, not positional or keyword",
+        "d is missing",
+    ]
     assert differences(function, {"from": 1, "parameters": "b=1"}) == []
 
 

@@ -34,7 +34,9 @@ def table() -> ModuleType:
 
 def test_the_file_states_the_status_of_each_name(table):
     stale = [
-        (row, table.status(row.name)) for row in table.read_rows() if table.status(row.name) != row.status
+        (row, table.status(row.name))
+        for row in table.read_rows()
+        if table.status(row.name) != row.status
     ]
     assert not stale, f"run python docs/names_table.py: {stale}"
 
@@ -49,7 +51,8 @@ def test_a_served_name_has_its_kind(table):
     wrong = [
         (row.name, row.kind, table.installed_names.kind(table.resolve_name(row.name)))
         for row in table.read_rows()
-        if row.status == "served" and table.installed_names.kind(table.resolve_name(row.name)) != row.kind
+        if row.status == "served"
+        and table.installed_names.kind(table.resolve_name(row.name)) != row.kind
     ]
     assert not wrong
 
@@ -92,9 +95,15 @@ def test_names_of_the_release_for_authors_of_extensions_are_served(table):
 
 def test_parameters_have_the_form_of_the_signatures(table):
     text = table.parameters_text(
-        [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"], ["rest", "VAR_POSITIONAL", None],
-         ["c", "KEYWORD_ONLY", "None"], ["d", "KEYWORD_ONLY", "..."], ["others", "VAR_KEYWORD", None]]
-    )  # fmt: skip
+        [
+            ["a", "POSITIONAL_OR_KEYWORD", None],
+            ["b", "POSITIONAL_OR_KEYWORD", "1"],
+            ["rest", "VAR_POSITIONAL", None],
+            ["c", "KEYWORD_ONLY", "None"],
+            ["d", "KEYWORD_ONLY", "..."],
+            ["others", "VAR_KEYWORD", None],
+        ]
+    )
     assert text == "a, b=1, *rest, c=None, d, **others"
     assert table.parameters_text([["a", "KEYWORD_ONLY", None]]) == "*, a"
 
@@ -129,11 +138,16 @@ FORWARD = "transformer_engine.pytorch.Linear.forward"
 def test_an_installed_original_adds_its_names_and_differences(table, original, capsys):
     found = table.original_names(original, []).found
     assert "transformer_engine.broken: RuntimeError: no library" in capsys.readouterr().err
-    assert found[FORWARD][0] == "method" and [p[0] for p in found[FORWARD][1]] == ["self", "inp", "first"]
+    assert found[FORWARD][0] == "method" and [p[0] for p in found[FORWARD][1]] == [
+        "self",
+        "inp",
+        "first",
+    ]
     assert table.absent_methods(found) == ["transformer_engine.pytorch.Linear.made"]
     assert found["transformer_engine.pytorch.brand_new"] == [
-        "function", [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"]]
-    ]  # fmt: skip
+        "function",
+        [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"]],
+    ]
     rows = {row.name: row for row in table.with_installed(table.read_rows(), found)}
     assert rows["transformer_engine.pytorch.brand_new"].source == "installed"
     assert len(rows) > len(table.read_rows())
@@ -146,8 +160,9 @@ def test_an_installed_original_adds_its_names_and_differences(table, original, c
     text = table.SIGNATURES.read_text()
     rows = json.loads(table.signature_rows(text, found, table.signature_differences(found)))
     assert rows.pop("transformer_engine.pytorch.checkpoint") == {
-        "section": 0, "parameters": "function, other=None"
-    }  # fmt: skip
+        "section": 0,
+        "parameters": "function, other=None",
+    }
     assert rows.pop(FORWARD) == {"section": 0, "parameters": "self, inp, first=None"}
     assert list(rows) == sorted(rows)
     assert rows == json.loads(text) and table.signature_rows(text, found, []) == text
@@ -214,7 +229,10 @@ def test_a_check_writes_no_file(table, files, original, monkeypatch, capsys):
     arguments = ("--original", str(original), "--signatures")
     assert run(table, monkeypatch, "--check", *arguments) == 1
     printed = capsys.readouterr().out
-    assert "docs/names.csv is out of date" in printed and "docs/signatures.json is out of date" in printed
+    assert (
+        "docs/names.csv is out of date" in printed
+        and "docs/signatures.json is out of date" in printed
+    )
     assert "transformer_engine.pytorch.Linear.made: absent here" in printed
     assert "transformer_engine.pytorch.optimizers.FusedAdam: the original has removed it" in printed
     assert {name: path.read_text() for name, path in files.items()} == before
@@ -233,8 +251,12 @@ def test_signatures_without_an_original_are_an_error(table, files, monkeypatch, 
 
 def test_sections_may_be_empty_numbers_or_words(table):
     rows = [
-        table.Name(f"transformer_engine.x{number}", "function", "served", "reference", section, weight)
-        for number, (section, weight) in enumerate([("10", "C"), ("", "A"), ("2", "B"), ("2.21", "A")])
+        table.Name(
+            f"transformer_engine.x{number}", "function", "served", "reference", section, weight
+        )
+        for number, (section, weight) in enumerate(
+            [("10", "C"), ("", "A"), ("2", "B"), ("2.21", "A")]
+        )
     ]
     sections = [line.split(" | ")[0].strip("| ") for line in table.weights(rows)[2:]]
     assert sections == ["2", "10", "", "2.21"]
@@ -248,5 +270,7 @@ def test_sections_of_both_files_have_a_subject(table):
 
 def test_each_absent_name_has_its_reason_in_the_file(table):
     rows = table.read_rows()
-    assert [row.name for row in rows if bool(row.reason) != (row.status in ("absent", "raises"))] == []
+    assert [
+        row.name for row in rows if bool(row.reason) != (row.status in ("absent", "raises"))
+    ] == []
     assert not [row.name for row in rows if row.reason == table.NO_REASON]

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.triton import cross_entropy, grouped_dbias_dscales, mhc, pad, permutation
+from transformer_engine.pytorch.triton import (
+    cross_entropy,
+    grouped_dbias_dscales,
+    mhc,
+    pad,
+    permutation,
+)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -25,7 +31,9 @@ def test_permutation_by_a_mask_and_back():
     tokens, experts = mask.t().nonzero()[:, 1], mask.t().nonzero()[:, 0]
     assert torch.equal(rows, x[tokens]) and torch.equal(row_scales, scale[tokens])
     assert torch.equal(row_probs, probs[tokens, experts])
-    summed, back = permutation.unpermute_with_mask_map(rows, row_map, probs, row_probs, None, 4, 3, 6)
+    summed, back = permutation.unpermute_with_mask_map(
+        rows, row_map, probs, row_probs, None, 4, 3, 6
+    )
     close(summed, x * (probs * mask).sum(1, keepdim=True))
     assert torch.equal(back, probs * mask)
     dy = torch.randn(4, 6)
@@ -38,7 +46,9 @@ def test_permutation_by_a_mask_and_back():
 
 def test_chunks_are_sorted_and_sorted_back():
     x, probs = torch.randn(6, 3), torch.rand(6)
-    row_map = permutation.make_chunk_sort_map(torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1]), 6, 3)
+    row_map = permutation.make_chunk_sort_map(
+        torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1]), 6, 3
+    )
     assert row_map.tolist() == [3, 4, 5, 0, 1, 2]
     rows, row_probs = permutation.sort_chunks_by_map(x, row_map, probs, 6, 3, True)
     assert torch.equal(rows, torch.cat((x[3:], x[:2], x[2:3]))) and torch.equal(
@@ -52,7 +62,10 @@ def test_cross_entropy_returns_loss_and_gradient(reduce):
     x, target = torch.randn(2, 3, 7), torch.tensor([[1, -100, 6], [0, 2, 2]])
     wide = x.double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(
-        wide.view(-1, 7), target.view(-1), reduction="mean" if reduce else "none", label_smoothing=0.1
+        wide.view(-1, 7),
+        target.view(-1),
+        reduction="mean" if reduce else "none",
+        label_smoothing=0.1,
     )
     (gradient,) = torch.autograd.grad(expected.sum(), wide)
     before = x.clone()
@@ -75,7 +88,9 @@ def test_grouped_gradients_ignore_rows_outside_of_groups():
         torch.stack([dy[a:b].sum(0) for a, b in spans]),
     )
     start = torch.ones(3, 4)
-    dbias, dscales = grouped_dbias_dscales.compute_grouped_dbias_dscales(dy, scales, bias, offsets, start)
+    dbias, dscales = grouped_dbias_dscales.compute_grouped_dbias_dscales(
+        dy, scales, bias, offsets, start
+    )
     assert dbias is start
     close(dbias, 1 + torch.stack([(dy[a:b] * scales[a:b, None]).sum(0) for a, b in spans]))
     expected = torch.zeros(9)
@@ -176,6 +191,9 @@ def test_mhc_scale_keeps_the_dtype_of_the_projection(dtype):
     H, ms = torch.randn(16, 32, dtype=dtype), torch.rand(16, dtype=dtype) + 1
     alpha, beta = torch.randn(3, dtype=dtype), torch.randn(1, 24, dtype=dtype)
     parts = mhc.mhc_fused_scale(H, alpha, beta, ms, 4)
-    z = H[:, 20:24].double() / ms.double().sqrt()[:, None] * alpha[2].double() + beta[0, 20:].double()
+    z = (
+        H[:, 20:24].double() / ms.double().sqrt()[:, None] * alpha[2].double()
+        + beta[0, 20:].double()
+    )
     assert [part.dtype for part in parts] == [dtype] * 3
     torch.testing.assert_close(parts[2][:, 12:], z.to(dtype))

@@ -22,7 +22,9 @@ def current(x: torch.Tensor) -> te.Float8Tensor:
 
 def test_gradients_sizes_and_constants():
     leaf = torch.ones(2, requires_grad=True)
-    assert utils.requires_grad(None, torch.ones(1), leaf) and not utils.requires_grad(None, torch.ones(1))
+    assert utils.requires_grad(None, torch.ones(1), leaf) and not utils.requires_grad(
+        None, torch.ones(1)
+    )
     assert utils.ceil_div(7, 2) == 4 and utils.ceil_div(6, 2) == 3
     utils.ensure_divisibility(6, 3)
     with pytest.raises(ValueError, match="4 does not divide 6"):
@@ -85,7 +87,9 @@ def test_views_are_rejected_and_stay_unchanged():
 
 def test_canonical_forms():
     expected = "cuda" if torch.cuda.is_available() else "cpu"
-    assert utils.canonicalize_device(None).type == expected == utils.canonicalize_device("cuda").type
+    assert (
+        utils.canonicalize_device(None).type == expected == utils.canonicalize_device("cuda").type
+    )
     assert utils.canonicalize_dtype(None) is torch.get_default_dtype()
     assert utils.canonicalize_dtype(torch.bfloat16) is torch.bfloat16
     with pytest.raises(TypeError, match="dtype"):
@@ -102,8 +106,12 @@ def test_needs_quantized_gemm_follows_the_direction():
     x = torch.randn(32, 32)
     hybrid = te.HybridQuantizer(te.IdentityQuantizer(), te.MXFP8Quantizer(E4M3))
     for subject in (hybrid, hybrid(x)):
-        assert not utils.needs_quantized_gemm(subject) and utils.needs_quantized_gemm(subject, rowwise=False)
-    assert utils.needs_quantized_gemm(current(x)) and utils.needs_quantized_gemm(te.MXFP8Quantizer(E4M3))
+        assert not utils.needs_quantized_gemm(subject) and utils.needs_quantized_gemm(
+            subject, rowwise=False
+        )
+    assert utils.needs_quantized_gemm(current(x)) and utils.needs_quantized_gemm(
+        te.MXFP8Quantizer(E4M3)
+    )
     for plain in (x, None, te.IdentityQuantizer(), te.IdentityQuantizer()(x)):
         assert not utils.needs_quantized_gemm(plain)
 
@@ -228,5 +236,7 @@ class Malicious:
 
 def test_code_in_extra_state_is_rejected_and_does_not_run(capsys):
     with pytest.raises(RuntimeError, match=r"mlp\.fc1.*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"):
-        _extra_state.should_load_extra_state_pickle(pickle.dumps({"recipe": Malicious()}), "mlp.fc1")
+        _extra_state.should_load_extra_state_pickle(
+            pickle.dumps({"recipe": Malicious()}), "mlp.fc1"
+        )
     assert capsys.readouterr().out == ""

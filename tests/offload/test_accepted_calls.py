@@ -51,10 +51,14 @@ def check(offloaded, context, synchronize):
 
 
 @pytest.mark.filterwarnings(NO_GPU)
-@pytest.mark.parametrize("number", [float, numpy.int64, torch.tensor, lambda n: torch.tensor([float(n)])])
+@pytest.mark.parametrize(
+    "number", [float, numpy.int64, torch.tensor, lambda n: torch.tensor([float(n)])]
+)
 @pytest.mark.parametrize("enabled", [2, "yes", torch.tensor(True), numpy.bool_(True)])
 def test_layers_and_flags_may_be_given_in_every_form(number, enabled):
-    context, synchronize = te.get_cpu_offload_context(enabled, number(1), number(LAYERS), numpy.bool_(True))
+    context, synchronize = te.get_cpu_offload_context(
+        enabled, number(1), number(LAYERS), numpy.bool_(True)
+    )
     check(1, context, synchronize)
 
 
@@ -73,7 +77,9 @@ def test_the_first_version_offloads_all_layers_but_the_last(number, monkeypatch)
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     warned = contextlib.nullcontext()
     if number is not None:
-        warned = pytest.warns(UserWarning, match="num_layers=3: .* the last layer, .* 2 layers are offloaded")
+        warned = pytest.warns(
+            UserWarning, match="num_layers=3: .* the last layer, .* 2 layers are offloaded"
+        )
     with warned:
         context, synchronize = te.get_cpu_offload_context(True, number, LAYERS)
     check(LAYERS - 1, context, synchronize)

@@ -55,7 +55,9 @@ class Layer(torch.nn.Module):
 FAILURES = ["module", "hook of a tensor", "hook of the last node", "hook of a parameter"]
 SYNCHRONIZERS = {
     "default": lambda link: OffloadContext(DefaultOffloadSynchronizer(LAYERS, 2, link=link)),
-    "default, one layer stays": lambda link: OffloadContext(DefaultOffloadSynchronizer(LAYERS, 3, link=link)),
+    "default, one layer stays": lambda link: OffloadContext(
+        DefaultOffloadSynchronizer(LAYERS, 3, link=link)
+    ),
     "manual": lambda link: OffloadContext(ManualOffloadSynchronizer(LAYERS, link=link)),
     "first form": lambda link: hooks.CpuOffloadHookWithOffloadHandler(
         hooks.SynchronizedGroupOffloadHandler(2, LAYERS, link=link)

@@ -101,7 +101,9 @@ def test_no_parameter_and_nothing_made_of_one_is_moved(recipe, quantized):
     if quantized and RECIPES[recipe] is None:
         pytest.skip("parameters in high precision have no codes")
     with te.quantized_model_init(enabled=quantized, recipe=RECIPES[recipe]):
-        model = torch.nn.ModuleList([te.Linear(HIDDEN * 2, HIDDEN * 2, device="cpu") for _ in range(LAYERS)])
+        model = torch.nn.ModuleList(
+            [te.Linear(HIDDEN * 2, HIDDEN * 2, device="cpu") for _ in range(LAYERS)]
+        )
     marks.SMALLEST = HIDDEN * 2 * HIDDEN * 2 // 2
     link = RecordedLink()
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
@@ -194,7 +196,8 @@ def test_offloaded_layers_may_be_recomputed(reentrant):
     link = RecordedLink()
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
     recomputed = [
-        lambda y, layer=layer: te.checkpoint(layer, y, use_reentrant=reentrant) for layer in offloading
+        lambda y, layer=layer: te.checkpoint(layer, y, use_reentrant=reentrant)
+        for layer in offloading
     ]
     x_plain, x_moved = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = x_moved
@@ -250,9 +253,12 @@ def test_steps_that_are_queued_behind_one_another_have_the_bits_of_a_model_that_
         context, synchronize = te.get_cpu_offload_context(True, OFFLOADED, LAYERS)
         inputs = [torch.randn(2048, 1, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
         expected = [
-            _step_results(plain, x, RECIPES[recipe], contextlib.nullcontext(), lambda y: y) for x in inputs
+            _step_results(plain, x, RECIPES[recipe], contextlib.nullcontext(), lambda y: y)
+            for x in inputs
         ]
-        found = [_step_results(offloading, x, RECIPES[recipe], context, synchronize) for x in inputs]
+        found = [
+            _step_results(offloading, x, RECIPES[recipe], context, synchronize) for x in inputs
+        ]
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
 
@@ -289,7 +295,9 @@ def test_the_saved_memory_after_a_forward_is_that_of_the_layers_that_stay(recipe
         y.sum().backward()
         return saved
 
-    context, synchronize = te.get_cpu_offload_context(enabled=True, num_layers=offloaded, model_layers=layers)
+    context, synchronize = te.get_cpu_offload_context(
+        enabled=True, num_layers=offloaded, model_layers=layers
+    )
     for _ in range(2):
         everything = storage_bytes(contextlib.nullcontext(), lambda y: y)
         moved = storage_bytes(context, synchronize)

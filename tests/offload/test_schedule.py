@@ -107,7 +107,9 @@ def test_parts_of_one_tensor_share_a_copy_where_their_maker_asks_for_it(link):
         pushed = [state.push_tensor(part) for part in parts]
     _there_and_back(state)
     assert link.copied == qkv.nbytes
-    assert all(torch.equal(state.pop_tensor(p), part) for p, part in zip(pushed, parts, strict=True))
+    assert all(
+        torch.equal(state.pop_tensor(p), part) for p, part in zip(pushed, parts, strict=True)
+    )
 
 
 def test_a_view_with_gaps_moves_its_base(link):
@@ -116,7 +118,9 @@ def test_a_view_with_gaps_moves_its_base(link):
     pushed = [state.push_tensor(part) for part in parts]
     _there_and_back(state)
     assert link.copied == qkv.nbytes
-    assert all(torch.equal(state.pop_tensor(p), part) for p, part in zip(pushed, parts, strict=True))
+    assert all(
+        torch.equal(state.pop_tensor(p), part) for p, part in zip(pushed, parts, strict=True)
+    )
 
 
 def test_values_in_another_order_come_back_in_it(link):
@@ -223,7 +227,12 @@ def test_retained_buffers_are_used_again_and_fit_one_shape(link):
 
 def test_four_layers_of_which_two_are_offloaded_follow_the_drawing(link):
     synchronizer = DefaultOffloadSynchronizer(4, 2, link=link)
-    at_home, out, gone, back = "not_offloaded", "offload_started", "offload_finished", "reload_started"
+    at_home, out, gone, back = (
+        "not_offloaded",
+        "offload_started",
+        "offload_finished",
+        "reload_started",
+    )
     stages = []
     pushed = []
     for _ in range(4):
@@ -339,7 +348,12 @@ def test_an_invalid_call_is_rejected(keywords, message):
 def test_weights_are_deprecated_and_the_last_layer_but_one_hides_no_copy():
     with pytest.warns(DeprecationWarning, match="weights stay"):
         assert (
-            len(get_cpu_offload_context(enabled=True, offload_activations=False, offload_weights=True)) == 2
+            len(
+                get_cpu_offload_context(
+                    enabled=True, offload_activations=False, offload_weights=True
+                )
+            )
+            == 2
         )
     with pytest.warns(UserWarning, match="offload one layer fewer"):
         get_cpu_offload_context(enabled=True, num_layers=2, model_layers=3)

@@ -38,7 +38,9 @@ def clocked(monkeypatch):
 
 def _step(link, seconds_a_layer, steps=2):
     """Return the seconds of the last step and of its copies for linear layers that each save their input."""
-    model = torch.nn.ModuleList([te.Linear(HIDDEN, HIDDEN, bias=False, device="cpu") for _ in range(LAYERS)])
+    model = torch.nn.ModuleList(
+        [te.Linear(HIDDEN, HIDDEN, bias=False, device="cpu") for _ in range(LAYERS)]
+    )
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     took = 0.0
@@ -65,7 +67,9 @@ def test_copies_that_are_shorter_than_the_computation_cost_nothing(clocked):
 
 
 @pytest.mark.parametrize("seconds", [4.0, 10.0])
-def test_a_slow_link_waits_only_for_the_last_layers_passes_and_the_first_ones_last_product(clocked, seconds):
+def test_a_slow_link_waits_only_for_the_last_layers_passes_and_the_first_ones_last_product(
+    clocked, seconds
+):
     """Memory for two layers requires that the last layer runs forward and backward alone between the two directions."""
     link = _link(seconds * PRODUCT)
     clocked(link)

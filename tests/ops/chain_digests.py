@@ -58,17 +58,42 @@ class Described:
         draw, width = self.draw, self.width
         kind = draw.choice(
             (
-                "linear", "linear", "linear", "basic", "basic", "bias", "bias", "activation", "activation", "gated",
-                "norm", "norm", "l2", "scale", "identity", "reshape", "add", "add", "make", "make", "quantize",
-                "scaled", "dropout", "grouped", "collective", "situ",
+                "linear",
+                "linear",
+                "linear",
+                "basic",
+                "basic",
+                "bias",
+                "bias",
+                "activation",
+                "activation",
+                "gated",
+                "norm",
+                "norm",
+                "l2",
+                "scale",
+                "identity",
+                "reshape",
+                "add",
+                "add",
+                "make",
+                "make",
+                "quantize",
+                "scaled",
+                "dropout",
+                "grouped",
+                "collective",
+                "situ",
             )
-        )  # fmt: skip
+        )
         out = draw.choice((32, 64, 128))
         fused = {"accumulate_into_main_grad": True} if self.accumulates else {}
         if kind in ("linear", "basic"):
             bias = {"bias": draw.random() < 0.7} if kind == "linear" else {}
             self.ops.append(
-                (ops.Linear if bias else ops.BasicLinear)(width, out, **bias, **fused, **self.place())
+                (ops.Linear if bias else ops.BasicLinear)(
+                    width, out, **bias, **fused, **self.place()
+                )
             )
             self.width = out
         elif kind == "bias":
@@ -120,16 +145,18 @@ class Described:
         if kind == "situ":
             result: Any = ops.SiTUGLU() if draw.random() < 0.5 else ops.ClampedSwiGLU()
         elif kind == "gated":
-            result = draw.choice((ops.GEGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU))(
-                cache_quantized_input=draw.random() < 0.15
-            )
+            result = draw.choice(
+                (ops.GEGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU)
+            )(cache_quantized_input=draw.random() < 0.15)
             if isinstance(result, ops.SwiGLU) and draw.random() < 0.4:
                 result = ops.SwiGLU(glu_interleave_size=8)
         else:
             result = draw.choice(
                 (ops.ScaledSReLU, ops.ScaledSwiGLU, ops.ScaledClampedQGeGLU, ops.ScaledSiTUGLU)
             )()
-            self.extra.append(lambda: torch.rand(shape, dtype=draw.choice((torch.float32, self.dtype))))
+            self.extra.append(
+                lambda: torch.rand(shape, dtype=draw.choice((torch.float32, self.dtype)))
+            )
         if type(result) in GATED:
             if width < 32:
                 if kind == "scaled":
@@ -214,7 +241,9 @@ def change(chain: Any, draw: random.Random) -> None:
     elif way < 0.8:
         with torch.no_grad():
             for parameter in chain.parameters():
-                if not hasattr(parameter, "dequantize") or isinstance(parameter, torch.nn.Parameter):
+                if not hasattr(parameter, "dequantize") or isinstance(
+                    parameter, torch.nn.Parameter
+                ):
                     parameter.mul_(1.25)
 
 
@@ -241,7 +270,9 @@ def run(
         parameter.requires_grad_(draw.random() < 0.8)
         if instance.accumulates and parameter.dim() > 1:
             parameter.main_grad = torch.zeros(parameter.shape)
-    x = torch.randn(*(instance.leading if not names.count("Reshape") else (ROWS,)), WIDTH).to(instance.dtype)
+    x = torch.randn(*(instance.leading if not names.count("Reshape") else (ROWS,)), WIDTH).to(
+        instance.dtype
+    )
     if wide.random() < 0.3:
         x = vary_layout(x, wide)
     # A reshape has chosen the dimensions of later operations; the first ones take a matrix.
@@ -260,7 +291,8 @@ def run(
         extra = [make() for make in instance.extra]
         of_extra = draw.random() < 0.6
         leaves = [
-            tensor.requires_grad_(of_extra) if tensor.is_floating_point() else tensor for tensor in extra
+            tensor.requires_grad_(of_extra) if tensor.is_floating_point() else tensor
+            for tensor in extra
         ]
         leaf = x.clone().requires_grad_(needs)
         results: list[Any] = []
@@ -270,15 +302,21 @@ def run(
                 torch.autocast("cpu", torch.bfloat16, enabled=narrow),
                 te.autocast(enabled=recipe is not None, recipe=recipe),
             ):
-                args = [t * 1 if t.is_floating_point() and draw.random() < 0.5 else t for t in leaves]
+                args = [
+                    t * 1 if t.is_floating_point() and draw.random() < 0.5 else t for t in leaves
+                ]
                 given_x = leaf * 1 if draw.random() < 0.5 else leaf
                 if recomputes:
-                    outputs = te.checkpoint(called, given_x, *args, use_reentrant=wide.random() < 0.5)
+                    outputs = te.checkpoint(
+                        called, given_x, *args, use_reentrant=wide.random() < 0.5
+                    )
                 else:
                     outputs = called(given_x, *args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             results += outputs
-            reached = [y for y in outputs if y.requires_grad and (y is outputs[0] or draw.random() < 0.7)]
+            reached = [
+                y for y in outputs if y.requires_grad and (y is outputs[0] or draw.random() < 0.7)
+            ]
             if extra_only and len(reached) > 1 and reached[0] is outputs[0]:
                 del reached[0]
             if reached:
@@ -286,7 +324,11 @@ def run(
                 if contiguous_grads:
                     weights = [weight.contiguous() for weight in weights]
                 torch.autograd.backward(reached, weights)
-                results += [leaf.grad, *[t.grad for t in leaves], *[p.grad for p in chain.parameters()]]
+                results += [
+                    leaf.grad,
+                    *[t.grad for t in leaves],
+                    *[p.grad for p in chain.parameters()],
+                ]
                 results += [getattr(p, "main_grad", None) for p in chain.parameters()]
             results += [*args, given_x]  # an operation may write into extra inputs
         except Exception as error:  # the message is compared

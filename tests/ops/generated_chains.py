@@ -25,21 +25,33 @@ SHARED: dict[str, Any] = {**PLACE, "sequence_parallel": True}  # sharded over tw
 CHAINS = {
     "linear": lambda: [ops.Linear(512, 512, **PLACE)],
     "mlp": lambda: [
-        ops.LayerNorm(512, **PLACE), ops.Linear(512, 512, **PLACE), ops.GELU(), ops.Linear(512, 512, **PLACE),
+        ops.LayerNorm(512, **PLACE),
+        ops.Linear(512, 512, **PLACE),
+        ops.GELU(),
+        ops.Linear(512, 512, **PLACE),
     ],
     "residual": lambda: [
-        ops.MakeExtraOutput(), ops.RMSNorm(512, **PLACE), ops.Linear(512, 1024, bias=False, **PLACE), ops.SwiGLU(),
-        ops.BasicLinear(512, 512, **PLACE), ops.Identity(),
+        ops.MakeExtraOutput(),
+        ops.RMSNorm(512, **PLACE),
+        ops.Linear(512, 1024, bias=False, **PLACE),
+        ops.SwiGLU(),
+        ops.BasicLinear(512, 512, **PLACE),
+        ops.Identity(),
     ],
     "parallel": lambda: [
-        ops.RMSNorm(512, **PLACE), ops.BasicLinear(512, 2048, tensor_parallel_mode="column", **SHARED), ops.SwiGLU(),
+        ops.RMSNorm(512, **PLACE),
+        ops.BasicLinear(512, 2048, tensor_parallel_mode="column", **SHARED),
+        ops.SwiGLU(),
         ops.BasicLinear(1024, 512, tensor_parallel_mode="row", **SHARED),
     ],
     "reduced": lambda: [
-        ops.Linear(512, 1024, tensor_parallel_mode="column", **{**SHARED, "sequence_parallel": False}), ops.ReLU(),
+        ops.Linear(
+            512, 1024, tensor_parallel_mode="column", **{**SHARED, "sequence_parallel": False}
+        ),
+        ops.ReLU(),
         ops.Linear(1024, 512, tensor_parallel_mode="row", **{**SHARED, "sequence_parallel": False}),
     ],
-}  # fmt: skip
+}
 STEPS = 7  # both passes of the fourth call are compiled
 
 
@@ -82,12 +94,12 @@ def differences(name: str, kind: str) -> str | None:
     expected = step(chain, recipe, observed=True)
     found = [step(chain, recipe) for _ in range(STEPS)]
     (prepared,) = [
-        output for output in chain._module_groups[0]._prepared.values() if isinstance(output, PreparedChain)
+        output
+        for output in chain._module_groups[0]._prepared.values()
+        if isinstance(output, PreparedChain)
     ]  # pyright: ignore
     if prepared.compiled is None:
-        return (
-            f"not listed: {sorted({type(local).__name__ for local in prepared.passes if not local.listed})}"
-        )
+        return f"not listed: {sorted({type(local).__name__ for local in prepared.passes if not local.listed})}"
     compiled = [
         [pass_kind.reason for pass_kind in output.kinds.values() if pass_kind.generated is None]
         + [None] * (not output.kinds)

@@ -57,7 +57,9 @@ def kernels(way: str, groups: int, recipe: Any) -> list[str]:
     FP8GlobalStateManager.reset()
     os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "0" if way == "loop" else "1"
     if way == "module":
-        layer: Any = te.GroupedLinear(groups, WIDTH, WIDTH, params_dtype=torch.bfloat16, device="cpu")
+        layer: Any = te.GroupedLinear(
+            groups, WIDTH, WIDTH, params_dtype=torch.bfloat16, device="cpu"
+        )
     else:
         layer = ops.GroupedLinear(groups, WIDTH, WIDTH, dtype=torch.bfloat16, device="cpu")
     x = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)

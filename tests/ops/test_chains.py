@@ -71,7 +71,9 @@ def gradients(
     loss = sum([(y * w).sum() for y, w in zip(values, weights, strict=True)])
     loss.backward()
     grads = [*[leaf.grad for leaf in leaves], *[parameter.grad for parameter in chain.parameters()]]
-    return [y.detach().clone() for y in values], [None if g is None else dequantized(g) for g in grads]
+    return [y.detach().clone() for y in values], [
+        None if g is None else dequantized(g) for g in grads
+    ]
 
 
 def run_alone(chain: Any, x: Tensor, *extra: Tensor) -> Any:
@@ -123,7 +125,9 @@ def check(described: list[Any], name: str, device: torch.device) -> None:
         if name == "delayed":
             for _ in range(2):  # histories for both directions
                 gradients(chain, chain, x, extra, autocast())
-            states = [op._save_fp8_metas() for group in chain._module_groups for op in group._basic_ops]
+            states = [
+                op._save_fp8_metas() for group in chain._module_groups for op in group._basic_ops
+            ]
         fused = gradients(chain, chain, x, extra, autocast())
         if name == "delayed":
             every = [op for group in chain._module_groups for op in group._basic_ops]
@@ -163,29 +167,51 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
         for compiles, (chain, _, _) in enumerate(chains_of_modes):
             te.fp8.FP8GlobalStateManager.reset()
             torch._dynamo.reset()
-            run = torch.compile(chain, fullgraph=True, backend=backend, dynamic=False) if compiles else chain
+            run = (
+                torch.compile(chain, fullgraph=True, backend=backend, dynamic=False)
+                if compiles
+                else chain
+            )
             for _ in range(3 if name == "delayed" else 1):
                 context = te.autocast(enabled=recipe is not None, recipe=recipe)
                 records += gradients(run, chain, x, extra, context)
             every = [op for module in chain for op in module.basic_operations()]
             metas = [op._save_fp8_metas() for op in every]
             records.append(
-                [part for meta in metas for states in meta.values() for state in states for part in state]
+                [
+                    part
+                    for meta in metas
+                    for states in meta.values()
+                    for state in states
+                    for part in state
+                ]
             )
     count = len(records) // 2
     # Inductor's fused loops keep intermediate results in registers.
-    bound = 0.0 if backend == "aot_eager" else EXACT if name == "none" else FP4 if name == "nvfp4" else FP8
+    bound = (
+        0.0
+        if backend == "aot_eager"
+        else EXACT
+        if name == "none"
+        else FP4
+        if name == "nvfp4"
+        else FP8
+    )
     for ours, theirs in zip(records[count:], records[:count], strict=True):
         compare(ours, theirs, bound, f"{name}: {described}, {backend} against eager mode")
 
 
 @pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace a copy of a quantizer"
+    TorchVersion(torch.__version__) < "2.13",
+    reason="torch 2.11 does not trace a copy of a quantizer",
 )
 @pytest.mark.parametrize(
     ("name", "described"),
     [
-        ("mxfp8", [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)]),
+        (
+            "mxfp8",
+            [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)],
+        ),
         pytest.param(
             "current",
             [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)],
@@ -203,10 +229,13 @@ def test_a_compiled_chain_is_bitwise_equal_to_eager_mode(name, described):
 
 
 @pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace a copy of a quantizer"
+    TorchVersion(torch.__version__) < "2.13",
+    reason="torch 2.11 does not trace a copy of a quantizer",
 )
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(chains, st.sampled_from(sorted(RECIPES)))
 def test_random_compiled_chains_are_bitwise_equal_to_eager_mode(described, name):
     check_compiled(described, name, "aot_eager")

@@ -25,9 +25,12 @@ PLACE = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": torc
 def chain() -> ops.Sequential:
     torch.manual_seed(0)
     return ops.Sequential(
-        ops.MakeExtraOutput(), ops.LayerNorm(64, **PLACE), ops.Linear(64, 128, **PLACE), ops.GELU(),
+        ops.MakeExtraOutput(),
+        ops.LayerNorm(64, **PLACE),
+        ops.Linear(64, 128, **PLACE),
+        ops.GELU(),
         ops.Linear(128, 64, **PLACE),
-    )  # fmt: skip
+    )
 
 
 def steps(run: Any, module: Any, recipe: Any, count: int = 2) -> list[torch.Tensor]:
@@ -93,7 +96,9 @@ def test_a_compiled_chain_has_gradients_for_its_result_as_an_extra_output(first)
 def test_a_compiled_backward_pass_equals_one_with_a_contiguous_gradient(layout):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    norms = ops.Sequential(ops.RMSNorm(32, **PLACE), ops.RMSNorm(32, **PLACE), ops.L2Normalization())
+    norms = ops.Sequential(
+        ops.RMSNorm(32, **PLACE), ops.RMSNorm(32, **PLACE), ops.L2Normalization()
+    )
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(32, 32, generator=generator).to(PLACE["device"]) for _ in range(2))
     dy = dy.t() if layout == "transposed" else dy[:1].expand(32, 32)
@@ -115,9 +120,10 @@ def experts() -> ops.Sequential:
     """Permuted tokens, GroupedLinear, scaled SwiGLU, GroupedLinear; some parameters are frozen."""
     torch.manual_seed(0)
     chain = ops.Sequential(
-        ops.GroupedLinear(3, 64, 128, bias=False, **PLACE), ops.ScaledSwiGLU(),
+        ops.GroupedLinear(3, 64, 128, bias=False, **PLACE),
+        ops.ScaledSwiGLU(),
         ops.GroupedLinear(3, 64, 64, scale_bias=True, **PLACE),
-    )  # fmt: skip
+    )
     for parameter in (*chain[0].parameters(), *list(chain[2].parameters())[1::2]):
         parameter.requires_grad_(parameter.dim() == 1)
     return chain
@@ -141,7 +147,10 @@ def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None
         module.zero_grad()
     for op in module:
         records += [
-            part.clone() for states in op._save_fp8_metas().values() for state in states for part in state
+            part.clone()
+            for states in op._save_fp8_metas().values()
+            for state in states
+            for part in state
         ]
     return records
 
@@ -150,7 +159,10 @@ def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None
     "name",
     [
         "delayed",
-        *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "current", "mxfp8", "nvfp4")],
+        *[
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("none", "current", "mxfp8", "nvfp4")
+        ],
     ],
 )
 def test_experts_with_a_row_count_tensor_compile_in_one_graph(name, emulated):
@@ -174,7 +186,9 @@ def test_delayed_weight_gradients_of_experts_need_eager_mode():
     layer = ops.GroupedLinear(2, 16, 16, delay_wgrad_compute=True, **PLACE)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     splits = torch.tensor([1, 2], device=PLACE["device"])
-    with pytest.raises(Exception, match=r"delayed weight gradients in a compiled graph .* eager mode"):
+    with pytest.raises(
+        Exception, match=r"delayed weight gradients in a compiled graph .* eager mode"
+    ):
         compiled(torch.randn(3, 16, device=PLACE["device"]), splits)
 
 
@@ -211,11 +225,17 @@ class Offset(ops.BasicOperation):
 
 
 CHECKPOINTED = {
-    "chain": lambda: ops.Sequential(ops.LayerNorm(64, **PLACE), ops.Linear(64, 64, **PLACE), ops.GELU()),
+    "chain": lambda: ops.Sequential(
+        ops.LayerNorm(64, **PLACE), ops.Linear(64, 64, **PLACE), ops.GELU()
+    ),
     "operation": lambda: ops.Linear(64, 64, **PLACE),
-    "parts": lambda: ops.Sequential(ops.Linear(64, 64, **PLACE), torch.nn.ReLU(), ops.Bias(64, **PLACE)),
+    "parts": lambda: ops.Sequential(
+        ops.Linear(64, 64, **PLACE), torch.nn.ReLU(), ops.Bias(64, **PLACE)
+    ),
     "user": lambda: ops.Sequential(Offset(), ops.Linear(64, 64, **PLACE)),
-    "module": lambda: te.LayerNormLinear(64, 64, params_dtype=torch.float32, device=PLACE["device"]),
+    "module": lambda: te.LayerNormLinear(
+        64, 64, params_dtype=torch.float32, device=PLACE["device"]
+    ),
 }
 
 
@@ -243,7 +263,9 @@ def test_a_compiled_checkpoint_has_the_bits_of_eager_mode(name: str, called_befo
         y = call(leaf)
         y.square().sum().backward()
         assert leaf.grad is not None
-        records.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
+        records.append(
+            [y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]]
+        )
     assert len(records[0]) > 2
     for compiled, eager in zip(*records, strict=True):
         assert torch.equal(compiled, eager)
@@ -293,7 +315,9 @@ def test_a_compiled_user_operation_may_save_its_input(name: str):
         y = call(leaf)
         y.sum().backward()
         assert leaf.grad is not None
-        records.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
+        records.append(
+            [y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]]
+        )
     assert len(records[0]) > 2
     for actual, expected in zip(*records, strict=True):
         assert torch.equal(actual, expected)

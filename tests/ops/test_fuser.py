@@ -46,7 +46,11 @@ FORWARD = {
         ["BasicLinear", "AddExtraInput"],
     ),
     "linear, scale, in-place add": (
-        lambda: [ops.BasicLinear(64, 64, **BF16), ops.ConstantScale(2.0), ops.AddExtraInput(in_place=True)],
+        lambda: [
+            ops.BasicLinear(64, 64, **BF16),
+            ops.ConstantScale(2.0),
+            ops.AddExtraInput(in_place=True),
+        ],
         1,
         ["ForwardLinearScaleAdd"],
     ),
@@ -96,7 +100,9 @@ def test_float32_products_are_not_fused_with_their_bias():
 
 @pytest.mark.parametrize("activation", [ops.GELU, ops.ReLU])
 def test_bias_and_activation_fuse_in_the_backward_pass_under_a_recipe(activation, emulated):
-    chain = ops.Sequential(ops.Quantize(forward=False, backward=True), ops.Bias(64, **BF16), activation())
+    chain = ops.Sequential(
+        ops.Quantize(forward=False, backward=True), ops.Bias(64, **BF16), activation()
+    )
     run(chain)
     fuser = chain._module_groups[0]
     assert kinds(fuser._backward_ops) == ["Quantize", "Bias", activation.__name__]
@@ -116,7 +122,9 @@ def test_a_chain_fuses_again_when_the_history_length_changes(emulated):
     assert chain[0]._fp8_metas["forward"]["scaling_fwd"].amax_history.shape == (8, 2)
     assert chain._module_groups[0].recipe_type is DelayedScaling
     run(chain)
-    assert chain[0].get_quantizer("forward", 0) is None and chain._module_groups[0].recipe_type is None
+    assert (
+        chain[0].get_quantizer("forward", 0) is None and chain._module_groups[0].recipe_type is None
+    )
 
 
 def test_other_modules_separate_chains():
@@ -154,7 +162,9 @@ class Doubled(ops.BasicOperation):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((), 3.0, **BF16))
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, factor=2.0):
+    def op_forward(
+        self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, factor=2.0
+    ):
         ctx.save_for_backward(input_)
         ctx.factor = factor
         self.quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
@@ -166,7 +176,9 @@ class Doubled(ops.BasicOperation):
 
 
 def test_users_operations_run_between_fused_passes(emulated):
-    chain = ops.Sequential(ops.Linear(64, 64, **BF16), Doubled(), ops.Linear(64, 64, **BF16), ops.GELU())
+    chain = ops.Sequential(
+        ops.Linear(64, 64, **BF16), Doubled(), ops.Linear(64, 64, **BF16), ops.GELU()
+    )
     x, y = run(chain, recipe=Float8CurrentScaling())
     y.sum().backward()
     before, distance = chain[1].quantizers
@@ -213,7 +225,9 @@ def test_op_kwargs_reach_basic_operations_of_a_fused_one(way):
     y = chain(x, op_kwargs={second: {"factor": 0.5}, 2: {"factor": 4.0}})
     y.sum().backward()
     expected = 3.0**3 * 2.0 * 0.5 * 4.0
-    assert torch.equal(y, torch.full_like(y, expected)) and torch.equal(x.grad, torch.full_like(x, expected))
+    assert torch.equal(y, torch.full_like(y, expected)) and torch.equal(
+        x.grad, torch.full_like(x, expected)
+    )
     if way == "replaced member":
         return
     chain(x, op_kwargs={-1: {"factor": 8.0}, first: {"factor": 1.0}, second: {}}).sum().backward()
@@ -246,7 +260,9 @@ class ScaledTwice(ops.FusedOperation):
         y, _ = first.fuser_forward(
             basic_op_ctxs[:1], input_, basic_op_extra_inputs=[()], basic_op_kwargs=[{}]
         )
-        y, _ = second.fuser_forward(basic_op_ctxs[1:], y, basic_op_extra_inputs=[()], basic_op_kwargs=[{}])
+        y, _ = second.fuser_forward(
+            basic_op_ctxs[1:], y, basic_op_extra_inputs=[()], basic_op_kwargs=[{}]
+        )
         return y, [(), ()]
 
 
@@ -264,7 +280,11 @@ def _pairs(kind):
     def fuse(argument, *, recipe):
         outputs = []
         for op in argument:
-            if outputs and isinstance(op, ops.ConstantScale) and isinstance(outputs[-1], ops.ConstantScale):
+            if (
+                outputs
+                and isinstance(op, ops.ConstantScale)
+                and isinstance(outputs[-1], ops.ConstantScale)
+            ):
                 op = kind([outputs.pop(), op])
             outputs.append(op)
         return outputs
@@ -288,7 +308,9 @@ def registrations():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_registered_fusions_replace_operations(registrations, direction):
     kind = ScaledTwice if direction == "forward" else ScaledTwiceBackward
-    register = ops.register_forward_fusion if direction == "forward" else ops.register_backward_fusion
+    register = (
+        ops.register_forward_fusion if direction == "forward" else ops.register_backward_fusion
+    )
     register(_pairs(kind), prepend=True)
     kind.calls = 0
     chain = ops.Sequential(
@@ -298,8 +320,12 @@ def test_registered_fusions_replace_operations(registrations, direction):
     y.sum().backward()
     assert kind.calls == 1
     fuser = chain._module_groups[0]
-    assert kind.__name__ in kinds(fuser._forward_ops if direction == "forward" else fuser._backward_ops)
-    assert kind.__name__ not in kinds(fuser._backward_ops if direction == "forward" else fuser._forward_ops)
+    assert kind.__name__ in kinds(
+        fuser._forward_ops if direction == "forward" else fuser._backward_ops
+    )
+    assert kind.__name__ not in kinds(
+        fuser._backward_ops if direction == "forward" else fuser._forward_ops
+    )
     torch.testing.assert_close(y, x * 8)
     assert torch.equal(x.grad, torch.full_like(x, 8.0))
 
@@ -315,7 +341,9 @@ def test_joint_fusions_apply_to_both_passes(registrations):
     y.sum().backward()
     fuser = chain._module_groups[0]
     assert fuser._forward_ops[0][0] is fuser._backward_ops[0][0]
-    assert kinds(fuser._forward_ops) == ["ScaledBothWays"] and torch.equal(x.grad, torch.full_like(x, 8.0))
+    assert kinds(fuser._forward_ops) == ["ScaledBothWays"] and torch.equal(
+        x.grad, torch.full_like(x, 8.0)
+    )
 
 
 def test_a_fusion_that_loses_operations_raises(registrations):
@@ -332,7 +360,9 @@ def test_channels_connect_operations():
     def chain(connected: bool):
         instance, add = ops.MakeExtraOutput(), ops.AddExtraInput()
         if connected:
-            assert instance.set_extra_output_channel(0, "residual", output_to_caller=False) is instance
+            assert (
+                instance.set_extra_output_channel(0, "residual", output_to_caller=False) is instance
+            )
             assert add.set_extra_input_channel(0, "residual") is add
         return ops.Sequential(instance, ops.Linear(64, 64, **BF16), ops.GELU(), add)
 
@@ -446,7 +476,12 @@ def test_sequential_supports_list_operations():
     assert list(chain.append(c)._modules) == ["first", "second", "0"]
     chain = ops.Sequential(a, b)
     chain += [c]
-    assert len(chain) == 3 and list(chain) == [a, b, c] and chain[-1] is c and list(chain[1:]) == [b, c]
+    assert (
+        len(chain) == 3
+        and list(chain) == [a, b, c]
+        and chain[-1] is c
+        and list(chain[1:]) == [b, c]
+    )
     assert chain.pop(1) is b and list(chain._modules) == ["0", "2"]
     assert list(chain.append(b)._modules) == ["0", "2", "3"]
     assert list(chain.insert(1, ops.ReLU())._modules) == ["0", "1", "2", "3"]
@@ -455,7 +490,10 @@ def test_sequential_supports_list_operations():
     del chain[1]
     joined = ops.Sequential(a) + [b]  # noqa: RUF005  # the operator is tested
     assert list(joined) == [a, b] and len(chain) == 3
-    assert isinstance(chain, torch.nn.Sequential) and type(chain * 2) is type(2 * chain) is ops.Sequential
+    assert (
+        isinstance(chain, torch.nn.Sequential)
+        and type(chain * 2) is type(2 * chain) is ops.Sequential
+    )
     assert list(joined * 2) == [a, b, a, b] and list(joined) == [a, b]
     x = torch.randn(2, 4, device=BF16["device"])
     assert torch.equal((joined * 2)(x), 4 * x)
@@ -478,7 +516,9 @@ def test_extra_outputs_from_several_chains_are_returned_in_order():
 
 
 def test_second_derivatives_raise_with_the_name():
-    chain = ops.Sequential(ops.Linear(64, 64, device=BF16["device"], dtype=torch.float32), ops.GELU())
+    chain = ops.Sequential(
+        ops.Linear(64, 64, device=BF16["device"], dtype=torch.float32), ops.GELU()
+    )
     x = torch.randn(4, 64, device=BF16["device"], requires_grad=True)
     (dx,) = torch.autograd.grad(chain(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="Sequential"):

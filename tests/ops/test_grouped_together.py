@@ -52,7 +52,9 @@ def make_layer(**options: Any) -> Any:
 
 
 def sample(rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(rows, IN, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    return (
+        torch.randn(rows, IN, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    )
 
 
 def outcome(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any) -> list[Any]:
@@ -67,7 +69,12 @@ def outcome(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any) -> list
     fused = layer._accumulate_into_main_grad
     grads = [p.main_grad.clone() if fused and p.dim() > 1 else p.grad for p in parameters]
     states = [s for mode in ("forward", "backward") for s in layer.delayed_states(mode)]
-    return [y.detach(), x.grad, *grads, *[part.clone() for s in states for part in (s.scale, s.amax_history)]]
+    return [
+        y.detach(),
+        x.grad,
+        *grads,
+        *[part.clone() for s in states for part in (s.scale, s.amax_history)],
+    ]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -129,13 +136,17 @@ def test_grouped_results_equal_plain_pytorch_in_float64():
     layer, x, splits = make_layer(), sample(192), [128, 0, 64]
     y, dx, *grads = outcome(layer, x, splits, None)
     values = x.detach().double().requires_grad_()
-    parameters = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    parameters = {
+        name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()
+    }
     parts = [
         part @ parameters[f"weight{i}"].t() + parameters[f"bias{i}"]
         for i, part in enumerate(values.split(splits))
     ]
     expected = torch.cat(parts)
-    expected.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().double())
+    expected.backward(
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().double()
+    )
     assert_close(
         [y.double(), dx.double(), *[grad.double() for grad in grads]],
         [expected.detach(), values.grad, *[p.grad for p in parameters.values()]],  # pyright: ignore
@@ -234,7 +245,9 @@ def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -
 def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
     layer, alone, splits = make_layer(), make_layer(), [64, 32, 32]
     x = sample(192)
-    theirs = outcome(alone, x, splits, RECIPES[name])  # a loop, because the host knows the other rows
+    theirs = outcome(
+        alone, x, splits, RECIPES[name]
+    )  # a loop, because the host knows the other rows
     with sizes_stay_on_the_device(splits, monkeypatch):
         ours = outcome(layer, x, splits, RECIPES[name])
     assert not ours[0][128:].any() and not ours[1][128:].any()
@@ -281,9 +294,15 @@ def test_quantized_weights_in_one_parameter_equal_separate_ones_bitwise(name, to
         if layer.single_grouped_weight:
             return [y, x.grad, layer.weight.grad]
         grads = [getattr(layer, f"weight{i}").grad for i in range(3)]
-        return [y, x.grad, torch.stack([torch.zeros_like(grads[0]) if g is None else g for g in grads])]
+        return [
+            y,
+            x.grad,
+            torch.stack([torch.zeros_like(grads[0]) if g is None else g for g in grads]),
+        ]
 
-    values = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    values = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(
+        device, torch.bfloat16
+    )
     for _ in range(2):  # after initialization, and after one layer has loaded the other's state
         results = [compute(layer, values.clone().requires_grad_()) for layer in layers]
         for one, other in zip(*results, strict=True):
@@ -306,12 +325,18 @@ def test_delayed_scaling_rejects_weights_in_one_parameter(device):
 def stack_values(layer: Any, kind: str) -> torch.Tensor:
     """Values of all weights or all biases as one plain tensor [n, ..]."""
     parameters = dict(layer.named_parameters())
-    contents = [parameters[kind]] if kind in parameters else [parameters[f"{kind}{i}"] for i in range(3)]
+    contents = (
+        [parameters[kind]] if kind in parameters else [parameters[f"{kind}{i}"] for i in range(3)]
+    )
     plain = [p.dequantize() if isinstance(p, QuantizedTensor) else p.detach() for p in contents]
     return plain[0] if kind in parameters else torch.stack(plain)
 
 
-FORMS = [{"single_grouped_weight": w, "single_grouped_bias": b} for w in (False, True) for b in (False, True)]
+FORMS = [
+    {"single_grouped_weight": w, "single_grouped_bias": b}
+    for w in (False, True)
+    for b in (False, True)
+]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +348,9 @@ def test_states_load_across_classes_layouts_and_formats(source, target, names, m
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
 
     def build(kind: str, name: str, form: dict[str, bool]) -> Any:
-        make, dtype = (GroupedLinear, "params_dtype") if kind == "module" else (ops.GroupedLinear, "dtype")
+        make, dtype = (
+            (GroupedLinear, "params_dtype") if kind == "module" else (ops.GroupedLinear, "dtype")
+        )
         with quantized_model_init(enabled=name != "none", recipe=RECIPES[name]):
             return make(3, 64, 32, device=device, **{dtype: torch.bfloat16}, **form)
 

@@ -19,7 +19,10 @@ PLACE: Any = {"device": "cpu"}
 def mlp() -> ops.Sequential:
     torch.manual_seed(0)
     return ops.Sequential(
-        ops.LayerNorm(32, **PLACE), ops.Linear(32, 48, **PLACE), ops.GELU(), ops.Linear(48, 32, **PLACE)
+        ops.LayerNorm(32, **PLACE),
+        ops.Linear(32, 48, **PLACE),
+        ops.GELU(),
+        ops.Linear(48, 32, **PLACE),
     )
 
 
@@ -44,7 +47,9 @@ def test_global_module_hooks_see_every_operation(register: Callable[..., Any], w
         y.sum().backward()
     finally:
         handle.remove()
-    assert {"Sequential", "LayerNorm", "Linear", "GELU"} <= set(records) and records.count("Linear") == 2
+    assert {"Sequential", "LayerNorm", "Linear", "GELU"} <= set(records) and records.count(
+        "Linear"
+    ) == 2
     torch.testing.assert_close(y, expected)
     records.clear()
     chain(x).sum().backward()
@@ -58,7 +63,9 @@ def reasons(change: Callable[[ops.Sequential], object]) -> tuple[str, ...]:
 
 
 class Louder(ops.GELU):
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         return 2 * super().forward(input, *extra_inputs, **kwargs)
 
 
@@ -101,7 +108,9 @@ def test_explain_reports_no_reason_for_fused_operations():
 class Written(ops.BasicOperation):
     """y = factor x, a user's operation."""
 
-    def op_forward(self, ctx: Any, input_: Any, *, factor: float = 1.0, **quantizers: Any) -> torch.Tensor:
+    def op_forward(
+        self, ctx: Any, input_: Any, *, factor: float = 1.0, **quantizers: Any
+    ) -> torch.Tensor:
         return factor * input_
 
     def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
@@ -207,7 +216,9 @@ def gradients(chain: ops.Sequential) -> list[torch.Tensor | None]:
     y, extra = chain(leaves[0], leaves[1] * 1)
     torch.autograd.backward([y, extra], [dy, dy_extra])
     assert (
-        torch.equal(leaves[0].detach(), x) and torch.equal(dy, saved[0]) and torch.equal(dy_extra, saved[1])
+        torch.equal(leaves[0].detach(), x)
+        and torch.equal(dy, saved[0])
+        and torch.equal(dy_extra, saved[1])
     )
     return [
         y.detach(),
@@ -217,9 +228,13 @@ def gradients(chain: ops.Sequential) -> list[torch.Tensor | None]:
     ]
 
 
-@pytest.mark.parametrize("in_place", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize(
+    "in_place", [(False, False), (True, False), (False, True), (True, True)], ids=str
+)
 @pytest.mark.parametrize("how", DIVIDED)
-def test_channels_connect_operations_that_are_called_as_modules(how: str, in_place: tuple[bool, bool]):
+def test_channels_connect_operations_that_are_called_as_modules(
+    how: str, in_place: tuple[bool, bool]
+):
     expected = gradients(residuals(False, False))
     chain = residuals(*in_place)
     DIVIDED[how](chain)
@@ -248,7 +263,11 @@ def test_channels_connect_all_operations_while_hooks_are_registered_for_all_modu
 
 
 def test_a_fused_operation_with_a_hook_reads_its_extra_inputs():
-    outputs = [ops.BasicLinear(16, 16, **PLACE), ops.Bias(16, **PLACE), ops.AddExtraInput(in_place=True)]
+    outputs = [
+        ops.BasicLinear(16, 16, **PLACE),
+        ops.Bias(16, **PLACE),
+        ops.AddExtraInput(in_place=True),
+    ]
     chain = ops.Sequential(
         ops.ReLU(), ops.ForwardLinearBiasAdd(linear=outputs[0], bias=outputs[1], add=outputs[2])
     )

@@ -19,10 +19,13 @@ def _activations() -> dict[str, Any]:
     cases = {kind.__name__: kind for kind in (*ACTIVATIONS, *GATED)}
     interleaved = (ops.SwiGLU, ops.ClampedSwiGLU, ops.SiTUGLU)
     cases |= {
-        f"{kind.__name__} interleaved": lambda kind=kind: kind(glu_interleave_size=8) for kind in interleaved
+        f"{kind.__name__} interleaved": lambda kind=kind: kind(glu_interleave_size=8)
+        for kind in interleaved
     }
     cases |= {f"{kind.__name__} interleaved": lambda kind=kind: kind(8) for kind in SCALED[1:]}
-    cases["ClampedSwiGLU(limit=1)"] = lambda: ops.ClampedSwiGLU(limit=1.0, alpha=1.5, glu_linear_offset=0.5)
+    cases["ClampedSwiGLU(limit=1)"] = lambda: ops.ClampedSwiGLU(
+        limit=1.0, alpha=1.5, glu_linear_offset=0.5
+    )
     cases["SiTUGLU(beta1=1)"] = lambda: ops.SiTUGLU(beta1=1.0, beta2=2.0)
     return cases
 
@@ -34,7 +37,9 @@ CASES: dict[str, Any] = {
     "Bias": lambda: ops.Bias(64, **PLACE),
     "LayerNorm": lambda: ops.LayerNorm(64, **PLACE),
     "LayerNorm of two dimensions": lambda: ops.LayerNorm((16, 64), **PLACE),
-    "LayerNorm, zero-centered": lambda: ops.LayerNorm(64, eps=1e-3, zero_centered_gamma=True, **PLACE),
+    "LayerNorm, zero-centered": lambda: ops.LayerNorm(
+        64, eps=1e-3, zero_centered_gamma=True, **PLACE
+    ),
     "RMSNorm": lambda: ops.RMSNorm(torch.Size([64]), **PLACE),
     "RMSNorm, zero-centered": lambda: ops.RMSNorm(64, zero_centered_gamma=True, **PLACE),
     "te.LayerNorm": lambda: te.LayerNorm(64, **PLACE),
@@ -68,7 +73,9 @@ def gradients(run: Any, op: Any, leaves: list[torch.Tensor]) -> list[torch.Tenso
     return [*[y.detach() for y in outputs], *grads]
 
 
-def sample_leaves(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (3, 16, 64)) -> list[torch.Tensor]:
+def sample_leaves(
+    op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (3, 16, 64)
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     shapes = [shape]
     if isinstance(op, ops.AddExtraInput):
@@ -169,10 +176,15 @@ def grouped_case(**options: Any) -> tuple[Any, list[torch.Tensor]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bias": False}, {"scale_bias": True}, {"single_grouped_weight": True, "single_grouped_bias": True},
-     {"single_grouped_weight": True}],
+    [
+        {},
+        {"bias": False},
+        {"scale_bias": True},
+        {"single_grouped_weight": True, "single_grouped_bias": True},
+        {"single_grouped_weight": True},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_grouped_linear_equals_plain_pytorch(options):
     op, (x, splits, *scales) = grouped_case(**options)
     leaves = [x, *scales]
@@ -202,7 +214,9 @@ def test_split_sizes_are_sequences_or_tensors_of_any_integers(compiles):
     rows = splits.tolist()
     expected = gradients(lambda x: chain(x, splits), chain, [x])
     forms = [rows] if compiles else [rows, tuple(rows), [float(n) for n in rows], splits.to("cpu")]
-    forms += [] if compiles else [splits.to(dtype) for dtype in (torch.uint8, torch.int16, torch.int32)]
+    forms += (
+        [] if compiles else [splits.to(dtype) for dtype in (torch.uint8, torch.int16, torch.int32)]
+    )
     for form in forms:
         for ours, theirs in zip(
             gradients(lambda x, form=form: run(x, form), chain, [x]), expected, strict=True
@@ -250,7 +264,8 @@ def test_grouped_linear_delays_weight_gradients():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda **o: ops.BasicLinear(64, 32, **o), lambda **o: ops.GroupedLinear(1, 64, 32, **o)]
+    "make",
+    [lambda **o: ops.BasicLinear(64, 32, **o), lambda **o: ops.GroupedLinear(1, 64, 32, **o)],
 )
 def test_weight_gradients_accumulate_into_main_grad(make):
     op = make(accumulate_into_main_grad=True, **PLACE)

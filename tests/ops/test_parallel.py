@@ -36,11 +36,17 @@ def mlp(device: torch.device, parallel: bool, sequence: bool) -> ops.Sequential:
     options = {"device": device, "sequence_parallel": sequence}
     column = {**options, "tensor_parallel_mode": "column"} if parallel else {"device": device}
     row = {**options, "tensor_parallel_mode": "row"} if parallel else {"device": device}
-    return ops.Sequential(ops.Linear(HIDDEN, INNER, **column), ops.GELU(), ops.Linear(INNER, HIDDEN, **row))
+    return ops.Sequential(
+        ops.Linear(HIDDEN, INNER, **column), ops.GELU(), ops.Linear(INNER, HIDDEN, **row)
+    )
 
 
 def train(
-    chain: ops.Sequential, argument: dict[str, torch.Tensor], x: torch.Tensor, dy: torch.Tensor, name: str
+    chain: ops.Sequential,
+    argument: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    name: str,
 ):
     values = [argument[key] for key in ("fc1", "b1", "fc2", "b2")]
     with torch.no_grad():
@@ -51,13 +57,20 @@ def train(
     with emulate(), te.autocast(enabled=recipe is not None, recipe=recipe):
         y = chain(leaf)
     y.backward(dy)
-    return {"y": y.detach(), "dx": leaf.grad, "grads": [parameter.grad for parameter in chain.parameters()]}
+    return {
+        "y": y.detach(),
+        "dx": leaf.grad,
+        "grads": [parameter.grad for parameter in chain.parameters()],
+    }
 
 
 def shards(argument: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """One rank's parameters; a row-parallel layer's bias is the sum over the ranks' biases."""
     result = dict(argument)
-    result["fc1"], result["b1"] = argument["fc1"].chunk(SIZE)[rank], argument["b1"].chunk(SIZE)[rank]
+    result["fc1"], result["b1"] = (
+        argument["fc1"].chunk(SIZE)[rank],
+        argument["b1"].chunk(SIZE)[rank],
+    )
     result["fc2"], result["b2"] = argument["fc2"].chunk(SIZE, 1)[rank], argument["b2"] / SIZE
     return result
 
@@ -74,14 +87,18 @@ def run_rank(device: torch.device, name: str, sequence: bool):
 @pytest.mark.parametrize("name", RECIPES)
 def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
     argument = problem()
-    expected = train(mlp(torch.device("cpu"), False, False), argument, argument["x"], argument["dy"], name)
+    expected = train(
+        mlp(torch.device("cpu"), False, False), argument, argument["x"], argument["dy"], name
+    )
     bound = (
         1e-5 if name == "none" else UNIT[torch.float8_e5m2]
     )  # each rank scales its part of a tensor separately
     ranks = run_on_ranks(functools.partial(run_rank, name=name, sequence=sequence), SIZE, tmp_path)
     for rank, got in enumerate(ranks):
         part = (lambda t, r=rank: t.chunk(SIZE)[r]) if sequence else (lambda t: t)
-        reference = shards(dict(zip(("fc1", "b1", "fc2", "b2"), expected["grads"], strict=True)), rank)
+        reference = shards(
+            dict(zip(("fc1", "b1", "fc2", "b2"), expected["grads"], strict=True)), rank
+        )
         pairs = [(got["y"], part(expected["y"])), (got["dx"], part(expected["dx"]))]
         pairs += [
             (got["grads"][0], reference["fc1"]),
@@ -162,7 +179,9 @@ def collectives_of_layouts(device: torch.device):
                     x = of_input(shape)
                     leaf = x.detach().requires_grad_()
                     op = getattr(ops, name)()
-                    y = (ops.Sequential(ops.Identity(), op) if of_gradient is of_input else op)(leaf)
+                    y = (ops.Sequential(ops.Identity(), op) if of_gradient is of_input else op)(
+                        leaf
+                    )
                     assert torch.equal(y, output(_gather(x)))
                     dy = of_gradient((int(shape[0] * factor), *shape[1:]))
                     y.backward(dy)
@@ -178,7 +197,9 @@ def test_collectives_equal_their_definitions(tmp_path):
     first = torch.arange(8.0).view(4, 2)
     for rank, got in enumerate(run_on_ranks(collectives, SIZE, tmp_path)):
         y, dx = got["AllGather"]
-        assert torch.equal(y, torch.cat([first, first + 100])) and torch.equal(dx, torch.full((4, 2), 3.0))
+        assert torch.equal(y, torch.cat([first, first + 100])) and torch.equal(
+            dx, torch.full((4, 2), 3.0)
+        )
         y, dx = got["AllReduce"]
         assert torch.equal(y, 2 * first + 100) and torch.equal(dx, torch.full((4, 2), rank + 1.0))
         y, dx = got["ReduceScatter"]

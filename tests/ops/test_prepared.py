@@ -27,9 +27,13 @@ PLACE = {"device": DEVICE, "dtype": torch.float32}
 def mlp() -> ops.Sequential:
     torch.manual_seed(0)
     return ops.Sequential(
-        ops.LayerNorm(64, **PLACE), ops.Linear(64, 128, **PLACE), ops.ClampedSwiGLU(), ops.Dropout(0.0),
-        ops.Linear(64, 64, **PLACE), ops.ConstantScale(2.0),
-    )  # fmt: skip
+        ops.LayerNorm(64, **PLACE),
+        ops.Linear(64, 128, **PLACE),
+        ops.ClampedSwiGLU(),
+        ops.Dropout(0.0),
+        ops.Linear(64, 64, **PLACE),
+        ops.ConstantScale(2.0),
+    )
 
 
 def step(
@@ -37,7 +41,11 @@ def step(
 ) -> list[torch.Tensor]:
     """Output and all gradients from one pass."""
     chain.zero_grad()
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE) if x is None else x
+    x = (
+        torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        if x is None
+        else x
+    )
     leaf = x.detach().clone().requires_grad_(grad)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = chain(leaf)
@@ -66,7 +74,9 @@ def descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return outputs
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()]
+)
 def test_a_warm_call_builds_nothing(recipe, emulated, monkeypatch):
     chain, result = mlp(), descriptions(monkeypatch)
     warm(chain, recipe)
@@ -77,7 +87,9 @@ def test_a_warm_call_builds_nothing(recipe, emulated, monkeypatch):
         chain(torch.zeros(32, 64, device=DEVICE))
         first = len(result)
         chain(torch.zeros(32, 64, device=DEVICE))
-    assert first == len(result) and not step(chain, recipe)[0].isnan().any() and len(result) == first
+    assert (
+        first == len(result) and not step(chain, recipe)[0].isnan().any() and len(result) == first
+    )
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
@@ -96,7 +108,9 @@ def test_calls_without_a_recipe_between_steps_build_nothing(recipe, emulated, mo
     for _ in range(3):
         assert same(step(chain, recipe), step(unevaluated, recipe))
         assert isinstance(chain[1].basic_ops[0].get_input_quantizer(), type(quantizer))
-        assert torch.equal(evaluate(), first) and chain[1].basic_ops[0].get_input_quantizer() is None
+        assert (
+            torch.equal(evaluate(), first) and chain[1].basic_ops[0].get_input_quantizer() is None
+        )
     assert not result
 
 
@@ -125,9 +139,12 @@ def _reset_quantizers(chain: Any, recipe: Any) -> None:
 
 @pytest.mark.parametrize("recipe_class", [DelayedScaling, Float8CurrentScaling])
 @pytest.mark.parametrize(
-    "change", [_set_scale, _replace_weight, _load_state, _step_with_another_recipe, _reset_quantizers]
+    "change",
+    [_set_scale, _replace_weight, _load_state, _step_with_another_recipe, _reset_quantizers],
 )
-def test_changes_between_steps_are_the_same_with_and_without_an_evaluation(change, recipe_class, emulated):
+def test_changes_between_steps_are_the_same_with_and_without_an_evaluation(
+    change, recipe_class, emulated
+):
     results: list[list[torch.Tensor]] = []
     for evaluates in (False, True):
         chain, recipe = mlp(), recipe_class()
@@ -217,7 +234,10 @@ def test_recipes_take_effect_in_the_next_call(emulated):
 def test_delayed_scales_advance_as_without_preparing(emulated):
     prepared, built = mlp(), mlp()
     for number in range(4):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE) * 2**number
+        x = (
+            torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+            * 2**number
+        )
         found = step(prepared, DelayedScaling(amax_history_len=2), x)
         for group in built._module_groups or []:
             group._prepared.clear()
@@ -315,9 +335,17 @@ def test_group_row_counts_take_effect_in_the_next_call():
 
 
 def test_absent_extra_output_gradients_count_as_zero():
-    chain = ops.Sequential(ops.ConstantScale(2.0), ops.MakeExtraOutput(in_place=True), ops.ConstantScale(3.0))
+    chain = ops.Sequential(
+        ops.ConstantScale(2.0), ops.MakeExtraOutput(in_place=True), ops.ConstantScale(3.0)
+    )
     x = torch.ones(4, 64, device=DEVICE, requires_grad=True)
-    for used, expected in (("both", 8.0), ("main", 6.0), ("extra", 2.0), ("expanded", 8.0), ("both", 8.0)):
+    for used, expected in (
+        ("both", 8.0),
+        ("main", 6.0),
+        ("extra", 2.0),
+        ("expanded", 8.0),
+        ("both", 8.0),
+    ):
         x.grad = None
         y, extra = chain(x)
         if used in ("both", "expanded"):

@@ -85,7 +85,9 @@ MADE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def results(run: Callable[[Tensor], Tensor], chain: ops.Sequential, recipe: Any) -> list[Tensor | None]:
+def results(
+    run: Callable[[Tensor], Tensor], chain: ops.Sequential, recipe: Any
+) -> list[Tensor | None]:
     """Output and gradients."""
     chain.zero_grad()
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -101,7 +103,9 @@ def test_a_changed_sequential_runs_its_present_modules(way: str, kind: str, emul
     torch.manual_seed(0)
     for warm in (False, True):
         for recipe in (None, Float8CurrentScaling()):
-            chain = ops.Sequential(ops.Linear(16, 16, **PLACE), ops.GELU(), ops.Linear(16, 16, **PLACE))
+            chain = ops.Sequential(
+                ops.Linear(16, 16, **PLACE), ops.GELU(), ops.Linear(16, 16, **PLACE)
+            )
             before = results(chain, chain, recipe)[0] if warm else None
             new = MADE[kind]()
             WAYS[way](chain, new)
@@ -200,7 +204,10 @@ def test_a_symbolic_trace_calls_each_operation():
 
     model, x = Model(), torch.randn(4, 16)
     graph = Tracer().trace(model)
-    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["chain.0", "chain.1"]
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == [
+        "chain.0",
+        "chain.1",
+    ]
     torch.testing.assert_close(torch.fx.GraphModule(model, graph)(x), model(x))
 
 

@@ -23,7 +23,9 @@ def test_values_and_gradients_equal_float64(dtype, clamp, device):
     y = ops.ScaledTanhSReLU(tanh_clamp_scale=clamp)(x, scales)
     y.backward(dy)
     assert y.dtype == dtype and scales.grad.dtype == torch.float32
-    exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    exact = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    )
     torch.testing.assert_close(y.double(), expected, **exact)
     torch.testing.assert_close(x.grad.double(), wide.grad, **exact)
     torch.testing.assert_close(scales.grad.double(), wide_scales.grad, rtol=1e-5, atol=1e-4)

@@ -19,7 +19,9 @@ BIAS_CHAINS = {
     "Bias": lambda: ops.Bias(16),
     "Linear": lambda: ops.Linear(16, 16),
     "LayerNorm, Linear": lambda: ops.Sequential(ops.LayerNorm(16), ops.Linear(16, 16)),
-    "Linear, GELU, Linear": lambda: ops.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)),
+    "Linear, GELU, Linear": lambda: ops.Sequential(
+        ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)
+    ),
     "BasicLinear": lambda: ops.BasicLinear(16, 16),
 }
 GRADIENTS = {
@@ -79,7 +81,9 @@ def residual_chain(
 @pytest.mark.parametrize("preceded", [True, False], ids=["behind a bias", "at the input"])
 @pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["float32", "FP8"])
 @pytest.mark.parametrize("first", BODIES)
-def test_in_place_channels_have_the_same_gradients_as_separate_memory(first, recipe, preceded, emulated):
+def test_in_place_channels_have_the_same_gradients_as_separate_memory(
+    first, recipe, preceded, emulated
+):
     values, dy = torch.randn(16, 16), torch.randn(16, 16)
     before, dy_before = values.clone(), dy.clone()
     results = []
@@ -236,12 +240,18 @@ BEFORE_TRAINED: dict[str, Callable[[], Any]] = {
     "BasicLinear": lambda: ops.Sequential(ops.Quantize(), ops.BasicLinear(32, 32, **PLACE)),
     "GroupedLinear": experts,
     "Identity": lambda: ops.Sequential(ops.Quantize(), ops.Identity(), ops.Linear(32, 32, **PLACE)),
-    "Reshape": lambda: ops.Sequential(ops.Quantize(), ops.Reshape((32, 32)), ops.Linear(32, 32, **PLACE)),
+    "Reshape": lambda: ops.Sequential(
+        ops.Quantize(), ops.Reshape((32, 32)), ops.Linear(32, 32, **PLACE)
+    ),
     "twice": lambda: ops.Sequential(ops.Quantize(), ops.Quantize(), ops.Linear(32, 32, **PLACE)),
-    "user's operation": lambda: ops.Sequential(ops.Quantize(), Passed(), ops.Linear(32, 32, **PLACE)),
+    "user's operation": lambda: ops.Sequential(
+        ops.Quantize(), Passed(), ops.Linear(32, 32, **PLACE)
+    ),
     "module": lambda: torch.nn.Sequential(ops.Quantize(), te.Linear(32, 32, **PLACE)),
     "frozen": lambda: ops.Sequential(
-        ops.Quantize(), ops.Linear(32, 32, **PLACE).requires_grad_(False), ops.Linear(32, 32, **PLACE)
+        ops.Quantize(),
+        ops.Linear(32, 32, **PLACE).requires_grad_(False),
+        ops.Linear(32, 32, **PLACE),
     ),
 }
 SCALINGS: dict[str, Callable[[], Any]] = {
@@ -284,7 +294,11 @@ class LinearSiLU(ops.FusedOperation):
 def _fuse_pairs(argument, *, recipe):
     fused = []
     for op in argument:
-        if fused and isinstance(fused[-1], ops.BasicLinear) and isinstance(op, (ops.SiLU, ops.Dropout)):
+        if (
+            fused
+            and isinstance(fused[-1], ops.BasicLinear)
+            and isinstance(op, (ops.SiLU, ops.Dropout))
+        ):
             op = LinearSiLU([fused.pop(), op])
         fused.append(op)
     return fused
@@ -299,7 +313,9 @@ def _fused_by_a_user():
 
 @pytest.mark.parametrize("trained_input", [True, False])
 def test_a_users_forward_fusion_has_its_operations_gradients(trained_input, _fused_by_a_user):
-    chain = ops.Sequential(ops.RMSNorm(16), ops.Linear(16, 16, bias=False), ops.SiLU(), ops.Linear(16, 16))
+    chain = ops.Sequential(
+        ops.RMSNorm(16), ops.Linear(16, 16, bias=False), ops.SiLU(), ops.Linear(16, 16)
+    )
     x = torch.randn(8, 16, requires_grad=trained_input)
     chain(x).square().sum().backward()
     assert any(type(op) is LinearSiLU for op, _ in chain._module_groups[0]._forward_ops)
@@ -315,7 +331,9 @@ def test_a_users_forward_fusion_has_its_operations_gradients(trained_input, _fus
 
 def test_a_users_forward_fusion_with_dropout_names_the_missing_state(_fused_by_a_user):
     chain = ops.Sequential(ops.Linear(16, 16, bias=False), ops.Dropout(0.5))
-    with pytest.raises(RuntimeError, match=r"LinearSiLU saved no state .* Dropout cannot run again"):
+    with pytest.raises(
+        RuntimeError, match=r"LinearSiLU saved no state .* Dropout cannot run again"
+    ):
         chain(torch.randn(4, 16, requires_grad=True))
 
 

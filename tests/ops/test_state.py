@@ -60,11 +60,15 @@ def sample_input() -> torch.Tensor:
 def test_state_dicts_contain_parameter_and_extra_state_names():
     chain = mlp()
     assert [key for key in chain.state_dict() if not key.endswith("_extra_state")] == [
-        "0.weight", "1.basic_ops.0.weight", "1.basic_ops.1.bias", "3.basic_ops.0.weight",
-    ]  # fmt: skip
+        "0.weight",
+        "1.basic_ops.0.weight",
+        "1.basic_ops.1.bias",
+        "3.basic_ops.0.weight",
+    ]
     extra = {key for key in chain.state_dict() if key.endswith("_extra_state")}
     assert extra == {
-        f"{name}._extra_state" for name in ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3.basic_ops.0")
+        f"{name}._extra_state"
+        for name in ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3.basic_ops.0")
     }
     clamped = ops.ScaledClampedQGeGLU()
     assert set(clamped.state_dict()) == {"_extra_state", "_clamped._extra_state"}
@@ -155,7 +159,9 @@ def test_damaged_extra_states_raise_and_change_nothing(emulated):
 
 
 @by_name
-def test_quantized_parameters_compute_as_parameters_that_are_quantized_in_each_call(recipe, emulated):
+def test_quantized_parameters_compute_as_parameters_that_are_quantized_in_each_call(
+    recipe, emulated
+):
     with te.quantized_model_init(recipe=recipe):
         quantized = ops.Sequential(ops.Linear(128, 128, **PLACE), ops.GELU())
     assert isinstance(quantized[0].weight, QuantizedTensor)
@@ -212,7 +218,11 @@ def test_a_checkpoint_that_loses_the_autocast_raises(in_segments, emulated):
     if in_segments:
         copy.set_extra_output_channel(0, "residual", output_to_caller=False)
         add.set_extra_input_channel(0, "residual")
-    chain = ops.Sequential(copy, ops.BasicLinear(64, 64, **PLACE), add) if in_segments else ops.Linear(64, 64)
+    chain = (
+        ops.Sequential(copy, ops.BasicLinear(64, 64, **PLACE), add)
+        if in_segments
+        else ops.Linear(64, 64)
+    )
     x = torch.randn(32, 64, device=PLACE["device"], requires_grad=True)
     with te.autocast(recipe=Float8CurrentScaling()):
         y = ForeignCheckpoint.apply(chain, x)
@@ -244,7 +254,10 @@ def test_a_chain_computes_as_the_fused_modules(recipe, emulated):
     position = {"device": PLACE["device"], "params_dtype": torch.bfloat16}
     module = te.LayerNormMLP(128, 256, activation="gelu", normalization="RMSNorm", **position)
     chain = ops.Sequential(
-        ops.RMSNorm(128, **PLACE), ops.Linear(128, 256, **PLACE), ops.GELU(), ops.Linear(256, 128, **PLACE)
+        ops.RMSNorm(128, **PLACE),
+        ops.Linear(128, 256, **PLACE),
+        ops.GELU(),
+        ops.Linear(256, 128, **PLACE),
     )
     names = ("layer_norm_weight", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     with torch.no_grad():
@@ -306,9 +319,9 @@ def test_a_quantized_weight_follows_a_new_recipes_state(name, change, emulated):
         with torch.no_grad():
             weight.copy_(torch.full((32, 32), group + 1.25))
         assert weight._scale_inv.item() == 2.0 ** -(group + 3)
-        assert weight._data.view(torch.float8_e4m3fn).float().unique().item() == 2.0 ** (group + 3) * (
-            group + 1.25
-        )
+        assert weight._data.view(torch.float8_e4m3fn).float().unique().item() == 2.0 ** (
+            group + 3
+        ) * (group + 1.25)
         assert state.amax_history[0].tolist() == [
             group + 1.25 if i == position else 0.0 for i in range(len(state.scale))
         ]
@@ -317,7 +330,9 @@ def test_a_quantized_weight_follows_a_new_recipes_state(name, change, emulated):
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     """Single-rank process group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -409,7 +424,9 @@ def test_functional_call_accepts_both_kinds_of_names():
         assert all(gradient is not None for gradient in gradients)
         records.append([y.detach(), *gradients])  # pyright: ignore
         after = dict(chain.named_parameters())
-        assert list(after) == list(parameters) and all(after[key] is parameters[key] for key in after)
+        assert list(after) == list(parameters) and all(
+            after[key] is parameters[key] for key in after
+        )
     assert len(records[0]) == 1 + len(parameters)
     for by_parameter, by_state in zip(*records, strict=True):
         assert torch.equal(by_parameter, by_state)

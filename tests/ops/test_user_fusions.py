@@ -78,7 +78,9 @@ def errors(chain: ops.Sequential, recipe: Recipe | None) -> list[float]:
     wide = functional.linear(exact, *parameters)
     wide.backward(weight.double())
     pairs_of_values = [(y, wide), (x.grad, exact.grad)]
-    pairs_of_values += [(p.grad, q.grad) for p, q in zip(chain.parameters(), parameters, strict=True)]
+    pairs_of_values += [
+        (p.grad, q.grad) for p, q in zip(chain.parameters(), parameters, strict=True)
+    ]
     return [relative_error(ours.double(), theirs) for ours, theirs in pairs_of_values]  # pyright: ignore
 
 
@@ -112,7 +114,9 @@ def test_backward_passes_without_saved_state_name_the_remedy():
     ops.register_forward_fusion(pairs(ForwardOfFirst), prepend=True)
     ops.register_backward_fusion(pairs(BackwardOfMembers), prepend=True)
     y = ops.Sequential(ops.Linear(64, 32, **PLACE))(torch.randn(4, 64, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"call fuser_forward of the basic operations with their contexts"):
+    with pytest.raises(
+        RuntimeError, match=r"call fuser_forward of the basic operations with their contexts"
+    ):
         y.sum().backward()
 
 
@@ -135,12 +139,19 @@ def tripled(kind: type) -> Any:
 FUSED_CHAINS: dict[str, tuple[int, list[tuple[Any, tuple[Any, ...], bool]]]] = {
     "product of linear and bias": (0, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True)]),
     "bias of linear and bias": (1, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True)]),
-    "scale of linear and scale": (1, [(ops.BasicLinear, (64, 64), True), (ops.ConstantScale, (2.0,), False)]),
-    "norm of extra output and norm": (1, [(ops.MakeExtraOutput, (), False), (ops.RMSNorm, (64,), True)]),
-    "bias of bias and activation": (
-        1, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True), (ops.GELU, (), False)]
+    "scale of linear and scale": (
+        1,
+        [(ops.BasicLinear, (64, 64), True), (ops.ConstantScale, (2.0,), False)],
     ),
-}  # fmt: skip
+    "norm of extra output and norm": (
+        1,
+        [(ops.MakeExtraOutput, (), False), (ops.RMSNorm, (64,), True)],
+    ),
+    "bias of bias and activation": (
+        1,
+        [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True), (ops.GELU, (), False)],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FUSED_CHAINS)

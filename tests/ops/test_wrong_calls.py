@@ -23,7 +23,10 @@ def sample() -> torch.Tensor:
 )
 def test_inputs_that_are_not_tensors_are_named(value):
     message = rf"main input of BasicLinear \(operation 0\) is an? {type(value).__name__}; give a torch.Tensor"
-    for chain in (ops.Linear(32, 32), ops.Sequential(ops.Linear(32, 32), torch.nn.ReLU(), ops.Identity())):
+    for chain in (
+        ops.Linear(32, 32),
+        ops.Sequential(ops.Linear(32, 32), torch.nn.ReLU(), ops.Identity()),
+    ):
         with pytest.raises(TypeError, match=message):
             chain(value)
     with pytest.raises(TypeError, match=r"extra input 0 of AddExtraInput \(operation 2\) is an? "):
@@ -65,7 +68,9 @@ def test_op_kwargs_that_name_no_basic_operation_are_rejected():
         ValueError, match=r"a Linear, but only basic operations .* use one of its basic_ops as"
     ):
         chain(sample(), op_kwargs={0: {}})
-    with pytest.raises(ValueError, match="a Bias that is neither in this Sequential nor in one of its fused"):
+    with pytest.raises(
+        ValueError, match="a Bias that is neither in this Sequential nor in one of its fused"
+    ):
         chain(sample(), op_kwargs={ops.Linear(32, 32).basic_ops[1]: {}})
     with pytest.raises(ValueError, match="names operation 2 of a Sequential of 2 modules"):
         chain(sample(), op_kwargs={2: {}})
@@ -91,7 +96,9 @@ def test_wrong_keyword_arguments_of_a_fused_operation_are_named(hook: bool):
 )
 def test_an_activation_of_a_number_names_the_operation(op: Any):
     extra = [torch.randn(())] * op.num_extra_inputs
-    with pytest.raises(ValueError, match=f"{type(op).__name__} takes inputs with at least one dimension"):
+    with pytest.raises(
+        ValueError, match=f"{type(op).__name__} takes inputs with at least one dimension"
+    ):
         op(torch.randn(()), *extra)
 
 
@@ -115,7 +122,10 @@ class ReturningExtra(ops.BasicOperation):
 
     def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
-        self.returned = forward or (lambda x: (x, [(x,)])), backward or (lambda dy: (dy, [()], [(dy,)]))
+        self.returned = (
+            forward or (lambda x: (x, [(x,)])),
+            backward or (lambda dy: (dy, [()], [(dy,)])),
+        )
 
     op_forward = op_backward = None  # pyright: ignore
 
@@ -136,9 +146,15 @@ WRONG = {
     "op_forward returned None; return a tensor as the output": Returning(lambda x: None),
     "op_forward returned a tuple; return a tensor": Returning(lambda x: (x, x)),
     "op_backward returned a Tensor; return a tuple": Returning(None, lambda dy: dy),
-    "op_backward returned None; return a tensor as the gradient": Returning(None, lambda dy: (None, ())),
-    "op_backward returned an int; return a tensor as the gradient": Returning(None, lambda dy: (3, ())),
-    "returned a NoneType as the gradients of the parameters": Returning(None, lambda dy: (dy, None)),
+    "op_backward returned None; return a tensor as the gradient": Returning(
+        None, lambda dy: (None, ())
+    ),
+    "op_backward returned an int; return a tensor as the gradient": Returning(
+        None, lambda dy: (3, ())
+    ),
+    "returned a NoneType as the gradients of the parameters": Returning(
+        None, lambda dy: (dy, None)
+    ),
     "fuser_forward returned a Tensor; return a tuple": ReturningExtra(lambda x: x),
     "fuser_forward returned a Tensor in place of a sequence": ReturningExtra(lambda x: (x, [x])),
     "fuser_forward returned 2 groups": ReturningExtra(lambda x: (x, [(x,), (x,)])),
@@ -147,7 +163,9 @@ WRONG = {
     "fuser_backward returned a tuple of 2 values; return a tuple": ReturningExtra(
         None, lambda dy: (dy, [()])
     ),
-    "returned 0 gradients for the 1 extra inputs": ReturningExtra(None, lambda dy: (dy, [()], [()])),
+    "returned 0 gradients for the 1 extra inputs": ReturningExtra(
+        None, lambda dy: (dy, [()], [()])
+    ),
     "returned an int; return a tensor or None": ReturningExtra(None, lambda dy: (dy, [()], [(3,)])),
 }
 
@@ -213,10 +231,14 @@ def test_a_gradient_of_wrong_shape_from_a_fusion_of_the_backward_pass_is_named()
 def test_autograd_sums_a_broadcast_gradient_of_a_parameter():
     op = WithWeight(lambda dy: (dy, (dy,)))
     ops.Sequential(ops.Bias(32), op)(sample()).sum().backward()
-    assert op.weight.grad is not None and torch.equal(op.weight.grad, torch.full_like(op.weight, 8.0))
+    assert op.weight.grad is not None and torch.equal(
+        op.weight.grad, torch.full_like(op.weight, 8.0)
+    )
 
 
-@pytest.mark.parametrize("value", [None, 3, [1, 2], [torch.nn.ReLU()]], ids=["None", "int", "ints", "module"])
+@pytest.mark.parametrize(
+    "value", [None, 3, [1, 2], [torch.nn.ReLU()]], ids=["None", "int", "ints", "module"]
+)
 def test_wrong_fusion_return_values_are_named(value):
     def fusion(argument, *, recipe):
         return value
@@ -236,7 +258,9 @@ def test_wrong_fusion_return_values_are_named(value):
 def test_a_qfactory_that_returns_no_quantizer_is_named(value, make):
     with (
         te.autocast(recipe=CustomRecipe(qfactory=lambda role: value)),
-        pytest.raises(TypeError, match=r"qfactory of CustomRecipe returned .* return a quantizer object"),
+        pytest.raises(
+            TypeError, match=r"qfactory of CustomRecipe returned .* return a quantizer object"
+        ),
     ):
         make(32, 32)(sample())
 
@@ -244,7 +268,9 @@ def test_a_qfactory_that_returns_no_quantizer_is_named(value, make):
 BUFFERS = {
     "main_grad is a list": lambda w: [1],
     "main_grad has dtype torch.int32": lambda w: torch.zeros(w.shape, dtype=torch.int32),
-    "main_grad has dtype torch.float8_e4m3fn": lambda w: torch.zeros(w.shape, dtype=torch.float8_e4m3fn),
+    "main_grad has dtype torch.float8_e4m3fn": lambda w: torch.zeros(
+        w.shape, dtype=torch.float8_e4m3fn
+    ),
     r"main_grad is \[16, 32\] and the weight \[32, 32\]": lambda w: torch.zeros(16, 32),
     r"main_grad is \[1024\] and the weight \[32, 32\]": lambda w: torch.zeros(1024),
 }
@@ -303,7 +329,9 @@ DEVICES = {
 @pytest.mark.parametrize("kind", DEVICES)
 def test_values_that_are_not_devices_are_named(kind):
     for device in ("nonsense:3", "cuda:x", ""):
-        with pytest.raises(ValueError, match=rf"device='{device}' is not a device of torch; give 'cuda'"):
+        with pytest.raises(
+            ValueError, match=rf"device='{device}' is not a device of torch; give 'cuda'"
+        ):
             DEVICES[kind](device)
     for device in (True, 1.5):
         with pytest.raises(TypeError, match=rf"device={device} is a (bool|float); give 'cuda'"):
@@ -313,7 +341,9 @@ def test_values_that_are_not_devices_are_named(kind):
 def test_main_grad_on_another_device_is_named():
     operation = ops.BasicLinear(32, 32, device="cpu", accumulate_into_main_grad=True)
     operation.weight.main_grad = torch.zeros(32, 32, device="meta")
-    with pytest.raises(ValueError, match="main_grad is on meta and the weight on cpu; set it to a tensor on"):
+    with pytest.raises(
+        ValueError, match="main_grad is on meta and the weight on cpu; set it to a tensor on"
+    ):
         operation(sample())
     for layer, rest in (
         (te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True), ()),

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier
+from transformer_engine.pytorch.optimizers import (
+    FusedAdam,
+    FusedSGD,
+    MultiTensorApply,
+    multi_tensor_applier,
+)
 
 
 class ListConfig(Sequence):
@@ -58,10 +63,21 @@ def test_adam_takes_every_form_of_numbers(form, betas, capturable):
     number = FORMS[form]
     p, q = pair()
     ours = FusedAdam(
-        [p], lr=number(0.125), betas=BETAS[betas](0.5, 0.75), eps=number(0.0625), weight_decay=number(0.25),
-        capturable=capturable, bias_correction=numpy.bool_(True), adam_w_mode=2, master_weights=torch.tensor(False),
-    )  # fmt: skip
-    assert ours.capturable is bool(capturable) and ours.adam_w_mode == 1 and ours.master_weights is False
+        [p],
+        lr=number(0.125),
+        betas=BETAS[betas](0.5, 0.75),
+        eps=number(0.0625),
+        weight_decay=number(0.25),
+        capturable=capturable,
+        bias_correction=numpy.bool_(True),
+        adam_w_mode=2,
+        master_weights=torch.tensor(False),
+    )
+    assert (
+        ours.capturable is bool(capturable)
+        and ours.adam_w_mode == 1
+        and ours.master_weights is False
+    )
     run(ours, torch.optim.AdamW([q], 0.125, (0.5, 0.75), 0.0625, 0.25), p, q)
 
 
@@ -92,8 +108,12 @@ def test_numbers_that_change_inside_an_array_are_checked_again():
 
 def test_adam_maximizes_with_a_negative_learning_rate():
     p, q = pair()
-    run(FusedAdam([p], lr=-0.01, eps=1e-3), torch.optim.AdamW([q], 0.01, eps=1e-3, weight_decay=0.0, maximize=True),
-        p, q)  # fmt: skip
+    run(
+        FusedAdam([p], lr=-0.01, eps=1e-3),
+        torch.optim.AdamW([q], 0.01, eps=1e-3, weight_decay=0.0, maximize=True),
+        p,
+        q,
+    )
 
 
 def test_adam_takes_a_negative_weight_decay():
@@ -127,7 +147,9 @@ def test_a_saved_number_of_steps_may_be_a_float():
 def test_sgd_takes_every_form_of_numbers(form, flag):
     number = FORMS[form]
     p, q = pair()
-    ours = FusedSGD([p], number(0.125), number(0.5), number(0.0), number(0.25), flag, wd_after_momentum=0)
+    ours = FusedSGD(
+        [p], number(0.125), number(0.5), number(0.0), number(0.25), flag, wd_after_momentum=0
+    )
     run(ours, torch.optim.SGD([q], 0.125, 0.5, 0.0, 0.25, True), p, q)
     ours.most_recent_scale = number(4.0)
     p.grad = 4.0 * torch.ones_like(p)
@@ -135,10 +157,14 @@ def test_sgd_takes_every_form_of_numbers(form, flag):
     ours.step()
     before = q.detach().clone()
     buffer = ours.state[p]["momentum_buffer"]
-    torch.testing.assert_close(p, before - 0.125 * (torch.ones_like(p) + 0.25 * before + 0.5 * buffer))
+    torch.testing.assert_close(
+        p, before - 0.125 * (torch.ones_like(p) + 0.25 * before + 0.5 * buffer)
+    )
 
 
-@pytest.mark.parametrize("scale", [numpy.float32(0.5), torch.tensor(0.5), float("inf"), float("nan"), True])
+@pytest.mark.parametrize(
+    "scale", [numpy.float32(0.5), torch.tensor(0.5), float("inf"), float("nan"), True]
+)
 def test_lists_are_scaled_by_every_number(scale):
     x, out = torch.linspace(0.5, 2, 5), torch.empty(5)
     flag = torch.zeros(1, dtype=torch.int32)
@@ -156,7 +182,9 @@ def test_steps_of_lists_take_every_form_of_numbers(form):
     lists = [[gradient], [p], [torch.zeros(3, 4)], [torch.zeros(3, 4)]]
     apply = MultiTensorApply(number(2048.0))
     numbers = (0.125, 0.5, 0.75, 0.0625)
-    apply(tex.multi_tensor_adam, flag, lists, *map(number, numbers), number(1.0), 1, 1, number(0.25))
+    apply(
+        tex.multi_tensor_adam, flag, lists, *map(number, numbers), number(1.0), 1, 1, number(0.25)
+    )
     q.grad = gradient
     torch.optim.AdamW([q], 0.125, (0.5, 0.75), 0.0625, 0.25).step()
     torch.testing.assert_close(p, q.detach())

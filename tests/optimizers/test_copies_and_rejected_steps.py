@@ -34,7 +34,11 @@ def through_a_file(thing):
     return torch.load(file, weights_only=False)
 
 
-COPIES = {"copy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "file": through_a_file}
+COPIES = {
+    "copy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "file": through_a_file,
+}
 
 
 def members(optimizer):
@@ -92,7 +96,9 @@ def test_a_state_that_cannot_be_stepped_is_rejected_before_any_is(device):
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_parameter_without_dimensions_steps_as_one_of_one_element(options, dtype, device):
-    scale, row = (torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for shape in ((), (1,)))
+    scale, row = (
+        torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for shape in ((), (1,))
+    )
     ours = [FusedAdam([p], lr=0.1, **options) for p in (scale, row)]
     for seed in range(3):
         for optimizer in ours:
@@ -119,7 +125,9 @@ def test_a_copy_of_adam_continues_as_the_original(options, way, device):
         give_gradients(optimizer, 1)
         optimizer.step()
     for twin in (fresh, later):
-        assert all(torch.equal(p, q) and p is not q for p, q in zip(params, members(twin), strict=True))
+        assert all(
+            torch.equal(p, q) and p is not q for p, q in zip(params, members(twin), strict=True)
+        )
         assert twin.param_groups[0]["step"] == 2
         if ours.master_weights:
             pairs = zip(params, members(twin), strict=True)

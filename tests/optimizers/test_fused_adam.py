@@ -51,7 +51,9 @@ def both(device, dtype=torch.float32, steps=50, lr=1e-2, decay=0.1, **options):
 
 def assert_parameters_close(params, exact, tolerance):
     for p, q in zip(params, exact, strict=True):
-        torch.testing.assert_close(p.detach().float(), q.detach().float(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            p.detach().float(), q.detach().float(), rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
@@ -72,13 +74,17 @@ def test_without_bias_correction_the_first_step_is_small(device):
     before = p.detach().clone()
     p.grad = torch.ones_like(p)
     FusedAdam([p], lr=0.1, bias_correction=False).step()
-    torch.testing.assert_close(before - p, torch.full_like(p, 0.1 * 0.1 / 0.001**0.5), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        before - p, torch.full_like(p, 0.1 * 0.1 / 0.001**0.5), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("remainders", [False, True])
 def test_parameters_of_16_bits_are_their_masters_rounded(dtype, remainders, device):
-    ours, params, _, exact = both(device, dtype, master_weights=True, store_param_remainders=remainders)
+    ours, params, _, exact = both(
+        device, dtype, master_weights=True, store_param_remainders=remainders
+    )
     masters = [ours.master_values(p) for p in params]
     assert_parameters_close(masters, exact, 1e-5)
     for p, master in zip(params, masters, strict=True):
@@ -90,7 +96,9 @@ def test_parameters_of_16_bits_are_their_masters_rounded(dtype, remainders, devi
 def test_remainders_hold_the_masters_to_the_bit(device):
     plain, params, *_ = both(device, torch.bfloat16, master_weights=True, steps=0)
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    halved = FusedAdam(twins, lr=1e-2, weight_decay=0.1, master_weights=True, store_param_remainders=True)
+    halved = FusedAdam(
+        twins, lr=1e-2, weight_decay=0.1, master_weights=True, store_param_remainders=True
+    )
     for _ in range(20):
         give_gradients(params, twins)
         plain.step()
@@ -107,7 +115,9 @@ def test_states_of_fewer_bits_step_like_float32(first, second, device):
         device, steps=10, lr=1e-3, decay=0.0, exp_avg_dtype=first, exp_avg_sq_dtype=second
     )
     tolerance = max(KEPT[first], KEPT[second])
-    assert_parameters_close(params, exact, tolerance * 1e-2 + 1e-5)  # ten steps with learning rate 1e-3
+    assert_parameters_close(
+        params, exact, tolerance * 1e-2 + 1e-5
+    )  # ten steps with learning rate 1e-3
     state = ours.state[params[0]]
     if first is torch.uint8:
         assert isinstance(state["exp_avg"], te.Float8Tensor)
@@ -146,7 +156,9 @@ def test_a_master_of_float16_and_moments_of_bfloat16_are_taken(device):
 def test_no_dtype_of_masters_is_float32(device):
     """NeMo Automodel gives None."""
     assert (
-        FusedAdam(parameters(device), master_weights=True, master_weight_dtype=None).master_weight_dtype
+        FusedAdam(
+            parameters(device), master_weights=True, master_weight_dtype=None
+        ).master_weight_dtype
         == torch.float32
     )
 
@@ -160,7 +172,11 @@ def test_a_float32_parameter_is_its_own_master(device):
 
 
 def test_parameters_of_several_dtypes_step_in_one_group(device):
-    params = [*parameters(device), *parameters(device, torch.bfloat16), *parameters(device, torch.float16)]
+    params = [
+        *parameters(device),
+        *parameters(device, torch.bfloat16),
+        *parameters(device, torch.float16),
+    ]
     exact = as_float32(params)
     ours, theirs = FusedAdam(params, lr=1e-3), torch.optim.AdamW(exact, lr=1e-3, weight_decay=0.0)
     give_gradients(params, exact)
@@ -169,7 +185,10 @@ def test_parameters_of_several_dtypes_step_in_one_group(device):
     theirs.step()
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p.detach().float(), q.detach(), rtol=UNIT[p.dtype], atol=1e-6)
-    assert set(ours.state[params[0]]) == {"exp_avg", "exp_avg_sq"}  # listed, though without a gradient
+    assert set(ours.state[params[0]]) == {
+        "exp_avg",
+        "exp_avg_sq",
+    }  # listed, though without a gradient
 
 
 def test_gradients_may_have_another_dtype_and_come_decoupled(device):
@@ -244,7 +263,9 @@ def test_a_loaded_optimizer_resumes(options, device, tmp_path):
     ours, params, _, _ = both(device, dtype, steps=3, **options)
     torch.save(ours.state_dict(), tmp_path / "optimizer.pt")
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
-    assert all(v.dtype in (torch.float32, torch.int16) for s in saved["state"].values() for v in s.values())
+    assert all(
+        v.dtype in (torch.float32, torch.int16) for s in saved["state"].values() for v in s.values()
+    )
     repeated = [torch.nn.Parameter(p.detach().clone()) for p in params]
     resumed = FusedAdam(repeated, lr=0.5, **options)
     resumed.load_state_dict(saved)
@@ -339,9 +360,15 @@ REJECTED = [
     ({"master_weights": True, "master_weight_dtype": torch.bfloat16}, "master_weight_dtype"),
     ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype"),
     ({"exp_avg_sq_dtype": torch.int8}, "exp_avg_sq_dtype"),
-    ({"capturable": True, "master_weights": True, "master_weight_dtype": torch.float16}, "capturable=True"),
+    (
+        {"capturable": True, "master_weights": True, "master_weight_dtype": torch.float16},
+        "capturable=True",
+    ),
     ({"capturable": True, "exp_avg_dtype": torch.float16}, "give torch.float32 for both"),
-    ({"capturable": True, "master_weights": True, "store_param_remainders": True}, "keeps no remainders"),
+    (
+        {"capturable": True, "master_weights": True, "store_param_remainders": True},
+        "keeps no remainders",
+    ),
 ]
 
 
@@ -357,7 +384,10 @@ def test_bad_numbers_and_gradients_are_rejected_with_nothing_changed(device):
             FusedAdam(parameters(device), **{name: float("inf")})
     with pytest.raises(ValueError, match=r"betas=.* are not two numbers"):
         FusedAdam(parameters(device), betas=(0.9, 1.0))
-    params = [*parameters(device), torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.float64))]
+    params = [
+        *parameters(device),
+        torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.float64)),
+    ]
     give_gradients(params)
     ours = FusedAdam(params)
     before = [p.detach().clone() for p in params]
@@ -383,7 +413,10 @@ def test_a_captured_step_is_replayed(device):
     params = parameters(device, shapes=((64, 64), (100,)))
     exact = as_float32(params)
     give_gradients(params, exact)
-    ours, theirs = FusedAdam(params, capturable=True), torch.optim.AdamW(exact, lr=1e-3, weight_decay=0.0)
+    ours, theirs = (
+        FusedAdam(params, capturable=True),
+        torch.optim.AdamW(exact, lr=1e-3, weight_decay=0.0),
+    )
     ours.step()
     theirs.step()
     graph = torch.cuda.CUDAGraph()

@@ -19,7 +19,9 @@ SHAPES = [(16, 32), (32, 16), (24, 24), (16, 32), (1, 8)]
 
 def parameters(shapes=SHAPES, dtype=torch.float32, seed: int = 3) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes
+    ]
 
 
 def set_gradients(params, seed: int) -> None:
@@ -39,7 +41,9 @@ def orthogonal(u: Tensor, steps: int = 5, coefficients=(3.4445, -4.775, 2.0315))
     return x if u.shape[0] <= u.shape[1] else x.T
 
 
-def reference_steps(start: Tensor, grads: list[Tensor], lr=0.02, decay=0.1, momentum=0.95) -> Tensor:
+def reference_steps(
+    start: Tensor, grads: list[Tensor], lr=0.02, decay=0.1, momentum=0.95
+) -> Tensor:
     """Nesterov steps on one matrix in float64."""
     p, m = start.double().clone(), torch.zeros_like(start, dtype=torch.float64)
     for grad in grads:
@@ -55,7 +59,12 @@ def reference_steps(start: Tensor, grads: list[Tensor], lr=0.02, decay=0.1, mome
 def test_single_matrices_equal_torch_bit_for_bit(dtype, nesterov, adjustment):
     for shape in SHAPES:
         ours, theirs = parameters([shape], dtype), parameters([shape], dtype)
-        settings = {"lr": 0.02, "weight_decay": 0.3, "nesterov": nesterov, "adjust_lr_fn": adjustment}
+        settings = {
+            "lr": 0.02,
+            "weight_decay": 0.3,
+            "nesterov": nesterov,
+            "adjust_lr_fn": adjustment,
+        }
         mine, reference = FusedMuon(ours, **settings), torch.optim.Muon(theirs, **settings)
         for step in range(4):
             set_gradients(ours, step)
@@ -86,7 +95,9 @@ def test_batches_of_equal_shapes_equal_the_iteration_in_float64():
             local.append(parameter.grad.clone())
         optimizer.step()
     for parameter, start, local in zip(params, starts, grads, strict=True):
-        torch.testing.assert_close(parameter.double(), reference_steps(start, local), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            parameter.double(), reference_steps(start, local), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_large_stacks_are_divided(monkeypatch):
@@ -94,7 +105,9 @@ def test_large_stacks_are_divided(monkeypatch):
     set_gradients(full, 1)
     set_gradients(divided, 1)
     FusedMuon(full, ns_dtype=torch.float32).step()
-    monkeypatch.setattr("transformer_engine.pytorch.optimizers.orthogonal_updates._STACKED", 8 * 16 * 2)
+    monkeypatch.setattr(
+        "transformer_engine.pytorch.optimizers.orthogonal_updates._STACKED", 8 * 16 * 2
+    )
     FusedMuon(divided, ns_dtype=torch.float32).step()
     for one, other in zip(full, divided, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
@@ -122,13 +135,17 @@ def test_parts_of_fused_weights_have_their_own_factors(split):
     FusedMuon([fused], lr=0.02, split=split, ns_dtype=torch.float32).step()
     repeats, begin = 16 // sum(split), 0
     for rows in split:
-        index = torch.cat([torch.arange(rows) + begin + repeat * sum(split) for repeat in range(repeats)])
+        index = torch.cat(
+            [torch.arange(rows) + begin + repeat * sum(split) for repeat in range(repeats)]
+        )
         expected = reference_steps(start[index], [grad[index]])
         torch.testing.assert_close(fused[index].double(), expected, rtol=1e-5, atol=1e-5)
         begin += rows
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=["current", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=["current", "mxfp8"]
+)
 def test_quantized_parameters_follow_their_masters(recipe):
     with te.emulate(), te.quantized_model_init(recipe=recipe):
         layer = te.Linear(64, 96, bias=False, device="cpu", params_dtype=torch.float32)
@@ -146,7 +163,10 @@ def test_quantized_parameters_follow_their_masters(recipe):
 
 
 def test_masters_of_bfloat16_parameters_do_not_lose_updates():
-    (narrow,), (wide,) = parameters([(16, 32)], torch.bfloat16), parameters([(16, 32)], torch.bfloat16)
+    (narrow,), (wide,) = (
+        parameters([(16, 32)], torch.bfloat16),
+        parameters([(16, 32)], torch.bfloat16),
+    )
     wide = torch.nn.Parameter(wide.detach().float())
     saved, reference = FusedMuon([narrow], lr=1e-5, master_weights=True), FusedMuon([wide], lr=1e-5)
     for step in range(5):
@@ -155,7 +175,9 @@ def test_masters_of_bfloat16_parameters_do_not_lose_updates():
         saved.step()
         reference.step()
     # The momentum has the gradient's dtype, bfloat16.
-    torch.testing.assert_close(saved.state[narrow]["master_param"], wide.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        saved.state[narrow]["master_param"], wide.detach(), rtol=0, atol=1e-6
+    )
     assert torch.equal(narrow, saved.state[narrow]["master_param"].bfloat16())
 
 
@@ -205,7 +227,9 @@ def test_orthogonal_factor_has_singular_values_near_one():
     parameter.data.zero_()
     set_gradients([parameter], 9)
     coefficients = get_coefficients(8, "polar_express")
-    FusedMuon([parameter], lr=1.0, ns_coefficients=coefficients, ns_steps=8, ns_dtype=torch.float32).step()
+    FusedMuon(
+        [parameter], lr=1.0, ns_coefficients=coefficients, ns_steps=8, ns_dtype=torch.float32
+    ).step()
     singular = torch.linalg.svdvals(parameter.detach().double())
     assert (singular - 1).abs().max() < 0.02
 

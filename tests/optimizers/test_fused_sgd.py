@@ -48,7 +48,9 @@ def test_parameters_of_16_bits_step_too(dtype, device):
     ours, theirs = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
     step_both(ours, theirs, params, exact)
     for p, q in zip(params, exact, strict=True):
-        torch.testing.assert_close(p.detach().float(), q.detach(), rtol=UNIT[dtype], atol=2 * UNIT[dtype])
+        torch.testing.assert_close(
+            p.detach().float(), q.detach(), rtol=UNIT[dtype], atol=2 * UNIT[dtype]
+        )
 
 
 def test_the_most_recent_scale_is_undone_once(device):
@@ -106,7 +108,10 @@ def test_a_rejected_step_changes_nothing(device):
     exact = torch.nn.Parameter(torch.ones(6, 4, device=device))
     how = {"momentum": 0.9, "dampening": 0.5}
     ours, theirs = FusedSGD([good, bad], 1.0, **how), torch.optim.SGD([exact], 1.0, **how)
-    good.grad, bad.grad = torch.ones_like(good), torch.ones(6, 4, dtype=torch.bfloat16, device=device).t()
+    good.grad, bad.grad = (
+        torch.ones_like(good),
+        torch.ones(6, 4, dtype=torch.bfloat16, device=device).t(),
+    )
     ours.most_recent_scale = 2.0
     for _ in range(2):
         with pytest.raises(ValueError, match="give contiguous tensors"):

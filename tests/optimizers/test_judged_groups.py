@@ -54,7 +54,12 @@ def same(one, other):
 BAD = {
     "lr None": ("lr", None, TypeError, "lr=None must be a number"),
     "lr NaN": ("lr", float("nan"), ValueError, "lr=nan is not finite"),
-    "lr of two": ("lr", torch.tensor([0.1, 0.2]), (TypeError, ValueError), "lr=a Tensor of shape [2]"),
+    "lr of two": (
+        "lr",
+        torch.tensor([0.1, 0.2]),
+        (TypeError, ValueError),
+        "lr=a Tensor of shape [2]",
+    ),
     "decay None": ("weight_decay", None, TypeError, "weight_decay=None must be a number"),
     "maximize": ("maximize", True, RuntimeError, "maximize=True in a parameter group"),
     "differentiable": ("differentiable", True, RuntimeError, "differentiable=True in"),
@@ -135,7 +140,9 @@ TORCHS = {
 )
 def test_a_state_of_torchs_that_steps_otherwise_is_rejected_with_nothing_changed(kind, options):
     optimizer = create_stepped_optimizer(kind)
-    theirs = TORCHS[kind]([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)], **options)
+    theirs = TORCHS[kind](
+        [{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)], **options
+    )
     give_gradients(theirs)
     theirs.step()
     before = everything(optimizer)
@@ -156,8 +163,16 @@ def test_a_state_of_torchs_without_momentum_is_loaded():
 
 
 SPOILED = {
-    "shape": (lambda s: s[1].update(exp_avg=torch.ones(7)), ValueError, "exp_avg of parameter 1 is [7]"),
-    "missing": (lambda s: s[1].pop("exp_avg_sq"), ValueError, "the state of parameter 1 has no exp_avg_sq"),
+    "shape": (
+        lambda s: s[1].update(exp_avg=torch.ones(7)),
+        ValueError,
+        "exp_avg of parameter 1 is [7]",
+    ),
+    "missing": (
+        lambda s: s[1].pop("exp_avg_sq"),
+        ValueError,
+        "the state of parameter 1 has no exp_avg_sq",
+    ),
     "dtype": (
         lambda s: s[1].update(exp_avg=torch.ones(3, dtype=torch.int32)),
         TypeError,
@@ -212,7 +227,10 @@ def test_a_momentum_of_another_shape_is_rejected_with_nothing_changed():
 
 @pytest.mark.parametrize("kind", ["adam", "capturable"])
 def test_a_cleared_state_starts_over(kind):
-    cleared, fresh = create_stepped_optimizer(kind, steps=5), create_stepped_optimizer(kind, steps=0)
+    cleared, fresh = (
+        create_stepped_optimizer(kind, steps=5),
+        create_stepped_optimizer(kind, steps=0),
+    )
     for old, new in zip(cleared.param_groups, fresh.param_groups, strict=True):
         old["params"][0].detach().copy_(new["params"][0].detach())
     cleared.state.clear()

@@ -18,7 +18,9 @@ WIDTH, ROWS, STEPS = 64, 32, 12
 
 def create_model(recipe, device, quantized=True, preserve=False):
     torch.manual_seed(5)
-    with te.quantized_model_init(enabled=quantized, recipe=recipe, preserve_high_precision_init_val=preserve):
+    with te.quantized_model_init(
+        enabled=quantized, recipe=recipe, preserve_high_precision_init_val=preserve
+    ):
         return torch.nn.Sequential(
             te.Linear(WIDTH, 2 * WIDTH, params_dtype=torch.bfloat16, device=device),
             torch.nn.GELU(),
@@ -29,7 +31,9 @@ def create_model(recipe, device, quantized=True, preserve=False):
 def train(model, optimizer, recipe, device, steps=STEPS):
     """Train towards a fixed target; return the losses."""
     generator = torch.Generator().manual_seed(3)
-    x, target = (torch.randn(ROWS, WIDTH, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    x, target = (
+        torch.randn(ROWS, WIDTH, generator=generator).to(device, torch.bfloat16) for _ in range(2)
+    )
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -63,7 +67,9 @@ def test_masters_begin_with_the_values_before_quantization_where_they_were_kept(
     initial = weight.get_high_precision_init_val()
     optimizer = FusedAdam(model.parameters(), master_weights=True)
     optimizer.initialize_state(weight)
-    assert torch.equal(optimizer.state[weight]["master_param"], weight.dequantize(dtype=torch.float32))
+    assert torch.equal(
+        optimizer.state[weight]["master_param"], weight.dequantize(dtype=torch.float32)
+    )
     optimizer.set_scaled_state(weight, "master_param", initial.float().to(device))
     weight.clear_high_precision_init_val()
     assert torch.equal(optimizer.master_values(weight).cpu(), initial.float())
@@ -89,7 +95,9 @@ def test_a_loaded_model_and_its_optimizer_resume(name, device, tmp_path):
     model = create_model(recipe, device)
     optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
     train(model, optimizer, recipe, device, steps=3)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt"
+    )
     saved = torch.load(tmp_path / "all.pt", weights_only=False)
     other = create_model(recipe, device)
     resumed = FusedAdam(other.parameters(), lr=1.0, master_weights=True)
@@ -124,7 +132,9 @@ def test_codes_moved_to_another_buffer_are_trained(device):
     buffer = torch.empty_like(weight._data)
     replace_raw_data(weight, buffer)
     before = buffer.clone()
-    train(model, FusedAdam(model.parameters(), lr=1e-2, master_weights=True), recipe, device, steps=1)
+    train(
+        model, FusedAdam(model.parameters(), lr=1e-2, master_weights=True), recipe, device, steps=1
+    )
     assert weight._data is buffer and not torch.equal(buffer, before)
 
 
@@ -153,7 +163,9 @@ def test_capturable_steps_train_quantized_parameters_and_skip_overflows(name, de
     losses = []
     for capturable in (True, False):
         model = create_model(recipe, device)
-        optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True, capturable=capturable)
+        optimizer = FusedAdam(
+            model.parameters(), lr=3e-3, master_weights=True, capturable=capturable
+        )
         losses.append(train(model, optimizer, recipe, device, steps=4))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     model = create_model(recipe, device)
@@ -178,4 +190,6 @@ def parts(parameter):
     """A parameter's codes and scales as bytes."""
     if not isinstance(parameter, te.QuantizedTensor):
         return [parameter.detach().clone().view(torch.uint8)]
-    return [p.clone().view(torch.uint8) for p in parameter.as_storage().flatten()[0] if p is not None]
+    return [
+        p.clone().view(torch.uint8) for p in parameter.as_storage().flatten()[0] if p is not None
+    ]

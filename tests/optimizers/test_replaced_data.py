@@ -107,7 +107,9 @@ def test_a_gradient_of_the_earlier_size_raises(kind, device):
     optimizer, params = train_parameters(kind, device)
     give_gradients(params)
     params[1].data = torch.randn(3, 4, device=device)
-    with raising_with_nothing_changed(optimizer, params, r"a parameter is \[3, 4\], its gradient \[6, 4\]"):
+    with raising_with_nothing_changed(
+        optimizer, params, r"a parameter is \[3, 4\], its gradient \[6, 4\]"
+    ):
         optimizer.step()
 
 
@@ -190,7 +192,9 @@ def test_masters_follow_data_of_another_dtype(kind, first, then, device):
         theirs.step()
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(optimizer.master_values(p).double(), q.detach(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            optimizer.master_values(p).double(), q.detach(), rtol=1e-2, atol=1e-2
+        )
     saved, before = copy.deepcopy(optimizer.state_dict()), values(optimizer, params)
     optimizer.load_state_dict(saved)
     assert_same(values(optimizer, params), before)

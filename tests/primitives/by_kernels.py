@@ -14,7 +14,9 @@ from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import Table, binding, use_backend
 from transformer_engine.pytorch.primitives.activation import DEFAULT_PARAMS
 from transformer_engine.pytorch.primitives.activation import triton as activation_triton
-from transformer_engine.pytorch.primitives.activation.request import make_request as activation_request
+from transformer_engine.pytorch.primitives.activation.request import (
+    make_request as activation_request,
+)
 from transformer_engine.pytorch.primitives.norm import triton as norm_triton
 from transformer_engine.pytorch.primitives.norm.reference import make_request as norm_request
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec

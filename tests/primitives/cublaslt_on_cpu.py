@@ -87,7 +87,9 @@ class CublasLt:
     def matrix_layout_create(self, data_type: int, rows: int, columns: int, leading: int) -> int:
         if leading < rows:
             raise cuBLASLtError("the leading dimension is smaller than a column")
-        return self._add({"dtype": _DTYPES[data_type], "rows": rows, "columns": columns, "leading": leading})
+        return self._add(
+            {"dtype": _DTYPES[data_type], "rows": rows, "columns": columns, "leading": leading}
+        )
 
     def matrix_layout_destroy(self, layout: int) -> None:
         del self.alive[layout]
@@ -98,9 +100,13 @@ class CublasLt:
     def matmul_desc_destroy(self, descriptor: int) -> None:
         del self.alive[descriptor]
 
-    def matmul_desc_set_attribute(self, descriptor: int, attribute: int, buffer: int, size: int) -> None:
+    def matmul_desc_set_attribute(
+        self, descriptor: int, attribute: int, buffer: int, size: int
+    ) -> None:
         name = MatmulDescAttribute(attribute).name
-        value = int.from_bytes(ctypes.string_at(buffer, size), "little", signed=not name.endswith("POINTER"))
+        value = int.from_bytes(
+            ctypes.string_at(buffer, size), "little", signed=not name.endswith("POINTER")
+        )
         self.alive[descriptor][name] = value
 
     def matmul_preference_create(self) -> int:
@@ -129,10 +135,27 @@ class CublasLt:
             raise cuBLASLtError("the algorithm does not fit")
 
     def matmul(
-        self, handle, descriptor, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm,
-        workspace, workspace_bytes, stream,
-    ) -> None:  # fmt: skip
-        what, left, right, result = (self.alive[x] for x in (descriptor, a_layout, b_layout, d_layout))
+        self,
+        handle,
+        descriptor,
+        alpha,
+        a,
+        a_layout,
+        b,
+        b_layout,
+        beta,
+        c,
+        c_layout,
+        d,
+        d_layout,
+        algorithm,
+        workspace,
+        workspace_bytes,
+        stream,
+    ) -> None:
+        what, left, right, result = (
+            self.alive[x] for x in (descriptor, a_layout, b_layout, d_layout)
+        )
         narrow = result["dtype"].itemsize == 1
         assert handle == 7 and (c == 0 if narrow else (c == d and c_layout == d_layout))
         assert not narrow or self.alive[c_layout]["dtype"] in (torch.bfloat16, torch.float16)
@@ -178,7 +201,12 @@ def _epilogue(product: torch.Tensor, what: dict, dtype: torch.dtype) -> torch.Te
         product = product + bias[:, None]
     aux = None
     if "AUX" in name or name.startswith("DGELU"):
-        layout = {"rows": rows, "columns": columns, "leading": what["EPILOGUE_AUX_LD"], "dtype": dtype}
+        layout = {
+            "rows": rows,
+            "columns": columns,
+            "leading": what["EPILOGUE_AUX_LD"],
+            "dtype": dtype,
+        }
         assert layout["leading"] % 8 == 0 and layout["leading"] >= rows
         aux = _matrix(what["EPILOGUE_AUX_POINTER"], layout)
     if name.startswith("GELU"):
@@ -225,7 +253,9 @@ def _scaled(codes: torch.Tensor, what: dict, side: str) -> torch.Tensor:
         return codes.float() * scale.repeat_interleave(128, 0)
     padded = -(-blocks // 4) * 4  # BLK128x128_32F: blocks along K follow each other, padded to 4
     scale = (
-        _memory(address, padded * (lines // 128), torch.float32).view(lines // 128, padded)[:, :blocks].t()
+        _memory(address, padded * (lines // 128), torch.float32)
+        .view(lines // 128, padded)[:, :blocks]
+        .t()
     )
     return codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
@@ -236,7 +266,14 @@ def _read_swizzled_factors(address: int, depth: int, lines: int, length: int) ->
     columns = -(-depth // length)
     tiles = -(-columns // 4)
     line, column = torch.arange(lines)[None, :], torch.arange(columns)[:, None]
-    places = (line // 128 * tiles + column // 4) * 512 + line % 32 * 16 + line % 128 // 32 * 4 + column % 4
+    places = (
+        (line // 128 * tiles + column // 4) * 512
+        + line % 32 * 16
+        + line % 128 // 32 * 4
+        + column % 4
+    )
     found = _memory(address, -(-lines // 128) * tiles * 512, torch.uint8)[places]
-    factors = found.view(torch.float8_e4m3fn).float() if length == 16 else torch.exp2(found.float() - 127)
+    factors = (
+        found.view(torch.float8_e4m3fn).float() if length == 16 else torch.exp2(found.float() - 127)
+    )
     return factors.repeat_interleave(length, 0)[:depth]

@@ -23,7 +23,12 @@ from transformer_engine.common.kernels import (
 from transformer_engine.common.kernels.launch import Launch
 
 TOTAL, N, K, GROUPS = 4096, 512, 1024, 16
-SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
+SHARED = {
+    80: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+}  # bytes that one program may have
 HALF, CODES, GRADIENTS, SCALES = "*bf16", "*fp8e4nv", "*fp8e5", "*fp32"
 INDICES, ADDRESSES = "*i32", "*i64"
 LEFT_OUT = {
@@ -38,14 +43,24 @@ def products(shared: int, quantized: bool) -> Iterator[tuple[str, Launch, dict[s
         exact = name == "tensor"
         a, b = (GRADIENTS, CODES) if exact else (CODES, CODES) if scaling else (HALF, HALF)
         scale = SCALES if scaling else None
-        rows = {"a": a, "b": b, "table": None if scaling else ADDRESSES, "scale_a": scale, "scale_b": scale}
+        rows = {
+            "a": a,
+            "b": b,
+            "table": None if scaling else ADDRESSES,
+            "scale_a": scale,
+            "scale_b": scale,
+        }
         rows |= {"bias": None, "layout": INDICES, "out": HALF}
         options = {"scaling": scaling, "exact": exact, "shared_memory": shared}
-        product = grouped_gemm.product_of_rows(TOTAL, N, K, GROUPS, by_address=not scaling, **options)
+        product = grouped_gemm.product_of_rows(
+            TOTAL, N, K, GROUPS, by_address=not scaling, **options
+        )
         yield f"rows-{name}", product, rows
         columns = {"a": a, "b": b, "scale_a": scale, "scale_b": scale, "layout": INDICES}
         columns |= {"table": ADDRESSES, "out": SCALES}
-        record = grouped_gemm.product_of_columns(N, K, GROUPS, accumulates=True, by_address=True, **options)
+        record = grouped_gemm.product_of_columns(
+            N, K, GROUPS, accumulates=True, by_address=True, **options
+        )
         yield f"columns-{name}", record, columns
 
 
@@ -71,7 +86,9 @@ def casts() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
 def main() -> None:
     facts = {}
     for capability, shared in SHARED.items():
-        cases = list(products(shared, capability >= 89)) + (list(casts()) if capability >= 90 else [])
+        cases = list(products(shared, capability >= 89)) + (
+            list(casts()) if capability >= 90 else []
+        )
         if "--all" not in sys.argv:
             cases = [case for case in cases if case[0] not in LEFT_OUT.get(capability, ())]
         for name, record, pointers in cases:

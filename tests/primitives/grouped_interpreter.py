@@ -38,14 +38,20 @@ def slots() -> ScaleSlots:
     return ScaleSlots(torch.arange(1.0, 13.0), torch.zeros(2, 12), 3, 2)
 
 
-def quantized(name: str, spec: QuantizeSpec, values, groups, tiled: bool = False) -> dict[str, bool]:
+def quantized(
+    name: str, spec: QuantizeSpec, values, groups, tiled: bool = False
+) -> dict[str, bool]:
     """Compare the kernels' codes, scales and recorded maxima with a loop over groups."""
     ours, theirs = (slots(), slots()) if "given" in name else (None, None)
     by_matrices = isinstance(values, Matrices)
-    count, shape = (len(values.tensors), values.shape) if by_matrices else (groups.count, tuple(values.shape))
+    count, shape = (
+        (len(values.tensors), values.shape) if by_matrices else (groups.count, tuple(values.shape))
+    )
     places = None if ours is None else (ours.stride, ours.offset)
     cpu = torch.device("cpu")
-    request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, cpu, places, tiled)
+    request = GroupedQuantizeRequest(
+        spec, by_matrices, count, shape, torch.bfloat16, cpu, places, tiled
+    )
     result = triton.bind(request)(values, groups, ours)
     expected = reference.BACKEND.bind(request)(values, groups, theirs)
     pairs = zip(result, expected, strict=True)
@@ -120,7 +126,11 @@ def products() -> dict[str, bool]:
     expected_dw = torch.stack([grad.t() @ part for part, grad, _, _ in parts]) + 1
     return {
         f"product {name}": torch.allclose(result, expected, rtol=1e-3, atol=1e-3)
-        for name, result, expected in (("y", y, expected_y), ("dx", dx, expected_dx), ("dw", dw, expected_dw))
+        for name, result, expected in (
+            ("y", y, expected_y),
+            ("dx", dx, expected_dx),
+            ("dw", dw, expected_dw),
+        )
     }
 
 

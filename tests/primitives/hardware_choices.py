@@ -78,7 +78,9 @@ def dense(a: Side, b: Side, accumulates: bool, hardware: Hardware) -> str:
     )
     out = torch.empty(256, 384) if accumulates else None
     request = GemmRequest.of(left, right, Epilogue(torch.bfloat16, out=out, accumulate=accumulates))
-    return choose_backend(TABLE, dataclasses.replace(request, device="cuda", hardware=hardware, index=0))
+    return choose_backend(
+        TABLE, dataclasses.replace(request, device="cuda", hardware=hardware, index=0)
+    )
 
 
 def grouped(a: Side, b: Side, along: str) -> str:
@@ -93,7 +95,9 @@ def grouped(a: Side, b: Side, along: str) -> str:
 
 
 def choose_backend(table: Table, request) -> str:
-    return next(row.name for row in table.candidates(request) if row.rejection_reason(request) is None)
+    return next(
+        row.name for row in table.candidates(request) if row.rejection_reason(request) is None
+    )
 
 
 def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
@@ -103,7 +107,9 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
         mock.patch.object(launch, "missing", lambda hardware: None),
         mock.patch.object(optional, "release", lambda name: version),
         mock.patch.object(
-            cublaslt_library, "missing", lambda: None if libraries else "nvmath-python is not installed"
+            cublaslt_library,
+            "missing",
+            lambda: None if libraries else "nvmath-python is not installed",
         ),
         mock.patch.object(cublaslt_library, "bindings", CublasLt),
         mock.patch.object(grouped_library, "current_hardware", lambda: hardware),
@@ -147,7 +153,11 @@ def whole_table() -> dict[str, dict[str, Any]]:
     """The product table, with the layers from one process per row and library set."""
     return {
         architecture: products
-        | {"layers": {name: run_choices(architecture, *options) for name, options in SIMULATIONS.items()}}
+        | {
+            "layers": {
+                name: run_choices(architecture, *options) for name, options in SIMULATIONS.items()
+            }
+        }
         for architecture, products in table().items()
     }
 

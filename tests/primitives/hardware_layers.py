@@ -52,17 +52,28 @@ def _input(*shape: int) -> torch.Tensor:
 
 def _transformer_layer(**options: Any) -> tuple[Any, tuple[Any, ...]]:
     layer = te.TransformerLayer(
-        WIDTH, 2 * WIDTH, HEADS, attention_dropout=0.0, hidden_dropout=0.1, params_dtype=BF16, **options
+        WIDTH,
+        2 * WIDTH,
+        HEADS,
+        attention_dropout=0.0,
+        hidden_dropout=0.1,
+        params_dtype=BF16,
+        **options,
     )
     return layer, (_input(TOKENS, BATCH, WIDTH),)
 
 
 def _llama_layer() -> tuple[Any, tuple[Any, ...]]:
-    return _transformer_layer(activation="swiglu", normalization="RMSNorm", bias=False, num_gqa_groups=2)
+    return _transformer_layer(
+        activation="swiglu", normalization="RMSNorm", bias=False, num_gqa_groups=2
+    )
 
 
 def _grouped_linear() -> tuple[Any, tuple[Any, ...]]:
-    return te.GroupedLinear(GROUPS, WIDTH, WIDTH, params_dtype=BF16), (_input(sum(ROWS), WIDTH), ROWS)
+    return te.GroupedLinear(GROUPS, WIDTH, WIDTH, params_dtype=BF16), (
+        _input(sum(ROWS), WIDTH),
+        ROWS,
+    )
 
 
 def _operations() -> tuple[Any, tuple[Any, ...]]:
@@ -103,7 +114,10 @@ def _accumulating_linear() -> tuple[Any, tuple[Any, ...]]:
 
 def _accumulating_grouped_linear() -> tuple[Any, tuple[Any, ...]]:
     options = {"bias": False, "params_dtype": BF16, "fuse_wgrad_accumulation": True}
-    return _accumulating(te.GroupedLinear(GROUPS, WIDTH, WIDTH, **options)), (_input(sum(ROWS), WIDTH), ROWS)
+    return _accumulating(te.GroupedLinear(GROUPS, WIDTH, WIDTH, **options)), (
+        _input(sum(ROWS), WIDTH),
+        ROWS,
+    )
 
 
 # Their products are those of the layers above, added to float32 gradients: kernels of their own, equal backends.
@@ -153,7 +167,8 @@ def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]
         for _ in train(layer, recipe):
             current = found["backward"]
     return {
-        name: {op: ", ".join(names) for op, names in sorted(used.items())} for name, used in found.items()
+        name: {op: ", ".join(names) for op, names in sorted(used.items())}
+        for name, used in found.items()
     }
 
 
@@ -174,7 +189,9 @@ def choices() -> Choices:
 def run_choices(architecture: str, *options: str) -> Choices:
     """Choices on a simulated GPU, from a separate process."""
     arguments = ["-W", "ignore", "-m", __name__, architecture, *options]
-    return json.loads(forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300))
+    return json.loads(
+        forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300)
+    )
 
 
 def simulation(arguments: list[str]) -> Simulation:

@@ -46,7 +46,9 @@ HOPPER_BLOCK = r"wgmma\.mma_async\S*e4m3\.e4m3"
 DECODED_BLOCK = r"mma\.sync\S*\.f16\.f16"  # for codes, which float16 represents exactly
 ANY = re.compile(r"(?:tcgen05\.mma|mma\.sync|wgmma\.mma_async)\.[\w.:]*")
 # For operand and scale descriptors; scales reach tensor memory without registers.
-COPIED = re.compile(r"cp\.async\.bulk\.tensor\.2d\.(?s:.*)cp\.async\.bulk\.tensor\.5d\.(?s:.*)tcgen05\.cp")
+COPIED = re.compile(
+    r"cp\.async\.bulk\.tensor\.2d\.(?s:.*)cp\.async\.bulk\.tensor\.5d\.(?s:.*)tcgen05\.cp"
+)
 WITH_TMA = TmaOptions(True, True)
 SHAPES = {
     "large": (4096, 4096, 4096),
@@ -76,7 +78,9 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                     yield "mxfp8", f"copied {title}", record, pointers
             if row.has("nvfp4 products") and scaled and (every or name != "few rows"):
                 sides = Side(m, k // 2, "e2m1", 1), Side(n, k // 2, "e2m1", 1)
-                record = kernels.product(*sides, k, n, length=16, packing=2, factor=0.1, epilogue=after)
+                record = kernels.product(
+                    *sides, k, n, length=16, packing=2, factor=0.1, epilogue=after
+                )
                 pointers = ["u8", "u8", "u8", "u8", "fp32", "fp32", *end]
                 yield "nvfp4", title, record, pointers
                 if row.has("tensor memory"):
@@ -88,7 +92,12 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 strides = (k // 128, 1) if unit == 128 else (1, n)
                 sides = Side(m, k, "e4m3", 0, 1, (1, m)), Side(n, k, "e4m3", 0, unit, strides)
                 record = promoted_product.block_product(*sides, k, n, epilogue=after)
-                yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
+                yield (
+                    "block",
+                    f"{title} {unit}",
+                    record,
+                    ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end],
+                )
                 if row.has("mxfp8 products") and scaled and (every or name == "tail"):
                     record = kernels.exponent_product(*sides, k, n, epilogue=after)
                     pointers = ["fp8e4nv", "fp8e4nv", "fp32", "fp32", None, None, *end]
@@ -121,11 +130,23 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
             if every or name == "grouped rows":
                 for tma in {False, row.has("tensor memory")}:
                     record = grouped_scaled.product_of_rows(4096, 2048, depth, 8, scales, tma=tma)
-                    yield kind, f"{'tma ' * tma}{name}", record, [*codes, "i32", *factors, "bf16", "bf16"]
+                    yield (
+                        kind,
+                        f"{'tma ' * tma}{name}",
+                        record,
+                        [*codes, "i32", *factors, "bf16", "bf16"],
+                    )
         options = {"accumulates": True, "by_address": True}
         for tma in {False, row.has("tensor memory")}:
-            record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, scales, **options, tma=tma)
-            yield kind, f"{'tma ' * tma}grouped columns", record, [*codes, *factors, "i32", "i64", "fp32"]
+            record = grouped_scaled.product_of_columns(
+                4096, 2048, 2048, 8, scales, **options, tma=tma
+            )
+            yield (
+                kind,
+                f"{'tma ' * tma}grouped columns",
+                record,
+                [*codes, *factors, "i32", "i64", "fp32"],
+            )
     # Groups with one scale per codes tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")
@@ -145,7 +166,9 @@ def compiled(launch: Launch, dtypes: list[str | None], row: Hardware):
     constants |= {name: None for name, dtype in pointers.items() if dtype is None}
     constants |= {name: 1 for name, value in numbers.items() if type(value) is int and value == 1}
     kinds = {name: f"*{dtype}" for name, dtype in pointers.items()}
-    kinds |= {name: "fp32" if isinstance(value, float) else "i32" for name, value in numbers.items()}
+    kinds |= {
+        name: "fp32" if isinstance(value, float) else "i32" for name, value in numbers.items()
+    }
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     aligned = {
         (index,): [["tt.divisibility", 16]]

@@ -99,7 +99,11 @@ def products(
     name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int
 ) -> dict[str, float]:
     a, b = operand(spec_a, m, k), operand(spec_b, n, k)
-    special = {"block": triton.run_blocks, "exponents": triton.run_exponents, "decoded": triton.run_decoded}
+    special = {
+        "block": triton.run_blocks,
+        "exponents": triton.run_exponents,
+        "decoded": triton.run_decoded,
+    }
     run: Callable[..., torch.Tensor] = special.get(name.partition(" ")[0], triton.run_scaled)
     bias = torch.randn(n).bfloat16()
     results = {name: error(run(a, b, Epilogue(torch.float32, bias)), a, b, bias.double())}
@@ -139,7 +143,9 @@ def compare_tma(
         for tma in (False, True):
             wide, saved = torch.full((m, n + 16), 2.0), torch.full((m, n), 2.0).bfloat16()
             if ending == "added":
-                triton.run_scaled(a, b, Epilogue(torch.float32, out=wide[:, :n], accumulate=True), tma=tma)
+                triton.run_scaled(
+                    a, b, Epilogue(torch.float32, out=wide[:, :n], accumulate=True), tma=tma
+                )
             else:
                 activation = {
                     "gelu": triton.Activation("gelu", None, saved),
@@ -152,7 +158,9 @@ def compare_tma(
         half = len(results) // 2
         different = sum((x != y).sum() for x, y in zip(results[:half], results[half:], strict=True))
         found[f"copied {name}, {ending}"] = float(different)
-        found[f"copied {name}, {ending} kernels"] = float(kernels != ["product_kernel", "tma_product_kernel"])
+        found[f"copied {name}, {ending} kernels"] = float(
+            kernels != ["product_kernel", "tma_product_kernel"]
+        )
     return found
 
 
@@ -188,7 +196,9 @@ def orders() -> dict[str, float]:
         scale = torch.randint(1, 256, (columns, rows), dtype=torch.uint8).t()
         result = torch.full((swizzled_scales.swizzled_size(rows, columns),), 7, dtype=torch.uint8)
         launch.start(
-            swizzled_scales.swizzle(rows, columns, (scale.stride(0), scale.stride(1))), (scale, result), -1
+            swizzled_scales.swizzle(rows, columns, (scale.stride(0), scale.stride(1))),
+            (scale, result),
+            -1,
         )
         found[f"order {rows} x {columns}"] = float((result != swizzled(scale).flatten()).sum())
         back = torch.zeros(rows * columns, dtype=torch.uint8)
@@ -199,7 +209,9 @@ def orders() -> dict[str, float]:
         assert x.scale is not None and x.format is not None and x.format.block is not None
         x.scale.view(-1)[0] = 2.0**-127
         expected = swizzle_operand_scale(x)
-        record = swizzled_scales.swizzle_exponents(rows, -(-depth // 32), x.scale.stride(), x.format.block[0])  # pyright: ignore
+        record = swizzled_scales.swizzle_exponents(
+            rows, -(-depth // 32), x.scale.stride(), x.format.block[0]
+        )  # pyright: ignore
         result = torch.full((expected.numel(),), 7, dtype=torch.uint8)
         launch.start(record, (x.scale, result), -1)
         found[f"order of exponents {x.format.name}"] = float((result != expected.flatten()).sum())
@@ -258,10 +270,20 @@ def grouped(
         by_tma = out.clone()
         for tma, result in ((False, out), (True, by_tma)):
             record = grouped_scaled.product_of_rows(*shape, tma=tma)
-            launch.start(record, (left.codes, right.codes, groups.layout, *factors, added, result), -1)
+            launch.start(
+                record, (left.codes, right.codes, groups.layout, *factors, added, result), -1
+            )
         different += int((by_tma != out).sum())
     left, right = columns[1], columns[0]
-    inputs = (left.codes, right.codes, left.scale, right.scale, left.amax, right.amax, groups.layout)
+    inputs = (
+        left.codes,
+        right.codes,
+        left.scale,
+        right.scale,
+        left.amax,
+        right.amax,
+        groups.layout,
+    )
     shape = (total, n, k, count, scales(left, right))
     by_tma = dw.clone()
     for tma, result in ((False, dw), (True, by_tma)):

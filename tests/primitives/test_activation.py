@@ -134,7 +134,9 @@ def test_every_backend_agrees_with_the_reference(backend, name, dtype, device):
     results = []
     for choice in ("reference", backend):
         with use_backend(activation=choice):
-            results.append((activation_forward(name, x, TIGHT), activation_backward(name, dy, x, TIGHT)))
+            results.append(
+                (activation_forward(name, x, TIGHT), activation_backward(name, dy, x, TIGHT))
+            )
     for expected, actual in zip(*results, strict=True):
         _close(actual, expected.double(), dtype)
 

@@ -40,7 +40,9 @@ def _inputs(name, shape, dtype):
 
 def _close(actual, expected, magnitude):
     tolerance = ROUNDED[actual.dtype]
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=1e-6 * magnitude)
+    torch.testing.assert_close(
+        actual.float(), expected.float(), rtol=tolerance, atol=1e-6 * magnitude
+    )
 
 
 @runs_kernels
@@ -60,7 +62,9 @@ def test_values_and_gradients_equal_the_reference_to_the_last_place(name, shape,
 @runs_kernels
 @NAMES
 def test_extreme_values_equal_the_reference(name):
-    special = torch.tensor([0.0, -0.0, 1e4, -1e4, 88.0, -88.0, 2.0, -2.0, float("nan"), float("inf")])
+    special = torch.tensor(
+        [0.0, -0.0, 1e4, -1e4, 88.0, -88.0, 2.0, -2.0, float("nan"), float("inf")]
+    )
     x = special.repeat(2).to(DEVICE) if ACTIVATIONS[name].gated else special.to(DEVICE)
     dy = torch.ones(special.shape[0], device=DEVICE)
     actual = kernels.activation_forward(name, x, PARAMS)
@@ -75,8 +79,14 @@ def test_extreme_values_equal_the_reference(name):
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_strided_inputs_are_bitwise_equal_to_contiguous_ones(name):
     x, dy = _inputs(name, (6, 40), torch.bfloat16)
-    y, dx = kernels.activation_forward(name, x, PARAMS), kernels.activation_backward(name, dy, x, PARAMS)
-    for separate in (lambda t: torch.cat((t, t), dim=1)[:, : t.shape[1]], lambda t: t.t().contiguous().t()):
+    y, dx = (
+        kernels.activation_forward(name, x, PARAMS),
+        kernels.activation_backward(name, dy, x, PARAMS),
+    )
+    for separate in (
+        lambda t: torch.cat((t, t), dim=1)[:, : t.shape[1]],
+        lambda t: t.t().contiguous().t(),
+    ):
         assert not separate(x).is_contiguous()
         assert torch.equal(kernels.activation_forward(name, separate(x), PARAMS), y)
         assert torch.equal(kernels.activation_backward(name, separate(dy), separate(x), PARAMS), dx)
@@ -104,5 +114,7 @@ def test_compiled_code_launches_the_same_kernels_without_a_graph_break():
 
 
 def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
-    request = ActivationRequest("gelu", False, torch.Size((2, 8)), (8, 1), torch.float32, torch.device("cpu"))
+    request = ActivationRequest(
+        "gelu", False, torch.Size((2, 8)), (8, 1), torch.float32, torch.device("cpu")
+    )
     assert "on cpu" in (triton.unsupported_reason(request) or "")

@@ -21,7 +21,10 @@ from transformer_engine.pytorch.primitives.cross_entropy.reference import count_
 
 kernels = Kernels(cross_entropy, "cross_entropy")
 SHAPES = parametrize_sizes(
-    "shape", [(1, 1), (3, 17), (5, 130), (2, 20001)], [(4096, 1000), (300, 128256), (8, 262144)], ids=str
+    "shape",
+    [(1, 1), (3, 17), (5, 130), (2, 20001)],
+    [(4096, 1000), (300, 128256), (8, 262144)],
+    ids=str,
 )
 IGNORED = -100
 
@@ -51,9 +54,14 @@ def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, smoothing):
         expected_value = reference.gradient(x, targets, of_rows, factor, labels, False)
         dx = kernels.cross_entropy_gradient(x, targets, statistics, factor, labels)
         assert dx.dtype == dtype and dx.data_ptr() != x.data_ptr()
-        torch.testing.assert_close(dx.float(), expected_value.float(), rtol=ROUNDED[dtype], atol=1e-7)
+        torch.testing.assert_close(
+            dx.float(), expected_value.float(), rtol=ROUNDED[dtype], atol=1e-7
+        )
         local = x.clone()
-        assert kernels.cross_entropy_gradient(local, targets, statistics, factor, labels, True) is local
+        assert (
+            kernels.cross_entropy_gradient(local, targets, statistics, factor, labels, True)
+            is local
+        )
         assert torch.equal(local, dx)
 
 
@@ -80,22 +88,29 @@ def test_a_gradient_is_multiplied_in_place(shape, dtype):
     for factor in (1.0, 0.3, 0.0):
         local = gradient.clone()
         assert kernels.cross_entropy_rescaled(local, torch.tensor([factor], device=DEVICE)) is local
-        assert torch.equal(local, (gradient.float() * torch.tensor(factor, device=DEVICE)).to(dtype))
+        assert torch.equal(
+            local, (gradient.float() * torch.tensor(factor, device=DEVICE)).to(dtype)
+        )
 
 
 def test_columns_on_two_ranks_give_the_full_loss_and_gradient(device):
     x, targets, labels = sample((6, 24), torch.float32, device)
     halves = [(x[:, :10].contiguous(), 0), (x[:, 10:].contiguous(), 10)]
     partials = [
-        cross_entropy_statistics(part, targets, labels._replace(first=first)) for part, first in halves
+        cross_entropy_statistics(part, targets, labels._replace(first=first))
+        for part, first in halves
     ]
     loss, statistics = cross_entropy_losses(torch.cat(partials), targets, labels)
-    full, of_whole = cross_entropy_losses(cross_entropy_statistics(x, targets, labels), targets, labels)
+    full, of_whole = cross_entropy_losses(
+        cross_entropy_statistics(x, targets, labels), targets, labels
+    )
     torch.testing.assert_close(loss, full)
     torch.testing.assert_close(statistics, of_whole)
     one = torch.ones(1, device=device)
     parts = [
-        cross_entropy.cross_entropy_gradient(part, targets, statistics, one, labels._replace(first=first))
+        cross_entropy.cross_entropy_gradient(
+            part, targets, statistics, one, labels._replace(first=first)
+        )
         for part, first in halves
     ]
     expected = cross_entropy.cross_entropy_gradient(x, targets, of_whole, one, labels)
@@ -103,7 +118,9 @@ def test_columns_on_two_ranks_give_the_full_loss_and_gradient(device):
 
 
 def test_few_rows_are_split_into_strips():
-    assert [count_strips(*shape) for shape in ((8192, 128256), (1024, 128256), (64, 128256), (1, 100))] == [
+    assert [
+        count_strips(*shape) for shape in ((8192, 128256), (1024, 128256), (64, 128256), (1, 100))
+    ] == [
         1,
         1,
         16,

@@ -27,7 +27,11 @@ from transformer_engine.pytorch.primitives.gemm import (
     plain,
     tuning,
 )
-from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, MatrixLayout, requests_tuning
+from transformer_engine.pytorch.primitives.gemm.request import (
+    GemmRequest,
+    MatrixLayout,
+    requests_tuning,
+)
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 
@@ -45,7 +49,9 @@ def library(monkeypatch):
 
 def h200_request(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
     """The request as it would be for the same tensors on an H200."""
-    return dataclasses.replace(GemmRequest.of(a, b, epilogue), device="cuda", hardware=nvidia(9, 0), index=0)
+    return dataclasses.replace(
+        GemmRequest.of(a, b, epilogue), device="cuda", hardware=nvidia(9, 0), index=0
+    )
 
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
@@ -74,9 +80,18 @@ PAIRS = {
     "bf16": lambda: (plain(torch.randn(48, 64).bfloat16()), plain(torch.randn(32, 64).bfloat16())),
     "fp16": lambda: (plain(torch.randn(48, 64).half()), plain(torch.randn(32, 64).half())),
     "fp32": lambda: (plain(torch.randn(48, 64)), plain(torch.randn(32, 64))),
-    "a.t": lambda: (plain(torch.randn(64, 48).bfloat16().t()), plain(torch.randn(32, 64).bfloat16())),
-    "b.t": lambda: (plain(torch.randn(48, 64).bfloat16()), plain(torch.randn(64, 32).bfloat16().t())),
-    "both.t": lambda: (plain(torch.randn(64, 48).bfloat16().t()), plain(torch.randn(64, 32).bfloat16().t())),
+    "a.t": lambda: (
+        plain(torch.randn(64, 48).bfloat16().t()),
+        plain(torch.randn(32, 64).bfloat16()),
+    ),
+    "b.t": lambda: (
+        plain(torch.randn(48, 64).bfloat16()),
+        plain(torch.randn(64, 32).bfloat16().t()),
+    ),
+    "both.t": lambda: (
+        plain(torch.randn(64, 48).bfloat16().t()),
+        plain(torch.randn(64, 32).bfloat16().t()),
+    ),
     "slices": lambda: (
         plain(torch.randn(48, 96).bfloat16()[:, :64]),
         plain(torch.randn(64, 80).bfloat16()[:, 16:48].t()),
@@ -123,14 +138,17 @@ def test_a_bias_is_cast_to_the_dtype_that_the_library_reads(library):
     a, b = PAIRS["bf16"]()
     bias = torch.randn(b.rows)
     out = run(a, b, Epilogue(torch.bfloat16, bias))
-    torch.testing.assert_close(out, reference_product(a, b, bias.bfloat16()).bfloat16(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        out, reference_product(a, b, bias.bfloat16()).bfloat16(), rtol=1e-2, atol=1e-2
+    )
 
 
 def test_equal_problems_share_one_plan_and_scales_may_move(library):
     a, b = PAIRS["float8"]()
     c, d = PAIRS["float8"]()
     first, second = (
-        cublaslt.find_plan(h200_request(x, y, Epilogue(torch.bfloat16))) for x, y in ((a, b), (c, d))
+        cublaslt.find_plan(h200_request(x, y, Epilogue(torch.bfloat16)))
+        for x, y in ((a, b), (c, d))
     )
     assert first is second
     out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16)
@@ -152,7 +170,9 @@ def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypa
         used.append(descriptor)
         joint.wait()
 
-    monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function found at its creation
+    monkeypatch.setattr(
+        library, "matmul", matmul
+    )  # a plan keeps the function found at its creation
     # CPU tensors are aligned to 16 bytes, some to 256, which would select another plan in one thread.
     plan = cublaslt_plan.build_plan(
         cublaslt.make_problem(h200_request(a, b, epilogue))._replace(alignment=16)
@@ -177,8 +197,13 @@ def test_a_deleted_plan_destroys_its_descriptors(library):
 def test_fast_accumulation_is_requested_only_if_fp8_allows_it(library):
     for pair, fast in (("float8", True), ("bf16", False), ("1d x 1d", False)):
         a, b = PAIRS[pair]()
-        assert cublaslt.make_problem(h200_request(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
-        assert not cublaslt.make_problem(h200_request(a, b, Epilogue(torch.bfloat16, exact=True))).fast
+        assert (
+            cublaslt.make_problem(h200_request(a, b, Epilogue(torch.bfloat16, exact=False))).fast
+            is fast
+        )
+        assert not cublaslt.make_problem(
+            h200_request(a, b, Epilogue(torch.bfloat16, exact=True))
+        ).fast
 
 
 @pytest.mark.parametrize("spec", [None, FLOAT8], ids=["bf16", "float8"])
@@ -225,7 +250,11 @@ FP8_REJECTIONS = {
         "hardware": nvidia(10, 0),
     },
     "K=64 is not a multiple of 128": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D},
-    "N=32 is not a multiple of 128": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_2D, "k": 128},
+    "N=32 is not a multiple of 128": {
+        "a_format": formats.BLOCK_1D,
+        "b_format": formats.BLOCK_2D,
+        "k": 128,
+    },
     "M=47": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D, "k": 128, "m": 47},
     "it writes float32": {"dtype": torch.float64},
     "bfloat16 bias": {"dtype": torch.float32, "bias": torch.float16},
@@ -354,7 +383,11 @@ GPU_PAIRS = {
     "gradient": (GRADIENT, FLOAT8, "scaled_mm"),
     "1d x 2d": (BLOCK_1D, BLOCK_2D, "scaled_mm_block"),
     "1d x 1d": (BLOCK_1D, BLOCK_1D, "scaled_mm_block"),
-    "gradient 1d x 1d": (GRADIENT_1D, BLOCK_1D, "reference"),  # torch's scaled_mm takes no E5M2 in blocks
+    "gradient 1d x 1d": (
+        GRADIENT_1D,
+        BLOCK_1D,
+        "reference",
+    ),  # torch's scaled_mm takes no E5M2 in blocks
     "gradient 1d x 2d": (GRADIENT_1D, BLOCK_2D, "reference"),
 }
 
@@ -379,7 +412,9 @@ def test_the_result_equals_the_same_library_through_torch(pair, exact, biased):
     with use_backend(gemm=other):
         theirs = gemm(a, b, epilogue)
     # Another algorithm may add in another order; then a sum may round to the neighbouring bfloat16.
-    torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=2.0**-7 * theirs.float().std().item())
+    torch.testing.assert_close(
+        ours, theirs, rtol=2.0**-7, atol=2.0**-7 * theirs.float().std().item()
+    )
 
 
 @pytest.mark.gpu
@@ -398,7 +433,11 @@ def test_accumulation_adds_to_the_output(pair, dtype):
     magnitudes = dequantize_operand(a).double().abs() @ dequantize_operand(b).double().abs().t()
     # Into 16 bits the library rounds the product before it adds.
     rounding = 2.0**-20 if dtype == torch.float32 else 2.0**-7
-    bound = magnitudes * 2.0**-11 + exact.abs().maximum((exact + before.double()).abs()) * rounding + 1e-6
+    bound = (
+        magnitudes * 2.0**-11
+        + exact.abs().maximum((exact + before.double()).abs()) * rounding
+        + 1e-6
+    )
     assert ((out.double() - (exact + before.double())).abs() <= bound).all()
 
 

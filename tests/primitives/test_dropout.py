@@ -109,7 +109,9 @@ def test_bias_dropout_add_equals_its_three_steps(device):
 def test_without_a_probability_the_terms_are_added_and_nothing_is_drawn(device):
     x, residual = (torch.randn(6, 10, device=device).bfloat16().requires_grad_() for _ in range(2))
     bias = torch.randn(10, device=device).bfloat16().requires_grad_()
-    before = torch.randint(2**40, (1,), device=device, generator=torch.Generator(device).manual_seed(1))
+    before = torch.randint(
+        2**40, (1,), device=device, generator=torch.Generator(device).manual_seed(1)
+    )
     torch.manual_seed(1)
     y = bias_dropout_add(x, bias, residual, 0.0)
     assert torch.equal(torch.randint(2**40, (1,), device=device), before)
@@ -191,4 +193,6 @@ def test_compiled_code_launches_the_same_kernels_without_a_graph_break():
 def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     request = DropoutRequest("forward", torch.Size((8,)), torch.float32, torch.device("cpu"))
     assert "on cpu" in (triton.unsupported_reason(request) or "")
-    assert "fewer than" in (triton.unsupported_reason(request._replace(shape=torch.Size((1 << 35,)))) or "")
+    assert "fewer than" in (
+        triton.unsupported_reason(request._replace(shape=torch.Size((1 << 35,)))) or ""
+    )

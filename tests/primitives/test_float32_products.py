@@ -9,14 +9,20 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from transformer_engine.pytorch.runtime import float32_products
-from transformer_engine.pytorch.runtime.float32_products import float32_product, solve_unit_triangular
+from transformer_engine.pytorch.runtime.float32_products import (
+    float32_product,
+    solve_unit_triangular,
+)
 
 LIBRARIES = ("cuda", "mkldnn")
 
 
 def settings() -> list[str]:
     """Precision settings for torch's products."""
-    pairs = [("generic", "all"), *((library, op) for library in LIBRARIES for op in ("all", "matmul"))]
+    pairs = [
+        ("generic", "all"),
+        *((library, op) for library in LIBRARIES for op in ("all", "matmul")),
+    ]
     return [torch._C._get_fp32_precision_getter(*pair) for pair in pairs]
 
 
@@ -32,10 +38,13 @@ def _settings_are_restored() -> Iterator[None]:
 pytestmark = pytest.mark.usefixtures("_settings_are_restored")
 
 
-def matrices(device: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def matrices(
+    device: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(shape, generator=generator, dtype=dtype).to(device).requires_grad_() for shape in shapes
+        torch.randn(shape, generator=generator, dtype=dtype).to(device).requires_grad_()
+        for shape in shapes
     ]
 
 
@@ -111,10 +120,16 @@ def test_first_and_second_derivatives_in_every_mode_match_finite_differences(mon
         lambda a, b: solve_unit_triangular(a, b, upper=True),
     ):
         assert gradcheck(
-            function, leaves, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+            function,
+            leaves,
+            check_forward_ad=True,
+            check_batched_grad=True,
+            check_batched_forward_grad=True,
         )
         assert gradgradcheck(function, leaves)
     a, b = (x.detach() for x in leaves)
-    per_sample = torch.vmap(torch.func.grad(lambda a, b: float32_product(a, b).square().sum()))(a, b)
+    per_sample = torch.vmap(torch.func.grad(lambda a, b: float32_product(a, b).square().sum()))(
+        a, b
+    )
     joint = torch.func.grad(lambda a: (a @ b).square().sum())(a)
     torch.testing.assert_close(per_sample, joint)

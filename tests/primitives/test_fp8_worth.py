@@ -21,7 +21,9 @@ def test_small_layers_stay_in_bfloat16_and_large_ones_do_not(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_stays_worthwhile_with_more_tokens(kind):
-    answers = [reason_against_fp8(m, 2048, 2048, kind) is None for m in (128, 512, 2048, 8192, 32768)]
+    answers = [
+        reason_against_fp8(m, 2048, 2048, kind) is None for m in (128, 512, 2048, 8192, 32768)
+    ]
     assert answers == sorted(answers)
 
 

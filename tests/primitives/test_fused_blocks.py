@@ -26,7 +26,9 @@ LARGE = [(4096, 2048), (2049, 4097)]
 SHAPES = parametrize_sizes("shape", SMALL, LARGE, ids=str)
 FORMATS = pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D], ids=["1d", "2d"])
 DIRECTIONS = pytest.mark.parametrize(
-    ("tiles", "columnwise"), [(BLOCK_1D, True), (BLOCK_1D, False), (BLOCK_2D, True)], ids=["1d", "rows", "2d"]
+    ("tiles", "columnwise"),
+    [(BLOCK_1D, True), (BLOCK_1D, False), (BLOCK_2D, True)],
+    ids=["1d", "rows", "2d"],
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 ALL_SHAPES = ("gelu", "swiglu")
@@ -37,7 +39,9 @@ ROWS = QuantizeSpec(BLOCK_1D, E4M3, True, False)
 def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
     """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
     if INTERPRETED:
-        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, given: 0 not in shape)
+        monkeypatch.setattr(
+            fused_codes, "fuses", lambda shape, dtype, device, spec, given: 0 not in shape
+        )
 
 
 def _same(actual, expected):
@@ -45,7 +49,9 @@ def _same(actual, expected):
         assert (a is None) == (b is None)
         if a is not None:
             assert a.dtype == b.dtype and a.shape == b.shape
-            assert INTERPRETED or a.stride() == b.stride()  # the reference lays its scales out otherwise
+            assert (
+                INTERPRETED or a.stride() == b.stride()
+            )  # the reference lays its scales out otherwise
             view = torch.uint8 if a.element_size() == 1 else a.dtype
             assert torch.equal(a.view(view), b.view(view))
 
@@ -59,12 +65,19 @@ def _close_sums(sums, x):
 @SHAPES
 @DIRECTIONS
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_fused_activation_and_gradient_codes_equal_separate_quantization(shape, tiles, columnwise, name):
-    if (name not in ALL_SHAPES and (shape != (128, 128) or tiles is BLOCK_2D or not columnwise)) or (
-        tiles is BLOCK_2D and name != "swiglu"
-    ):
+def test_fused_activation_and_gradient_codes_equal_separate_quantization(
+    shape, tiles, columnwise, name
+):
+    if (
+        name not in ALL_SHAPES and (shape != (128, 128) or tiles is BLOCK_2D or not columnwise)
+    ) or (tiles is BLOCK_2D and name != "swiglu"):
         pytest.skip("tiles are computed the same way for every fused operation")
-    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    x = (
+        torch.randn(
+            shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE
+        ).bfloat16()
+        * 2
+    )
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, columnwise, power_of_two=True)
     result = activations.activation_forward(name, x, PARAMS, Cast(spec))
@@ -113,7 +126,9 @@ def test_fused_norm_codes_and_statistics_equal_separate_quantization(shape, kind
 @runs_kernels
 @DTYPES
 @SHAPES
-@pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8], ids=["1d", "2d", "current", "mxfp8"])
+@pytest.mark.parametrize(
+    "tiles", [BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8], ids=["1d", "2d", "current", "mxfp8"]
+)
 def test_a_cast_with_column_sums_has_the_same_codes_as_the_cast(dtype, shape, tiles):
     if tiles is MXFP8 and (INTERPRETED or shape[0] % 32 or shape[1] % 32):
         pytest.skip("MXFP8 needs whole blocks and a separate kernel")
@@ -146,7 +161,9 @@ def test_the_public_sum_takes_any_matrix(device):
     assert column_sums(integral, torch.float64).tolist() == [7.0] * 3
 
 
-@pytest.mark.skipif(INTERPRETED, reason="graphs run no kernel in the interpreter; this test runs without it")
+@pytest.mark.skipif(
+    INTERPRETED, reason="graphs run no kernel in the interpreter; this test runs without it"
+)
 def test_a_compiled_column_sum_equals_the_eager_one(device):
     x = torch.randn(70, 40, device=device).bfloat16()
     compiled = torch.compile(column_sums, fullgraph=True, backend="aot_eager")
@@ -218,7 +235,9 @@ def test_a_norm_in_both_directions_takes_two_steps(tiles):
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, True)
     assert not norm_fuses(x, spec, centered=False)
-    result, statistic = norms.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec))
+    result, statistic = norms.rmsnorm_forward(
+        x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec)
+    )
     y, expected = norms.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False)
     _same(result, quantize(y, spec))
     assert torch.equal(statistic, expected)

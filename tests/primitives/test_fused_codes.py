@@ -52,7 +52,9 @@ SHAPES = parametrize_sizes("shape", SMALL, LARGE, ids=str)
 def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
     """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
     if INTERPRETED:
-        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, given: 0 not in shape)
+        monkeypatch.setattr(
+            fused_codes, "fuses", lambda shape, dtype, device, spec, given: 0 not in shape
+        )
 
 
 def _spec(columnwise, element=E4M3):
@@ -106,10 +108,17 @@ def test_fused_norm_codes_equal_separate_quantization(shape, delayed, columnwise
 @DELAYED
 @COLUMNWISE
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_fused_activation_and_gradient_codes_equal_separate_quantization(shape, delayed, columnwise, name):
+def test_fused_activation_and_gradient_codes_equal_separate_quantization(
+    shape, delayed, columnwise, name
+):
     if name not in FEW and not (delayed and shape == (64, 64)):
         pytest.skip("a few activations are enough for this shape")
-    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    x = (
+        torch.randn(
+            shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE
+        ).bfloat16()
+        * 2
+    )
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec, first, second = _spec(columnwise), _scaling(delayed), _scaling(delayed)
     y = activations.activation_forward(name, x, PARAMS)
@@ -137,9 +146,18 @@ def test_a_gradient_is_computed_together_with_the_outputs_columns(shape, delayed
     """dx and its maximum with current scaling, dx codes with delayed scaling; the output's codes always."""
     if name not in FEW and not (delayed and columnwise and shape == (64, 64)):
         pytest.skip("a few activations are enough for this shape")
-    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    x = (
+        torch.randn(
+            shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE
+        ).bfloat16()
+        * 2
+    )
     dy = torch.randn(shape, device=DEVICE).bfloat16()
-    columns, first, second = QuantizeSpec(FLOAT8, E4M3, False, True), _scaling(delayed), _scaling(delayed)
+    columns, first, second = (
+        QuantizeSpec(FLOAT8, E4M3, False, True),
+        _scaling(delayed),
+        _scaling(delayed),
+    )
     y = activations.activation_forward(name, x, PARAMS)
     amax = None if delayed else y.float().abs().amax().reshape(1)
     dx = activations.activation_backward(name, dy, x, PARAMS)
@@ -148,9 +166,14 @@ def test_a_gradient_is_computed_together_with_the_outputs_columns(shape, delayed
     result, codes = activations.activation_backward_and_output(name, dy, x, PARAMS, cast, output)
     _same(codes[:4], quantize(y, columns, multiplier=first.scale, amax=amax)[:4])
     if delayed:
-        _same(result, quantize(dx, _spec(columnwise, E5M2), multiplier=first.scale, record=first.record))
+        _same(
+            result,
+            quantize(dx, _spec(columnwise, E5M2), multiplier=first.scale, record=first.record),
+        )
     else:
-        assert torch.equal(result.values, dx) and torch.equal(result.amax, dx.float().abs().amax().reshape(1))
+        assert torch.equal(result.values, dx) and torch.equal(
+            result.amax, dx.float().abs().amax().reshape(1)
+        )
 
 
 @runs_kernels
@@ -158,7 +181,12 @@ def test_a_gradient_is_computed_together_with_the_outputs_columns(shape, delayed
 @pytest.mark.parametrize("shape", [(5, 128), (70, 256), (130, 384)], ids=str)
 @pytest.mark.parametrize("name", FEW)
 def test_an_encoded_input_gives_the_same_gradient_and_columns_as_its_values(shape, delayed, name):
-    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    x = (
+        torch.randn(
+            shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE
+        ).bfloat16()
+        * 2
+    )
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     coded = quantize(x, QuantizeSpec(BLOCK_1D, E4M3))
     assert coded.codes is not None and coded.scale is not None
@@ -168,7 +196,9 @@ def test_an_encoded_input_gives_the_same_gradient_and_columns_as_its_values(shap
     casts = [Cast(_spec(True, E5M2), *_scaling(True)) if delayed else None for _ in range(2)]
     values = dequantize(encoded)
     assert not torch.equal(values, x)
-    expected = activations.activation_backward_and_output(name, dy, values, PARAMS, casts[0], output)
+    expected = activations.activation_backward_and_output(
+        name, dy, values, PARAMS, casts[0], output
+    )
     actual = activations.activation_backward_and_output(name, dy, encoded, PARAMS, casts[1], output)
     _same(actual[0], expected[0])
     _same(actual[1], expected[1])
@@ -208,7 +238,9 @@ def test_strided_inputs_have_the_same_codes_as_their_copies():
     wide = torch.randn(70, 300, device=DEVICE).bfloat16()
     for x in (wide[:, :128], wide[:, 1:129], wide.t()[:128].t(), wide[::2, :64]):
         for name in ("gelu", "swiglu"):
-            actual = activations.activation_forward(name, x, PARAMS, Cast(_spec(True), *_scaling(True)))
+            actual = activations.activation_forward(
+                name, x, PARAMS, Cast(_spec(True), *_scaling(True))
+            )
             copy = x.clone(memory_format=torch.contiguous_format)
             repeated = Cast(_spec(True), *_scaling(True))
             _same(actual, activations.activation_forward(name, copy, PARAMS, repeated))

@@ -51,7 +51,11 @@ def operand(name: str | None, rows: int, depth: int, device: str) -> Operand:
     spec = SPECS[name]
     q = quantize(values.bfloat16(), spec)
     return Operand(
-        q.codes, q.scale, spec.format, q.amax if spec.format == formats.NVFP4 else None, torch.bfloat16
+        q.codes,
+        q.scale,
+        spec.format,
+        q.amax if spec.format == formats.NVFP4 else None,
+        torch.bfloat16,
     )
 
 
@@ -82,7 +86,8 @@ def test_a_backend_rejects_or_meets_the_exact_product(backend, pair, size, devic
         out = gemm(a, b, epilogue).double()
     exact = dequantize_operand(a) @ dequantize_operand(b).t()
     assert (
-        (out - exact).abs() <= error_bound(a, b, backend in FP8_TENSOR_CORES and a.format is not None)
+        (out - exact).abs()
+        <= error_bound(a, b, backend in FP8_TENSOR_CORES and a.format is not None)
     ).all()
 
 
@@ -103,7 +108,8 @@ def test_block_aligned_products_support_a_bias(device):
     out = gemm(a, b, Epilogue(torch.bfloat16, bias=bias))
     exact = dequantize_operand(a) @ dequantize_operand(b).t() + bias.double()
     assert (
-        (out.double() - exact).abs() <= error_bound(a, b, out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3
+        (out.double() - exact).abs()
+        <= error_bound(a, b, out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3
     ).all()
 
 
@@ -172,4 +178,6 @@ def test_torch_rejects_e5m2_operands_in_blocks(b_format):
         a_element=torch.float8_e5m2,
         b_format=b_format,
     )
-    assert "not support E5M2 operands" in str(TABLE.named("scaled_mm_block").unsupported_reason(request))
+    assert "not support E5M2 operands" in str(
+        TABLE.named("scaled_mm_block").unsupported_reason(request)
+    )

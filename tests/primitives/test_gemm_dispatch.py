@@ -71,7 +71,9 @@ def test_a_forced_backend_is_used_though_the_call_is_warm(described, device, mon
     a, b = operands(device)
     ran, chosen = [], TABLE.named("reference")
     gemm(a, b, Epilogue(torch.bfloat16))
-    noting = dataclasses.replace(chosen, bind=lambda request: ran.append(request) or chosen.bind(request))
+    noting = dataclasses.replace(
+        chosen, bind=lambda request: ran.append(request) or chosen.bind(request)
+    )
     monkeypatch.setattr(TABLE, "backends", (*TABLE.backends[:-1], noting))
     with use_backend(gemm="reference"):
         gemm(a, b, Epilogue(torch.bfloat16))
@@ -102,9 +104,18 @@ def test_the_call_cache_is_bounded(described, device, monkeypatch):
 @pytest.mark.parametrize(
     ("epilogue", "what"),
     [
-        (lambda d: Epilogue(torch.bfloat16, bias=torch.zeros(31, device=d)), r"bias has shape \(31,\)"),
-        (lambda d: Epilogue(torch.bfloat16, out=torch.zeros(32, 16, device=d)), r"out has shape \(32, 16\)"),
-        (lambda d: Epilogue(torch.bfloat16, out=torch.zeros(16, 32, device="meta")), "out is on meta"),
+        (
+            lambda d: Epilogue(torch.bfloat16, bias=torch.zeros(31, device=d)),
+            r"bias has shape \(31,\)",
+        ),
+        (
+            lambda d: Epilogue(torch.bfloat16, out=torch.zeros(32, 16, device=d)),
+            r"out has shape \(32, 16\)",
+        ),
+        (
+            lambda d: Epilogue(torch.bfloat16, out=torch.zeros(16, 32, device="meta")),
+            "out is on meta",
+        ),
     ],
     ids=["bias", "out", "device"],
 )
@@ -126,7 +137,11 @@ def test_graph_operators_equal_gemm(device):
     expected = gemm(a, b, Epilogue(torch.bfloat16, bias))
     assert torch.equal(product._product_now(*tensors, torch.bfloat16, True), expected)
     fake = product._product_results(*tensors, torch.bfloat16, True)
-    assert (fake.shape, fake.dtype, fake.device) == (expected.shape, expected.dtype, expected.device)
+    assert (fake.shape, fake.dtype, fake.device) == (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    )
     first, second = (torch.ones(16, 32, device=device) for _ in range(2))
     gemm(a, b, Epilogue(torch.float32, bias, out=first, accumulate=True))
     product._product_into_now(second, *tensors, True, True)

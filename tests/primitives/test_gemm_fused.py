@@ -25,7 +25,12 @@ from transformer_engine.pytorch.primitives.gemm import (
     gemm_gelu_gradient,
     plain,
 )
-from transformer_engine.pytorch.primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
+from transformer_engine.pytorch.primitives.gemm.composed import (
+    CODES,
+    GELU,
+    GELU_GRADIENT,
+    FusedRequest,
+)
 from transformer_engine.pytorch.primitives.gemm.request import MatrixLayout
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import (
@@ -50,7 +55,11 @@ def operand(rows, depth, device, element=None, dtype=BF16) -> Operand:
 
 
 def dequantize_operand(x: Operand) -> torch.Tensor:
-    return x.codes.double() if x.format is None else dequantize(x._replace(dtype=torch.float32)).double()
+    return (
+        x.codes.double()
+        if x.format is None
+        else dequantize(x._replace(dtype=torch.float32)).double()
+    )
 
 
 def make_cast(element, multiplier, record=None) -> Cast:
@@ -82,10 +91,14 @@ def lost(a: Operand, b: Operand) -> torch.Tensor:
     return (dequantize_operand(a).abs() @ dequantize_operand(b).abs().t()) * 2.0**-11
 
 
-def close(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor | float = 0.0, slack=1e-6) -> None:
+def close(
+    got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor | float = 0.0, slack=1e-6
+) -> None:
     """Assert an error of at most two bfloat16 roundings, one in the input `rounded`, and `slack`."""
     bound = 2.0**-7 * exact.abs() + 2.0**-8 * rounded + slack
-    assert ((got.double() - exact).abs() <= bound).all(), float(((got.double() - exact).abs() / bound).max())
+    assert ((got.double() - exact).abs() <= bound).all(), float(
+        ((got.double() - exact).abs() / bound).max()
+    )
 
 
 @BACKENDS
@@ -99,7 +112,9 @@ def test_gelu_follows_the_product_and_its_input_is_kept(backend, element, biased
     take(backend, GELU, a, b, epilogue, keeps)
     with use_backend(gemm_epilogue=backend):
         y, x = gemm_gelu(a, b, epilogue, keeps)
-    exact = dequantize_operand(a) @ dequantize_operand(b).t() + (0.0 if bias is None else bias.double())
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + (
+        0.0 if bias is None else bias.double()
+    )
     slack = 1.2 * lost(a, b)  # the slope of GELU is less than 1.13
     close(y, gelu(exact), exact.abs(), slack)
     assert (x is None) is not keeps
@@ -130,7 +145,9 @@ def test_codes_are_the_scaled_product_and_the_maximum_is_unscaled(backend, eleme
     a, b = operand(M, K, device, e), operand(N, K, device, formats.E4M3)
     bias = torch.randn(N, device=device).to(BF16) if biased else None
     epilogue = Epilogue(BF16, bias)
-    exact = dequantize_operand(a) @ dequantize_operand(b).t() + (0.0 if bias is None else bias.double())
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + (
+        0.0 if bias is None else bias.double()
+    )
     take(backend, CODES, a, b, epilogue, True, None, torch_dtype(e))
     for scale in (
         0.25,
@@ -139,16 +156,22 @@ def test_codes_are_the_scaled_product_and_the_maximum_is_unscaled(backend, eleme
     ):  # neither 1, where dividing by it would not be noticed, nor all in range
         record = torch.zeros(1, device=device)
         with use_backend(gemm_epilogue=backend):
-            result = gemm(a, b, epilogue, make_cast(e, torch.tensor([scale], device=device), record))
+            result = gemm(
+                a, b, epilogue, make_cast(e, torch.tensor([scale], device=device), record)
+            )
         codes = result.codes
         assert result.scale.item() == pytest.approx(1.0 / scale)
         maximum = torch.finfo(codes.dtype).max
         scaled = (exact * scale).clamp(-maximum, maximum)
-        step = 2.0**-3 if element == "e4m3" else 2.0**-2  # rounding, once to bfloat16 before where apart
+        step = (
+            2.0**-3 if element == "e4m3" else 2.0**-2
+        )  # rounding, once to bfloat16 before where apart
         error = (codes.double() - scaled).abs()
         assert (error <= step * scaled.abs() + 2.0**-8 + scale * (2.0**-8 + lost(a, b))).all()
         assert codes.dtype == torch_dtype(e)
-        torch.testing.assert_close(record.double(), exact.abs().max().view(1), rtol=2.0**-7, atol=0.0)
+        torch.testing.assert_close(
+            record.double(), exact.abs().max().view(1), rtol=2.0**-7, atol=0.0
+        )
 
 
 @BACKENDS
@@ -180,7 +203,11 @@ CASTS = {
 def test_a_product_with_a_cast_equals_the_quantized_product(spec, argument, device):
     if argument and spec.format.block is not None:
         pytest.skip("blocks make their own scales")
-    a, b, bias = operand(M, K, device), operand(N, K, device), torch.randn(N, device=device).to(BF16)
+    a, b, bias = (
+        operand(M, K, device),
+        operand(N, K, device),
+        torch.randn(N, device=device).to(BF16),
+    )
     cast = Cast(spec, torch.tensor([3.0], device=device) if argument else None)
     result = gemm(a, b, Epilogue(BF16, bias), cast)
     expected = quantize(gemm(a, b, Epilogue(BF16, bias)), spec, multiplier=cast.multiplier)
@@ -202,9 +229,18 @@ def test_an_empty_product_has_results_with_the_right_shapes(sizes, device):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda a, b: gemm_gelu(a, b, Epilogue(BF16, out=a.codes.new_empty(M, N))), "leave epilogue.out out"),
-        (lambda a, b: gemm_gelu(a, b, Epilogue(BF16, a.codes.new_empty(7))), r"bias has shape \(7,\)"),
-        (lambda a, b: gemm_gelu(a, plain(b.codes[:, 1:]), Epilogue(BF16)), f"contract {K} and {K - 1}"),
+        (
+            lambda a, b: gemm_gelu(a, b, Epilogue(BF16, out=a.codes.new_empty(M, N))),
+            "leave epilogue.out out",
+        ),
+        (
+            lambda a, b: gemm_gelu(a, b, Epilogue(BF16, a.codes.new_empty(7))),
+            r"bias has shape \(7,\)",
+        ),
+        (
+            lambda a, b: gemm_gelu(a, plain(b.codes[:, 1:]), Epilogue(BF16)),
+            f"contract {K} and {K - 1}",
+        ),
         (lambda a, b: gemm_gelu_gradient(a, b, a.codes, Epilogue(BF16)), rf"must be \({M}, {N}\)"),
         (
             lambda a, b: gemm_gelu_gradient(a, b, a.codes, Epilogue(BF16, a.codes.new_empty(N))),
@@ -289,7 +325,9 @@ def library(monkeypatch):
 def h200_request(kind, a, b, epilogue, second, x=None, dtype=None, **change) -> FusedRequest:
     """The request as it would be for the same tensors on an H200."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, dtype)
-    product = dataclasses.replace(request.product, device="cuda", hardware=nvidia(9, 0), index=0, **change)
+    product = dataclasses.replace(
+        request.product, device="cuda", hardware=nvidia(9, 0), index=0, **change
+    )
     return dataclasses.replace(request, product=product)
 
 
@@ -368,10 +406,18 @@ def alignments(library, monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("by", [16, 32, 128])
 def test_a_slice_has_a_plan_for_its_alignment(library, monkeypatch, by):
-    a, b, x = plain(matrix_with_alignment(M, K, by)), operand(N, K, "cpu"), matrix_with_alignment(M, N, by)
+    a, b, x = (
+        plain(matrix_with_alignment(M, K, by)),
+        operand(N, K, "cpu"),
+        matrix_with_alignment(M, N, by),
+    )
     requested = alignments(library, monkeypatch)
-    y, saved = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
-    gradient = cublaslt_fused.bind(h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
+    y, saved = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))(
+        a, b, Epilogue(BF16)
+    )
+    gradient = cublaslt_fused.bind(
+        h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
+    )
     dx = gradient(a, b, Epilogue(BF16), x)
     gradient(a, b, Epilogue(BF16), x)
     assert len(requested) == 4 and requested[::2] == [256, 256] and max(requested[1::2]) <= by
@@ -390,7 +436,9 @@ def test_matrices_without_a_plan_take_separate_steps(library, monkeypatch, reaso
     )
     gelu_call = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))
     x = torch.randn(M, N).to(BF16)
-    gradient = cublaslt_fused.bind(h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
+    gradient = cublaslt_fused.bind(
+        h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
+    )
     if reason != "less than 16 bytes":
         library.algorithms = []
     y, saved = gelu_call(a, b, Epilogue(BF16))
@@ -450,7 +498,9 @@ def test_combinations_outside_the_library_are_rejected_with_the_reason(library, 
         change = {"b_element": change["a_element"], **change}
     x = torch.zeros(M, N, dtype=BF16) if kind == GELU_GRADIENT else None
     dtype = {GELU: None, GELU_GRADIENT: BF16, CODES: torch.float8_e4m3fn}[kind]
-    request = h200_request(kind, operand(M, K, "cpu"), operand(N, K, "cpu"), Epilogue(BF16), True, x, dtype)
+    request = h200_request(
+        kind, operand(M, K, "cpu"), operand(N, K, "cpu"), Epilogue(BF16), True, x, dtype
+    )
     request = dataclasses.replace(request, product=dataclasses.replace(request.product, **change))
     assert reason in (cublaslt_fused.unsupported_reason(request) or "")
 
@@ -523,11 +573,15 @@ def test_a_captured_product_with_codes_records_at_every_replay():
     torch.testing.assert_close(record, 3.0 * largest, rtol=1e-6, atol=0.0)
     exact = dequantize_operand(a) @ dequantize_operand(b).t() * 2.0
     expected = exact.clamp(-448.0, 448.0)
-    assert ((codes.double() - expected).abs() <= 2.0**-3 * expected.abs() + 2.0**-7 + 2.0 * lost(a, b)).all()
+    assert (
+        (codes.double() - expected).abs() <= 2.0**-3 * expected.abs() + 2.0**-7 + 2.0 * lost(a, b)
+    ).all()
 
 
 def test_equal_requests_compare_and_hash_equal(device):
     a, b = operand(M, K, device), operand(N, K, device)
-    first, second = (FusedRequest.of(GELU, a, b, Epilogue(BF16), True, None, None) for _ in range(2))
+    first, second = (
+        FusedRequest.of(GELU, a, b, Epilogue(BF16), True, None, None) for _ in range(2)
+    )
     assert first == second and hash(first) == hash(second)
     assert isinstance(first.product, GemmRequest)

@@ -14,7 +14,9 @@ from transformer_engine.pytorch.fast.scratch_plan import Lifetime, plan_scratch
 from transformer_engine.pytorch.fast.symbols import Instructions, NotRecordable
 from transformer_engine.pytorch.runtime.launching import run, run_program_into
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 CPU = torch.device("cpu")
 

@@ -57,7 +57,9 @@ def quantized_directions(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Ten
 
 def assert_close(result, expected, kind, backend, empty=False) -> None:
     largest = expected.abs().max()
-    assert (result.double() - expected).abs().max() <= TOLERANCE[kind] * largest + (0 if not empty else 1e-9)
+    assert (result.double() - expected).abs().max() <= TOLERANCE[kind] * largest + (
+        0 if not empty else 1e-9
+    )
 
 
 def run_forced(backend: str, function):
@@ -100,7 +102,9 @@ def test_row_products_equal_per_group_products(kind, splits, transposed, exact, 
         parts = [quantized_directions(part, first)[0] for part in x.split(splits)]
         factors = [quantized_directions(w, second)[0] for w in weights]
         factors = factors if transposed else [f.t() for f in factors]
-    y = run_forced(backend, lambda: product_of_rows(a, b, groups, torch.bfloat16, bias=bias, exact=exact))
+    y = run_forced(
+        backend, lambda: product_of_rows(a, b, groups, torch.bfloat16, bias=bias, exact=exact)
+    )
     expected = torch.cat([part @ factor for part, factor in zip(parts, factors, strict=True)])
     if bias is not None:
         repeats = torch.tensor(splits, device=device)
@@ -138,7 +142,9 @@ def test_column_products_equal_per_group_products(kind, splits, target, backend,
         second = [quantized_directions(part, specs[1])[1] for part in x.split(splits)]
     dtype = torch.bfloat16 if target == "narrow" else torch.float32
     out = torch.full((count, N, K), 3.0, device=device, dtype=dtype)
-    position = [torch.full((N, K), 3.0, device=device) for _ in splits] if target == "apart" else out
+    position = (
+        [torch.full((N, K), 3.0, device=device) for _ in splits] if target == "apart" else out
+    )
 
     def run():
         product_of_columns(a, b, groups, (N, K), position, accumulate=target == "added")
@@ -154,7 +160,9 @@ def test_column_products_equal_per_group_products(kind, splits, target, backend,
 @pytest.mark.parametrize("backend", BACKENDS[:3])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_tiled_column_products_are_bitwise_equal_to_contiguous_columns(splits, exact, backend, device):
+def test_tiled_column_products_are_bitwise_equal_to_contiguous_columns(
+    splits, exact, backend, device
+):
     total = sum(splits)
     dy, x = (torch.randn(total, width, device=device, dtype=torch.bfloat16) for width in (N, K))
     groups = make_groups(splits, total, dy.device)
@@ -195,7 +203,8 @@ def test_gluon_and_triton_row_products_are_bitwise_equal(splits, exact, device):
         out = torch.full((len(x), N), torch.nan, device=device, dtype=torch.bfloat16)
         arguments = {"bias": bias, "exact": exact, "out": out}
         run_forced(
-            backend, lambda arguments=arguments: product_of_rows(a, b, groups, torch.bfloat16, **arguments)
+            backend,
+            lambda arguments=arguments: product_of_rows(a, b, groups, torch.bfloat16, **arguments),
         )
         results.append(out)
     assert not results[0].isnan().any()
@@ -220,7 +229,9 @@ def test_a_gpu_uses_one_launch_for_many_groups_and_the_library_for_few(kind):
             form = make_spec(kind, E4M3).format
             a = GroupedRows(result.codes, result.scale, form)
             b = GroupedMatrices(
-                codes=contents.codes, scale=contents.scale, format=make_spec(kind, E4M3, square=True).format
+                codes=contents.codes,
+                scale=contents.scale,
+                format=make_spec(kind, E4M3, square=True).format,
             )
         (decision,) = explain(product_of_rows, a, b, groups, torch.bfloat16).decisions
         verdicts = decision.verdicts
@@ -238,7 +249,9 @@ def test_zero_rows_give_an_empty_result_and_zero_gradients(device):
     x = torch.randn(0, 32, device=device, dtype=torch.bfloat16)
     groups = make_groups((0, 0), 0, x.device)
     weights = [torch.randn(16, 32, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    y = product_of_rows(GroupedRows(x), GroupedMatrices(Matrices.of(weights)), groups, torch.bfloat16)
+    y = product_of_rows(
+        GroupedRows(x), GroupedMatrices(Matrices.of(weights)), groups, torch.bfloat16
+    )
     assert y.shape == (0, 16)
     out = torch.ones(2, 16, 32, device=device)
     product_of_columns(GroupedColumns(y), GroupedColumns(x), groups, (16, 32), out, accumulate=True)

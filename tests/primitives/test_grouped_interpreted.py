@@ -15,7 +15,8 @@ from tests.support.programs import interpreting
 HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (pip install triton)",
 )
 
 
@@ -46,7 +47,9 @@ def test_every_kernel_fits_the_shared_memory_of_its_architecture(compiled):
 
 
 def test_products_run_on_the_tensor_cores_of_whole_warp_groups_on_hopper(compiled):
-    products = {name: f for name, f in compiled.items() if name.startswith("sm90") and "cast" not in name}
+    products = {
+        name: f for name, f in compiled.items() if name.startswith("sm90") and "cast" not in name
+    }
     assert len(products) == 6
     assert [name for name, facts in products.items() if facts["mma"] or not facts["wgmma"]] == []
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, make_groups
 from transformer_engine.pytorch.primitives.grouped_quantize import (
     ScaleSlots,
@@ -48,7 +57,10 @@ def make_slots(count: int, device) -> ScaleSlots:
 
 
 def values(rows: int, device, dtype=torch.bfloat16) -> torch.Tensor:
-    x = torch.randn(rows, DEPTH, device=device) * torch.logspace(-3, 3, rows, device=device)[:, None]
+    x = (
+        torch.randn(rows, DEPTH, device=device)
+        * torch.logspace(-3, 3, rows, device=device)[:, None]
+    )
     return x.to(dtype)
 
 
@@ -81,7 +93,9 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
                 scales = result.scale[first * tiles : (first + rows) * tiles]
                 assert torch.equal(scales.view(tiles, rows).t(), alone.scale)
         if spec.columnwise:
-            codes_t = result.codes_t[first_t * DEPTH : (first_t + padded) * DEPTH].view(DEPTH, padded)
+            codes_t = result.codes_t[first_t * DEPTH : (first_t + padded) * DEPTH].view(
+                DEPTH, padded
+            )
             assert torch.equal(bits(codes_t[:, :rows]), bits(alone.codes_t))
             assert not bits(codes_t[:, rows:]).any()
             if spec.format == FLOAT8:
@@ -99,7 +113,9 @@ def test_tiled_columns_equal_contiguous_columns_per_128_rows(name, splits, devic
     spec = QuantizeSpec(rowwise=True, columnwise=True, **SCALINGS[name])
     groups = make_groups(splits, x.shape[0], x.device)
     slots = make_slots(len(splits), device) if name == "given" else None
-    contiguous, tiled = (quantize_rows(x, groups, spec, slots, tiled=tiled) for tiled in (False, True))
+    contiguous, tiled = (
+        quantize_rows(x, groups, spec, slots, tiled=tiled) for tiled in (False, True)
+    )
     assert torch.equal(bits(tiled.codes), bits(contiguous.codes))
     assert torch.equal(tiled.scale_t[:, 0], contiguous.scale_t[:, 0])
     assert tiled.codes_t.shape == (groups.padded // 128, DEPTH, 128)
@@ -122,12 +138,16 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
         "square": {"format": BLOCK_2D, "element": E4M3, "power_of_two": True},
         "square float32": {"format": BLOCK_2D, "element": E5M2, "epsilon": 0.5},
     }
-    spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **(SCALINGS | squares)[name])
+    spec = QuantizeSpec(
+        rowwise=directions[0], columnwise=directions[1], **(SCALINGS | squares)[name]
+    )
     slots = make_slots(5, device) if name == "given" else None
     result = quantize_matrices(Matrices.of(matrices), spec, slots)
     for group, matrix in enumerate(matrices):
         with use_backend(quantize="reference"):
-            alone = quantize(matrix, spec, multiplier=None if slots is None else slots.of_group(group)[0])
+            alone = quantize(
+                matrix, spec, multiplier=None if slots is None else slots.of_group(group)[0]
+            )
         for ours, theirs in zip(result[:4], alone[:4], strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
@@ -145,7 +165,10 @@ def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
         first = sum(splits[:group])
         if len(part):
             alone = quantize(part, spec)
-            rows = [result.codes[first : first + len(part)], result.scale[first : first + len(part)]]
+            rows = [
+                result.codes[first : first + len(part)],
+                result.scale[first : first + len(part)],
+            ]
             columns = [
                 result.codes_t[:, first // 2 : (first + len(part)) // 2],
                 result.scale_t[:, first // 16 : (first + len(part)) // 16],
@@ -195,8 +218,12 @@ def test_formats_without_a_grouped_form_are_rejected(device):
     x = values(64, device)
     with pytest.raises(ValueError, match="not to nvfp4"):
         quantize_rows(x, make_groups((64,), 64, x.device), QuantizeSpec(NVFP4, E2M1))
-    with pytest.raises(ValueError, match=r"rows are \[24, 40\]; mxfp8 columns need known multiples of 32"):
-        quantize_rows(x, make_groups((24, 40), 64, x.device), QuantizeSpec(MXFP8, E4M3, columnwise=True))
+    with pytest.raises(
+        ValueError, match=r"rows are \[24, 40\]; mxfp8 columns need known multiples of 32"
+    ):
+        quantize_rows(
+            x, make_groups((24, 40), 64, x.device), QuantizeSpec(MXFP8, E4M3, columnwise=True)
+        )
     with pytest.raises(ValueError, match="not to block1d"):
         quantize_matrices(Matrices.of([x]), QuantizeSpec(BLOCK_1D, E4M3))
 

@@ -24,7 +24,9 @@ def test_no_product_that_the_hardware_has_is_dequantized(row, libraries):
             assert slow == {}, recipe
         else:
             assert slow, f"{recipe} is not in the table of hardware, but has native backends"
-            dense = {name: backend for name, backend in slow.items() if not name.startswith("grouped")}
+            dense = {
+                name: backend for name, backend in slow.items() if not name.startswith("grouped")
+            }
             assert "reference" not in dense.values(), recipe  # groups are a loop of these products
 
 

@@ -60,7 +60,10 @@ def test_every_training_step_operation_is_native_if_the_hardware_has_it(architec
     found = run_choices(architecture, *SIMULATIONS[simulation])
     assert_native(NVIDIA[architecture], simulation, found)
     # Regenerate: PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
-    assert json.loads((ROOT / "docs/hardware.json").read_text())[architecture]["layers"][simulation] == found
+    assert (
+        json.loads((ROOT / "docs/hardware.json").read_text())[architecture]["layers"][simulation]
+        == found
+    )
 
 
 def test_every_documented_layer_is_native_if_the_hardware_has_it():
@@ -79,7 +82,9 @@ def test_libraries_multiply_where_the_oldest_triton_has_no_native_product(row, s
     for of_layer in found.values():
         for recipe in of_layer.keys() & {"mxfp8", "nvfp4"}:
             for operations in of_layer[recipe].values():
-                backends = [operations[name] for name in ("gemm", "grouped_gemm") if name in operations]
+                backends = [
+                    operations[name] for name in ("gemm", "grouped_gemm") if name in operations
+                ]
                 assert not any("triton" in backend for backend in backends), recipe
 
 
@@ -92,5 +97,14 @@ def test_documented_layers_contain_every_simulated_gpu():
             assert layers.keys() == LAYERS.keys()
             steps = [passes for of_layer in layers.values() for passes in of_layer.values()]
             assert all(passes["forward"] for passes in steps)
-            operations = {name for passes in steps for of_pass in passes.values() for name in of_pass}
-            assert operations >= {"norm", "quantize", "gemm", "attention", "activation", "grouped_gemm"}
+            operations = {
+                name for passes in steps for of_pass in passes.values() for name in of_pass
+            }
+            assert operations >= {
+                "norm",
+                "quantize",
+                "gemm",
+                "attention",
+                "activation",
+                "grouped_gemm",
+            }

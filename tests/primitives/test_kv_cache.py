@@ -95,9 +95,13 @@ def totals():
 def test_tokens_are_appended_to_their_sequences_and_nothing_else_changes(
     run, tensor_format, paged, heads, sizes, dtypes
 ):
-    new = [new_tokens(tensor_format, heads, size, dtypes[0], seed) for seed, size in enumerate(sizes)]
+    new = [
+        new_tokens(tensor_format, heads, size, dtypes[0], seed) for seed, size in enumerate(sizes)
+    ]
     got = caches(paged, heads, sizes, dtypes[1])
-    expected = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
+    expected = [
+        append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)
+    ]
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -120,14 +124,18 @@ def test_tokens_beyond_the_cache_are_left_out(run, paged):
 @pytest.mark.skipif(not INTERPRETED, reason="large shapes reach several programs on a GPU")
 @PAGED
 @FORMATS
-def test_sequences_split_over_several_programs_are_appended_completely(tensor_format, paged, monkeypatch):
+def test_sequences_split_over_several_programs_are_appended_completely(
+    tensor_format, paged, monkeypatch
+):
     from transformer_engine.common.kernels import kv_cache as kernels
 
     monkeypatch.setattr(kernels, "_ELEMENTS", 32)  # two tokens per program
     triton._launch.cache_clear()
     new = [new_tokens(tensor_format, 2, 8, torch.float32, seed) for seed in range(2)]
     got = caches(paged, 2, (8, 8), torch.float32)
-    expected = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
+    expected = [
+        append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)
+    ]
     run = Kernels(kv_cache, "kv_cache").append
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
     triton._launch.cache_clear()
@@ -164,8 +172,13 @@ def test_a_million_tokens_are_appended(tensor_format):
     new = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
     cache = torch.zeros(1, longest + 5, heads, size, dtype=torch.bfloat16, device=DEVICE)
     cu = cumulative([longest])
-    Kernels(kv_cache, "kv_cache").append(new, new, cache, cache.clone(), None, cu, cu, tensor_format, longest)
-    assert torch.equal(cache[0, :longest], new.view(longest, heads, size)) and not cache[0, longest:].any()
+    Kernels(kv_cache, "kv_cache").append(
+        new, new, cache, cache.clone(), None, cu, cu, tensor_format, longest
+    )
+    assert (
+        torch.equal(cache[0, :longest], new.view(longest, heads, size))
+        and not cache[0, longest:].any()
+    )
 
 
 @APPEND
@@ -216,7 +229,10 @@ def test_the_kernel_rejects_with_a_reason(dtype):
     assert "needs a CUDA device" in str(
         triton.unsupported_reason(CacheRequest(torch.float32, torch.float32, cpu))
     )
-    for request in (CacheRequest(dtype, torch.float32, cuda), CacheRequest(torch.float32, dtype, cuda)):
+    for request in (
+        CacheRequest(dtype, torch.float32, cuda),
+        CacheRequest(torch.float32, dtype, cuda),
+    ):
         assert str(dtype) in str(triton.unsupported_reason(request)) or "triton" in str(
             triton.unsupported_reason(request)
         )

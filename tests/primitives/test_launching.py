@@ -15,7 +15,9 @@ from transformer_engine.common.kernels.program import Program, ProgramStep
 from transformer_engine.pytorch.runtime import device
 from transformer_engine.pytorch.runtime.launching import perform, run, run_program_into
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 class _Kernel:
@@ -33,7 +35,9 @@ def record(name: str, inputs: int, *outputs: Output | None, **rest) -> Launch:
 
 @pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)])
 def test_a_grid_that_cuda_cannot_launch_is_rejected(grid):
-    with pytest.raises(ValueError, match=rf"^one needs a grid of \({grid[0]}, .* at most .* split the batch"):
+    with pytest.raises(
+        ValueError, match=rf"^one needs a grid of \({grid[0]}, .* at most .* split the batch"
+    ):
         Launch(_Kernel("one", 1), grid, (), (), (), 1)
     Launch(_Kernel("one", 1), (2**31 - 1, 65535, 65535), (), (), (), 1)
 
@@ -48,7 +52,9 @@ def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
 
         def start(device, pointers, args, result):
             every = [*args, *result]
-            assert [*pointers] == [None if tensor is None else tensor.data_ptr() for tensor in every]
+            assert [*pointers] == [
+                None if tensor is None else tensor.data_ptr() for tensor in every
+            ]
             calls.append((launch.kernel.__name__, every))
 
         return start
@@ -75,7 +81,10 @@ def test_outputs_are_allocated_as_the_record_declares(started, device):
     assert transposed.shape == (5, 2) and transposed.t().is_contiguous()
     assert zero.tolist() == [0.0] and low.tolist() == [-math.inf] * 7
     assert {tensor.device for tensor in (codes, transposed, zero, low)} == {x.device}
-    (name, tensors), repeated = started[0], run(record("again", 1, Output((1,), "float32", begins=0.0)), (x,))
+    (name, tensors), repeated = (
+        started[0],
+        run(record("again", 1, Output((1,), "float32", begins=0.0)), (x,)),
+    )
     assert name == "made" and tensors[0] is x and tensors[1] is codes
     assert repeated[0].data_ptr() != zero.data_ptr()
 
@@ -103,7 +112,9 @@ def test_other_input_dtypes_and_alignments_are_compiled_separately(started, devi
     assert len(launch.handles) == 3  # at multiples of 16 bytes, elsewhere, float16
 
 
-def test_scratch_memory_is_allocated_by_torch_in_every_thread_and_not_for_the_callers_kernels(monkeypatch):
+def test_scratch_memory_is_allocated_by_torch_in_every_thread_and_not_for_the_callers_kernels(
+    monkeypatch,
+):
     triton = pytest.importorskip("triton")
     from triton.runtime import _allocation
 
@@ -150,7 +161,10 @@ def test_a_program_writes_into_the_callers_buffer(started, device):
     second = record("second", 2, Output(None, "uint8"), None, Output((1,), "float32"))
     program = Program(
         ("x",),
-        (ProgramStep(first, ("x",), ("amax",)), ProgramStep(second, ("x", "amax"), ("codes", None, "scale"))),
+        (
+            ProgramStep(first, ("x",), ("amax",)),
+            ProgramStep(second, ("x", "amax"), ("codes", None, "scale")),
+        ),
         ("scale", "amax"),
         into=("codes",),
     )
@@ -159,7 +173,12 @@ def test_a_program_writes_into_the_callers_buffer(started, device):
         scale, amax = perform(program, (x, codes))
         (_, measured), (_, tensors) = started[-2:]
         assert measured[1] is amax and amax.tolist() == [0.0]
-        assert tensors[1] is amax and tensors[2] is codes and tensors[3] is None and tensors[4] is scale
+        assert (
+            tensors[1] is amax
+            and tensors[2] is codes
+            and tensors[3] is None
+            and tensors[4] is scale
+        )
     with pytest.raises(ValueError, match=r"no step makes the result 'others'"):
         Program(("x",), (ProgramStep(first, ("x",), ("amax",)),), ("amax",), into=("others",))
 

@@ -25,7 +25,10 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
 kernels = Kernels(multi_tensor, "multi_tensor")
 # Sizes that end inside a block, inside a chunk, at a chunk, and empty ones; then sizes with aligned addresses.
 SIZES = parametrize_sizes(
-    "sizes", [(5, 8193, 0, 300), (64, 8192)], [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)], ids=str
+    "sizes",
+    [(5, 8193, 0, 300), (64, 8192)],
+    [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)],
+    ids=str,
 )
 CPU = torch.device("cpu")
 RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
@@ -37,7 +40,10 @@ def sample_lists(sizes, *kinds, device=DEVICE, seed=0):
     found = []
     for index, kind in enumerate(kinds):
         if kind is torch.int16:
-            drawn = [torch.randint(-(1 << 15), 1 << 15, (n,), generator=generator, dtype=kind) for n in sizes]
+            drawn = [
+                torch.randint(-(1 << 15), 1 << 15, (n,), generator=generator, dtype=kind)
+                for n in sizes
+            ]
         else:
             drawn = [torch.randn(n, generator=generator) for n in sizes]
             drawn = [(x.abs() + 0.1 if index == 3 else x).to(kind) for x in drawn]
@@ -109,7 +115,12 @@ def whole(lists):
     if lists[-1][0].dtype is not torch.int16:
         return lists
     gradients, upper, first, second, lower = lists
-    return [gradients, [join_halves(u, low) for u, low in zip(upper, lower, strict=True)], first, second]
+    return [
+        gradients,
+        [join_halves(u, low) for u, low in zip(upper, lower, strict=True)],
+        first,
+        second,
+    ]
 
 
 @runs_kernels
@@ -166,8 +177,13 @@ def test_joining_the_halves_of_a_float32_number_restores_it_bitwise():
     finite = numbers.view(torch.float32)[~torch.isnan(numbers.view(torch.float32))]
     upper, lower = halves(finite)
     assert torch.equal(join_halves(upper, lower).view(torch.int32), finite.view(torch.int32))
-    upper, lower = halves(torch.tensor([0x3F80C000, 0x3F804000], dtype=torch.int32).view(torch.float32))
-    assert upper.view(torch.int16).tolist() == [0x3F81, 0x3F80] and lower.tolist() == [-16384, 0x4000]
+    upper, lower = halves(
+        torch.tensor([0x3F80C000, 0x3F804000], dtype=torch.int32).view(torch.float32)
+    )
+    assert upper.view(torch.int16).tolist() == [0x3F81, 0x3F80] and lower.tolist() == [
+        -16384,
+        0x4000,
+    ]
 
 
 @pytest.mark.parametrize(("decoupled", "expected"), [(True, 0.899), (False, 0.9)])

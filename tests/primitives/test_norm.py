@@ -45,13 +45,17 @@ def _wide(*tensors):
 
 def _close(actual, expected, dtype):
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDED[dtype], atol=ROUNDED[dtype] * scale)
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=ROUNDED[dtype], atol=ROUNDED[dtype] * scale
+    )
 
 
 @SHAPES
 @DTYPES
 @ZERO_CENTERED
-def test_layernorm_and_its_gradients_equal_float64_autograd(rows, width, dtype, zero_centered, device):
+def test_layernorm_and_its_gradients_equal_float64_autograd(
+    rows, width, dtype, zero_centered, device
+):
     x, weight, bias, dy = _inputs(rows, width, dtype, device, zero_centered)
     x64, weight64, bias64 = _wide(x, weight, bias)
     expected = _layernorm64(x64, weight64, bias64, zero_centered)
@@ -74,7 +78,9 @@ def test_layernorm_and_its_gradients_equal_float64_autograd(rows, width, dtype, 
 @SHAPES
 @DTYPES
 @ZERO_CENTERED
-def test_rmsnorm_and_its_gradients_equal_float64_autograd(rows, width, dtype, zero_centered, device):
+def test_rmsnorm_and_its_gradients_equal_float64_autograd(
+    rows, width, dtype, zero_centered, device
+):
     x, weight, _, dy = _inputs(rows, width, dtype, device, zero_centered)
     x64, weight64 = _wide(x, weight)
     expected = _rmsnorm64(x64, weight64, zero_centered)
@@ -199,5 +205,7 @@ def test_all_four_operations_trace_into_one_graph(device):
         return z, norm.layernorm_backward(dz, x, mean, rstdev, weight, False)[0]
 
     compiled = torch.compile(run, fullgraph=True, backend="eager")
-    for expected, actual in zip(run(x, weight, bias, dy), compiled(x, weight, bias, dy), strict=True):
+    for expected, actual in zip(
+        run(x, weight, bias, dy), compiled(x, weight, bias, dy), strict=True
+    ):
         assert torch.equal(expected, actual)

@@ -72,7 +72,9 @@ def test_layernorm_and_its_gradients_equal_float64(rows, width, dtype, zero_cent
     _close(mean, x.double().mean(-1))
     _close(y, y64)
     _close(dbias, dbias64)
-    if width > 1:  # one number has no variance: its gradient is a difference between equal numbers times 300
+    if (
+        width > 1
+    ):  # one number has no variance: its gradient is a difference between equal numbers times 300
         _close(dx, dx64)
         _close(dweight, dweight64)
 
@@ -130,7 +132,9 @@ def test_rows_too_wide_for_one_tile_equal_float64(rows, width):
 
 
 @runs_kernels
-@pytest.mark.parametrize("rows, width", [(5, 48)] if INTERPRETED else [(5, 48), (200, 4096), (9, 20000)])
+@pytest.mark.parametrize(
+    "rows, width", [(5, 48)] if INTERPRETED else [(5, 48), (200, 4096), (9, 20000)]
+)
 def test_strided_inputs_are_bitwise_equal_to_contiguous_ones(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.bfloat16)
     y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
@@ -155,7 +159,9 @@ def _columns_apart(x):
 def test_a_mean_much_larger_than_the_deviation_does_not_cancel_the_variance():
     x = torch.randn(4, 256, device=DEVICE) + 4096.0
     y, _, _ = kernels.layernorm_forward(x, torch.ones(256, device=DEVICE), None, EPS, False)
-    torch.testing.assert_close(y.double(), F.layer_norm(x.double(), (256,), eps=EPS), rtol=0, atol=1e-2)
+    torch.testing.assert_close(
+        y.double(), F.layer_norm(x.double(), (256,), eps=EPS), rtol=0, atol=1e-2
+    )
 
 
 @runs_kernels
@@ -214,7 +220,9 @@ def test_registered_operators_pass_schema_and_fake_tensor_checks():
     _, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     operators = torch.ops.transformer_engine
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.layernorm_forward, (x, weight, bias, EPS, False), test_utils=checks)
+    torch.library.opcheck(
+        operators.layernorm_forward, (x, weight, bias, EPS, False), test_utils=checks
+    )
     torch.library.opcheck(
         operators.layernorm_backward, (dy, x, mean, rstdev, weight, x, False), test_utils=checks
     )

@@ -95,7 +95,9 @@ class TestWorkedValues:
         q = quantize(x, QuantizeSpec(NVFP4_ROWS, E2M1, columnwise=False))
         assert torch.equal(q.amax, torch.tensor([6.0, 6e-6, 0.0, 1536.0]))
         assert q.scale.float().flatten().tolist() == [448.0, 448.0, 0.0, 448.0]
-        assert torch.allclose(dequantize(Operand(q.codes, q.scale, NVFP4_ROWS, q.amax)), x, rtol=1e-6)
+        assert torch.allclose(
+            dequantize(Operand(q.codes, q.scale, NVFP4_ROWS, q.amax)), x, rtol=1e-6
+        )
 
     def test_the_columnwise_direction_of_rows_has_one_maximum(self):
         x = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
@@ -117,9 +119,13 @@ class TestWorkedValues:
 def nearest(values: np.ndarray) -> np.ndarray:
     """E2M1 codes for float32 values: ties to the even code, NaN as +6."""
     even_first = [0, 2, 4, 6, 1, 3, 5, 7]  # argmin returns the first of equal distances
-    distances = np.abs(GRID[even_first] - np.minimum(np.abs(values.astype(np.float64)), 6.0)[..., None])
+    distances = np.abs(
+        GRID[even_first] - np.minimum(np.abs(values.astype(np.float64)), 6.0)[..., None]
+    )
     codes = np.array(even_first, np.uint8)[distances.argmin(-1)]
-    return np.where(np.isnan(values), 7, codes | np.where(np.signbit(values), 8, 0)).astype(np.uint8)
+    return np.where(np.isnan(values), 7, codes | np.where(np.signbit(values), 8, 0)).astype(
+        np.uint8
+    )
 
 
 def e4m3(value: np.float32) -> np.float32:
@@ -153,8 +159,12 @@ class Oracle:
             codes, scale = self.candidate(tile, expected, encode)
         else:
             base = F(F(largest / F(6)) * encode)
-            six, four = (self.candidate(tile, reference, encode) for reference in (base, F(base * F(1.5))))
-            takes_four = self.measure(tile, *four, amax, encode) < self.measure(tile, *six, amax, encode)
+            six, four = (
+                self.candidate(tile, reference, encode) for reference in (base, F(base * F(1.5)))
+            )
+            takes_four = self.measure(tile, *four, amax, encode) < self.measure(
+                tile, *six, amax, encode
+            )
             codes, scale = four if takes_four else six
         self.codes[r:r_end, c:c_end] = codes
         self.scales[r:r_end, c // 16] = scale
@@ -203,7 +213,11 @@ def test_codes_scales_and_maxima_equal_the_oracle(part):
             assert_direction(name, oracle, q.codes, q.scale, q.amax)
         if spec.columnwise:
             oracle = Oracle(
-                values if spec.two_dimensional else values.T, bound, spec.four_over_six, False, tile_rows
+                values if spec.two_dimensional else values.T,
+                bound,
+                spec.four_over_six,
+                False,
+                tile_rows,
             )
             if spec.two_dimensional:
                 oracle.codes = oracle.codes.T
@@ -219,13 +233,17 @@ def assert_direction(name, oracle: Oracle, codes, scale, amax) -> None:
 
 
 @pytest.mark.parametrize("error", ["MAE", "MSE"])
-@pytest.mark.parametrize("form", [NVFP4, NVFP4_256, NVFP4_ROWS, NVFP4_ROWS_256], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [NVFP4, NVFP4_256, NVFP4_ROWS, NVFP4_ROWS_256], ids=lambda form: form.name
+)
 def test_no_block_has_a_larger_error_than_with_its_maximum_at_6(form, error):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     errors = []
     for choice in ("", error):
         q = quantize(x, QuantizeSpec(form, E2M1, four_over_six=choice))
-        difference = (dequantize(Operand(q.codes, q.scale, form, q.amax)) - x).double().view(64, 16, 16)
+        difference = (
+            (dequantize(Operand(q.codes, q.scale, form, q.amax)) - x).double().view(64, 16, 16)
+        )
         errors.append(difference.abs().sum(-1) if error == "MAE" else difference.square().sum(-1))
     assert (errors[1] <= errors[0] * (1 + 1e-4)).all()
     assert errors[1].sum() < 0.97 * errors[0].sum()
@@ -289,7 +307,9 @@ def test_a_product_row_does_not_depend_on_other_rows():
         alone = Operand(
             a.codes[row : row + 1], a.scale[row : row + 1], a.format, a.amax[row : row + 1], a.dtype
         )
-        assert torch.allclose(gemm(alone, b, Epilogue(torch.float32)), full[row], rtol=1e-6, atol=1e-30)
+        assert torch.allclose(
+            gemm(alone, b, Epilogue(torch.float32)), full[row], rtol=1e-6, atol=1e-30
+        )
 
 
 @pytest.mark.parametrize(
@@ -301,7 +321,10 @@ def test_a_product_row_does_not_depend_on_other_rows():
         ({"form": NVFP4, "hadamard": True, "four_over_six": "MAE"}, "hadamard=False"),
         ({"form": NVFP4, "stochastic": True, "four_over_six": "MAE"}, "stochastic=False"),
         ({"form": NVFP4, "four_over_six": "MAX"}, "choose one of MAE, MSE"),
-        ({"form": MXFP8, "element": E4M3, "four_over_six": "MAE"}, "belongs to nvfp4, not to mxfp8"),
+        (
+            {"form": MXFP8, "element": E4M3, "four_over_six": "MAE"},
+            "belongs to nvfp4, not to mxfp8",
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_named(options, message):

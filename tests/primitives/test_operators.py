@@ -11,7 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_engine.common import dispatch
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.common.operation_settings import Labels
 from transformer_engine.pytorch.primitives import column_sums as sums
 from transformer_engine.pytorch.primitives import cross_entropy as losses
@@ -104,9 +113,13 @@ def test_an_operator_on_a_fake_gpu_returns_the_references_shapes(name: str):
     table, request, arguments = CASES[name]()
     expected = tree_leaves(table.backends[-1].bind(request)(*arguments))
     with FakeTensorMode():
-        remote = tree_map(lambda x: fake_gpu_tensor(x) if isinstance(x, torch.Tensor) else x, arguments)
+        remote = tree_map(
+            lambda x: fake_gpu_tensor(x) if isinstance(x, torch.Tensor) else x, arguments
+        )
         result = tree_leaves(table.operator(request).call(*remote))
-    pairs = [(x, y) for x, y in zip(result, expected, strict=True) if x is not None or y is not None]
+    pairs = [
+        (x, y) for x, y in zip(result, expected, strict=True) if x is not None or y is not None
+    ]
     assert pairs
     for ours, theirs in pairs:
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -117,7 +130,9 @@ def fake_gpu_tensor(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
 
-@pytest.mark.parametrize("table", [product.TABLE, quantization.TABLE], ids=lambda table: table.operation)
+@pytest.mark.parametrize(
+    "table", [product.TABLE, quantization.TABLE], ids=lambda table: table.operation
+)
 def test_an_undeclared_feature_is_rejected_by_every_backend(table, monkeypatch):
     case = product_case() if table is product.TABLE else quantize_case("float8")
     request = case[1]

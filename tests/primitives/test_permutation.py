@@ -111,7 +111,9 @@ class TestKernels:
         contents = expected >= 0
         assert torch.equal(torch.where(contents, map, -1), expected)
 
-    @parametrize_sizes("tokens, splits", [(20, [2, 0, 1, 3]), (300, [5] * 33)], [(100_000, [311] * 320)])
+    @parametrize_sizes(
+        "tokens, splits", [(20, [2, 0, 1, 3]), (300, [5] * 33)], [(100_000, [311] * 320)]
+    )
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_chunks_are_those_of_the_reference(self, tokens, splits, dtype):
         order = torch.randperm(len(splits), generator=torch.Generator().manual_seed(0))
@@ -128,7 +130,9 @@ class TestKernels:
         probs[4] = 0.0
         for argument in (None, probs, probs.bfloat16()):
             for mine, theirs in zip(
-                kernels.send(x, routes, rows, argument), literal.send(x, routes, rows, argument), strict=True
+                kernels.send(x, routes, rows, argument),
+                literal.send(x, routes, rows, argument),
+                strict=True,
             ):
                 assert (mine is None) == (theirs is None)
                 assert mine is None or torch.equal(mine, theirs)
@@ -138,7 +142,10 @@ class TestKernels:
     @pytest.mark.parametrize("padded", [False, True])
     def test_collected_tokens_are_those_of_the_reference(self, hidden, dtype, padded):
         routes, rows = self.routes(padded)
-        y, weights = torch.randn(rows, hidden, device=DEVICE).to(dtype), torch.rand(TOKENS, 6, device=DEVICE)
+        y, weights = (
+            torch.randn(rows, hidden, device=DEVICE).to(dtype),
+            torch.rand(TOKENS, 6, device=DEVICE),
+        )
         adjacent = torch.randn(rows, device=DEVICE)
         for arguments in ((), (weights,), (None, adjacent)):
             (x, values), (expected, expected_values) = (
@@ -151,7 +158,9 @@ class TestKernels:
     @WIDTHS
     @DTYPES
     @pytest.mark.parametrize("padded", [False, True])
-    def test_the_gradients_of_collected_tokens_are_those_of_the_reference(self, hidden, dtype, padded):
+    def test_the_gradients_of_collected_tokens_are_those_of_the_reference(
+        self, hidden, dtype, padded
+    ):
         routes, rows = self.routes(padded)
         dx, y = (torch.randn(n, hidden, device=DEVICE).to(dtype) for n in (TOKENS, rows))
         weights = torch.rand(TOKENS, 6, device=DEVICE)
@@ -165,7 +174,11 @@ class TestKernels:
         torch.testing.assert_close(dw, dw_expected, rtol=SUMMED[torch.float32], atol=scale * 1e-6)
 
     def test_by_index_dropped_routes_are_left_out(self):
-        experts = torch.randint(0, 4, (23, 3), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+        experts = (
+            torch.randint(0, 4, (23, 3), generator=torch.Generator().manual_seed(0))
+            .int()
+            .to(DEVICE)
+        )
         routes = Routes(rows_of_indices(experts, 50), INDEX, 23, 3)
         x, weights = torch.randn(23, 40, device=DEVICE), torch.rand(23, 3, device=DEVICE)
         y = kernels.send(x, routes, 50, every_row=True)[0]
@@ -180,7 +193,9 @@ class TestKernels:
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-5)
 
     def test_no_kernel_is_launched_for_empty_inputs(self):
-        routes = Routes(kernels.rows_of_mask(torch.zeros(0, 4, device=DEVICE, dtype=torch.bool)), MASK, 0, 4)
+        routes = Routes(
+            kernels.rows_of_mask(torch.zeros(0, 4, device=DEVICE, dtype=torch.bool)), MASK, 0, 4
+        )
         assert kernels.send(torch.ones(0, 8, device=DEVICE), routes, 3)[0].abs().sum() == 0
         assert kernels.collect(torch.ones(3, 8, device=DEVICE), routes)[0].shape == (0, 8)
 
@@ -213,7 +228,9 @@ def test_the_kernels_reject_unsupported_requests(changes, reason):
 def test_the_reference_compiles():
     def move(x, mask, weights):
         routes = Routes(reference.map_of_mask(mask), MASK, *mask.shape)
-        return reference.collect(reference.send(x, routes, 12, None)[0], routes, 12, weights, None)[0]
+        return reference.collect(reference.send(x, routes, 12, None)[0], routes, 12, weights, None)[
+            0
+        ]
 
     mask = sample_mask(9, 4, 2)
     arguments = (torch.randn(9, 5), mask, torch.rand(9, 4))

@@ -48,7 +48,9 @@ def around_ties(element: Element) -> torch.Tensor:
     midpoints = ((grid[1:].astype(np.float64) + grid[:-1]) / 2).astype(np.float32)
     points = np.concatenate([grid, midpoints])
     up, down = np.float32(np.inf), np.float32(-np.inf)
-    return torch.from_numpy(np.concatenate([points, np.nextafter(points, up), np.nextafter(points, down)]))
+    return torch.from_numpy(
+        np.concatenate([points, np.nextafter(points, up), np.nextafter(points, down)])
+    )
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda e: e.name)
@@ -100,8 +102,12 @@ class TestE2M1:
         np.testing.assert_array_equal(codes, self.expected(values.numpy()))
 
     def test_values_next_to_ties_encode_as_ml_dtypes(self, device):
-        points = np.array([0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6], np.float32)
-        values = np.concatenate([points, np.nextafter(points, np.float32(9)), np.nextafter(points, -points)])
+        points = np.array(
+            [0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6], np.float32
+        )
+        values = np.concatenate(
+            [points, np.nextafter(points, np.float32(9)), np.nextafter(points, -points)]
+        )
         values = np.concatenate([values, -values])
         codes = encode_e2m1(torch.from_numpy(values).to(device)).cpu().numpy()
         np.testing.assert_array_equal(codes, self.expected(values))
@@ -149,7 +155,9 @@ class TestStochasticE2M1:
     def test_a_grid_value_stays_for_every_random_number(self, device):
         codes = torch.arange(16, dtype=torch.uint8, device=device)
         for u in (0.0, 0.5, 1.0 - 2.0**-24):
-            assert torch.equal(encode_e2m1(decode_e2m1(codes), torch.full((16,), u, device=device)), codes)
+            assert torch.equal(
+                encode_e2m1(decode_e2m1(codes), torch.full((16,), u, device=device)), codes
+            )
 
     def test_zero_rounds_down_and_almost_one_rounds_up(self, device):
         values = torch.tensor([0.1, 0.6, 1.1, 1.6, 2.1, 3.1, 4.1, 5.9], device=device)

@@ -10,9 +10,18 @@ import torch
 from tests.support import quantized
 from tests.support.quantized import assert_same, sample, uniform
 from transformer_engine.pytorch.primitives.operand import Operand
-from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.quantize import (
+    Quantized,
+    QuantizeSpec,
+    dequantize,
+    quantize,
+)
 
-SPECS = {name: spec for name, spec in quantized.SPECS.items() if name not in ("block2d", "nvfp4-hadamard")}
+SPECS = {
+    name: spec
+    for name, spec in quantized.SPECS.items()
+    if name not in ("block2d", "nvfp4-hadamard")
+}
 
 
 def operands(q: Quantized, spec: QuantizeSpec, dtype=torch.float32) -> tuple[Operand, Operand]:
@@ -80,7 +89,9 @@ def test_a_spec_made_inside_the_graph_traces(device):
 
 
 # Its loops take a C++ compiler 7 s per format.
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Inductor's C++ loops, not its Triton kernels")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Inductor's C++ loops, not its Triton kernels"
+)
 @pytest.mark.parametrize(
     "name",
     [

@@ -31,7 +31,9 @@ from transformer_engine.pytorch.primitives.quantize import (
 )
 from transformer_engine.pytorch.primitives.quantize.format_row import QuantizeInputs
 
-SPECS = {name: spec for name, spec in quantized.SPECS.items() if name not in ("block2d-float32-scale",)}
+SPECS = {
+    name: spec for name, spec in quantized.SPECS.items() if name not in ("block2d-float32-scale",)
+}
 every_spec = pytest.mark.parametrize("name", SPECS)
 
 
@@ -61,7 +63,12 @@ class TestShapes:
         spec, x = SPECS[name], sample(48, 130, device)
         q = quantize(x, spec, random=uniform(x))
         packing = spec.format.packing
-        assert q.codes is not None and q.codes_t is not None and q.scale is not None and q.scale_t is not None
+        assert (
+            q.codes is not None
+            and q.codes_t is not None
+            and q.scale is not None
+            and q.scale_t is not None
+        )
         assert q.codes.dtype == q.codes_t.dtype == torch_dtype(spec.element)
         assert (q.codes.shape, q.codes_t.shape) == ((48, 130 // packing), (130, 48 // packing))
         assert (tuple(q.scale.shape), tuple(q.scale_t.shape)) == self.SCALES[name]
@@ -141,7 +148,8 @@ class TestSpecialValues:
         assert absolute_maximum(torch.tensor([torch.nan, 9.0], device=device)).isnan().all()
         assert absolute_maximum(torch.empty(0, 4, device=device)).tolist() == [0.0]
         assert (
-            absolute_maximum(torch.tensor(-2.0, dtype=torch.bfloat16, device=device)).dtype == torch.float32
+            absolute_maximum(torch.tensor(-2.0, dtype=torch.bfloat16, device=device)).dtype
+            == torch.float32
         )
 
 
@@ -241,7 +249,10 @@ class TestRejections:
             ({"format": NVFP4}, "nvfp4 cannot hold element e4m3"),
             ({"two_dimensional": True}, "two_dimensional is a choice of mxfp8 and nvfp4"),
             ({"stochastic": True}, "belong to nvfp4, not to float8"),
-            ({"format": NVFP4, "element": E2M1, "two_dimensional": True, "hadamard": True}, "choose one"),
+            (
+                {"format": NVFP4, "element": E2M1, "two_dimensional": True, "hadamard": True},
+                "choose one",
+            ),
         ],
     )
     def test_contradictory_specs_are_rejected(self, fields, message):
@@ -257,7 +268,9 @@ class TestRejections:
     def test_only_float8_takes_a_scale(self, device):
         with pytest.raises(ValueError, match="not to mxfp8"):
             quantize(
-                torch.zeros(2, 4, device=device), SPECS["mxfp8"], multiplier=torch.ones(1, device=device)
+                torch.zeros(2, 4, device=device),
+                SPECS["mxfp8"],
+                multiplier=torch.ones(1, device=device),
             )
 
     @pytest.mark.parametrize(
@@ -268,7 +281,9 @@ class TestRejections:
             ("nvfp4-hadamard", 18, 16, "M=18 is not a multiple of 16"),
         ],
     )
-    def test_nvfp4_rejects_shapes_that_do_not_fill_bytes_or_groups(self, name, rows, depth, message, device):
+    def test_nvfp4_rejects_shapes_that_do_not_fill_bytes_or_groups(
+        self, name, rows, depth, message, device
+    ):
         with pytest.raises(ValueError, match=message):
             quantize(torch.zeros(rows, depth, device=device), SPECS[name])
 

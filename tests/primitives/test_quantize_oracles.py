@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from tests.support.quantized import raw
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import (
     Quantized,
@@ -26,7 +35,18 @@ F = np.float32
 FLOAT32_MAX = np.finfo(np.float32).max
 FP8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 INPUT_MAX = {torch.float32: FLOAT32_MAX, torch.bfloat16: F(torch.finfo(torch.bfloat16).max)}
-SHAPES = [(1, 128), (3, 127), (2, 129), (130, 40), (17, 32), (31, 33), (16, 16), (15, 31), (1, 1), (33, 256)]
+SHAPES = [
+    (1, 128),
+    (3, 127),
+    (2, 129),
+    (130, 40),
+    (17, 32),
+    (31, 33),
+    (16, 16),
+    (15, 31),
+    (1, 1),
+    (33, 256),
+]
 EVEN_SHAPES = [(2, 128), (4, 126), (2, 130), (34, 32), (16, 16), (18, 14), (2, 2), (32, 30)]
 
 
@@ -106,7 +126,9 @@ def e2m1_oracle(values: np.ndarray) -> np.ndarray:
     magnitudes = np.minimum(np.abs(values.astype(np.float64)), 6.0)
     distances = np.abs(grid[by_parity] - magnitudes[..., None])
     codes = np.array(by_parity, np.uint8)[distances.argmin(-1)]
-    return np.where(np.isnan(values), 7, codes | np.where(np.signbit(values), 8, 0)).astype(np.uint8)
+    return np.where(np.isnan(values), 7, codes | np.where(np.signbit(values), 8, 0)).astype(
+        np.uint8
+    )
 
 
 def nvfp4_oracle(x, tile, amax):
@@ -148,7 +170,9 @@ EXTREMES = {
 
 def extreme(name: str, rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
     values = torch.tensor(EXTREMES[name], dtype=torch.float32)
-    return values.repeat(-(-rows * depth // len(values)))[: rows * depth].view(rows, depth).to(dtype)
+    return (
+        values.repeat(-(-rows * depth // len(values)))[: rows * depth].view(rows, depth).to(dtype)
+    )
 
 
 def bits(t: torch.Tensor | None) -> np.ndarray:
@@ -205,7 +229,9 @@ class TestFloat8:
             assert q.amax is not None and q.amax.shape == (1,)
             np.testing.assert_array_equal(q.amax.cpu().numpy(), np.array([amax]))
 
-    def test_given_scale_multiplies_and_amax_is_still_measured(self, dtype, element, power_of_two, device):
+    def test_given_scale_multiplies_and_amax_is_still_measured(
+        self, dtype, element, power_of_two, device
+    ):
         spec = QuantizeSpec(FLOAT8, element, columnwise=True, power_of_two=power_of_two)
         for x in inputs(dtype, SHAPES[:2]):
             q = quantize(x.to(device), spec, multiplier=torch.tensor([3.7], device=device))
@@ -216,7 +242,9 @@ class TestFloat8:
 
 def test_an_explicit_amax_determines_the_scale(device):
     x = sample(4, 20, torch.float32)
-    q = quantize(x.to(device), QuantizeSpec(FLOAT8, E4M3), amax=torch.tensor([1000.0], device=device))
+    q = quantize(
+        x.to(device), QuantizeSpec(FLOAT8, E4M3), amax=torch.tensor([1000.0], device=device)
+    )
     assert_same_scale(q.scale, np.array([F(1) / (F(448) / F(1000))], F))
     assert q.amax is not None and q.amax.item() == 1000.0
 
@@ -232,7 +260,9 @@ def test_epsilon_is_the_smallest_amax(device):
 class TestBlocks:
     @pytest.mark.parametrize("epsilon", [0.0, 1e-2])
     def test_rows_of_128(self, dtype, element, power_of_two, epsilon, device):
-        spec = QuantizeSpec(BLOCK_1D, element, columnwise=True, power_of_two=power_of_two, epsilon=epsilon)
+        spec = QuantizeSpec(
+            BLOCK_1D, element, columnwise=True, power_of_two=power_of_two, epsilon=epsilon
+        )
         rule = {"power_of_two": power_of_two, "epsilon": epsilon}
         for x in inputs(dtype, SHAPES[:7] if epsilon == 0.0 else SHAPES[:2]):
             q = quantize(x.to(device), spec)
@@ -324,7 +354,9 @@ class TestNVFP4:
         x = sample(32, 48, dtype)
         spec = QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, random_sign=random_sign)
         q = quantize(x.to(device), spec)
-        self.assert_direction(q.codes, q.scale, *nvfp4_oracle(wide(x), (1, 16), block_amax(wide(x))))
+        self.assert_direction(
+            q.codes, q.scale, *nvfp4_oracle(wide(x), (1, 16), block_amax(wide(x)))
+        )
         transposed = wide(hadamard_transform(x.t().contiguous(), random_sign))
         assert q.amax_t is not None and q.amax_t.item() == block_amax(transposed)
         self.assert_direction(
@@ -401,7 +433,9 @@ def test_hadamard_transform_is_the_product_with_sylvesters_matrix(random_sign, d
     for _ in range(4):
         h = np.block([[h, h], [h, -h]])
     signs = (
-        np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]) if random_sign else np.ones(16)
+        np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+        if random_sign
+        else np.ones(16)
     )
     generator = torch.Generator().manual_seed(3)
     # Multiples of 1/64 below 4: their sums are exact in float32, so the order of additions cannot matter.

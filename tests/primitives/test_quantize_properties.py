@@ -67,7 +67,9 @@ def matrices(draw, sizes=even_sizes):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     spread = draw(st.integers(0, 30))
     x = torch.randn(rows, depth, generator=generator)
-    x = x * torch.exp2(torch.randint(-spread, spread + 1, (rows, 1), generator=generator).to(torch.float32))
+    x = x * torch.exp2(
+        torch.randint(-spread, spread + 1, (rows, 1), generator=generator).to(torch.float32)
+    )
     x[draw(st.integers(0, rows - 1)), draw(st.integers(0, depth - 1))] *= draw(
         st.sampled_from([0.0, 1.0, 1e4])
     )
@@ -105,7 +107,9 @@ def test_one_direction_alone_equals_both_directions_together(name, device, x):
     rows = quantize(x, one(rowwise=True, columnwise=False))
     columns = quantize(x, one(rowwise=False, columnwise=True))
     assert same_bits(rows.codes, expected.codes) and same_bits(rows.scale, expected.scale)
-    assert same_bits(columns.codes_t, expected.codes_t) and same_bits(columns.scale_t, expected.scale_t)
+    assert same_bits(columns.codes_t, expected.codes_t) and same_bits(
+        columns.scale_t, expected.scale_t
+    )
     assert rows.codes_t is None and rows.scale_t is None
     assert columns.codes is None and columns.scale is None
 
@@ -137,7 +141,9 @@ def test_quantization_is_monotonic_within_a_shared_scale(name, device, x):
     spec = SPECS[name]
     width = 16 if spec.tile is None else spec.tile[1]
     row = x.to(device).flatten()[:width].sort().values[None, : min(width, x.numel()) // 2 * 2]
-    values = dequantize(rowwise_operand(quantize(row, QuantizeSpec(spec.format, spec.element)), spec))
+    values = dequantize(
+        rowwise_operand(quantize(row, QuantizeSpec(spec.format, spec.element)), spec)
+    )
     assert (values.diff(dim=1) >= 0).all()
 
 
@@ -149,7 +155,9 @@ def test_negated_values_have_codes_with_flipped_signs(name, device, x):
     x = x.to(device)
     plus, minus = quantize(x, spec), quantize(-x, spec)
     assert same_bits(plus.scale, minus.scale)
-    assert torch.equal(dequantize(rowwise_operand(plus, spec)), -dequantize(rowwise_operand(minus, spec)))
+    assert torch.equal(
+        dequantize(rowwise_operand(plus, spec)), -dequantize(rowwise_operand(minus, spec))
+    )
 
 
 @pytest.mark.parametrize("name", [n for n, s in SPECS.items() if s.element is not E2M1])
@@ -177,7 +185,9 @@ def test_nvfp4_error_is_at_most_a_sixth_of_the_maximum_and_half_a_scale_step(dev
     x = x.to(device)
     values = dequantize(rowwise_operand(quantize(x, spec), spec))
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 16))
-    block_amax = padded.view(x.shape[0], -1, 16).abs().amax(-1).repeat_interleave(16, 1)[:, : x.shape[1]]
+    block_amax = (
+        padded.view(x.shape[0], -1, 16).abs().amax(-1).repeat_interleave(16, 1)[:, : x.shape[1]]
+    )
     # Below 2^-6 of a unit the block scale itself is subnormal and loses relative precision.
     floor = 6 * 2.0**-6 * absolute_maximum(x) / (6 * 448)
     bound = torch.maximum(block_amax, floor) * (1 / 6 * (1 + 2**-4) + 2**-4)

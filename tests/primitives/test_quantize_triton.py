@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.quantize import (
     TABLE,
@@ -20,7 +29,11 @@ from transformer_engine.pytorch.runtime import launching
 
 SPECS = {
     f"{form.name}-{element.name}-{direction}{'-power-of-two' * power}": QuantizeSpec(
-        form, element, rowwise=direction != "columns", columnwise=direction != "rows", power_of_two=power
+        form,
+        element,
+        rowwise=direction != "columns",
+        columnwise=direction != "rows",
+        power_of_two=power,
     )
     for form in (FLOAT8, BLOCK_1D, BLOCK_2D)
     for element in (E4M3, E5M2)
@@ -29,7 +42,11 @@ SPECS = {
 }
 SPECS |= {
     f"mxfp8-{element.name}-{direction}{'-square' * square}": QuantizeSpec(
-        MXFP8, element, rowwise=direction != "columns", columnwise=direction != "rows", two_dimensional=square
+        MXFP8,
+        element,
+        rowwise=direction != "columns",
+        columnwise=direction != "rows",
+        two_dimensional=square,
     )
     for element in (E4M3, E5M2)
     for direction in ("rows", "columns", "both")
@@ -109,7 +126,12 @@ def uniform(spec: QuantizeSpec, shape: tuple[int, int]) -> tuple[torch.Tensor, t
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.bfloat16) for name in SPECS]
-    + [(name, dtype) for name in SPECS if "-both" in name for dtype in (torch.float16, torch.float32)],
+    + [
+        (name, dtype)
+        for name in SPECS
+        if "-both" in name
+        for dtype in (torch.float16, torch.float32)
+    ],
     ids=str,
 )
 def test_every_shape_and_content_equals_the_reference_bitwise(name, dtype):
@@ -141,7 +163,9 @@ def test_large_matrices_with_larger_tiles_equal_the_reference_bitwise(name, shap
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in SPECS if name.endswith(("-both", "-both-plain"))])
+@pytest.mark.parametrize(
+    "name", [name for name in SPECS if name.endswith(("-both", "-both-plain"))]
+)
 def test_gpu_results_equal_cpu_results(name):
     spec = SPECS[name]
     for shape in ((128, 128), (130, 258)):
@@ -187,7 +211,8 @@ def test_strided_and_misaligned_inputs_equal_their_contiguous_copies():
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
 def test_an_empty_matrix_has_empty_codes(shape):
     result = quantize(
-        torch.empty(shape, device="cuda", dtype=torch.bfloat16), QuantizeSpec(FLOAT8, E4M3, columnwise=True)
+        torch.empty(shape, device="cuda", dtype=torch.bfloat16),
+        QuantizeSpec(FLOAT8, E4M3, columnwise=True),
     )
     assert result.codes.shape == shape and result.codes_t.shape == shape[::-1]
     assert result.amax.item() == 0.0
@@ -241,7 +266,9 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
     for actual, expected in zip(compiled, step(x), strict=True):
         assert actual.stride() == expected.stride()
-        assert torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        assert torch.equal(
+            actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+        )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +284,9 @@ def test_unsupported_requests_are_rejected_with_the_reason(device, dtype, reason
 
 def test_a_missing_triton_is_a_rejection(monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda hardware: "triton is not installed")
-    request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
+    request = QuantizeRequest(
+        QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda")
+    )
     assert TRITON.unsupported_reason(request) == "triton is not installed"
     assert TABLE.backends[0] is TRITON
 
@@ -269,7 +298,9 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
 def test_architectures_without_cast_kernels_are_rejected(capability, rejected, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda hardware: None)
     monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
-    request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
+    request = QuantizeRequest(
+        QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda")
+    )
     reason = TRITON.unsupported_reason(request)
     assert (reason is not None) == rejected
     assert reason is None or f"{capability[0]}.{capability[1]}" in reason

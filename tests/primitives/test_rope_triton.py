@@ -11,7 +11,13 @@ from tests.support.tolerances import DTYPES, MULTIPLIED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention.rope import ApplyPackedRope
 from transformer_engine.pytorch.primitives import rope
-from transformer_engine.pytorch.primitives.rope import Positions, RopeRequest, RopeSpec, reference, triton
+from transformer_engine.pytorch.primitives.rope import (
+    Positions,
+    RopeRequest,
+    RopeSpec,
+    reference,
+    triton,
+)
 
 kernels = Kernels(rope, "rope")
 
@@ -39,7 +45,9 @@ def _positions(tensor_format, cp_size=1, started=False):
     start = torch.tensor([3, 7], device=DEVICE) if started else None
     if tensor_format != "thd":
         return Positions(start)
-    bounds = [0, 4, 4, 20] if not started else [0, 8, 20]  # the rest is padding behind the last sequence
+    bounds = (
+        [0, 4, 4, 20] if not started else [0, 8, 20]
+    )  # the rest is padding behind the last sequence
     return Positions(start, torch.tensor(bounds, dtype=torch.int32, device=DEVICE) * cp_size)
 
 
@@ -61,7 +69,12 @@ def _equal(x, angles, positions, spec):
 def test_both_directions_equal_the_reference(tensor_format, interleaved, heads, dtype):
     count, features, rotated = heads
     x = _x(tensor_format, count, features, dtype)
-    _equal(x, _angles(LENGTH * 2, rotated), _positions(tensor_format), RopeSpec(tensor_format, interleaved))
+    _equal(
+        x,
+        _angles(LENGTH * 2, rotated),
+        _positions(tensor_format),
+        RopeSpec(tensor_format, interleaved),
+    )
 
 
 @runs_kernels
@@ -103,10 +116,15 @@ PACKED_LARGE = [(8, 4, 128, 128, 128, 128), (2, 5, 192, 128, 64, 64), (40, 1, 64
 @INTERLEAVED
 @parametrize_sizes("sizes", PACKED_SMALL, PACKED_LARGE, ids=str)
 @pytest.mark.parametrize("started", [False, True])
-def test_packed_qkv_is_bitwise_equal_to_separate_tensors(tensor_format, interleaved, sizes, started):
+def test_packed_qkv_is_bitwise_equal_to_separate_tensors(
+    tensor_format, interleaved, sizes, started
+):
     groups, heads, width, v_width, q_rotated, k_rotated = sizes
     split = (heads * width, width, v_width)
-    spec, positions = RopeSpec(tensor_format, interleaved), _positions(tensor_format, started=started)
+    spec, positions = (
+        RopeSpec(tensor_format, interleaved),
+        _positions(tensor_format, started=started),
+    )
     qkv = _x(tensor_format, groups, sum(split), torch.bfloat16)
     q_angles, k_angles = _angles(LENGTH * 2, q_rotated), _angles(LENGTH * 2, k_rotated)
     q, k, v = kernels.rope_qkv_forward(qkv, q_angles, k_angles, positions, split, spec)
@@ -133,7 +151,9 @@ def test_separate_heads_are_bitwise_equal_to_their_parts(tensor_format, heads, w
     q_angles, k_angles = _angles(LENGTH * 2, q_rotated), _angles(LENGTH * 2, k_rotated)
     parts = kernels.rope_qkv_forward(qkv, q_angles, k_angles, positions, sizes, spec, True)
     q, k, v = torch.split(qkv, [groups * each, groups, groups], dim=-2)
-    rotated = [kernels.rope_forward(x, a, positions, spec) for x, a in ((q, q_angles), (k, k_angles))]
+    rotated = [
+        kernels.rope_forward(x, a, positions, spec) for x, a in ((q, q_angles), (k, k_angles))
+    ]
     assert all(torch.equal(a, b) for a, b in zip(parts, (*rotated, v), strict=True))
     back = kernels.rope_qkv_backward(*parts, q_angles, k_angles, positions, sizes, spec, True)
     dq, dk = (
@@ -148,7 +168,9 @@ def test_strided_packed_qkv_is_bitwise_equal_to_its_copy():
     joint = torch.randn(6, 2, 3, 2, 20, device=DEVICE).bfloat16()[:, :, :, 1]
     angles, spec = _angles(6, 4), RopeSpec("sbhd")
     actual = kernels.rope_qkv_forward(joint, angles, angles, Positions(), (8, 4, 8), spec)
-    expected = kernels.rope_qkv_forward(joint.contiguous(), angles, angles, Positions(), (8, 4, 8), spec)
+    expected = kernels.rope_qkv_forward(
+        joint.contiguous(), angles, angles, Positions(), (8, 4, 8), spec
+    )
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -156,7 +178,9 @@ def test_strided_packed_qkv_is_bitwise_equal_to_its_copy():
 def test_a_packed_qkv_splits_and_joins_by_heads(tensor_format, device):
     shape = (6,) if tensor_format == "thd" else (6, 2) if tensor_format == "sbhd" else (2, 6)
     spec = RopeSpec(tensor_format)
-    bounds = torch.tensor([0, 6], dtype=torch.int32, device=device) if tensor_format == "thd" else None
+    bounds = (
+        torch.tensor([0, 6], dtype=torch.int32, device=device) if tensor_format == "thd" else None
+    )
     qkv = torch.randn(*shape, 3, 20, device=device)
     angles = torch.randn(6, 2, device=device).repeat(1, 2)
     how = (angles, angles, Positions(None, bounds), (8, 4, 8), spec)
@@ -211,9 +235,15 @@ def test_tokens_behind_the_last_sequence_rotate_by_the_last_angles():
 @FORMATS
 @pytest.mark.parametrize("start", [-4, 9])
 @pytest.mark.parametrize("clamps", [False, True])
-def test_a_token_without_an_angle_becomes_nan_unless_it_may_be_padding(tensor_format, start, clamps):
+def test_a_token_without_an_angle_becomes_nan_unless_it_may_be_padding(
+    tensor_format, start, clamps
+):
     x = _x(tensor_format, 2, 4, torch.float32)
-    bounds = torch.tensor([0, 12, 24], dtype=torch.int32, device=DEVICE) if tensor_format == "thd" else None
+    bounds = (
+        torch.tensor([0, 12, 24], dtype=torch.int32, device=DEVICE)
+        if tensor_format == "thd"
+        else None
+    )
     positions = Positions(torch.tensor([0, start], device=DEVICE), bounds)
     spec = RopeSpec(tensor_format, clamps=clamps)
     y = kernels.rope_forward(x, _angles(12, 4), positions, spec)
@@ -230,7 +260,11 @@ def test_a_token_without_an_angle_becomes_nan_unless_it_may_be_padding(tensor_fo
 @pytest.mark.parametrize("rank", [0, 1])
 def test_starts_combined_with_ranks_equal_the_reference(tensor_format, rank):
     x = _x(tensor_format, 2, 4, torch.float32)
-    bounds = torch.tensor([0, 16, 48], dtype=torch.int32, device=DEVICE) if tensor_format == "thd" else None
+    bounds = (
+        torch.tensor([0, 16, 48], dtype=torch.int32, device=DEVICE)
+        if tensor_format == "thd"
+        else None
+    )
     positions = Positions(torch.tensor([3, 7], device=DEVICE), bounds)
     _equal(x, _angles(40, 4), positions, RopeSpec(tensor_format, cp_size=2, cp_rank=rank))
 

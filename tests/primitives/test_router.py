@@ -34,7 +34,9 @@ def sample_logits(tokens, experts, device="cpu", dtype=torch.float32):
     """Distinct numbers per token, so that no two scores are equal; a few are in softplus's linear range."""
     grid = torch.linspace(-6, 6, experts)
     generator = torch.Generator().manual_seed(0)
-    shuffled = torch.stack([grid[torch.randperm(experts, generator=generator)] for _ in range(tokens)])
+    shuffled = torch.stack(
+        [grid[torch.randperm(experts, generator=generator)] for _ in range(tokens)]
+    )
     shuffled[0] += 18.0
     return shuffled.to(device, dtype)
 
@@ -126,12 +128,18 @@ class TestReference:
     def test_a_bias_changes_the_choice_and_not_the_weights(self):
         bias = torch.tensor([0.0, 0.0, 0.0, 0.9])
         choice = Choice(2, SIGMOID, scale=2.5)
-        probs, _, _ = literal.choose(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), choice, torch.float32, bias)
-        torch.testing.assert_close(probs, torch.tensor([[1.91521, 0, 0, 0.58479]]), rtol=0, atol=1e-5)
+        probs, _, _ = literal.choose(
+            torch.tensor([[2.0, 1.0, 0.0, -1.0]]), choice, torch.float32, bias
+        )
+        torch.testing.assert_close(
+            probs, torch.tensor([[1.91521, 0, 0, 0.58479]]), rtol=0, atol=1e-5
+        )
 
     def test_of_equal_scores_the_lower_number_is_chosen(self):
         indices = torch.zeros(1, 3, dtype=torch.int64)
-        literal.choose(torch.ones(1, 40), Choice(3, SOFTMAX, map=INDICES), torch.float32, None, indices)
+        literal.choose(
+            torch.ones(1, 40), Choice(3, SOFTMAX, map=INDICES), torch.float32, None, indices
+        )
         assert indices.tolist() == [[0, 1, 2]]
 
     def test_bits_are_counted_from_the_lowest(self):
@@ -147,13 +155,21 @@ class TestReference:
 
 @runs_kernels
 class TestKernels:
-    @parametrize_sizes("tokens, experts", [(6, 16), (5, 40)], [(4096, 256), (1031, 160), (64, 2048)])
+    @parametrize_sizes(
+        "tokens, experts", [(6, 16), (5, 40)], [(4096, 256), (1031, 160), (64, 2048)]
+    )
     @SCORES
     @GROUPS
     @pytest.mark.parametrize("map", [BYTES, BITS, INDICES])
-    def test_weights_and_gradients_are_those_of_the_reference(self, tokens, experts, score, groups, map):
+    def test_weights_and_gradients_are_those_of_the_reference(
+        self, tokens, experts, score, groups, map
+    ):
         x = sample_logits(tokens, experts, DEVICE)
-        bias = torch.linspace(-0.3, 0.3, experts, device=DEVICE) if score in (SIGMOID, SQRTSOFTPLUS) else None
+        bias = (
+            torch.linspace(-0.3, 0.3, experts, device=DEVICE)
+            if score in (SIGMOID, SQRTSOFTPLUS)
+            else None
+        )
         choice = Choice(4, score, groups=groups, scale=1.5, map=map)
         found = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         argument = found if map == INDICES else [None, None]
@@ -169,7 +185,8 @@ class TestKernels:
         gradient = torch.randn_like(theirs[0])
         read = found[0] if map == INDICES else theirs[1]
         mine, expected = (
-            by.choose_backward(read, theirs[2], gradient, choice, torch.float32) for by in (kernels, literal)
+            by.choose_backward(read, theirs[2], gradient, choice, torch.float32)
+            for by in (kernels, literal)
         )
         torch.testing.assert_close(mine, expected, rtol=CURVED[torch.float32], atol=2e-6)
 
@@ -181,7 +198,8 @@ class TestKernels:
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
         gradient = torch.randn_like(theirs[0])
         mine, expected = (
-            by.choose_backward(theirs[1], theirs[2], gradient, choice, dtype) for by in (kernels, literal)
+            by.choose_backward(theirs[1], theirs[2], gradient, choice, dtype)
+            for by in (kernels, literal)
         )
         torch.testing.assert_close(mine, expected, rtol=UNIT[dtype], atol=UNIT[dtype])
 
@@ -200,9 +218,15 @@ class TestKernels:
             choice = Choice(k, score, groups=expected, scale=1.5, map=map)
             results = []
             for by, device in ((kernels, DEVICE), (literal, "cpu")):
-                indices = torch.zeros(len(x), k, dtype=torch.int32, device=device) if map == INDICES else None
+                indices = (
+                    torch.zeros(len(x), k, dtype=torch.int32, device=device)
+                    if map == INDICES
+                    else None
+                )
                 moved = None if bias is None else bias.to(device)
-                probs, chosen, saved = by.choose(x.to(device), choice, torch.float32, moved, indices)
+                probs, chosen, saved = by.choose(
+                    x.to(device), choice, torch.float32, moved, indices
+                )
                 read = indices if map == INDICES else chosen
                 gradient = torch.linspace(-1, 1, x.numel(), device=device).view(x.shape)
                 back = by.choose_backward(read, saved, gradient, choice, torch.float32)
@@ -219,12 +243,15 @@ class TestKernels:
             by.choose(x.to(device), choice, torch.float32)[0].cpu()
             for by, device in ((kernels, DEVICE), (literal, "cpu"))
         )
-        torch.testing.assert_close(ours, theirs, rtol=CURVED[torch.float32], atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(
+            ours, theirs, rtol=CURVED[torch.float32], atol=1e-6, equal_nan=True
+        )
 
     def test_small_scores_keep_their_digits(self):
         x = torch.linspace(-40, -1, 16, device=DEVICE)[None]
         ours, theirs = (
-            by.choose(x, Choice(2, SQRTSOFTPLUS, whole=True), torch.float32) for by in (kernels, literal)
+            by.choose(x, Choice(2, SQRTSOFTPLUS, whole=True), torch.float32)
+            for by in (kernels, literal)
         )
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=0)
 
@@ -244,7 +271,9 @@ class TestKernels:
         ours, theirs = (by.balance_loss(probs, tokens, 0.01, total) for by in (kernels, literal))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
-    @parametrize_sizes("tokens, experts, k", [(5, 24, 3), (9, 40, 1)], [(16384, 256, 8), (4096, 2048, 4)])
+    @parametrize_sizes(
+        "tokens, experts, k", [(5, 24, 3), (9, 40, 1)], [(16384, 256, 8), (4096, 2048, 4)]
+    )
     def test_margins_are_counted_as_by_the_reference(self, tokens, experts, k):
         x = torch.randn(tokens, experts, device=DEVICE)
         bias = torch.linspace(-0.1, 0.1, experts, device=DEVICE)
@@ -271,7 +300,9 @@ class TestKernels:
         x = torch.full((1, 8), float("nan"), device=DEVICE)
         for by in (kernels, literal):
             histogram = torch.zeros(8, 4, dtype=torch.int32, device=DEVICE)
-            by.count_margins(x, torch.zeros(8, device=DEVICE), 2, histogram, torch.zeros(2, device=DEVICE))
+            by.count_margins(
+                x, torch.zeros(8, device=DEVICE), 2, histogram, torch.zeros(2, device=DEVICE)
+            )
             assert histogram.tolist() == [[1, 0, 0, 0]] * 8
 
 
@@ -284,5 +315,7 @@ class TestKernels:
     ],
 )
 def test_the_kernels_reject_unsupported_requests(changes, reason):
-    request = router.RouterRequest("choose", (8, 4), torch.float32, torch.float32, torch.device("cpu"))
+    request = router.RouterRequest(
+        "choose", (8, 4), torch.float32, torch.float32, torch.device("cpu")
+    )
     assert reason in triton.unsupported_reason(request._replace(**changes))

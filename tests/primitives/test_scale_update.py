@@ -56,7 +56,9 @@ def test_backend_updates_equal_the_reference(device, backend, algorithm, keep_id
 
 @pytest.mark.parametrize("backend", scale_update.TABLE.names())
 def test_wide_states_are_updated_in_column_blocks(device, backend):
-    if reason := scale_update.TABLE.named(backend).unsupported_reason(ScaleUpdateRequest(device, 1024, 192)):
+    if reason := scale_update.TABLE.named(backend).unsupported_reason(
+        ScaleUpdateRequest(device, 1024, 192)
+    ):
         pytest.skip(reason)
     results = []
     for name in ("reference", backend):
@@ -92,7 +94,9 @@ def test_a_captured_update_runs_at_every_replay():
     histories, scales = states([4], "cuda")
     graph = torch.cuda.CUDAGraph()
     warm = [h.clone() for h in histories], [s.clone() for s in scales]
-    advance_scales(*warm, "max", 448.0, 0, False)  # another pair: the captured pair's table is unknown
+    advance_scales(
+        *warm, "max", 448.0, 0, False
+    )  # another pair: the captured pair's table is unknown
     with torch.cuda.graph(graph):
         advance_scales(histories, scales, "max", 448.0, 0, False)
     for amax in (1.0, 7.0):

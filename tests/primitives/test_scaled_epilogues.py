@@ -28,7 +28,12 @@ from transformer_engine.pytorch.primitives.gemm import (
     fused,
     triton_fused,
 )
-from transformer_engine.pytorch.primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
+from transformer_engine.pytorch.primitives.gemm.composed import (
+    CODES,
+    GELU,
+    GELU_GRADIENT,
+    FusedRequest,
+)
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 
 BF16 = torch.bfloat16
@@ -48,7 +53,9 @@ def with_triton(monkeypatch):
 BLACKWELL = nvidia(10, 0)
 
 
-def fused_gpu_request(kind, a, b, epilogue, second=False, x=None, hardware=BLACKWELL) -> FusedRequest:
+def fused_gpu_request(
+    kind, a, b, epilogue, second=False, x=None, hardware=BLACKWELL
+) -> FusedRequest:
     """The request as it would be for the same tensors on a GPU."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, None if x is None else x.dtype)
     product = dataclasses.replace(request.product, device="cuda", hardware=hardware, index=0)
@@ -75,7 +82,9 @@ def test_cublaslt_computes_gelu_after_swizzled_scales(library, pair, biased, kee
         0.0 if epilogue.bias is None else epilogue.bias.to(BF16).float()
     )
     bound = (
-        2.0**-7 * exact.abs() + 1e-4 * (dequantize_operand(a).abs() @ dequantize_operand(b).abs().t()) + 1e-3
+        2.0**-7 * exact.abs()
+        + 1e-4 * (dequantize_operand(a).abs() @ dequantize_operand(b).abs().t())
+        + 1e-3
     )
     assert ((y.float() - torch.nn.functional.gelu(exact, approximate="tanh")).abs() <= bound).all()
     assert (x is None) is not keeps
@@ -105,7 +114,9 @@ def test_triton_computes_gelu_if_it_computes_the_product(with_triton, monkeypatc
         fused_gpu_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x),
     )
     for request in (gelu, gradient):
-        assert "scaled_mm_swizzled computes the product" in str(triton_fused.unsupported_reason(request))
+        assert "scaled_mm_swizzled computes the product" in str(
+            triton_fused.unsupported_reason(request)
+        )
     remove_libraries(monkeypatch)
     for request in (gelu, gradient):
         assert fused.TABLE.chosen(request) == "triton"
@@ -113,7 +124,10 @@ def test_triton_computes_gelu_if_it_computes_the_product(with_triton, monkeypatc
         GELU_GRADIENT, a, b, Epilogue(BF16), False, torch.randn(b.rows, a.rows).to(BF16).t()
     )
     assert triton_fused.unsupported_reason(sparse) == "the activation's input is not contiguous"
-    assert triton_fused.BACKEND.rejection_reason(fused_gpu_request(CODES, a, b, Epilogue(BF16))) is not None
+    assert (
+        triton_fused.BACKEND.rejection_reason(fused_gpu_request(CODES, a, b, Epilogue(BF16)))
+        is not None
+    )
     wide = fused_gpu_request(GELU, a, b, Epilogue(BF16), hardware=nvidia(9, 0))
     assert "no mxfp8 products" in str(triton_fused.unsupported_reason(wide))
 
@@ -125,7 +139,9 @@ def gpu_request(a, b, epilogue: Epilogue) -> GemmRequest:
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["", "added"])
 @pytest.mark.parametrize("pair", ["mxfp8", "nvfp4"])
-def test_a_bias_without_an_algorithm_is_added_to_the_float32_product(library, monkeypatch, pair, accumulates):
+def test_a_bias_without_an_algorithm_is_added_to_the_float32_product(
+    library, monkeypatch, pair, accumulates
+):
     heuristic = library.matmul_algo_get_heuristic
 
     def drop_bias(handle, descriptor, *rest):

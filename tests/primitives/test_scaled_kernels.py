@@ -16,7 +16,9 @@ from transformer_engine.common import optional
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,16 @@ def test_swizzling_kernels_equal_the_formula_in_both_directions(interpreted):
 def test_interpreted_products_agree_with_float64(kind, cases, interpreted):
     found = {name: error for name, error in interpreted.items() if name.startswith(kind)}
     assert len(found) == (3 if kind == "decoded" else 4) * cases
-    assert {name: error for name, error in found.items() if name.endswith(("behind", "kept")) and error} == {}
+    assert {
+        name: error for name, error in found.items() if name.endswith(("behind", "kept")) and error
+    } == {}
     assert {name: error for name, error in found.items() if error > 2e-6} == {}
 
 
 def test_interpreted_tma_products_are_bitwise_equal_to_pointer_products(interpreted):
-    found = {name: different for name, different in interpreted.items() if name.startswith("copied")}
+    found = {
+        name: different for name, different in interpreted.items() if name.startswith("copied")
+    }
     assert len(found) == 7 * 4 * 2
     assert {name: different for name, different in found.items() if different} == {}
 
@@ -79,7 +85,9 @@ def test_the_copy_engine_moves_grouped_codes(compiled):
 def stack_limit(name: str, release: tuple[int, ...]) -> int:
     """Stack bytes per thread that a product may use."""
     if name == "9.0 block grouped columns":
-        return 512  # 4 warps of Hopper's tiles 128 x 128, added to float32; 8 warps were not measured
+        return (
+            512  # 4 warps of Hopper's tiles 128 x 128, added to float32; 8 warps were not measured
+        )
     if re.match(r"1\d\.\d block (large|tail|64) added", name) and release < (3, 7):
         return 424  # Triton 3.9 needs none; the cause was not found
     return 0
@@ -87,6 +95,8 @@ def stack_limit(name: str, release: tuple[int, ...]) -> int:
 
 def test_no_product_spills_registers_or_exceeds_its_hardwares_memory(compiled):
     release = optional.release("triton")
-    spilled = {name: f["stack"] for name, f in compiled.items() if f["stack"] > stack_limit(name, release)}
+    spilled = {
+        name: f["stack"] for name, f in compiled.items() if f["stack"] > stack_limit(name, release)
+    }
     assert spilled == {}
     assert [name for name, f in compiled.items() if not f["fits"] or not f["tensor memory"]] == []

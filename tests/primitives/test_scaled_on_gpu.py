@@ -22,12 +22,27 @@ pytestmark = pytest.mark.gpu
 
 SPECS = {
     "mxfp8": (QuantizeSpec(formats.MXFP8, formats.E4M3), QuantizeSpec(formats.MXFP8, formats.E4M3)),
-    "mxfp8 gradient": (QuantizeSpec(formats.MXFP8, formats.E5M2), QuantizeSpec(formats.MXFP8, formats.E4M3)),
+    "mxfp8 gradient": (
+        QuantizeSpec(formats.MXFP8, formats.E5M2),
+        QuantizeSpec(formats.MXFP8, formats.E4M3),
+    ),
     "nvfp4": (QuantizeSpec(formats.NVFP4, formats.E2M1), QuantizeSpec(formats.NVFP4, formats.E2M1)),
-    "nvfp4 rows": (QuantizeSpec(formats.NVFP4_ROWS, formats.E2M1), QuantizeSpec(formats.NVFP4, formats.E2M1)),
-    "mxfp8 tma": (QuantizeSpec(formats.MXFP8, formats.E4M3), QuantizeSpec(formats.MXFP8, formats.E4M3)),
-    "nvfp4 copied": (QuantizeSpec(formats.NVFP4, formats.E2M1), QuantizeSpec(formats.NVFP4, formats.E2M1)),
-    "blocks": (QuantizeSpec(formats.BLOCK_1D, formats.E4M3), QuantizeSpec(formats.BLOCK_2D, formats.E4M3)),
+    "nvfp4 rows": (
+        QuantizeSpec(formats.NVFP4_ROWS, formats.E2M1),
+        QuantizeSpec(formats.NVFP4, formats.E2M1),
+    ),
+    "mxfp8 tma": (
+        QuantizeSpec(formats.MXFP8, formats.E4M3),
+        QuantizeSpec(formats.MXFP8, formats.E4M3),
+    ),
+    "nvfp4 copied": (
+        QuantizeSpec(formats.NVFP4, formats.E2M1),
+        QuantizeSpec(formats.NVFP4, formats.E2M1),
+    ),
+    "blocks": (
+        QuantizeSpec(formats.BLOCK_1D, formats.E4M3),
+        QuantizeSpec(formats.BLOCK_2D, formats.E4M3),
+    ),
     "rows of blocks": (
         QuantizeSpec(formats.BLOCK_1D, formats.E5M2),
         QuantizeSpec(formats.BLOCK_1D, formats.E4M3),
@@ -52,9 +67,13 @@ def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     return Operand(q.codes, q.scale, spec.operand_format, q.amax, torch.bfloat16)
 
 
-def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, accumulates: bool) -> None:
+def check(
+    name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, accumulates: bool
+) -> None:
     """Compare one product with float64, up to the precision of Hopper's FP8 sums and the result's dtype."""
-    a, b = (operand(spec, *extents) for spec, extents in zip(SPECS[name], ((m, k), (n, k)), strict=True))
+    a, b = (
+        operand(spec, *extents) for spec, extents in zip(SPECS[name], ((m, k), (n, k)), strict=True)
+    )
     run = triton.run_blocks if "blocks" in name else partial(triton.run_scaled, tma="tma" in name)
     run = {"exponents": triton.run_exponents, "decoded": triton.run_decoded}.get(name, run)
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
@@ -86,7 +105,10 @@ def test_random_products_agree_with_float64(name):
 @pytest.mark.parametrize("ending", ["plain", "gelu", "gelu_gradient"])
 @pytest.mark.parametrize("m, n, k", [(300, 272, 416), (16, 400, 96), (1000, 77, 160)])
 def test_tma_products_are_bitwise_equal_to_pointer_products(m, n, k, ending):
-    a, b = (operand(spec, *extents) for spec, extents in zip(SPECS["mxfp8"], ((m, k), (n, k)), strict=True))
+    a, b = (
+        operand(spec, *extents)
+        for spec, extents in zip(SPECS["mxfp8"], ((m, k), (n, k)), strict=True)
+    )
     bias, x = torch.randn(n, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
     results = []
     for tma in (False, True):

@@ -93,7 +93,9 @@ def test_invalid_masks_and_shapes_raise_with_the_remedy(device):
 def test_bool_and_float_masks_give_equal_results(kind, device):
     x = torch.randn(2, 2, 4, 6, device=device)
     mask = torch.rand(2, 1, 4, 6, device=device) < 0.3
-    module = FusedScaleMaskSoftmax(lambda scores, hidden: scores.masked_fill(hidden > 0, float("-inf")))
+    module = FusedScaleMaskSoftmax(
+        lambda scores, hidden: scores.masked_fill(hidden > 0, float("-inf"))
+    )
     torch.testing.assert_close(module(x, mask, kind, 0.5), module(x, mask.float(), kind, 0.5))
     causal = {"causal": "top_left", "causal_bottom_right": "bottom_right"}.get(kind)
     torch.testing.assert_close(module(x, None, kind), scaled_softmax_forward(x, 1.0, causal=causal))
@@ -102,7 +104,9 @@ def test_bool_and_float_masks_give_equal_results(kind, device):
 @runs_kernels
 @SHAPES
 @DTYPES
-@pytest.mark.parametrize("causal,masked", [(None, True), ("top_left", False), ("bottom_right", True)])
+@pytest.mark.parametrize(
+    "causal,masked", [(None, True), ("top_left", False), ("bottom_right", True)]
+)
 def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, causal, masked):
     x = (torch.randn(shape, device=DEVICE) * 3.0).to(dtype)
     dy = torch.randn(shape, device=DEVICE).to(dtype)
@@ -123,7 +127,9 @@ def test_kernels_read_strided_scores_and_every_mask_broadcast():
     for shape in ((8,), (3, 1), (4, 3, 8), (2, 1, 1, 8), (1, 4, 1, 1)):
         mask = torch.rand(shape, device=DEVICE) < 0.5
         actual = kernels.scaled_softmax_forward(x, 1.0, mask=mask)
-        torch.testing.assert_close(actual, reference.forward(x, 1.0, mask, None), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            actual, reference.forward(x, 1.0, mask, None), rtol=1e-5, atol=1e-7
+        )
 
 
 @runs_kernels
@@ -147,6 +153,8 @@ def test_compiled_code_launches_the_same_kernels_without_a_graph_break():
 
 
 def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
-    request = SoftmaxRequest("forward", torch.Size((2, 8)), torch.float32, torch.device("cpu"), None)
+    request = SoftmaxRequest(
+        "forward", torch.Size((2, 8)), torch.float32, torch.device("cpu"), None
+    )
     assert "on cpu" in (triton.unsupported_reason(request) or "")
     assert [v.backend for v in softmax.TABLE.explain(request) if v.chosen] == ["reference"]

@@ -51,7 +51,9 @@ def sample(rows: int, columns: int, dtype=torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows + columns)
     values = torch.randn(rows, columns, generator=generator)
     values = values * 10.0 ** torch.randint(-9, 3, values.shape, generator=generator)
-    return torch.where(torch.rand(values.shape, generator=generator) < 0.05, 0.0, values).to(DEVICE, dtype)
+    return torch.where(torch.rand(values.shape, generator=generator) < 0.05, 0.0, values).to(
+        DEVICE, dtype
+    )
 
 
 def literal(x: torch.Tensor, operand) -> dict[str, float]:
@@ -118,7 +120,9 @@ def test_nonfinite_values_are_left_out_of_the_comparison_with_codes(run, shape):
     broken = x.clone()
     for index, value in (((3, 5), math.nan), ((17, shape[1] - 1), math.inf)):
         x[index], broken[index] = 0.0, value
-    measure_by_reference(x, QUANTIZERS["delayed"]().encode(x, True, False).contract(ROWWISE), expected)
+    measure_by_reference(
+        x, QUANTIZERS["delayed"]().encode(x, True, False).contract(ROWWISE), expected
+    )
     run(broken, QUANTIZERS["delayed"]().encode(broken, True, False).contract(ROWWISE), saved)
     torch.testing.assert_close(saved[:-1], expected[:-1], rtol=1e-5, atol=0.0)
     assert saved[-1] == 2

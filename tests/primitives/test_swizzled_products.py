@@ -26,7 +26,9 @@ GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
 NVFP4 = QuantizeSpec(formats.NVFP4, formats.E2M1)
 BLOCK_1D = QuantizeSpec(formats.BLOCK_1D, formats.E4M3)
 BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
-POWERS_1D, POWERS_2D = (dataclasses.replace(spec, power_of_two=True) for spec in (BLOCK_1D, BLOCK_2D))
+POWERS_1D, POWERS_2D = (
+    dataclasses.replace(spec, power_of_two=True) for spec in (BLOCK_1D, BLOCK_2D)
+)
 B200 = nvidia(10, 0)
 
 
@@ -41,7 +43,9 @@ def dequantize_operand(x: Operand) -> torch.Tensor:
     return dequantize(x._replace(dtype=torch.float32))
 
 
-def assert_product(result: torch.Tensor, a: Operand, b: Operand, added: torch.Tensor | float = 0.0) -> None:
+def assert_product(
+    result: torch.Tensor, a: Operand, b: Operand, added: torch.Tensor | float = 0.0
+) -> None:
     """Compare with the float64 product, up to the roundings from float32 sums in another order."""
     left, right = dequantize_operand(a).double(), dequantize_operand(b).double()
     error = (result.double() - left @ right.t() - added).abs()
@@ -50,7 +54,9 @@ def assert_product(result: torch.Tensor, a: Operand, b: Operand, added: torch.Te
 
 def gpu_request(a: Operand, b: Operand, epilogue: Epilogue, hardware: Hardware) -> GemmRequest:
     """The request as it would be for the same tensors on a GPU."""
-    return dataclasses.replace(GemmRequest.of(a, b, epilogue), device="cuda", hardware=hardware, index=0)
+    return dataclasses.replace(
+        GemmRequest.of(a, b, epilogue), device="cuda", hardware=hardware, index=0
+    )
 
 
 @pytest.mark.parametrize("rows, columns", [(128, 4), (256, 12), (1, 1), (129, 5), (300, 18)])
@@ -61,7 +67,9 @@ def test_swizzled_scales_are_at_the_formulas_positions(rows, columns):
     flat = torch.zeros(result.numel(), dtype=torch.uint8)
     for r in range(rows):
         for c in range(columns):
-            flat[(r // 128 * tiles + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scale[r, c]
+            flat[(r // 128 * tiles + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = (
+                scale[r, c]
+            )
     assert torch.equal(result.flatten(), flat)
     assert result.shape == (-(-rows // 128) * 128, 4 * tiles)
     assert torch.equal(compact(result)[:rows, :columns], scale)
@@ -162,10 +170,19 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
         assert operand.scale is not None
         assert torch.equal(scales[0].view(torch.uint8), swizzle_operand_scale(operand))
         if pair == "nvfp4":
-            assert records[side].dtype == torch.float4_e2m1fn_x2 and scales[0].dtype == torch.float8_e4m3fn
+            assert (
+                records[side].dtype == torch.float4_e2m1fn_x2
+                and scales[0].dtype == torch.float8_e4m3fn
+            )
             assert level is not None and torch.equal(scales[1], level)
-            assert records[f"scale_recipe_{side}"] == [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
-            assert records[f"swizzle_{side}"] == [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+            assert records[f"scale_recipe_{side}"] == [
+                F.ScalingType.BlockWise1x16,
+                F.ScalingType.TensorWise,
+            ]
+            assert records[f"swizzle_{side}"] == [
+                F.SwizzleType.SWIZZLE_32_4_4,
+                F.SwizzleType.NO_SWIZZLE,
+            ]
         else:
             assert scales[0].dtype == torch.float8_e8m0fnu
             assert records[f"scale_recipe_{side}"] == [F.ScalingType.BlockWise1x32]
@@ -189,11 +206,17 @@ def with_triton(monkeypatch):
     ],
     ids=["blocks", "square blocks", "powers", "mxfp8", "nvfp4"],
 )
-def test_kernels_multiply_where_the_tensor_cores_read_the_format(with_triton, spec_a, spec_b, having):
+def test_kernels_multiply_where_the_tensor_cores_read_the_format(
+    with_triton, spec_a, spec_b, having
+):
     a, b = quantized(spec_a, 48, 256), quantized(spec_b, 32, 256)
     for architecture in ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"):
-        request = gpu_request(a, b, Epilogue(torch.bfloat16), hardware_named("nvidia", architecture))
-        assert (triton.unsupported_reason(request) is None) == (architecture in having), architecture
+        request = gpu_request(
+            a, b, Epilogue(torch.bfloat16), hardware_named("nvidia", architecture)
+        )
+        assert (triton.unsupported_reason(request) is None) == (architecture in having), (
+            architecture
+        )
 
 
 def test_kernels_need_a_triton_whose_scaled_dot_is_native(with_triton, monkeypatch):
@@ -212,14 +235,18 @@ def test_block_scale_exponents_are_repeated_for_rows_and_32_elements():
     scale[0, 0], scale[2, 1] = 2.0**-127, 2.0**127
     codes = torch.zeros(300, 160).to(torch.float8_e4m3fn)
     square = Operand(codes, scale, formats.BLOCK_2D_POWERS)
-    exponents = (scale.log2() + 127).to(torch.uint8).repeat_interleave(128, 0)[:300].repeat_interleave(4, 1)
+    exponents = (
+        (scale.log2() + 127).to(torch.uint8).repeat_interleave(128, 0)[:300].repeat_interleave(4, 1)
+    )
     assert torch.equal(swizzle_operand_scale(square), swizzled(exponents[:, :5]))
     rows = Operand(codes[:3], scale, formats.BLOCK_1D_POWERS)
     assert torch.equal(swizzle_operand_scale(rows), swizzled(exponents[[0, 128, 256], :5]))
 
 
 @pytest.mark.parametrize("architecture", ["8.9", "9.0", "10.0", "12.0", "12.1"])
-def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(with_triton, architecture):
+def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(
+    with_triton, architecture
+):
     hardware = hardware_named("nvidia", architecture)
     powers, general = quantized(POWERS_1D, 48, 256), quantized(BLOCK_1D, 48, 256)
     for a, b in ((powers, powers), (powers, general), (general, powers)):
@@ -230,7 +257,9 @@ def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(w
         assert triton.runner(request) is (triton.run_exponents if exact else triton.run_blocks)
         found = cublaslt._uses_exponents(request)
         assert found == exact
-        expected = "blocks whose scales are powers of two" if a is not b else "has no mxfp8 products"
+        expected = (
+            "blocks whose scales are powers of two" if a is not b else "has no mxfp8 products"
+        )
         reason = torch_mm._unsupported_swizzled_scales(request)
         assert reason is None if exact else expected in str(reason)
 
@@ -238,7 +267,10 @@ def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(w
 def test_blocks_are_promoted_where_triton_lacks_the_instruction(with_triton, monkeypatch):
     monkeypatch.setattr(optional, "release", lambda name: (3, 7))
     a = quantized(POWERS_1D, 48, 256)
-    for hardware, run in ((nvidia(12, 0), triton.run_exponents), (nvidia(12, 1), triton.run_blocks)):
+    for hardware, run in (
+        (nvidia(12, 0), triton.run_exponents),
+        (nvidia(12, 1), triton.run_blocks),
+    ):
         request = gpu_request(a, a, Epilogue(torch.bfloat16), hardware)
         assert triton.unsupported_reason(request) is None
         assert triton.runner(request) is run

@@ -11,7 +11,9 @@ from transformer_engine.pytorch.primitives.transpose import transposed_codes, wr
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (16, 48), (63, 65), (130, 257), (0, 8), (2048, 4096)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (16, 48), (63, 65), (130, 257), (0, 8), (2048, 4096)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transposing_moves_codes_without_changing_them(shape, dtype, device):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(dtype)
@@ -52,7 +54,9 @@ def test_the_kernel_is_used_on_a_gpu():
 
 
 def test_the_kernel_rejects_unsupported_requests_with_the_reason():
-    facts = transpose.TransposeRequest((8, 8), torch.float8_e4m3fn, torch.device("cuda"), True, True)
+    facts = transpose.TransposeRequest(
+        (8, 8), torch.float8_e4m3fn, torch.device("cuda"), True, True
+    )
     for change, reason in (
         ({"dtype": torch.bfloat16}, "one byte"),
         ({"contiguous": False}, "not contiguous"),

@@ -46,13 +46,17 @@ with observing(see):
 started = {recorded.launch.kernel.fn.__name__ for recorded in simulation.launches.values()}
 print(json.dumps([sorted(started), {key: sorted(values) for key, values in reasons.items()}]))
 """
-REASON = "Triton 3.6 does not compile for compute capability 11.0; pip install --upgrade 'triton>=3.7'"
+REASON = (
+    "Triton 3.6 does not compile for compute capability 11.0; pip install --upgrade 'triton>=3.7'"
+)
 
 
 @pytest.fixture(scope="module")
 def steps():
     environment = {**os.environ, "PYTHONPATH": programs.search_path()}
-    return json.loads(forked.output(["-W", "ignore", "-c", PROGRAM], programs.ROOT, environment, 300))
+    return json.loads(
+        forked.output(["-W", "ignore", "-c", PROGRAM], programs.ROOT, environment, 300)
+    )
 
 
 def test_no_kernel_launches_that_triton_does_not_compile(steps):

@@ -66,7 +66,11 @@ FORMS = [
     ),
     (Float8BlockScaling, {"x_block_scaling_dim": "1", "w_block_scaling_dim": 2.0}, {}),
     (Float8BlockScaling, {"use_f32_scales": "True"}, {"use_f32_scales": True}),
-    (MXFP8BlockScaling, {"margin": "0", "enable_2d_quantization": 1}, {"enable_2d_quantization": True}),
+    (
+        MXFP8BlockScaling,
+        {"margin": "0", "enable_2d_quantization": 1},
+        {"enable_2d_quantization": True},
+    ),
     (NVFP4BlockScaling, {"disable_rht": "y", "fp4_format": (6, 6)}, {"disable_rht": True}),
     (
         CustomRecipe,
@@ -115,7 +119,10 @@ def test_a_field_that_is_assigned_is_converted_too(kind, argument, plain):
     ("found", "plain"),
     [
         (QParams(amax_epsilon="1e-4"), QParams(amax_epsilon=1e-4)),
-        (QParams(power_2_scale="true", stochastic_rounding=1), QParams(True, stochastic_rounding=True)),
+        (
+            QParams(power_2_scale="true", stochastic_rounding=1),
+            QParams(True, stochastic_rounding=True),
+        ),
         (MMParams(use_split_accumulator="no"), MMParams(False)),
     ],
 )
@@ -152,7 +159,10 @@ class Algorithm(str, enum.Enum):
             ),
             Float8CurrentScaling(fp8_gemm_fprop=SPLIT, fp8_format=Format.E4M3),
         ),
-        (DelayedScaling(amax_compute_algo=Algorithm.RECENT), DelayedScaling(amax_compute_algo="most_recent")),
+        (
+            DelayedScaling(amax_compute_algo=Algorithm.RECENT),
+            DelayedScaling(amax_compute_algo="most_recent"),
+        ),
         (
             DelayedScaling(amax_compute_algo=np.str_("most_recent")),
             DelayedScaling(amax_compute_algo="most_recent"),
@@ -203,7 +213,10 @@ def test_a_history_without_rows_is_an_error_of_the_first_step():
     recipe = DelayedScaling(amax_history_len=0)
     layer = te.Linear(WIDTH, WIDTH)
     x = torch.randn(16, WIDTH, device=layer.weight.device)
-    with te.autocast(recipe=recipe), pytest.raises(ValueError, match="amax_history_len=0 leaves no row"):
+    with (
+        te.autocast(recipe=recipe),
+        pytest.raises(ValueError, match="amax_history_len=0 leaves no row"),
+    ):
         layer(x)
     recipe.amax_history_len = 1
     with te.autocast(recipe=recipe):
@@ -223,11 +236,19 @@ def pickle_like_original(kind, **fields):
 @pytest.mark.parametrize(
     ("kind", "fields", "plain"),
     [
-        (DelayedScaling, {"margin": 2, "amax_history_len": 16}, DelayedScaling(2, amax_history_len=16)),
+        (
+            DelayedScaling,
+            {"margin": 2, "amax_history_len": 16},
+            DelayedScaling(2, amax_history_len=16),
+        ),
         (DelayedScaling, {"margin": 2.0, "interval": 1}, DelayedScaling(2)),
         (Float8CurrentScaling, {"use_power_2_scales": True}, Float8CurrentScaling(True)),
         (Float8BlockScaling, {"use_f32_scales": True}, Float8BlockScaling(True)),
-        (MXFP8BlockScaling, {"fp8_format": Format.HYBRID}, MXFP8BlockScaling(fp8_format=Format.HYBRID)),
+        (
+            MXFP8BlockScaling,
+            {"fp8_format": Format.HYBRID},
+            MXFP8BlockScaling(fp8_format=Format.HYBRID),
+        ),
         (NVFP4BlockScaling, {"disable_rht": True}, NVFP4BlockScaling(disable_rht=True)),
     ],
 )
@@ -307,7 +328,9 @@ def test_quantized_parameters_are_made_by_every_true_value(enabled):
 @pytest.mark.parametrize(
     "saved_under", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=repr
 )
-def test_high_precision_weights_load_with_the_extra_states_of_another_recipe(made_with, saved_under):
+def test_high_precision_weights_load_with_the_extra_states_of_another_recipe(
+    made_with, saved_under
+):
     torch.manual_seed(0)
     trained = te.LayerNormMLP(WIDTH, 64)
     with te.autocast(recipe=saved_under):
@@ -329,7 +352,10 @@ def test_high_precision_weights_load_with_the_extra_states_of_another_recipe(mad
         with te.autocast(recipe=made_with):
             outputs.append(layer(x))
         if type(made_with) is not type(saved_under):
-            with te.autocast(recipe=saved_under), pytest.raises(RuntimeError, match="Recipe mismatch"):
+            with (
+                te.autocast(recipe=saved_under),
+                pytest.raises(RuntimeError, match="Recipe mismatch"),
+            ):
                 layer(x)
     if type(made_with) is not DelayedScaling or type(saved_under) is not DelayedScaling:
         assert torch.equal(*outputs)
@@ -344,7 +370,9 @@ def test_an_extra_state_with_a_users_function_in_its_recipe_is_read_without_the_
     }
     data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
     layer = te.Linear(WIDTH, WIDTH)
-    with pytest.warns(UserWarning, match=r"amax_compute_algo=statistics\.mean, which is not loaded"):
+    with pytest.warns(
+        UserWarning, match=r"amax_compute_algo=statistics\.mean, which is not loaded"
+    ):
         layer.set_extra_state(data)
     assert layer.fp8_meta["recipe"] == DelayedScaling(amax_history_len=4)
     assert layer.fp8_meta["scaling_fwd"].scale.tolist() == [5.0] * 3

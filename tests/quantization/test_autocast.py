@@ -46,7 +46,12 @@ def test_blocks_nest_and_a_disabled_one_means_high_precision():
 
 
 def test_an_exception_restores_every_level():
-    with pytest.raises(KeyError), q.autocast(), q.autocast(enabled=False), q.autocast(calibrating=True):
+    with (
+        pytest.raises(KeyError),
+        q.autocast(),
+        q.autocast(enabled=False),
+        q.autocast(calibrating=True),
+    ):
         raise KeyError
     assert q.current() == q.AutocastState()
     with q.autocast():

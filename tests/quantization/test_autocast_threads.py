@@ -130,7 +130,11 @@ def test_compiled_code_follows_the_thread_that_calls_it(inside, device):
 
 def test_a_graph_break_within_a_block_stays_in_it(device):
     torch._dynamo.reset()
-    layer, x, recipe = te.Linear(WIDTH, WIDTH, device=device), torch.randn(16, WIDTH, device=device), None
+    layer, x, recipe = (
+        te.Linear(WIDTH, WIDTH, device=device),
+        torch.randn(16, WIDTH, device=device),
+        None,
+    )
     recipe = Float8CurrentScaling()
 
     def run(x):

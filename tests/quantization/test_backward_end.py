@@ -309,7 +309,9 @@ def test_every_layer_follows_behind_a_frozen_one_of_its_kind(kind, recipe, devic
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_follow_behind_a_frozen_layer(dtype, device):
-    first, second = (te.GroupedLinear(2, WIDTH, WIDTH, device=device, params_dtype=dtype) for _ in range(2))
+    first, second = (
+        te.GroupedLinear(2, WIDTH, WIDTH, device=device, params_dtype=dtype) for _ in range(2)
+    )
     first.requires_grad_(False)
     splits, grads = [ROWS, ROWS], []
     for _ in range(2):
@@ -336,7 +338,9 @@ def test_attention_follows_behind_a_frozen_projection(device, monkeypatch):
     grads = []
     for _ in range(2):
         with te.autocast(recipe=recipe):
-            query = frozen(torch.randn(2, 64, 64, device=device, dtype=dtype)).unflatten(-1, (2, 32))
+            query = frozen(torch.randn(2, 64, 64, device=device, dtype=dtype)).unflatten(
+                -1, (2, 32)
+            )
             y = attention(query, key, key)
         y.register_hook(grads.append)
         layer_loss(y, 1e-3).backward()
@@ -347,7 +351,9 @@ def test_attention_follows_behind_a_frozen_projection(device, monkeypatch):
 
 @pytest.mark.parametrize("frozen", ["self_attention", "layernorm_mlp"])
 def test_a_transformer_layer_trains_with_a_frozen_part(frozen, device):
-    layer = te.TransformerLayer(64, 128, 2, hidden_dropout=0.0, attention_dropout=0.0, device=device)
+    layer = te.TransformerLayer(
+        64, 128, 2, hidden_dropout=0.0, attention_dropout=0.0, device=device
+    )
     getattr(layer, frozen).requires_grad_(False)
     x = torch.randn(16, 2, 64, device=device, requires_grad=True)
     for _ in range(2):

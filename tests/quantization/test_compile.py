@@ -51,7 +51,9 @@ def train(device, recipe, inside, compiles, *, warm=True, group=None, layers=2):
             y = run(x)
         y.sum().backward()
         states = [m.fp8_meta[key] for m in model.layers for key in ("scaling_fwd", "scaling_bwd")]
-        values = [t.clone() for s in states for d in s.delayed_states for t in (d.scale, d.amax_history)]
+        values = [
+            t.clone() for s in states for d in s.delayed_states for t in (d.scale, d.amax_history)
+        ]
         records.append([y.detach(), x.grad.clone(), *values])
     return records
 
@@ -72,7 +74,9 @@ def _no_compiled_code_left():
     [(False, "0", False), (False, "1", True), (True, "0", True), (True, "1", False)],
 )
 @pytest.mark.sampled(1)
-def test_compiled_training_steps_equal_eager_ones_bit_for_bit(monkeypatch, device, inside, unfused, warm):
+def test_compiled_training_steps_equal_eager_ones_bit_for_bit(
+    monkeypatch, device, inside, unfused, warm
+):
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", unfused)
     recipe = DelayedScaling(amax_history_len=3, margin=1)
     eager = train(device, recipe, inside, False)
@@ -86,7 +90,9 @@ def test_callables_are_traced_into_the_graph(device):
         amax_compute_algo=lambda history: history.sum(dim=0),
         scaling_factor_compute_algo=lambda amax, old, fp8_max, recipe: old + fp8_max / (amax + 1),
     )
-    eager, compiled = (train(device, recipe, True, compiles, layers=1) for compiles in (False, True))
+    eager, compiled = (
+        train(device, recipe, True, compiles, layers=1) for compiles in (False, True)
+    )
     assert differing_steps(eager, compiled) == []
 
 
@@ -99,7 +105,9 @@ def test_a_reduction_group_can_be_traced(device, tmp_path):
         group = torch.distributed.group.WORLD
         recipe = DelayedScaling(amax_history_len=3)
         eager = train(device, recipe, True, False, layers=1)
-        assert differing_steps(eager, train(device, recipe, True, True, group=group, layers=1)) == []
+        assert (
+            differing_steps(eager, train(device, recipe, True, True, group=group, layers=1)) == []
+        )
     finally:
         torch.distributed.destroy_process_group()
 
@@ -118,11 +126,16 @@ def test_two_forward_passes_before_their_backward_passes(device):
             outputs = []
             for _ in range(2):
                 with q.autocast(recipe=recipe):
-                    outputs.append((model if step == 0 else compiled)(torch.randn(16, 16, device=device)))
+                    outputs.append(
+                        (model if step == 0 else compiled)(torch.randn(16, 16, device=device))
+                    )
             for output in outputs:
                 output.sum().backward()
             records.append(
-                [*(output.detach() for output in outputs), *(p.grad.clone() for p in model.parameters())]
+                [
+                    *(output.detach() for output in outputs),
+                    *(p.grad.clone() for p in model.parameters()),
+                ]
             )
         return records
 

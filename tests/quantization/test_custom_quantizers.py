@@ -37,7 +37,9 @@ class ByUpdate(Quantizer):
         super().__init__(rowwise=True, columnwise=True)
         self.inner = te.Float8CurrentScalingQuantizer(E4M3, device)
 
-    def make_empty(self, shape, *, dtype=torch.float32, device=None, requires_grad=False, pin_memory=False):
+    def make_empty(
+        self, shape, *, dtype=torch.float32, device=None, requires_grad=False, pin_memory=False
+    ):
         return self.inner.make_empty(shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
     def update_quantized(self, src, dst, *, noop_flag=None):
@@ -98,9 +100,20 @@ class ByProduct(ByValues):
         return result
 
     def qgemm(
-        self, qx, qw, m_params, out_dtype, sx, sw, bias=None, out=None, accumulate=False, gemm_type=None,
-        qresult_x=None, qresult_w=None,
-    ):  # fmt: skip
+        self,
+        qx,
+        qw,
+        m_params,
+        out_dtype,
+        sx,
+        sw,
+        bias=None,
+        out=None,
+        accumulate=False,
+        gemm_type=None,
+        qresult_x=None,
+        qresult_w=None,
+    ):
         assert isinstance(qresult_x, Halved) and isinstance(qresult_w, Halved) and bias is None
         assert m_params.out_dtype is out_dtype
         self.kinds.append(gemm_type.name)
@@ -207,10 +220,14 @@ def test_tensors_of_another_library_are_multiplied(kind, name, device):
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_both_ways_to_multiply_agree(offloaded, device, monkeypatch):
-    monkeypatch.setattr(offloading, "used", offloaded)  # then the backward pass reads the saved tensors early
+    monkeypatch.setattr(
+        offloading, "used", offloaded
+    )  # then the backward pass reads the saved tensors early
     module = te.Linear(64, 32, device=device)
     x = torch.randn(32, 64, device=device)
-    by_values, by_product = (step(module, x, create_recipe(kind, device)) for kind in (ByValues, ByProduct))
+    by_values, by_product = (
+        step(module, x, create_recipe(kind, device)) for kind in (ByValues, ByProduct)
+    )
     for one, other in zip(by_values, by_product, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -221,7 +238,9 @@ def test_general_gemm_takes_tensors_of_custom_quantizers(device):
         qx, qw = kind()(x), kind()(w)
         assert isinstance(qx, Halved)
         y, *_ = general_gemm(qw, qx, out_dtype=torch.float32)
-        torch.testing.assert_close(y, (qx.data * qx.scale) @ (qw.data * qw.scale).t(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            y, (qx.data * qx.scale) @ (qw.data * qw.scale).t(), rtol=1e-5, atol=1e-5
+        )
     with pytest.raises(TypeError, match="custom quantizers of one family"):
         general_gemm(w, ByProduct()(x), out_dtype=torch.float32)
     with pytest.raises(TypeError, match="custom quantizers of one family"):

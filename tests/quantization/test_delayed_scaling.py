@@ -32,8 +32,12 @@ def meta(recipe, device="cpu", slots=3, group=None):
     state = {
         "recipe": recipe,
         "fp8_group": group,
-        "scaling_fwd": q.RecipeState.create(recipe, mode="forward", num_quantizers=slots, device=device),
-        "scaling_bwd": q.RecipeState.create(recipe, mode="backward", num_quantizers=slots, device=device),
+        "scaling_fwd": q.RecipeState.create(
+            recipe, mode="forward", num_quantizers=slots, device=device
+        ),
+        "scaling_bwd": q.RecipeState.create(
+            recipe, mode="backward", num_quantizers=slots, device=device
+        ),
     }
     Manager.add_fp8_tensors_to_global_buffer(state)
     return state
@@ -55,7 +59,9 @@ def test_updates_follow_the_definition(monkeypatch, device, algorithm, margin, l
             state.amax_history[0].copy_(amax)
             columns = [([a.item(), *h[1:]], s) for a, (h, s) in zip(amax, columns, strict=True)]
             Manager.reduce_and_update_fp8_tensors(forward=key == "scaling_fwd")
-            columns = [reference_step(h, s, algorithm, fp8_max, margin, unfused == "0") for h, s in columns]
+            columns = [
+                reference_step(h, s, algorithm, fp8_max, margin, unfused == "0") for h, s in columns
+            ]
             torch.testing.assert_close(
                 state.amax_history.cpu(), torch.tensor([h for h, _ in columns]).T, rtol=0, atol=0
             )
@@ -179,7 +185,9 @@ def test_no_update_without_gradients_in_a_graph_when_disabled_or_after_an_except
 def test_a_pool_belongs_to_a_direction_a_recipe_and_a_group():
     a, b = DelayedScaling(margin=1), DelayedScaling(margin=2)
     keys = {
-        Manager.get_key_in_buffer(forward, recipe, None) for forward in (True, False) for recipe in (a, b)
+        Manager.get_key_in_buffer(forward, recipe, None)
+        for forward in (True, False)
+        for recipe in (a, b)
     }
     assert len(keys) == 4
     assert Manager.get_key_in_buffer(True, a, None) == Manager.get_key_in_buffer(
@@ -187,13 +195,19 @@ def test_a_pool_belongs_to_a_direction_a_recipe_and_a_group():
     )
     for forward in (True, False):
         key = Manager.get_key_in_buffer(forward, a, None)
-        assert Manager.split_key_in_buffer(key) == (forward, Manager.get_unique_autocast_key(a, None))
+        assert Manager.split_key_in_buffer(key) == (
+            forward,
+            Manager.get_unique_autocast_key(a, None),
+        )
     assert Manager.get_buffer_info() == "buffer_index_and_autocast_key"
     assert (Manager.get_meta_tensor_key(True), Manager.get_meta_tensor_key(False)) == (
         "scaling_fwd",
         "scaling_bwd",
     )
-    assert (Manager.get_fwd_bwd_key(True), Manager.get_fwd_bwd_key(False)) == ("forward", "backward")
+    assert (Manager.get_fwd_bwd_key(True), Manager.get_fwd_bwd_key(False)) == (
+        "forward",
+        "backward",
+    )
 
 
 def test_registering_again_changes_nothing_and_another_group_moves_the_state():
@@ -256,9 +270,15 @@ def _reduce_amaxes(device) -> list[list[list[float]]]:
     group = torch.distributed.group.WORLD
     rank = torch.distributed.get_rank()
     outcome = []
-    for reduce_amax, algorithm in ((True, "max"), (False, "max"), (True, lambda history: history[0])):
+    for reduce_amax, algorithm in (
+        (True, "max"),
+        (False, "max"),
+        (True, lambda history: history[0]),
+    ):
         Manager.reset()
-        recipe = DelayedScaling(amax_history_len=2, reduce_amax=reduce_amax, amax_compute_algo=algorithm)
+        recipe = DelayedScaling(
+            amax_history_len=2, reduce_amax=reduce_amax, amax_compute_algo=algorithm
+        )
         modules = [meta(recipe, device, group=group, slots=n) for n in (1, 2)]
         for i, module in enumerate(modules):
             module["scaling_fwd"].amax_history[0].fill_(7.0 * (rank + 1) * (i + 1))
@@ -285,7 +305,8 @@ def test_e4m3_has_one_maximum_for_both_directions(device):
 def attention_step(layer: te.DotProductAttention, used: Recipe, device: str) -> torch.Tensor:
     """Output and query gradient from one training step."""
     q, k, v = (
-        torch.randn(16, 2, 4, 32, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
+        torch.randn(16, 2, 4, 32, generator=torch.Generator().manual_seed(i)).to(device)
+        for i in range(3)
     )
     q.requires_grad_()
     with te.autocast(recipe=used):

@@ -38,8 +38,12 @@ class TrainingFrameworkScaling(DelayedScaling):
 def meta(recipe, slots=3):
     return {
         "recipe": recipe,
-        "scaling_fwd": q.RecipeState.create(recipe, mode="forward", num_quantizers=slots, device="cpu"),
-        "scaling_bwd": q.RecipeState.create(recipe, mode="backward", num_quantizers=2, device="cpu"),
+        "scaling_fwd": q.RecipeState.create(
+            recipe, mode="forward", num_quantizers=slots, device="cpu"
+        ),
+        "scaling_bwd": q.RecipeState.create(
+            recipe, mode="backward", num_quantizers=2, device="cpu"
+        ),
         "num_gemms": 1,
         "fp8_checkpoint": True,
         "fp8_max_fwd": 448,
@@ -106,7 +110,9 @@ def test_without_a_recipe_or_with_a_custom_one_the_state_is_empty():
 
 
 def test_callables_of_a_recipe_are_not_stored():
-    recipe = DelayedScaling(amax_compute_algo=lambda history: history[0], scaling_factor_compute_algo=max)
+    recipe = DelayedScaling(
+        amax_compute_algo=lambda history: history[0], scaling_factor_compute_algo=max
+    )
     assert q.decode_extra_state(q.encode_extra_state(meta(recipe)))["recipe"] == DelayedScaling()
 
 
@@ -120,7 +126,11 @@ def test_states_of_the_first_versions_mean_delayed_scaling():
         "scale_fwd": torch.full((3,), 2.0),
         "scale_inv_fwd": torch.full((3,), 0.5),
         "amax_history_fwd": torch.ones(2, 3),
-        "extra_fp8_variables": {"num_gemms": 1, "global_fp8_buffer_pos_fwd_recompute": 5, "recipe": "no"},
+        "extra_fp8_variables": {
+            "num_gemms": 1,
+            "global_fp8_buffer_pos_fwd_recompute": 5,
+            "recipe": "no",
+        },
     }
     buffer = io.BytesIO()
     torch.save(old, buffer)
@@ -149,11 +159,17 @@ def test_fields_of_other_versions_are_dropped_with_a_warning():
     recipe = DelayedScaling(margin=3)
     recipe.__dict__.update(interval=2, override_linear_precision=(False, False, True), device=None)
     with pytest.warns(UserWarning, match="unknown here: interval, override_linear_precision$"):
-        assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
-    recipe.__dict__.update(interval=1, override_linear_precision=(False, False, False))  # their defaults
+        assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(
+            margin=3
+        )
+    recipe.__dict__.update(
+        interval=1, override_linear_precision=(False, False, False)
+    )  # their defaults
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
+        assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(
+            margin=3
+        )
 
 
 def test_a_named_tuple_of_the_first_versions_is_read(monkeypatch):
@@ -186,7 +202,9 @@ def test_loading_writes_in_place_and_adjusts_the_history(length):
     assert (state.scale.data_ptr(), state.amax_history.data_ptr()) == addresses
     assert state.scale.tolist() == [3.0] * 3
     remaining = min(4, length)
-    assert torch.equal(state.amax_history[:remaining], saved["scaling_fwd"].amax_history[:remaining])
+    assert torch.equal(
+        state.amax_history[:remaining], saved["scaling_fwd"].amax_history[:remaining]
+    )
     assert not state.amax_history[remaining:].any()
     assert module["num_gemms"] == 5
     assert module["recipe"] == saved["recipe"]
@@ -274,7 +292,10 @@ def test_a_pickle_cannot_change_classes_or_functions():
         before = DelayedScaling.__dict__.copy(), vars(torch._utils._rebuild_tensor_v2).copy()
         with pytest.raises(ExtraStateError):
             q.decode_extra_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        assert (DelayedScaling.__dict__.copy(), vars(torch._utils._rebuild_tensor_v2).copy()) == before
+        assert (
+            DelayedScaling.__dict__.copy(),
+            vars(torch._utils._rebuild_tensor_v2).copy(),
+        ) == before
 
 
 def test_a_module_is_never_imported_for_a_pickle(monkeypatch):
@@ -293,7 +314,8 @@ def _tensor_record(storage, offset, size, stride):
 
 
 @pytest.mark.parametrize(
-    ("offset", "size", "stride"), [(0, (100,), (1,)), (3, (2,), (1,)), (-1, (1,), (1,)), (0, (2,), (-1,))]
+    ("offset", "size", "stride"),
+    [(0, (100,), (1,)), (3, (2,), (1,)), (-1, (1,), (1,)), (0, (2,), (-1,))],
 )
 def test_a_tensor_outside_of_its_storage_is_rejected(offset, size, stride):
     storage = torch.storage.TypedStorage(
@@ -305,7 +327,8 @@ def test_a_tensor_outside_of_its_storage_is_rejected(offset, size, stride):
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.arange(6.0)[1::2], torch.arange(6.0).view(2, 3).T, torch.zeros(0, 3), torch.tensor(2.0)]
+    "tensor",
+    [torch.arange(6.0)[1::2], torch.arange(6.0).view(2, 3).T, torch.zeros(0, 3), torch.tensor(2.0)],
 )
 def test_tensor_views_are_read_with_their_values(tensor):
     decoded = q.decode_extra_state(
@@ -329,7 +352,9 @@ def test_tensor_views_are_read_with_their_values(tensor):
         (encode_state({"recipe": DelayedScaling}), "class"),
         (encode_state({"x": Exploit(torch.storage._load_from_bytes, "text")}), "bytes"),
         (
-            encode_state({"x": Exploit(torch._utils._rebuild_tensor_v2, 1, 0, (1,), (1,), False, {})}),
+            encode_state(
+                {"x": Exploit(torch._utils._rebuild_tensor_v2, 1, 0, (1,), (1,), False, {})}
+            ),
             "made of an int",
         ),
         (encode_state({"recipe": Exploit(Format, 7)}), "7"),
@@ -362,7 +387,9 @@ def test_a_storage_of_something_else_is_rejected():
     buffer = io.BytesIO()
     torch.save([1], buffer, _use_new_zipfile_serialization=False)
     with pytest.raises(ExtraStateError, match="storage is a list"):
-        q.decode_extra_state(encode_state({"x": Exploit(torch.storage._load_from_bytes, buffer.getvalue())}))
+        q.decode_extra_state(
+            encode_state({"x": Exploit(torch.storage._load_from_bytes, buffer.getvalue())})
+        )
 
 
 def test_constructor_arguments_in_a_pickle_are_ignored():
@@ -371,7 +398,9 @@ def test_constructor_arguments_in_a_pickle_are_ignored():
 
 
 def test_other_plain_containers_are_read():
-    state = OrderedDict(recipe=DelayedScaling(), extra=OrderedDict(a={1, 2}), shape=torch.Size([2, 3]))
+    state = OrderedDict(
+        recipe=DelayedScaling(), extra=OrderedDict(a={1, 2}), shape=torch.Size([2, 3])
+    )
     decoded = q.decode_extra_state(encode_state(state))
     assert decoded["extra"] == {"a": {1, 2}}
     assert decoded["shape"] == torch.Size([2, 3])
@@ -394,7 +423,10 @@ EXPENSIVE = {
     "shared_values": (pickle.dumps({"extra_fp8_variables": {"a": _nested(60)}}), "100000 objects"),
     "shared_key": (_repeat_opcode(60, b"}K\x01", b"2\x86", b"K\x02s."), "as a key of a dict"),
     "deep_key": (_repeat_opcode(90_000, b"}K\x01", b"\x85", b"K\x02s."), "deeper than 100"),
-    "deep_list": (_repeat_opcode(50_000, b"(d(K\x01", b"(", b"l" * 50_000 + b"s."), "deeper than 100"),
+    "deep_list": (
+        _repeat_opcode(50_000, b"(d(K\x01", b"(", b"l" * 50_000 + b"s."),
+        "deeper than 100",
+    ),
     "many_opcodes": (_repeat_opcode(200_000, b"}K\x01", b"N0", b"0."), "more than 100000 opcodes"),
     "huge_memo": (b"\x80\x04}r\xff\xff\xff\x7f.", "numbers its objects up to 2147483647"),
     "huge_integer": (
@@ -420,7 +452,9 @@ def test_expensive_pickles_inside_of_torch_files_are_rejected(kind):
     torch.save({_nested(22): 1}, buffer, _use_new_zipfile_serialization=kind == "archive")
     state = buffer
     if kind == "storage":
-        state = encode_state({"scale_fwd": Exploit(torch.storage._load_from_bytes, buffer.getvalue())})
+        state = encode_state(
+            {"scale_fwd": Exploit(torch.storage._load_from_bytes, buffer.getvalue())}
+        )
     with pytest.raises(ExtraStateError, match="as a key of a dict"):
         q.decode_extra_state(state)
 
@@ -459,7 +493,11 @@ def test_a_compressed_archive_is_rejected():
 @pytest.mark.parametrize("archive", [True, False])
 def test_files_of_both_formats_are_read_with_their_values(dtype, archive):
     scales = torch.arange(6, dtype=dtype)
-    state = {"scale_fwd": scales[1:4], "amax_history_fwd": scales.view(2, 3).T, "recipe": DelayedScaling()}
+    state = {
+        "scale_fwd": scales[1:4],
+        "amax_history_fwd": scales.view(2, 3).T,
+        "recipe": DelayedScaling(),
+    }
     buffer = io.BytesIO()
     torch.save(state, buffer, _use_new_zipfile_serialization=archive)
     decoded = q.decode_extra_state(buffer)

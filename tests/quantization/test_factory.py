@@ -19,7 +19,10 @@ from transformer_engine.pytorch import quantization as q
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+)
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
@@ -65,9 +68,13 @@ def test_only_the_backward_pass_of_hybrid_is_e5m2(device, kind, format):
     assert (q.get_fp8_te_dtype(recipe), q.get_fp8_te_dtype(recipe, False)) == (E4M3, gradient)
     assert q.get_fp8_torch_dtype(recipe, True) is torch.float8_e4m3fn
     assert (
-        q.get_fp8_torch_dtype(recipe, False) is {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[gradient]
+        q.get_fp8_torch_dtype(recipe, False)
+        is {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[gradient]
     )
-    assert (q.get_fp8_max(recipe), q.get_fp8_max(recipe, False)) == (448, {E4M3: 448, E5M2: 57344}[gradient])
+    assert (q.get_fp8_max(recipe), q.get_fp8_max(recipe, False)) == (
+        448,
+        {E4M3: 448, E5M2: 57344}[gradient],
+    )
 
 
 def test_current_scaling_gives_each_kind_of_tensor_its_parameters(device):
@@ -91,16 +98,28 @@ def test_block_scaling_gives_each_kind_of_tensor_its_dimension(device):
 
 def test_mxfp8_makes_square_tiles_for_weights_alone_when_asked(device):
     for enabled in (False, True):
-        forward, backward = both_directions(MXFP8BlockScaling(enable_2d_quantization=enabled), device)
+        forward, backward = both_directions(
+            MXFP8BlockScaling(enable_2d_quantization=enabled), device
+        )
         squares = [quantizer.with_2d_quantization for quantizer in forward + backward]
         assert squares == [False, enabled, False, False, False]
 
 
 def test_nvfp4_transforms_activations_and_gradients_and_tiles_weights(device):
     forward, backward = both_directions(NVFP4BlockScaling(), device)
-    assert [quantizer.with_rht for quantizer in forward + backward] == [True, False, True, True, True]
-    assert [quantizer.with_2d_quantization for quantizer in forward + backward] == [False, True] + [False] * 3
-    assert [quantizer.stochastic_rounding for quantizer in forward + backward] == [False] * 3 + [True] * 2
+    assert [quantizer.with_rht for quantizer in forward + backward] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert [quantizer.with_2d_quantization for quantizer in forward + backward] == [False, True] + [
+        False
+    ] * 3
+    assert [quantizer.stochastic_rounding for quantizer in forward + backward] == [False] * 3 + [
+        True
+    ] * 2
     forward, backward = both_directions(NVFP4BlockScaling(True, True, True), device)
     for quantizer in forward + backward:
         assert not quantizer.with_rht
@@ -145,7 +164,9 @@ def test_row_scaled_activations_concern_forward_slots_but_weights(device):
         ("all", (True, True)),
     ],
 )
-def test_scopes_of_4over6_choose_forward_slots_and_never_gradients(device, scope, chosen, to_256, narrow):
+def test_scopes_of_4over6_choose_forward_slots_and_never_gradients(
+    device, scope, chosen, to_256, narrow
+):
     recipe = NVFP4BlockScaling(
         disable_rht=True,
         nvfp4_4over6=scope,
@@ -153,11 +174,15 @@ def test_scopes_of_4over6_choose_forward_slots_and_never_gradients(device, scope
         nvfp4_4over6_err_mode="MSE",
     )
     forward, backward = both_directions(recipe, device)
-    for quantizer, uses, limited in zip(forward, (*chosen, chosen[0]), (*narrow, narrow[0]), strict=True):
+    for quantizer, uses, limited in zip(
+        forward, (*chosen, chosen[0]), (*narrow, narrow[0]), strict=True
+    ):
         assert quantizer.nvfp4_use_4over6 is uses
         assert quantizer.nvfp4_e4m3_max == (256 if uses and limited else 448)
         assert quantizer.nvfp4_4over6_err_mode == ("MSE" if uses else "MAE")
-    assert not any(quantizer.nvfp4_use_4over6 or quantizer.row_scaled_nvfp4 for quantizer in backward)
+    assert not any(
+        quantizer.nvfp4_use_4over6 or quantizer.row_scaled_nvfp4 for quantizer in backward
+    )
     assert {quantizer.nvfp4_e4m3_max for quantizer in backward} == {448}
 
 
@@ -233,7 +258,11 @@ def test_a_custom_factory_sees_the_roles_that_the_module_gives(device):
         recipe, mode="backward", num_quantizers=2, device=device, roles=roles
     ).make_quantizers()
     assert queries == roles
-    assert (queries[0].module_type, queries[0].tensor_type, queries[0].name) == ("dpa", "qkv", "layer.0")
+    assert (queries[0].module_type, queries[0].tensor_type, queries[0].name) == (
+        "dpa",
+        "qkv",
+        "layer.0",
+    )
     with pytest.raises(ValueError, match="2 roles for 3"):
         q.RecipeState.create(
             recipe, mode="forward", num_quantizers=3, device=device, roles=roles
@@ -315,7 +344,9 @@ def test_subclasses_of_a_recipe_get_the_state_of_its_family(device, kind, name):
 
 def test_a_state_serves_equal_recipes_and_continues_into_a_changed_one(device):
     def renew(previous, recipe, slots=2):
-        return q.RecipeState.renew(previous, recipe, mode="forward", num_quantizers=slots, device=device)
+        return q.RecipeState.renew(
+            previous, recipe, mode="forward", num_quantizers=slots, device=device
+        )
 
     state = renew(None, DelayedScaling(amax_history_len=3))
     assert renew(state, DelayedScaling(amax_history_len=3)) is state
@@ -331,7 +362,9 @@ def test_a_state_serves_equal_recipes_and_continues_into_a_changed_one(device):
     assert custom.delayed_states == ()
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, [1.0]), (2, [1.0, 2.0]), (4, [1.0, 2.0, 0.0, 0.0])])
+@pytest.mark.parametrize(
+    ("length", "expected"), [(1, [1.0]), (2, [1.0, 2.0]), (4, [1.0, 2.0, 0.0, 0.0])]
+)
 def test_a_history_is_truncated_or_padded_with_zeros(device, length, expected):
     state = q.RecipeState.create(DelayedScaling(amax_history_len=2), mode="forward", device=device)
     state.amax_history.copy_(torch.tensor([[1.0], [2.0]]))

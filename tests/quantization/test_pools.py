@@ -149,4 +149,6 @@ def test_placeholders_of_gradients_do_not_add_up(device):
         weight_gradient.dummy_gradient((width, 8), torch.float32, device)
     assert len(weight_gradient._dummy_wgrads) <= weight_gradient._KEPT
     first = weight_gradient.dummy_gradient((8, 8), torch.float32, device)
-    assert first.data_ptr() == weight_gradient.dummy_gradient((8, 8), torch.float32, device).data_ptr()
+    assert (
+        first.data_ptr() == weight_gradient.dummy_gradient((8, 8), torch.float32, device).data_ptr()
+    )

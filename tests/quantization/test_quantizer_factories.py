@@ -33,7 +33,9 @@ def train_two_passes(device, layer_of, used):
 
 LAYERS = {
     "Linear": lambda device: te.Linear(128, 128, params_dtype=torch.bfloat16, device=device),
-    "LayerNormMLP": lambda device: te.LayerNormMLP(128, 256, params_dtype=torch.bfloat16, device=device),
+    "LayerNormMLP": lambda device: te.LayerNormMLP(
+        128, 256, params_dtype=torch.bfloat16, device=device
+    ),
 }
 
 
@@ -44,7 +46,9 @@ def test_a_factory_gives_the_bits_of_its_recipe(device, layer, name, monkeypatch
     built_in = RECIPES[name]
     custom = recipe.CustomRecipe(qfactory=getattr(factories, name))
     expected = train_two_passes(device, LAYERS[layer], None if built_in is None else built_in())
-    for got, reference in zip(train_two_passes(device, LAYERS[layer], custom), expected, strict=True):
+    for got, reference in zip(
+        train_two_passes(device, LAYERS[layer], custom), expected, strict=True
+    ):
         assert torch.equal(got, reference)
 
 

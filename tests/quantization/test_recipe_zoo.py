@@ -46,7 +46,10 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("factory", BUILT_IN, ids=lambda factory: factory.__name__)
 def test_a_factory_computes_as_its_built_in_recipe(factory):
-    expected, result = train_one_step(BUILT_IN[factory]), train_one_step(CustomRecipe(qfactory=factory))
+    expected, result = (
+        train_one_step(BUILT_IN[factory]),
+        train_one_step(CustomRecipe(qfactory=factory)),
+    )
     for name in NAMES:
         assert torch.equal(result[name], expected[name]), name
 
@@ -81,7 +84,11 @@ def test_grouped_layers_alone_are_row_scaled():
     role = QuantizerRole("grouped_linear", "input")
     assert factory(role).rowwise_quantizer.row_scaled_nvfp4
     assert not factory(QuantizerRole("grouped_linear", "weight")).rowwise_quantizer.row_scaled_nvfp4
-    for other in (QuantizerRole("linear", "input"), QuantizerRole("grouped_linear", "grad_output"), None):
+    for other in (
+        QuantizerRole("linear", "input"),
+        QuantizerRole("grouped_linear", "grad_output"),
+        None,
+    ):
         assert isinstance(factory(other), te.MXFP8Quantizer)
 
 
@@ -111,8 +118,13 @@ def test_the_reference_of_current_scaling_has_the_codes_of_the_quantizer(dtype, 
     expected = te.Float8CurrentScalingQuantizer(number, "cpu", force_pow_2_scales=pow_2_scales)(x)
     result = current.CurrentScalingQuantizerRef(dtype, pow_2_scales=pow_2_scales)(x)
     assert torch.equal(result.data.view(torch.uint8).view(x.shape), expected._data)
-    assert torch.equal(result.scale, expected._scale_inv) and torch.equal(result.data_t, result.data.t())
-    assert torch.equal(result.dequantize(), expected.dequantize()) and result.dequantize().shape == x.shape
+    assert torch.equal(result.scale, expected._scale_inv) and torch.equal(
+        result.data_t, result.data.t()
+    )
+    assert (
+        torch.equal(result.dequantize(), expected.dequantize())
+        and result.dequantize().shape == x.shape
+    )
     result.update_usage(columnwise_usage=False)
     assert result.get_usages() == {"rowwise": True, "columnwise": False}
 
@@ -130,9 +142,13 @@ def test_the_reference_of_nvfp4_has_the_codes_of_the_quantizer(options):
     assert torch.equal(result.data, expected._rowwise_data) and torch.equal(
         result.data_t, expected._columnwise_data
     )
-    assert torch.equal(result.scale.view(torch.uint8), expected._rowwise_scale_inv.view(torch.uint8)[:32, :4])
+    assert torch.equal(
+        result.scale.view(torch.uint8), expected._rowwise_scale_inv.view(torch.uint8)[:32, :4]
+    )
     assert torch.equal(result.global_amax_row, expected._amax_rowwise)
-    assert torch.equal(result.dequantize(dtype=torch.float32), expected.dequantize(dtype=torch.float32))
+    assert torch.equal(
+        result.dequantize(dtype=torch.float32), expected.dequantize(dtype=torch.float32)
+    )
 
 
 def test_helpers_of_the_reference():
@@ -142,7 +158,9 @@ def test_helpers_of_the_reference():
     assert nvfp4.cast_to_e4m3(torch.tensor([1.0]), torch.tensor([6.0])).float().tolist() == [448.0]
     a, b = torch.randn(3, 4), torch.randn(5, 4)
     out = torch.ones(3, 5)
-    nvfp4.high_precision_gemm_ref(a, b, torch.float32, accumulate=True, is_b_transposed=True, out=out)
+    nvfp4.high_precision_gemm_ref(
+        a, b, torch.float32, accumulate=True, is_b_transposed=True, out=out
+    )
     torch.testing.assert_close(out, 1 + a @ b.T)
     assert torch.equal(4 * hadamard_transform(torch.eye(16))[:, 0], nvfp4.get_wgrad_sign_vector())
 

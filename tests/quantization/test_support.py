@@ -55,7 +55,9 @@ def machine(monkeypatch):
         ((12, 0), set(CHECKS) - {"mxfp8"}),
     ],
 )
-def test_a_gpu_supports_the_formats_of_its_hardware_and_gives_reasons_for_others(machine, capability, native):
+def test_a_gpu_supports_the_formats_of_its_hardware_and_gives_reasons_for_others(
+    machine, capability, native
+):
     machine(capability)
     for kind, (check, is_available) in CHECKS.items():
         available, reason = check()
@@ -126,7 +128,10 @@ def test_a_recipe_needs_its_format(machine):
             NVFP4BlockScaling,
         )
     }
-    assert [kind for kind, yes in available.items() if not yes] == [MXFP8BlockScaling, NVFP4BlockScaling]
+    assert [kind for kind, yes in available.items() if not yes] == [
+        MXFP8BlockScaling,
+        NVFP4BlockScaling,
+    ]
     assert q.check_recipe_support(CustomRecipe(qfactory=len)) == (True, "")
 
 
@@ -192,7 +197,9 @@ def test_a_recipe_with_native_products_runs_where_the_original_does_not_offer_it
     check, is_available = CHECKS[kind]
     with q.emulate(False):
         assert not is_available() and not check()[0]
-        with pytest.warns(UserWarning, match=f"run natively here all the same.*is_{kind}_available"):
+        with pytest.warns(
+            UserWarning, match=f"run natively here all the same.*is_{kind}_available"
+        ):
             assert q.check_recipe_support(recipe) == (True, "")
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -175,7 +175,9 @@ SLOW = "test_compiling_in_one_graph_keeps_the_bits-toy-layernorm_mlp"
 
 
 def _runs_always(case: Any) -> bool:
-    return isinstance(case, type(pytest.param())) and all(mark.name != "slow" for mark in case.marks)
+    return isinstance(case, type(pytest.param())) and all(
+        mark.name != "slow" for mark in case.marks
+    )
 
 
 def _arguments(test) -> list[dict[str, Any]]:
@@ -211,13 +213,17 @@ def _arguments(test) -> list[dict[str, Any]]:
             choices.append([dict(zip(keys, value, strict=True)) for value in mark.args[1]])
     if not named:
         return []
-    return [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*choices)]
+    return [
+        {k: v for part in parts for k, v in part.items()} for parts in itertools.product(*choices)
+    ]
 
 
 def _case(test, keywords: dict[str, Any]) -> Any:
     name = "-".join((test.__name__, *(str(v) for v in keywords.values())))
     marks = [mark for mark in test.pytestmark if mark.name == "gpu"]
-    return pytest.param(test, keywords, id=name, marks=[*marks, *[pytest.mark.slow] * (name == SLOW)])
+    return pytest.param(
+        test, keywords, id=name, marks=[*marks, *[pytest.mark.slow] * (name == SLOW)]
+    )
 
 
 CASES = [
@@ -281,12 +287,15 @@ def test_a_linear_layer_multiplies_the_rounded_values(rows, device):
     forward, backward = ToyQuantizer(DType.kFloat8E4M3), ToyQuantizer(DType.kFloat8E5M2)
     assert layer.bias is not None and x.grad is not None
     expected = (
-        _values(forward, x, ROWWISE) @ _values(forward, layer.weight, ROWWISE).t() + layer.bias.double(),
+        _values(forward, x, ROWWISE) @ _values(forward, layer.weight, ROWWISE).t()
+        + layer.bias.double(),
         _values(backward, dy, ROWWISE) @ _values(forward, layer.weight, COLUMNWISE).t(),
         _values(backward, dy, COLUMNWISE) @ _values(forward, x, COLUMNWISE).t(),
     )
     for got, exact in zip((y, x.grad, layer.weight.grad), expected, strict=True):
-        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+        torch.testing.assert_close(
+            got.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max())
+        )
 
 
 def test_a_checkpoint_carries_the_recipe(device):
@@ -313,7 +322,11 @@ def test_an_unregistered_format_is_unknown():
     try:
         with pytest.raises(ValueError, match="no rule to dequantize format 'toy'"):
             storage = ToyStorage(
-                torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 1), None, None, DType.kFloat8E4M3
+                torch.zeros(4, 64, dtype=torch.uint8),
+                torch.ones(4, 1),
+                None,
+                None,
+                DType.kFloat8E4M3,
             )
             storage.decode(torch.float32)
     finally:

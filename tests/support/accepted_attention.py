@@ -11,9 +11,22 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 
-from .accepted_forms import BATCH, HEADS, HIDDEN, OFF, TOKENS, Pair, hidden, outcome, sample, sample_heads
+from .accepted_forms import (
+    BATCH,
+    HEADS,
+    HIDDEN,
+    OFF,
+    TOKENS,
+    Pair,
+    hidden,
+    outcome,
+    sample,
+    sample_heads,
+)
 
-LAST_TWO = torch.tensor([[0] * 6 + [1] * 2, [0] * 8])  # 1 = masked: the last two tokens of the first sequence
+LAST_TWO = torch.tensor(
+    [[0] * 6 + [1] * 2, [0] * 8]
+)  # 1 = masked: the last two tokens of the first sequence
 PADDING = LAST_TWO.view(BATCH, 1, 1, TOKENS)
 DIAGONAL = torch.ones(1, 1, TOKENS, TOKENS).triu(1)  # 1 = masked
 ADDITIVE = DIAGONAL.masked_fill(DIAGONAL.bool(), float("-inf"))
@@ -32,8 +45,16 @@ MASKS: dict[str, tuple[str, Any, Any]] = {
     "padding, int64": ("padding", PADDING, PADDING.bool()),
     "padding, float": ("padding", PADDING.float(), PADDING.bool()),
     "padding, additive": ("padding", PADDING.float() * -10000.0, PADDING.bool()),
-    "padding, list of two": ("padding", [PADDING.bool(), PADDING.bool()], (PADDING.bool(), PADDING.bool())),
-    "padding_causal, uint8 tuple": ("padding_causal", (PADDING.byte(), PADDING.byte()), PADDING.bool()),
+    "padding, list of two": (
+        "padding",
+        [PADDING.bool(), PADDING.bool()],
+        (PADDING.bool(), PADDING.bool()),
+    ),
+    "padding_causal, uint8 tuple": (
+        "padding_causal",
+        (PADDING.byte(), PADDING.byte()),
+        PADDING.bool(),
+    ),
     "arbitrary, uint8": ("arbitrary", DIAGONAL.to(torch.uint8), DIAGONAL.bool()),
     "arbitrary, int32": ("arbitrary", DIAGONAL.int(), DIAGONAL.bool()),
 }
@@ -95,7 +116,9 @@ def option_pairs() -> Iterator[Pair]:
             lambda options=argument: outcome(
                 lambda: te.DotProductAttention(4, 16), *sample_heads(), **options
             ),
-            lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16), *sample_heads(), **plain),
+            lambda plain=plain: outcome(
+                lambda: te.DotProductAttention(4, 16), *sample_heads(), **plain
+            ),
         )
 
 
@@ -149,10 +172,25 @@ def rotary_pairs() -> Iterator[Pair]:
     """Yield rotary embeddings constructed and called with numbers in other forms."""
     for name, make, max_seq_len, offset in (
         ("0-d tensor", lambda: te.RotaryPositionEmbedding(16), torch.tensor(8), 0),
-        ("int32 0-d tensor", lambda: te.RotaryPositionEmbedding(16.0), torch.tensor(8, dtype=torch.int32), 0),
-        ("numpy", lambda: te.RotaryPositionEmbedding(numpy.int64(16)), numpy.int64(8), numpy.int64(0)),
+        (
+            "int32 0-d tensor",
+            lambda: te.RotaryPositionEmbedding(16.0),
+            torch.tensor(8, dtype=torch.int32),
+            0,
+        ),
+        (
+            "numpy",
+            lambda: te.RotaryPositionEmbedding(numpy.int64(16)),
+            numpy.int64(8),
+            numpy.int64(0),
+        ),
         ("float", lambda: te.RotaryPositionEmbedding(16, rotary_percent=1), 8.0, torch.tensor(0)),
-        ("base tensor", lambda: te.RotaryPositionEmbedding(16, rotary_base=torch.tensor(10000)), 8, 0.0),
+        (
+            "base tensor",
+            lambda: te.RotaryPositionEmbedding(16, rotary_base=torch.tensor(10000)),
+            8,
+            0.0,
+        ),
         ("percent above 1", lambda: te.RotaryPositionEmbedding(16, rotary_percent=1.5), 8, 0),
     ):
         yield Pair(
@@ -163,7 +201,12 @@ def rotary_pairs() -> Iterator[Pair]:
     yield Pair(
         "apply_fused_qkv_rotary_pos_emb, numpy sizes",
         lambda: te.attention.rope.apply_fused_qkv_rotary_pos_emb(
-            sample(8, 2, 4, 48), angles(), angles(), numpy.array([16, 16, 16]), interleaved=0, cp_size=1.0
+            sample(8, 2, 4, 48),
+            angles(),
+            angles(),
+            numpy.array([16, 16, 16]),
+            interleaved=0,
+            cp_size=1.0,
         ),
         lambda: te.attention.rope.apply_fused_qkv_rotary_pos_emb(
             sample(8, 2, 4, 48), angles(), angles(), [16, 16, 16]
@@ -173,7 +216,9 @@ def rotary_pairs() -> Iterator[Pair]:
 
 def cached_steps(cache: te.InferenceParams, tokens: Any) -> torch.Tensor:
     """Outputs from two steps, with `tokens` and 1 new tokens per sequence."""
-    layer = te.DotProductAttention(HEADS, 16, layer_number=1, qkv_format="bshd", attn_mask_type="causal")
+    layer = te.DotProductAttention(
+        HEADS, 16, layer_number=1, qkv_format="bshd", attn_mask_type="causal"
+    )
     outputs = []
     for new, seed in ((tokens, 1), (1, 4)):
         cache.pre_step({0: new, 1: new})
@@ -186,20 +231,30 @@ def cache_pairs() -> Iterator[Pair]:
     """Yield caches with sizes in other forms."""
     options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     for name, sizes, tokens in (
-        ("numpy", (numpy.int64(2), numpy.int32(16), numpy.int64(4), numpy.int64(16)), numpy.int64(3)),
+        (
+            "numpy",
+            (numpy.int64(2), numpy.int32(16), numpy.int64(4), numpy.int64(16)),
+            numpy.int64(3),
+        ),
         ("0-d tensors", tuple(map(torch.tensor, (2, 16, 4, 16))), torch.tensor(3)),
         ("floats", (2.0, 16.0, 4.0, 16.0), 3.0),
     ):
         yield Pair(
             f"InferenceParams, {name}",
-            lambda sizes=sizes, tokens=tokens: cached_steps(te.InferenceParams(*sizes, **options), tokens),
+            lambda sizes=sizes, tokens=tokens: cached_steps(
+                te.InferenceParams(*sizes, **options), tokens
+            ),
             lambda: cached_steps(te.InferenceParams(2, 16, 4, 16, **options), 3),
         )
 
 
 def extension_pairs() -> Iterator[Pair]:
     """Yield extension functions with numbers and flags in other forms."""
-    scores, triangle, masked = sample(2, 4, 8, 8), sample(8, 8, 8), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
+    scores, triangle, masked = (
+        sample(2, 4, 8, 8),
+        sample(8, 8, 8),
+        torch.zeros(2, 1, 8, 8, dtype=torch.bool),
+    )
     for name, inputs in (
         ("scaled_softmax_forward", (scores,)),
         ("scaled_masked_softmax_forward", (scores, masked)),

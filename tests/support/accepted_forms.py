@@ -30,7 +30,9 @@ def hidden() -> torch.Tensor:
     return sample(TOKENS, BATCH, HIDDEN)
 
 
-def outcome(layer: Callable[[], torch.nn.Module], *inputs: torch.Tensor, **options: Any) -> tuple[Any, ...]:
+def outcome(
+    layer: Callable[[], torch.nn.Module], *inputs: torch.Tensor, **options: Any
+) -> tuple[Any, ...]:
     """Outputs from a layer with fixed initial values, and the gradient of its first input."""
     torch.manual_seed(1)
     module = layer()
@@ -39,7 +41,8 @@ def outcome(layer: Callable[[], torch.nn.Module], *inputs: torch.Tensor, **optio
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors = [y for y in outputs if isinstance(y, torch.Tensor)]
     torch.autograd.backward(
-        [y for y in tensors if y.requires_grad], [torch.ones_like(y) for y in tensors if y.requires_grad]
+        [y for y in tensors if y.requires_grad],
+        [torch.ones_like(y) for y in tensors if y.requires_grad],
     )
     return (*tensors, x.grad)
 
@@ -138,7 +141,12 @@ CONSTRUCTORS: list[tuple[Any, tuple[torch.Tensor, ...], dict[str, Any], dict[str
             "activation_params": {"limit": 0.5, "alpha": 1.5},
         },
     ),
-    (te.LayerNorm, (sample(8, 16),), {"normalized_shape": torch.tensor([16])}, {"normalized_shape": 16}),
+    (
+        te.LayerNorm,
+        (sample(8, 16),),
+        {"normalized_shape": torch.tensor([16])},
+        {"normalized_shape": 16},
+    ),
     (
         te.LayerNorm,
         (sample(8, 16),),
@@ -155,14 +163,24 @@ CONSTRUCTORS: list[tuple[Any, tuple[torch.Tensor, ...], dict[str, Any], dict[str
     (
         te.GroupedLinear,
         (sample(8, 16), [4, 4]),
-        {"num_gemms": numpy.int64(2), "in_features": 16, "out_features": 32, "use_grouped_tensor": 0},
+        {
+            "num_gemms": numpy.int64(2),
+            "in_features": 16,
+            "out_features": 32,
+            "use_grouped_tensor": 0,
+        },
         {"num_gemms": 2, "in_features": 16, "out_features": 32},
     ),
     (
         te.MultiheadAttention,
         (hidden(),),
         {"hidden_size": HIDDEN, "num_attention_heads": 5, "attention_dropout": 0},
-        {"hidden_size": HIDDEN, "num_attention_heads": 5, "kv_channels": 12, "attention_dropout": 0.0},
+        {
+            "hidden_size": HIDDEN,
+            "num_attention_heads": 5,
+            "kv_channels": 12,
+            "attention_dropout": 0.0,
+        },
     ),
     (
         te.MultiheadAttention,
@@ -179,7 +197,13 @@ CONSTRUCTORS: list[tuple[Any, tuple[torch.Tensor, ...], dict[str, Any], dict[str
         te.TransformerLayer,
         (hidden(),),
         {"hidden_size": HIDDEN, "ffn_hidden_size": 128, "num_attention_heads": 5, **OFF},
-        {"hidden_size": HIDDEN, "ffn_hidden_size": 128, "num_attention_heads": 5, "kv_channels": 12, **OFF},
+        {
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": 128,
+            "num_attention_heads": 5,
+            "kv_channels": 12,
+            **OFF,
+        },
     ),
     (
         te.TransformerLayer,
@@ -207,7 +231,9 @@ def constructor_pairs() -> Iterator[Pair]:
     """Yield layers constructed with arguments in another form."""
     for number, (kind, inputs, argument, plain) in enumerate(CONSTRUCTORS):
         device = {} if "device" in argument else {"device": "cpu"}
-        changed = [name for name in argument if name not in plain or argument[name] is not plain[name]]
+        changed = [
+            name for name in argument if name not in plain or argument[name] is not plain[name]
+        ]
         yield Pair(
             f"{number} {kind.__name__}({', '.join(changed)})",
             lambda kind=kind, inputs=inputs, options=argument, device=device: outcome(
@@ -244,17 +270,29 @@ def attention_constructor_pairs() -> Iterator[Pair]:
             lambda sizes=sizes, options=argument: outcome(
                 lambda: te.DotProductAttention(*sizes, **options), *sample_heads()
             ),
-            lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16, **plain), *sample_heads()),
+            lambda plain=plain: outcome(
+                lambda: te.DotProductAttention(4, 16, **plain), *sample_heads()
+            ),
         )
 
 
 FLAGS_OF_FORWARD: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
-    (te.Linear, (16, 32), {"is_first_microbatch": torch.tensor(True)}, {"is_first_microbatch": True}),
+    (
+        te.Linear,
+        (16, 32),
+        {"is_first_microbatch": torch.tensor(True)},
+        {"is_first_microbatch": True},
+    ),
     (te.Linear, (16, 32), {"is_first_microbatch": 2}, {"is_first_microbatch": True}),
     (te.Linear, (16, 32), {"fp8_output": True}, {}),
     (te.Linear, (16, 32), {"fp8_grad": torch.tensor(True)}, {}),
     (te.LayerNormLinear, (16, 32), {"fp8_output": 1, "fp8_grad": 1}, {}),
-    (te.LayerNormMLP, (16, 32), {"is_first_microbatch": numpy.bool_(True)}, {"is_first_microbatch": True}),
+    (
+        te.LayerNormMLP,
+        (16, 32),
+        {"is_first_microbatch": numpy.bool_(True)},
+        {"is_first_microbatch": True},
+    ),
 ]
 
 
@@ -295,7 +333,9 @@ def split_pairs() -> Iterator[Pair]:
             lambda argument=make_argument: outcome(
                 lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), argument()
             ),
-            lambda: outcome(lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), [5, 3]),
+            lambda: outcome(
+                lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), [5, 3]
+            ),
         )
         yield Pair(
             f"Fp8Padding m_splits {name}",
@@ -304,7 +344,9 @@ def split_pairs() -> Iterator[Pair]:
         )
         yield Pair(
             f"Fp8Unpadding m_splits {name}",
-            lambda argument=make_argument: te.Fp8Unpadding(2, numpy.int64(16))(sample(32, 16), argument()),
+            lambda argument=make_argument: te.Fp8Unpadding(2, numpy.int64(16))(
+                sample(32, 16), argument()
+            ),
             lambda: te.Fp8Unpadding(2, 16)(sample(32, 16), [5, 3]),
         )
 

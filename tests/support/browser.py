@@ -25,9 +25,14 @@ class Browser:
         (self._read, theirs_out), (theirs_in, self._write) = os.pipe(), os.pipe()
         script = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         options = [
-            "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe",
-            f"--user-data-dir={profile}", "about:blank",
-        ]  # fmt: skip
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             ["bash", "-c", script, program, *options],
             pass_fds=(theirs_in, theirs_out),
@@ -37,7 +42,9 @@ class Browser:
         os.close(theirs_out)
         self._count, self._rest, self._session = 0, b"", ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         self.call("Page.enable")
 
     def _message(self) -> dict[str, Any]:
@@ -81,7 +88,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """Evaluate a JavaScript expression in the open page; promises are awaited."""
-        result = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        result = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 

@@ -15,7 +15,9 @@ from collections.abc import Collection, Iterable, Sequence
 import pytest
 
 
-def cross_cases(firsts: Iterable[str], seconds: Iterable[str], always: Collection[tuple[str, str]]) -> list:
+def cross_cases(
+    firsts: Iterable[str], seconds: Iterable[str], always: Collection[tuple[str, str]]
+) -> list:
     """Every (first, second); those outside `always`, which must hold each first and each second, are slow."""
     firsts, seconds = list(firsts), list(seconds)
     left_out = {*firsts, *seconds} - {name for pair in always for name in pair}
@@ -43,7 +45,10 @@ def cover(
         count: Maximum number of cases.
         pairs: Cover each pair of values, from two parameters, that occurs in a case.
     """
-    values = {item: set(itertools.combinations(_case_parameters(item), 2 if pairs else 1)) for item in items}
+    values = {
+        item: set(itertools.combinations(_case_parameters(item), 2 if pairs else 1))
+        for item in items
+    }
     missing = set().union(*values.values())
     chosen: list[pytest.Item] = []
     while missing and (count is None or len(chosen) < count):
@@ -58,7 +63,10 @@ def _case_parameters(item: pytest.Item) -> list[tuple[str, int]]:
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return []
-    return [(name, id(value)) for name, value in sorted(callspec.params.items(), key=lambda given: given[0])]
+    return [
+        (name, id(value))
+        for name, value in sorted(callspec.params.items(), key=lambda given: given[0])
+    ]
 
 
 def group_cases(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:

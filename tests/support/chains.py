@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.support import layers
-from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, IdentityQuantizer, ops
 
 
@@ -43,7 +48,9 @@ def _clamped(op: Any, a: Tensor, b: Tensor) -> Tensor:
     op = getattr(op, "_clamped", op)
     gate = a.clamp(max=op.limit)
     return (
-        gate * torch.sigmoid(op.alpha * gate) * (b.clamp(min=-op.limit, max=op.limit) + op.glu_linear_offset)
+        gate
+        * torch.sigmoid(op.alpha * gate)
+        * (b.clamp(min=-op.limit, max=op.limit) + op.glu_linear_offset)
     )
 
 
@@ -133,7 +140,9 @@ def plain(op: Any, x: Tensor, extra: Iterator[Tensor], result: list[Tensor]) -> 
         ops.Reshape: lambda: x.reshape(op._shape),
         ops.AddExtraInput: lambda: x + next(extra),
     }
-    return simple[kind]() if kind in simple else x  # Identity, Quantize, Dropout in evaluation, one rank
+    return (
+        simple[kind]() if kind in simple else x
+    )  # Identity, Quantize, Dropout in evaluation, one rank
 
 
 def run_plain(chain: Any, x: Tensor, *extra: Tensor) -> Any:
@@ -146,18 +155,35 @@ def run_plain(chain: Any, x: Tensor, *extra: Tensor) -> Any:
 
 WIDTH = 64  # for a random chain's input; every hidden size is a multiple
 _KINDS = (
-    "linear", "linear", "basic_linear", "bias", "activation", "gated", "norm", "l2", "scale", "identity", "reshape",
-    "add", "make", "quantize", "scaled",
-)  # fmt: skip
+    "linear",
+    "linear",
+    "basic_linear",
+    "bias",
+    "activation",
+    "gated",
+    "norm",
+    "l2",
+    "scale",
+    "identity",
+    "reshape",
+    "add",
+    "make",
+    "quantize",
+    "scaled",
+)
 
 
 # Descriptions for a chain's operations: (kind, argument).
 chains = strategies.lists(
-    strategies.tuples(strategies.sampled_from(_KINDS), strategies.integers(0, 7)), min_size=1, max_size=7
+    strategies.tuples(strategies.sampled_from(_KINDS), strategies.integers(0, 7)),
+    min_size=1,
+    max_size=7,
 )
 
 
-def build(described: list[Any], device: torch.device, dtype: torch.dtype) -> tuple[Any, list[str], int]:
+def build(
+    described: list[Any], device: torch.device, dtype: torch.dtype
+) -> tuple[Any, list[str], int]:
     """Sequential built from a description, the kinds of its extra inputs, and its output width."""
     width, outputs, extra = WIDTH, [], []
     position = {"device": device, "dtype": dtype}
@@ -196,7 +222,9 @@ def build(described: list[Any], device: torch.device, dtype: torch.dtype) -> tup
             outputs.append(ops.Reshape((4, -1, width) if argument % 2 else (-1, width)))
         else:
             simple = {"l2": ops.L2Normalization, "identity": ops.Identity}
-            outputs.append(simple[kind]() if kind in simple else ops.ConstantScale(0.5 + argument / 4))
+            outputs.append(
+                simple[kind]() if kind in simple else ops.ConstantScale(0.5 + argument / 4)
+            )
     chain = ops.Sequential(*outputs)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

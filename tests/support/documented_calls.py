@@ -42,7 +42,11 @@ def band(size: int, left: int) -> torch.Tensor:
 
 
 def bshd(groups: int = HEADS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return sample(2, 8, HEADS, 16, seed=1), sample(2, 8, groups, 16, seed=2), sample(2, 8, groups, 16, seed=3)
+    return (
+        sample(2, 8, HEADS, 16, seed=1),
+        sample(2, 8, groups, 16, seed=2),
+        sample(2, 8, groups, 16, seed=3),
+    )
 
 
 def randomize_parameters(layer: torch.nn.Module) -> torch.nn.Module:
@@ -61,11 +65,19 @@ def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
 LINEAR = randomize_parameters(te.Linear(16, 32, bias=True, device="cpu"))
 NO_BIAS = randomize_parameters(te.Linear(16, 32, bias=False, init_method=None, device="cpu"))
 RETURNED: Any = randomize_parameters(te.Linear(16, 32, return_bias=True, device="cpu"))
-SPLIT: Any = randomize_parameters(te.Linear(16, 24, parameters_split=("q", "k_", "v"), device="cpu"))
-SIZED: Any = randomize_parameters(te.Linear(16, 24, parameters_split={"q": 16, "kv": 8}, device="cpu"))
+SPLIT: Any = randomize_parameters(
+    te.Linear(16, 24, parameters_split=("q", "k_", "v"), device="cpu")
+)
+SIZED: Any = randomize_parameters(
+    te.Linear(16, 24, parameters_split={"q": 16, "kv": 8}, device="cpu")
+)
 NORM: Any = randomize_parameters(
     te.LayerNorm(
-        normalized_shape=16, eps=1e-3, sequence_parallel=False, zero_centered_gamma=True, device="cpu"
+        normalized_shape=16,
+        eps=1e-3,
+        sequence_parallel=False,
+        zero_centered_gamma=True,
+        device="cpu",
     )
 )
 RMS: Any = randomize_parameters(te.RMSNorm(16, eps=1e-6, dtype=torch.float32, device="cpu"))
@@ -89,7 +101,12 @@ SWIGLU: Any = randomize_parameters(
 MLP: Any = randomize_parameters(te.LayerNormMLP(hidden_size=16, ffn_hidden_size=32, device="cpu"))
 GROUPED: Any = randomize_parameters(
     te.GroupedLinear(
-        num_gemms=3, in_features=16, out_features=32, bias=True, params_dtype=torch.float32, device="cpu"
+        num_gemms=3,
+        in_features=16,
+        out_features=32,
+        bias=True,
+        params_dtype=torch.float32,
+        device="cpu",
     )
 )
 ROWS = sample(8, 16)
@@ -153,14 +170,22 @@ _LAYERS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         "page of Linear: parameters_split as a tuple",
         lambda: SPLIT(ROWS),
         lambda: torch.cat(
-            [F.linear(ROWS, getattr(SPLIT, f"{n}_weight"), getattr(SPLIT, f"{n}_bias")) for n in "qkv"], -1
+            [
+                F.linear(ROWS, getattr(SPLIT, f"{n}_weight"), getattr(SPLIT, f"{n}_bias"))
+                for n in "qkv"
+            ],
+            -1,
         ),
     ),
     (
         "page of Linear: parameters_split as a dict",
         lambda: SIZED(ROWS),
         lambda: torch.cat(
-            [F.linear(ROWS, SIZED.q_weight, SIZED.q_bias), F.linear(ROWS, SIZED.kv_weight, SIZED.kv_bias)], -1
+            [
+                F.linear(ROWS, SIZED.q_weight, SIZED.q_bias),
+                F.linear(ROWS, SIZED.kv_weight, SIZED.kv_bias),
+            ],
+            -1,
         ),
     ),
     (
@@ -183,7 +208,11 @@ _LAYERS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         ),
     ),
     ("ESM: LayerNormMLP with swiglu", lambda: SWIGLU(ROWS), lambda: swiglu(ROWS)),
-    ("llm-foundry: LayerNormMLP(hidden_size=, ffn_hidden_size=)", lambda: MLP(ROWS), lambda: mlp(ROWS)),
+    (
+        "llm-foundry: LayerNormMLP(hidden_size=, ffn_hidden_size=)",
+        lambda: MLP(ROWS),
+        lambda: mlp(ROWS),
+    ),
     (
         "Megatron: TEGroupedLinear with m_splits",
         lambda: GROUPED(ROWS, [3, 0, 5]),
@@ -199,7 +228,11 @@ _LAYERS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         lambda: te.Fp8Padding(1, 16)(ROWS, [8]),
         lambda: (F.pad(ROWS, (0, 0, 0, 8)), [16]),
     ),
-    ("Megatron: Fp8Unpadding", lambda: te.Fp8Unpadding(1, 16)(F.pad(ROWS, (0, 0, 0, 8)), [8]), lambda: ROWS),
+    (
+        "Megatron: Fp8Unpadding",
+        lambda: te.Fp8Unpadding(1, 16)(F.pad(ROWS, (0, 0, 0, 8)), [8]),
+        lambda: ROWS,
+    ),
     (
         "lightning: te.Linear(in, out, bias=bool) with swapped data",
         lambda: linear_with_replaced_data(ROWS),
@@ -231,10 +264,15 @@ def automodel(groups: int, left: int, scale: float | None = None, **call: Any) -
     return module(*bshd(groups), **call)
 
 
-BOUNDS, PADDED = torch.tensor([0, 3, 5, 9], dtype=torch.int32), torch.tensor([0, 4, 8, 13], dtype=torch.int32)
+BOUNDS, PADDED = (
+    torch.tensor([0, 3, 5, 9], dtype=torch.int32),
+    torch.tensor([0, 4, 8, 13], dtype=torch.int32),
+)
 
 
-def packed(bounds: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
+def packed(
+    bounds: torch.Tensor, lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
     """Packed q = k = v [t, h, d], and the sequence positions in it."""
     x = sample(int(bounds[-1]), HEADS, 16, seed=7)
     places = [slice(begin, begin + n) for begin, n in zip(bounds.tolist(), lengths, strict=False)]
@@ -325,7 +363,11 @@ _ATTENTION: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         lambda: drop_padding(thd(cu_seqlens_q_padded=PADDED, cu_seqlens_kv_padded=PADDED)),
         lambda: drop_padding(one_by_one(PADDED)),
     ),
-    ("page of DotProductAttention: padded batch by cu_seqlens", lambda: padded_batch(False), padded_oracle),
+    (
+        "page of DotProductAttention: padded batch by cu_seqlens",
+        lambda: padded_batch(False),
+        padded_oracle,
+    ),
     (
         "page of DotProductAttention: padded batch by attention_mask",
         lambda: padded_batch(True),
@@ -404,7 +446,9 @@ def drop_padding(x: torch.Tensor) -> torch.Tensor:
 def block(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Attention [b, s, hidden] from a fused, interleaved projection, causal, before the output projection."""
     qkv = x.unflatten(-1, (HEADS, 3, HIDDEN // HEADS))
-    return F.linear(attention(*qkv.unbind(-2), band(x.shape[1], -1)), layer.proj.weight, layer.proj.bias)
+    return F.linear(
+        attention(*qkv.unbind(-2), band(x.shape[1], -1)), layer.proj.weight, layer.proj.bias
+    )
 
 
 MHA: Any = randomize_parameters(
@@ -433,7 +477,13 @@ LAYER: Any = randomize_parameters(
 )
 PARALLEL: Any = randomize_parameters(
     te.TransformerLayer(
-        HIDDEN, 96, HEADS, fuse_qkv_params=True, attn_input_format="bshd", parallel_attention_mlp=True, **OFF
+        HIDDEN,
+        96,
+        HEADS,
+        fuse_qkv_params=True,
+        attn_input_format="bshd",
+        parallel_attention_mlp=True,
+        **OFF,
     )
 )
 BATCHED = sample(2, 8, HIDDEN, seed=11)
@@ -477,7 +527,9 @@ _WHOLE: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ),
     (
         "Hugging Face: TransformerLayer with an additive causal mask",
-        lambda: LAYER(BATCHED, attention_mask=band(8, -1)[None, None], self_attn_mask_type="causal"),
+        lambda: LAYER(
+            BATCHED, attention_mask=band(8, -1)[None, None], self_attn_mask_type="causal"
+        ),
         transformer,
     ),
     (

@@ -32,7 +32,9 @@ def doubling_table(
         "reference": lambda x: x + x,
     }
     backends = [Backend(key, bind=lambda request, call=call: call) for key, call in calls.items()]
-    other = Backend("other", unsupported_reason=lambda request: "it needs a GPU", bind=lambda request: fail)
+    other = Backend(
+        "other", unsupported_reason=lambda request: "it needs a GPU", bind=lambda request: fail
+    )
     try:
         yield Table(name, (*backends[:3], other, backends[3]), **options)
     finally:

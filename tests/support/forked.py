@@ -54,7 +54,11 @@ class Program:
     """
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], framework: str = "torch"
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        framework: str = "torch",
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name, name) for name in ("out", "err"))
@@ -109,7 +113,9 @@ def output(
     return program.printed
 
 
-def _run(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
+def _run(
+    arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]
+) -> None:
     """Run a program in this process as Python would in a new one."""
     gc.freeze()  # collections do not visit the server's objects
     for descriptor, path in enumerate(files, 1):

@@ -55,7 +55,9 @@ KINDS: dict[type[torch.nn.Module], dict[str, Any]] = {
 NAMES = {kind.__name__: kind for kind in KINDS}
 
 
-def make_layer(name: str, /, device: torch.device | str | None = None, **options: Any) -> torch.nn.Module:
+def make_layer(
+    name: str, /, device: torch.device | str | None = None, **options: Any
+) -> torch.nn.Module:
     """A layer by its class name, always with the same weights; on the available device by default."""
     kind = NAMES[name]
     torch.manual_seed(0)
@@ -69,7 +71,9 @@ def make_layer(name: str, /, device: torch.device | str | None = None, **options
     return layer
 
 
-def make_call(layer: torch.nn.Module, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Callable]:
+def make_call(
+    layer: torch.nn.Module, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, Callable]:
     """An input that requires a gradient, and a function that calls the layer with it."""
     packed = isinstance(layer, te.DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
@@ -104,7 +108,9 @@ def results(layer: torch.nn.Module, recipe: Recipe | None = None) -> list[torch.
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     """The same tensor count, the same bits."""
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return len(first) == len(second) and all(
+        torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
 
 
 def same_as_eager(eager: list[torch.Tensor], compiled: list[torch.Tensor]) -> bool:

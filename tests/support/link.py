@@ -87,5 +87,7 @@ class TimedLink(RecordedLink):
         self.now = max(self.now, self._done[moment])
 
     def _copied(self, moment: int, values: Tensor, after: float) -> int:
-        self.free = self._done[moment] = max(self.free, after) + values.nbytes * self._seconds_a_byte
+        self.free = self._done[moment] = (
+            max(self.free, after) + values.nbytes * self._seconds_a_byte
+        )
         return moment

@@ -12,7 +12,9 @@ def _memories(loaded: int) -> tuple[dict, ...]:
     """Cache dictionaries of transformer_engine.common's classes; collected again when `loaded` changes."""
     common = "transformer_engine.common."
     return tuple(
-        x for x in gc.get_objects() if issubclass(type(x), dict) and type(x).__module__.startswith(common)
+        x
+        for x in gc.get_objects()
+        if issubclass(type(x), dict) and type(x).__module__.startswith(common)
     )
 
 

@@ -52,11 +52,33 @@ NOT_CHANGED = {
 ARGUMENTS = {"use_bias": "bias", "head_dim_qk": "kv_channels", "ffn_shard": "ffn_hidden_size"}
 
 WORDS = (
-    "LayerNorm", "RMSNorm", *ACTIVATIONS,
-    "no_mask", "padding", "causal", "causal_bottom_right", "padding_causal", "arbitrary",
-    "vanilla", "off-by-one", "learnable", "sbhd", "bshd", "thd", "self", "cross", "encoder", "decoder",
-    "column", "row", "p2p", "all_gather", "a2a", "L2Normalization", "two_shot",
-)  # fmt: skip
+    "LayerNorm",
+    "RMSNorm",
+    *ACTIVATIONS,
+    "no_mask",
+    "padding",
+    "causal",
+    "causal_bottom_right",
+    "padding_causal",
+    "arbitrary",
+    "vanilla",
+    "off-by-one",
+    "learnable",
+    "sbhd",
+    "bshd",
+    "thd",
+    "self",
+    "cross",
+    "encoder",
+    "decoder",
+    "column",
+    "row",
+    "p2p",
+    "all_gather",
+    "a2a",
+    "L2Normalization",
+    "two_shot",
+)
 
 
 def halve_score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -65,7 +87,23 @@ def halve_score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 
 ROLE = QuantizerRole("linear", "output", "somewhere")
-POOL = (True, False, 0.5, 0.25, 1, 2, 3, 32, (2, 0), (4, 0), *WORDS, "a name", halve_score, ROLE, None)
+POOL = (
+    True,
+    False,
+    0.5,
+    0.25,
+    1,
+    2,
+    3,
+    32,
+    (2, 0),
+    (4, 0),
+    *WORDS,
+    "a name",
+    halve_score,
+    ROLE,
+    None,
+)
 
 
 def attributes(name: str) -> list[str]:
@@ -81,7 +119,9 @@ def attributes(name: str) -> list[str]:
     contents = {key for key, value in vars(layer).items() if not callable(value)}
     children = {*layer._modules, *layer._parameters, *layer._buffers}
     return sorted(
-        key for key in (contents | settable) - children - set(NOT_CHANGED) if not key.startswith("_")
+        key
+        for key in (contents | settable) - children - set(NOT_CHANGED)
+        if not key.startswith("_")
     )
 
 
@@ -116,7 +156,14 @@ def other_values(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
 def _constructs(name: str, argument: str, value: Any) -> bool:
     try:
         layers.make_layer(name, **{argument: value})
-    except (AttributeError, AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except (
+        AttributeError,
+        AssertionError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):
         return False  # the pool is tried on every argument; most of it means nothing to this one
     return True
 
@@ -143,7 +190,9 @@ def _others(present: Any) -> Iterator[Any]:
         yield present + type(present)(3)
     elif isinstance(present, str):
         yield from (
-            word for word in ("none", "all", "weights", "activations", "max", "MAE", "MSE") if word != present
+            word
+            for word in ("none", "all", "weights", "activations", "max", "MAE", "MSE")
+            if word != present
         )
     elif dataclasses.is_dataclass(present):
         for field in dataclasses.fields(present):

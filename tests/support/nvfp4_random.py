@@ -23,8 +23,18 @@ DIRECTIONS = ((True, True), (True, False), (False, True))
 EXTENTS = (1, 2, 3, 15, 16, 17, 18, 30, 33, 48, 64, 66, 80)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONTENTS = (
-    "normal", "rows apart", "zeros", "zero rows", "infinite", "nan", "ties", "tiny", "subnormal", "huge", "outlier",
-)  # fmt: skip
+    "normal",
+    "rows apart",
+    "zeros",
+    "zero rows",
+    "infinite",
+    "nan",
+    "ties",
+    "tiny",
+    "subnormal",
+    "huge",
+    "outlier",
+)
 # Values for which mapping a block's maximum to 4 and to 6 are both exact, or make the same error.
 TIES = (6.0, -6.0, 0.0, 3.0, 1.5, -3.0, 4.5, 2.25, -0.0, 5.0, 12.0, 1536.0, 384.0)
 
@@ -40,10 +50,14 @@ def specs() -> list[QuantizeSpec]:
                 continue
             outputs.append(
                 QuantizeSpec(
-                    NVFP4_FORMATS[per_row, largest], E2M1, rowwise, columnwise, two_dimensional=square,
+                    NVFP4_FORMATS[per_row, largest],
+                    E2M1,
+                    rowwise,
+                    columnwise,
+                    two_dimensional=square,
                     four_over_six=error,
                 )
-            )  # fmt: skip
+            )
     return outputs
 
 
@@ -81,7 +95,9 @@ def cases(count: int, device: str = "cpu") -> Iterator[tuple[str, QuantizeSpec, 
     for number in range(count):
         spec = every[number % len(every)]
         content = CONTENTS[number % len(CONTENTS)]
-        rows, depth = (EXTENTS[int(i)] for i in torch.randint(len(EXTENTS), (2,), generator=generator))
+        rows, depth = (
+            EXTENTS[int(i)] for i in torch.randint(len(EXTENTS), (2,), generator=generator)
+        )
         rows += rows % 2 * spec.columnwise
         depth += depth % 2 * spec.rowwise
         dtype = DTYPES[number // len(every) % len(DTYPES)]
@@ -98,7 +114,9 @@ def differing(spec: QuantizeSpec, x: torch.Tensor) -> list[str]:
     actual = plan(request)(x, QuantizeInputs())
     expected = REFERENCE.bind(request)(x, QuantizeInputs())
     return [
-        name for name in Quantized._fields if not _same_bits(getattr(actual, name), getattr(expected, name))
+        name
+        for name in Quantized._fields
+        if not _same_bits(getattr(actual, name), getattr(expected, name))
     ]
 
 

@@ -16,11 +16,16 @@ OURS = ("TE_", "NVTE_", "TRITON_")
 
 def search_path(*folders: Path) -> str:
     """PYTHONPATH with these folders, this repository, and the current PYTHONPATH."""
-    return os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.pathsep.join(
+        filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH")))
+    )
 
 
 def output(
-    arguments: list[str], folder: Path, environment: Mapping[str, str], patience: float | None = None
+    arguments: list[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    patience: float | None = None,
 ) -> str:
     """Run Python with these arguments and return its output; if it fails, raise with the output's end."""
     done = subprocess.run(

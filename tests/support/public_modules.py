@@ -102,7 +102,9 @@ def _fused(name: str, *parts: str) -> Construct:
         "rmsnorm": lambda: ops.RMSNorm(HIDDEN, **CPU),
     }
     basic["add"] = (
-        ops.MakeExtraOutput if name == "BackwardAddRMSNorm" else partial(ops.AddExtraInput, in_place=True)
+        ops.MakeExtraOutput
+        if name == "BackwardAddRMSNorm"
+        else partial(ops.AddExtraInput, in_place=True)
     )
     basic["backward_add"] = partial(ops.MakeExtraOutput, in_place=True)
     return lambda: getattr(ops, name)(**{part: basic[part]() for part in parts})
@@ -122,15 +124,43 @@ _CALLS: dict[str, Call] = {
     "ops.ForwardLinearScaleAdd": _with_residual,
     **{
         f"ops.{name}": _with_scales
-        for name in ("ScaledSReLU", "ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "ScaledTanhSReLU")
+        for name in (
+            "ScaledSReLU",
+            "ScaledSwiGLU",
+            "ScaledSiTUGLU",
+            "ScaledClampedQGeGLU",
+            "ScaledTanhSReLU",
+        )
     },
 }
 # Operations whose constructors have defaults for all arguments.
 _DEFAULTS = [
-    "GELU", "GEGLU", "GLU", "QGELU", "QGEGLU", "ReLU", "ReGLU", "SReLU", "SReGLU", "SiLU", "SwiGLU", "ClampedSwiGLU",
-    "SiTUGLU", "ScaledSReLU", "ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "L2Normalization", "Identity",
-    "MakeExtraOutput", "AddExtraInput", "Quantize", "AllReduce", "AllGather", "ReduceScatter",
-]  # fmt: skip
+    "GELU",
+    "GEGLU",
+    "GLU",
+    "QGELU",
+    "QGEGLU",
+    "ReLU",
+    "ReGLU",
+    "SReLU",
+    "SReGLU",
+    "SiLU",
+    "SwiGLU",
+    "ClampedSwiGLU",
+    "SiTUGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
+    "ScaledSiTUGLU",
+    "ScaledClampedQGeGLU",
+    "L2Normalization",
+    "Identity",
+    "MakeExtraOutput",
+    "AddExtraInput",
+    "Quantize",
+    "AllReduce",
+    "AllGather",
+    "ReduceScatter",
+]
 
 # {name: constructor} for the modules that can be called.
 MODULES: dict[str, Construct] = {
@@ -140,7 +170,11 @@ MODULES: dict[str, Construct] = {
     },
     **{
         name: partial(getattr(te, name), 1, HIDDEN)
-        for name in ("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention")
+        for name in (
+            "GatedDeltaNetAttention",
+            "GatedDeltaNet2Attention",
+            "GatedDeltaProductAttention",
+        )
     },
     "Fp8Padding": lambda: te.Fp8Padding(2, ROWS),  # pads both groups of ROWS / 2
     "Fp8Unpadding": lambda: te.Fp8Unpadding(2, 16),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+)
 from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec
 
 # Both directions for each format and its variants.

@@ -95,13 +95,17 @@ class OperationTape(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+        if any(
+            kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types
+        ):
             return NotImplemented  # a quantized tensor: its own operations are recorded
         kwargs = kwargs or {}
         if func in WAITING:
             raise RuntimeError(f"operation {func} not permitted when stream is capturing")
         result = func(*args, **kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         memories = {tensor.untyped_storage()._cdata for tensor in inputs}
         fresh = [output.untyped_storage()._cdata not in memories for output in outputs]
@@ -113,7 +117,9 @@ class OperationTape(TorchDispatchMode):
         with torch.no_grad():
             for func, args, kwargs, outputs, fresh in self.calls:
                 result = func(*args, **kwargs)
-                repeated = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                repeated = [
+                    leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)
+                ]
                 for output, value, is_fresh in zip(outputs, repeated, fresh, strict=True):
                     if is_fresh:
                         output.copy_(value)

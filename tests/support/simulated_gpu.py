@@ -57,7 +57,9 @@ class OnGpu(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         if func in _GETTERS:
-            return func(*args, **kwargs) if _is_on_host(args[0]) or args[0].is_meta else _GETTERS[func]
+            return (
+                func(*args, **kwargs) if _is_on_host(args[0]) or args[0].is_meta else _GETTERS[func]
+            )
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
         to_gpu = func is Tensor.cuda or any(_is_gpu(value) for value in (*args, *kwargs.values()))
@@ -144,7 +146,8 @@ class Simulation:
         """Replacement for launch._compile: record a launch, and return a starter that does nothing."""
         launches._check(launch, tensors)
         kinds = tuple(
-            None if x is None else (x.dtype, x.data_ptr() % launches.ALIGNMENT == 0) for x in tensors
+            None if x is None else (x.dtype, x.data_ptr() % launches.ALIGNMENT == 0)
+            for x in tensors
         )
         # Triton specializes on integers of 1, on multiples of 16 and on the width of others.
         numbers = [
@@ -155,11 +158,17 @@ class Simulation:
         key = launch.kernel, tuple(numbers), launch.constants, options, kinds
         self.launches.setdefault(key, RecordedLaunch(launch, kinds))
         return launches.Handle(
-            itertools.chain, launch.grid, lambda device: 0, (0,) * 3, (*launch.scalars, *launch.constants)
+            itertools.chain,
+            launch.grid,
+            lambda device: 0,
+            (0,) * 3,
+            (*launch.scalars, *launch.constants),
         )
 
 
-def simulate(hardware: Hardware, libraries: bool = True, cudnn: tuple[int, int, int] = CUDNN) -> Simulation:
+def simulate(
+    hardware: Hardware, libraries: bool = True, cudnn: tuple[int, int, int] = CUDNN
+) -> Simulation:
     """Make this process run on a simulated GPU, from now on.
 
     Args:
@@ -235,7 +244,9 @@ def _simulate_launches(simulation: Simulation) -> None:
     from transformer_engine.pytorch.runtime import zeros
 
     launches.missing = lambda hardware: None
-    optional.triton_problem = lambda hardware, release: None  # read by modules that imported `missing`
+    optional.triton_problem = lambda hardware, release: (
+        None
+    )  # read by modules that imported `missing`
     launches._compile = simulation.record
     launches.current_stream = zeros.current_stream = lambda device: 0
     # Modules that imported the function before.
@@ -288,14 +299,18 @@ def _simulate_attention(libraries: bool) -> None:
     def forward(call: Any, inputs: Any) -> Attended:
         output = inputs.q.new_empty((*inputs.q.shape[:-1], call.head_dim_v))
         rows = (
-            (inputs.q.shape[0], call.heads)[::-1] if call.packed else (call.batch, call.heads, call.seqlen_q)
+            (inputs.q.shape[0], call.heads)[::-1]
+            if call.packed
+            else (call.batch, call.heads, call.seqlen_q)
         )
         return Attended(output, inputs.q.new_empty(rows, dtype=torch.float32))
 
     def backward(call: Any, inputs: Any, attended: Any, grad_output: Any) -> Gradients:
         return Gradients(*[x.new_empty(x.shape) for x in inputs[:3]])
 
-    def forward_fp8(call: Any, codes: Any, inputs: Any, scalars: Any, output_code: torch.dtype) -> Any:
+    def forward_fp8(
+        call: Any, codes: Any, inputs: Any, scalars: Any, output_code: torch.dtype
+    ) -> Any:
         q = codes[0]
         lse = q.new_empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32)
         output = q.new_empty((*q.shape[:-1], call.head_dim_v), dtype=output_code)

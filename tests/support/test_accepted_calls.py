@@ -10,7 +10,16 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.accepted_attention import all_attention_pairs
-from tests.support.accepted_forms import HEADS, HIDDEN, OFF, Pair, all_pairs, hidden, sample, sample_heads
+from tests.support.accepted_forms import (
+    HEADS,
+    HIDDEN,
+    OFF,
+    Pair,
+    all_pairs,
+    hidden,
+    sample,
+    sample_heads,
+)
 from tests.support.documented_calls import DOCUMENTED, Documented
 from transformer_engine.common import warning
 from transformer_engine.pytorch.module.drop_path import DropPath
@@ -103,20 +112,31 @@ NO_EFFECT = {
     "ub_overlap_ag": lambda: te.Linear(16, 16, ub_overlap_ag=True, ub_name="qkv", device="cpu"),
     "ub_bulk_wgrad": lambda: te.LayerNormLinear(16, 16, ub_bulk_wgrad=True, device="cpu"),
     "ub_overlap_rs": lambda: te.LayerNormMLP(16, 16, ub_overlap_rs=True, device="cpu"),
-    "ub_tp_comm_overlap": lambda: te.TransformerLayer(64, 64, 4, ub_tp_comm_overlap=True, device="cpu"),
+    "ub_tp_comm_overlap": lambda: te.TransformerLayer(
+        64, 64, 4, ub_tp_comm_overlap=True, device="cpu"
+    ),
     "symmetric_ar_type": lambda: te.Linear(16, 16, symmetric_ar_type="two_shot", device="cpu"),
     "sm_margin": lambda: te.RMSNorm(16, sm_margin=4, device="cpu"),
     "cp_stream": lambda: te.DotProductAttention(4, 16, cp_stream=object()),
     "fp8_output": lambda: te.Linear(16, 16, device="cpu")(sample(4, 16), fp8_output=True),
     "fp8_grad": lambda: te.Linear(16, 16, device="cpu")(sample(4, 16), fp8_grad=True),
-    "core_attention_bias": lambda: te.DotProductAttention(4, 16)(*sample_heads(), core_attention_bias=sample(1,
-        4, 8, 8)),
-    "alibi_slopes": lambda: te.DotProductAttention(4, 16)(*sample_heads(), alibi_slopes=torch.ones(4)),
-    "attention_mask": lambda: te.DotProductAttention(4, 16)(*sample_heads(), torch.zeros(2, 1, 1, 8)),
-    "encoder_output": lambda: te.TransformerLayer(64, 64, 4, device="cpu")(hidden(), encoder_output=hidden()),
-    "return_layernorm_output": lambda: te.MultiheadAttention(64, 4, return_layernorm_output=True, device="cpu"),
+    "core_attention_bias": lambda: te.DotProductAttention(4, 16)(
+        *sample_heads(), core_attention_bias=sample(1, 4, 8, 8)
+    ),
+    "alibi_slopes": lambda: te.DotProductAttention(4, 16)(
+        *sample_heads(), alibi_slopes=torch.ones(4)
+    ),
+    "attention_mask": lambda: te.DotProductAttention(4, 16)(
+        *sample_heads(), torch.zeros(2, 1, 1, 8)
+    ),
+    "encoder_output": lambda: te.TransformerLayer(64, 64, 4, device="cpu")(
+        hidden(), encoder_output=hidden()
+    ),
+    "return_layernorm_output": lambda: te.MultiheadAttention(
+        64, 4, return_layernorm_output=True, device="cpu"
+    ),
     "rotary_percent": lambda: te.RotaryPositionEmbedding(16, rotary_percent=2.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("argument", NO_EFFECT)
@@ -130,14 +150,17 @@ def test_an_argument_without_effect_is_warned_about_once(argument, unwarned):
 
 def test_clients_defaults_do_not_warn(unwarned):
     overlap = dict.fromkeys(
-        ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), False
+        ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
+        False,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         te.Linear(16, 16, **overlap, ub_name="proj", symmetric_ar_type=None, device="cpu")(
             sample(4, 16), is_first_microbatch=None, fp8_output=False
         )
-        te.RMSNorm(16, sm_margin={"forward": 0, "backward": 0, "inference": 0}, device="cpu")(sample(4, 16))
+        te.RMSNorm(16, sm_margin={"forward": 0, "backward": 0, "inference": 0}, device="cpu")(
+            sample(4, 16)
+        )
         layer = te.TransformerLayer(
             64, 64, 4, **{**overlap, "ub_overlap_ag": True}, ub_tp_comm_overlap=False, **OFF
         )

@@ -49,7 +49,11 @@ def train(
             y = run(layer, x)
         y.float().sin().sum().backward()
         assert x.grad is not None
-        results += [y.detach(), x.grad, *[p.grad.clone() for p in layer.parameters() if p.grad is not None]]
+        results += [
+            y.detach(),
+            x.grad,
+            *[p.grad.clone() for p in layer.parameters() if p.grad is not None],
+        ]
         layer.zero_grad()
     return results, sum(saved.values())
 

@@ -22,17 +22,27 @@ def main(arguments: list[str]) -> None:
     simulation = hardware_layers.simulation(arguments)
     self_tested._read_stored = lambda index: {PATH: "passed" in arguments}
     found = {}
-    for name, make in {"delayed": recipes.DelayedScaling, "current": recipes.Float8CurrentScaling}.items():
+    for name, make in {
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+    }.items():
         simulation.launches.clear()
         passes = hardware_layers.step(LAYER, make())
         transposed = 0
         for recorded in simulation.launches.values():
             outputs = recorded.kinds[recorded.launch.inputs :]
             transposed += (
-                sum(kind is not None and str(kind[0]).startswith("torch.float8") for kind in outputs) > 1
+                sum(
+                    kind is not None and str(kind[0]).startswith("torch.float8") for kind in outputs
+                )
+                > 1
             )
         products = sorted({passes[each]["gemm"] for each in passes})
-        found[name] = {"transposed": transposed, "products": products, "launches": len(simulation.launches)}
+        found[name] = {
+            "transposed": transposed,
+            "products": products,
+            "launches": len(simulation.launches),
+        }
     print(json.dumps(found))
 
 

@@ -59,7 +59,9 @@ INDEPENDENT = ("mxfp8", "block_1d", "nvfp4", "nvfp4_rht", "hybrid")
 DETERMINISTIC = tuple(name for name in NAMES if name != "nvfp4_rht")
 
 
-def create_quantizer(name: str, device: torch.device, rowwise: bool = True, columnwise: bool = True):
+def create_quantizer(
+    name: str, device: torch.device, rowwise: bool = True, columnwise: bool = True
+):
     return CASES[name](device, rowwise=rowwise, columnwise=columnwise)
 
 
@@ -73,9 +75,13 @@ def values(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
 
 def payload(tensor) -> dict[str, torch.Tensor]:
     """The tensors that a quantized tensor holds, by attribute."""
-    return {name: getattr(tensor, name) for name in tensor.TENSORS if getattr(tensor, name) is not None}
+    return {
+        name: getattr(tensor, name) for name in tensor.TENSORS if getattr(tensor, name) is not None
+    }
 
 
 def same_payload(first, second) -> bool:
     mine, theirs = payload(first), payload(second)
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )

@@ -45,7 +45,11 @@ FORMS = [
     (block, {"block_scaling_dim": torch.tensor(1)}, {"block_scaling_dim": 1}),
     (block, {"force_pow_2_scales": 0, "amax_epsilon": 0}, {"force_pow_2_scales": False}),
     (mxfp8, {"with_2d_quantization": np.int64(1)}, {"with_2d_quantization": True}),
-    (mxfp8, {"rowwise": torch.tensor(True), "columnwise": ""}, {"rowwise": True, "columnwise": False}),
+    (
+        mxfp8,
+        {"rowwise": torch.tensor(True), "columnwise": ""},
+        {"rowwise": True, "columnwise": False},
+    ),
 ]
 
 
@@ -85,7 +89,8 @@ def test_a_negative_floor_has_no_effect_and_warns(make):
 
 
 @pytest.mark.parametrize(
-    "shape", [(np.int64(32), 64.0), [torch.tensor(32), 64], np.array([32, 64]), torch.Size([32, 64])]
+    "shape",
+    [(np.int64(32), 64.0), [torch.tensor(32), 64], np.array([32, 64]), torch.Size([32, 64])],
 )
 @pytest.mark.parametrize("make", [current, block, mxfp8])
 def test_an_empty_tensor_has_the_shape_of_every_form_of_sizes(make, shape):
@@ -111,7 +116,9 @@ def test_grouped_tensors_are_counted_by_every_form_of_a_number(count):
         num_tensors=count, tensor_shape=np.array([3, 4]), rowwise_data=data
     )
     assert found.shape == (2, 3, 4)
-    result = GroupedTensor.make_grouped_tensor_with_shapes(count, [(3, 4.0), (np.int64(3), 4)], device="cpu")
+    result = GroupedTensor.make_grouped_tensor_with_shapes(
+        count, [(3, 4.0), (np.int64(3), 4)], device="cpu"
+    )
     assert result.shape == (2, 3, 4)
 
 
@@ -134,10 +141,14 @@ def test_an_extra_state_of_signed_bytes_is_read():
     twin = te.Linear(16, 16)
     twin.set_extra_state(state.view(torch.int8))
     assert torch.equal(twin.fp8_meta["scaling_fwd"].scale, layer.fp8_meta["scaling_fwd"].scale)
-    assert torch.equal(twin.fp8_meta["scaling_fwd"].amax_history, layer.fp8_meta["scaling_fwd"].amax_history)
+    assert torch.equal(
+        twin.fp8_meta["scaling_fwd"].amax_history, layer.fp8_meta["scaling_fwd"].amax_history
+    )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU has a device of this number")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a machine with a GPU has a device of this number"
+)
 def test_a_device_may_be_numbered_by_a_numpy_integer():
     with pytest.raises(ValueError, match=r"cuda:0.*no CUDA device"):
         canonical_device(np.int64(0))

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, create_quantizer, same_payload, values
+from tests.tensor.quantizer_cases import (
+    DETERMINISTIC,
+    QUANTIZED,
+    create_quantizer,
+    same_payload,
+    values,
+)
 from tests.tensor.test_row_sharding import granularity
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -37,7 +43,10 @@ def test_shards_in_any_order_restore_codes_and_scales(name, device):
     target = other(name, device, saved.shape)
     assert not same_payload(target, saved)
     shards = {(i * step, 0): piece for i, piece in enumerate(torch.chunk(saved, 4))}
-    read(target, {index: shards[index] for index in ((2 * step, 0), (0, 0), (3 * step, 0), (step, 0))})
+    read(
+        target,
+        {index: shards[index] for index in ((2 * step, 0), (0, 0), (3 * step, 0), (step, 0))},
+    )
     assert same_payload(target, saved)
     assert not hasattr(target, "_collected_shards")
 
@@ -52,7 +61,9 @@ def test_shards_without_codes_are_quantized_together(name, device):
 
 
 def test_shards_with_different_scales_are_quantized_together(device):
-    parts = [create_quantizer("current", device)(values(device, 16, 64) * factor) for factor in (1, 50)]
+    parts = [
+        create_quantizer("current", device)(values(device, 16, 64) * factor) for factor in (1, 50)
+    ]
     target = other("current", device, (32, 64))
     read(target, {(16, 0): parts[1], (0, 0): parts[0]})
     joint = torch.cat([part.dequantize(dtype=torch.float32) for part in parts])
@@ -64,7 +75,9 @@ def test_shards_along_columns_are_read(device):
     target = other("current", device, saved.shape)
     left, right = torch.chunk(saved.dequantize(dtype=torch.float32), 2, dim=1)
     read(target, {(0, 0): left, (0, 32): right})
-    assert same_payload(target, create_quantizer("current", device)(saved.dequantize(dtype=torch.float32)))
+    assert same_payload(
+        target, create_quantizer("current", device)(saved.dequantize(dtype=torch.float32))
+    )
 
 
 def test_an_incomplete_read_changes_nothing_and_a_second_one_completes(device):

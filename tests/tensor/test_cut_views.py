@@ -56,7 +56,9 @@ def test_a_write_reaches_the_tensor_or_raises(name, cut, mode, device):
                 q = quantized(name, device)
                 before = q.dequantize().clone()
                 continue
-            with pytest.raises(NotImplementedError, match=r"writes to \[.*\] of .*Tensor \[256, 256\]"):
+            with pytest.raises(
+                NotImplementedError, match=r"writes to \[.*\] of .*Tensor \[256, 256\]"
+            ):
                 write(part)
         assert torch.equal(q.dequantize(), before)
 

@@ -10,7 +10,13 @@ import torch
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, create_quantizer, same_payload, values
+from tests.tensor.quantizer_cases import (
+    DETERMINISTIC,
+    QUANTIZED,
+    create_quantizer,
+    same_payload,
+    values,
+)
 from transformer_engine.pytorch.primitives.operand import ROWWISE
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, GroupedTensorStorage
 
@@ -23,7 +29,9 @@ def test_matrices_of_one_shape_are_a_stack_whose_members_share_its_memory():
         num_tensors=2, tensor_shape=(3, 4), rowwise_data=data
     )
     assert isinstance(grouped, GroupedTensor) and isinstance(grouped, torch.Tensor)
-    assert grouped.shape == (2, 3, 4) and grouped.all_same_shape() and grouped.logical_shape == (6, 4)
+    assert (
+        grouped.shape == (2, 3, 4) and grouped.all_same_shape() and grouped.logical_shape == (6, 4)
+    )
     first, second = grouped.split_into_quantized_tensors()
     assert torch.equal(second, data[12:].view(3, 4))
     first[0, 0] = 7.0
@@ -36,7 +44,9 @@ def test_matrices_of_different_shapes_are_stored_consecutively():
     assert grouped.shape == grouped.logical_shape == (5, 4)
     assert grouped.offsets == [0, 8, 8, 20] and grouped.get_common_last_dim() == 4
     values = [torch.randn(shape, device=grouped.device) for shape in shapes]
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(grouped.quantize(values), values, strict=True))
+    assert all(
+        torch.equal(a, b.bfloat16()) for a, b in zip(grouped.quantize(values), values, strict=True)
+    )
     with pytest.raises(RuntimeError, match=r"the first extents \[2, 0, 3\] differ"):
         grouped.get_common_first_dim()
 
@@ -71,12 +81,16 @@ def test_inputs_that_do_not_fit_are_rejected():
 @pytest.mark.parametrize("name", GROUPED)
 def test_matrices_of_other_shapes_are_quantized_each_by_itself(name, device):
     shapes, quantizer = [(32, 64), (96, 64)], create_quantizer(name, device)
-    grouped = GroupedTensor.make_grouped_tensor_with_shapes(2, shapes, quantizer, device, torch.bfloat16)
+    grouped = GroupedTensor.make_grouped_tensor_with_shapes(
+        2, shapes, quantizer, device, torch.bfloat16
+    )
     tensors = [values(device, *shape) for shape in shapes]
     contents = grouped.quantize(tensors)
     assert grouped.shape == (128, 64) and grouped.tensor_offsets.tolist() == [0, 2048, 8192]
     assert grouped.first_dims.tolist() == [32, 96] and type(grouped.quantizer) is type(quantizer)
-    assert torch.equal(grouped.dequantize(), torch.cat([member.dequantize() for member in contents]))
+    assert torch.equal(
+        grouped.dequantize(), torch.cat([member.dequantize() for member in contents])
+    )
     if name in DETERMINISTIC:
         assert all(same_payload(h, quantizer(t)) for h, t in zip(contents, tensors, strict=True))
 
@@ -113,7 +127,9 @@ def test_copies_and_new_directions_keep_extents_and_maxima(name, device):
         transposed.update_usage(rowwise_usage=True, columnwise_usage=True)
         groups.append((before, transposed))
     for original, copied in groups:
-        assert copied.shape == copied.logical_shape == (256, 128) and not copied.all_same_first_dim()
+        assert (
+            copied.shape == copied.logical_shape == (256, 128) and not copied.all_same_first_dim()
+        )
         assert torch.equal(copied.dequantize(), original.dequantize())
         for attribute in attributes:
             expected = getattr(original, attribute)
@@ -149,7 +165,9 @@ def test_directions_are_dropped_and_made_again(name, device):
     assert not grouped.has_columnwise_data() and torch.equal(grouped.dequantize(), full)
     if grouped.transposable:
         grouped.update_usage(columnwise_usage=True)
-        assert all(same_payload(a, b) for a, b in zip(grouped.quantized_tensors, members, strict=True))
+        assert all(
+            same_payload(a, b) for a, b in zip(grouped.quantized_tensors, members, strict=True)
+        )
     else:
         with pytest.raises(RuntimeError, match="cannot make column-wise data"):
             grouped.update_usage(columnwise_usage=True)

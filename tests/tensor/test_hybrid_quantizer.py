@@ -49,7 +49,9 @@ def test_high_precision_columns_are_the_rows_values(device):
 
 def test_quantizers_with_different_sources_are_unequal():
     rows, columns = te.MXFP8Quantizer(E4M3), te.NVFP4Quantizer(E2M1)
-    of_x, of_rows = (hybrid(source, rows, columns) for source in ("original", "rowwise_dequantized"))
+    of_x, of_rows = (
+        hybrid(source, rows, columns) for source in ("original", "rowwise_dequantized")
+    )
     assert of_x != of_rows and of_x == hybrid("original", rows, columns)
     assert of_rows.copy().columnwise_source == "rowwise_dequantized"
 

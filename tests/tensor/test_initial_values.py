@@ -56,7 +56,9 @@ def test_a_saved_parameter_returns_its_initial_values(name, detached, cleared, w
 
 @pytest.mark.parametrize("way", ["pickle", "file"])
 def test_a_module_with_initial_values_comes_back_from_its_pickle(way, device):
-    with te.quantized_model_init(recipe=Float8CurrentScaling(), preserve_high_precision_init_val=True):
+    with te.quantized_model_init(
+        recipe=Float8CurrentScaling(), preserve_high_precision_init_val=True
+    ):
         layer = te.Linear(32, 32, device=device)
     layer.bias.data.zero_()
     read = WAYS[way](copy.deepcopy(layer))

@@ -31,11 +31,15 @@ def master(device):
 
 def create_weight(name, device):
     with torch.no_grad():
-        return create_quantizer(name, device)(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
+        return create_quantizer(name, device)(
+            torch.ones(SHAPE, dtype=torch.bfloat16, device=device)
+        )
 
 
 def test_weights_of_4over6_are_written_whole_or_not_at_all(device):
-    quantizer = te.NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
+    quantizer = te.NVFP4Quantizer(
+        with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256
+    )
     full = master(device)
     weight = quantizer(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
     cast_master_weights_to_fp8([weight], [full.view(-1)], [0], None)
@@ -156,7 +160,9 @@ def hybrid_quantizer(device, kind, **settings):
     pairs = {
         "current": lambda: (current(E4M3, device), current(te.DType.kFloat8E5M2, device)),
         "delayed": lambda: tuple(
-            te.Float8Quantizer(torch.full((1,), scale, device=device), torch.zeros(1, device=device), E4M3)
+            te.Float8Quantizer(
+                torch.full((1,), scale, device=device), torch.zeros(1, device=device), E4M3
+            )
             for scale in (8.0, 16.0)
         ),
         "identity": lambda: (current(E4M3, device), te.IdentityQuantizer()),
@@ -179,7 +185,11 @@ def test_both_directions_of_a_hybrid_weight_are_written(kind, device):
         weight.columnwise_sub_storage.dequantize(), expected.columnwise_sub_storage.dequantize()
     )
     if kind == "delayed":
-        assert weight._quantizer.columnwise_quantizer.amax.item() == full.columnwise_quantizer.amax.item() > 0
+        assert (
+            weight._quantizer.columnwise_quantizer.amax.item()
+            == full.columnwise_quantizer.amax.item()
+            > 0
+        )
     before = weight.columnwise_sub_storage.dequantize().clone()
     quantize_master_weights([weight], [flat[:cut] / 2], [0], None)
     after = weight.columnwise_sub_storage.dequantize()
@@ -232,7 +242,9 @@ def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, saved
         with te.autocast(recipe=recipe()):
             layer(x).square().sum().backward()
         masters = values(device, 128, 128, dtype=torch.float32).view(-1)
-        quantize_master_weights([weight], [masters], [0], None, manual_post_all_gather_processing=True)
+        quantize_master_weights(
+            [weight], [masters], [0], None, manual_post_all_gather_processing=True
+        )
         x.grad = None
         if columns_before_the_forward:
             post_all_gather_processing(weight)
@@ -307,7 +319,10 @@ def test_columns_out_of_date_do_not_stay_alone(name, device):
 
 @pytest.mark.parametrize("name", ["delayed", "block_2d"])
 def test_assigned_data_keeps_whether_its_columns_are_stale(name, device):
-    stale, fresh = create_weight(name, device), create_quantizer(name, device)(master(device).bfloat16())
+    stale, fresh = (
+        create_weight(name, device),
+        create_quantizer(name, device)(master(device).bfloat16()),
+    )
     for weight in (stale, fresh):
         weight.update_usage(columnwise_usage=True)
     arguments = [stale], [master(device).view(-1)], [0], None

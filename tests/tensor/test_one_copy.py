@@ -43,7 +43,9 @@ def train_three_steps(make, kind: str, monkeypatch, one_copy: bool) -> list[torc
         y.backward(torch.randn_like(y))
         assert x.grad is not None
         found += [y.detach(), x.grad]
-    return found + [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+    return found + [
+        parameter.grad for parameter in layer.parameters() if parameter.grad is not None
+    ]
 
 
 LAYERS = {
@@ -81,7 +83,9 @@ def test_operands_of_one_copy_share_their_codes(kind, monkeypatch):
 
 def program(architecture: str, *options: str) -> dict[str, dict]:
     arguments = ["-W", "ignore", "-m", "tests.tensor.one_copy_launches", architecture, *options]
-    return json.loads(forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300))
+    return json.loads(
+        forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300)
+    )
 
 
 def test_casts_write_no_transpose_after_the_self_test_has_passed():
@@ -97,8 +101,12 @@ def test_a_passed_test_changes_nothing_on_gpus_without_the_products(architecture
     assert program(architecture, "passed") == program(architecture)
 
 
-@pytest.mark.parametrize(("hardware", "words"), [((10, 0), None), ((11, 0), None), ((9, 0), "K-contiguous")])
-def test_cublaslt_takes_codes_along_either_axis_where_the_hardware_does(hardware, words, monkeypatch):
+@pytest.mark.parametrize(
+    ("hardware", "words"), [((10, 0), None), ((11, 0), None), ((9, 0), "K-contiguous")]
+)
+def test_cublaslt_takes_codes_along_either_axis_where_the_hardware_does(
+    hardware, words, monkeypatch
+):
     monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
     codes = torch.empty(64, 128, dtype=torch.float8_e4m3fn)
     left = Operand(codes.t(), torch.ones(1), formats.FLOAT8)

@@ -10,7 +10,12 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functions.linear_operands import to_operand
 from transformer_engine.pytorch.primitives.operand import COLUMNWISE, ROWWISE, Operand
 from transformer_engine.pytorch.primitives.quantize import quantize_as
-from transformer_engine.pytorch.tensor import Float8Quantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from transformer_engine.pytorch.tensor import (
+    Float8Quantizer,
+    HybridQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from transformer_engine.pytorch.tensor.quantizer import Calibrating, Matrix
 
 
@@ -31,7 +36,9 @@ def assert_equal(actual: Operand, expected: Operand) -> None:
             assert a.dtype == b.dtype and a.shape == b.shape
             # A copy with the usual strides: contiguous() keeps the strides of a transposed column.
             first, second = (x.clone(memory_format=torch.contiguous_format) for x in (a, b))
-            assert torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8))
+            assert torch.equal(
+                first.flatten().view(torch.uint8), second.flatten().view(torch.uint8)
+            )
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
@@ -66,7 +73,12 @@ def test_a_state_whose_tensors_are_replaced_is_read_again(device):
     state.scale = torch.full((3,), 16.0, device=device)
     state.amax_history = torch.zeros(4, 3, device=device)
     after = quantizer.operands(x, True, False).rowwise
-    assert before is not None and after is not None and before.scale is not None and after.scale is not None
+    assert (
+        before is not None
+        and after is not None
+        and before.scale is not None
+        and after.scale is not None
+    )
     assert float(before.scale) == 0.5 and float(after.scale) == 0.0625
     assert float(state.amax_history[0, 1]) > 0
 

@@ -18,7 +18,9 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 
 
 def quantizer(powers: bool, dimensions: int = 2) -> Float8BlockQuantizer:
-    return Float8BlockQuantizer(DType.kFloat8E4M3, force_pow_2_scales=powers, block_scaling_dim=dimensions)
+    return Float8BlockQuantizer(
+        DType.kFloat8E4M3, force_pow_2_scales=powers, block_scaling_dim=dimensions
+    )
 
 
 def forms(tensor) -> tuple[str, str]:
@@ -27,7 +29,12 @@ def forms(tensor) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("dimensions", "powers", "form"),
-    [(1, False, BLOCK_1D), (1, True, BLOCK_1D_POWERS), (2, False, BLOCK_2D), (2, True, BLOCK_2D_POWERS)],
+    [
+        (1, False, BLOCK_1D),
+        (1, True, BLOCK_1D_POWERS),
+        (2, False, BLOCK_2D),
+        (2, True, BLOCK_2D_POWERS),
+    ],
 )
 def test_operands_of_a_quantizer_and_of_its_tensors_record_the_scales(dimensions, powers, form):
     x = torch.randn(160, 200)
@@ -36,7 +43,12 @@ def test_operands_of_a_quantizer_and_of_its_tensors_record_the_scales(dimensions
     assert forms(tensor) == (form.name, form.name)
     for operand in q.operands(x, True, True):
         assert operand.format is form and is_power_of_two(operand.scale) == powers
-    for same in (tensor.detach(), copy.deepcopy(tensor), tensor.view(160, 200), q.make_empty((160, 200))):
+    for same in (
+        tensor.detach(),
+        copy.deepcopy(tensor),
+        tensor.view(160, 200),
+        q.make_empty((160, 200)),
+    ):
         assert forms(same) == (form.name, form.name)
     file = io.BytesIO()
     torch.save(tensor, file)
@@ -56,7 +68,10 @@ def test_copies_replace_the_record_with_the_scales():
     target.copy_from_storage(general)
     assert forms(target) == ("block2d", "block2d")
     target.copy_from_storage(powers, noop_flag=torch.zeros(1))
-    assert forms(target) == ("block2d", "block2d")  # the device alone knows whether the scales were copied
+    assert forms(target) == (
+        "block2d",
+        "block2d",
+    )  # the device alone knows whether the scales were copied
     target.copy_from_storage(powers)
     assert forms(target) == ("block2d_powers", "block2d_powers")
     target.copy_from_storage(powers, noop_flag=torch.zeros(1))

@@ -52,7 +52,9 @@ def test_a_hybrid_storage_presents_the_dtype_of_its_first_part_or_fake_dtype(dev
 
 def test_one_part_alone_is_enough(device):
     _, _, columns = parts(device)
-    tensor = te.HybridQuantizedTensorStorage(rowwise_storage=None, columnwise_storage=columns, quantizer=None)
+    tensor = te.HybridQuantizedTensorStorage(
+        rowwise_storage=None, columnwise_storage=columns, quantizer=None
+    )
     assert tensor.get_usages() == {"rowwise": False, "columnwise": True}
     assert torch.equal(tensor.dequantize(), columns.dequantize())
 
@@ -67,9 +69,13 @@ def test_parts_of_no_tensor_are_rejected(device):
     full = hybrid(rowwise_storage=rows, columnwise_storage=columns)
     with pytest.raises(ValueError, match="holds no data; give rowwise_storage"):
         hybrid()
-    with pytest.raises(TypeError, match=r"rowwise_storage is a Tensor; .*IdentityTensorStorage\(hp_data"):
+    with pytest.raises(
+        TypeError, match=r"rowwise_storage is a Tensor; .*IdentityTensorStorage\(hp_data"
+    ):
         hybrid(rowwise_storage=x)
-    with pytest.raises(ValueError, match=r"rowwise_storage has no rowwise data; .*set_usage\(rowwise=True\)"):
+    with pytest.raises(
+        ValueError, match=r"rowwise_storage has no rowwise data; .*set_usage\(rowwise=True\)"
+    ):
         hybrid(rowwise_storage=columns)
     with pytest.raises(
         ValueError, match=r"columnwise_storage is \(64, 64\) on .*, rowwise_storage \(32, 64\)"
@@ -94,7 +100,10 @@ def test_an_identity_tensor_holds_hp_data(device):
     assert torch.equal(tensor.dequantize(), x.bfloat16())
     assert torch.equal(pickle.loads(pickle.dumps(tensor)).dequantize(), x.bfloat16())
     storage = te.IdentityTensorStorage(hp_data=x, fake_dtype=torch.float16, quantizer=None)
-    assert storage.dtype == torch.float16 and te.IdentityTensorStorage(hp_data=x).dtype == torch.float32
+    assert (
+        storage.dtype == torch.float16
+        and te.IdentityTensorStorage(hp_data=x).dtype == torch.float32
+    )
     rows, columns = storage.get_data_tensors()
     assert rows is x and columns is x and storage.get_data_tensors(columnwise_data=False) is x
     with pytest.raises(TypeError, match=r"hp_data is torch\.int64; give floating-point values"):
@@ -106,12 +115,18 @@ def test_an_identity_quantizer_converts_to_its_dtype(device):
     quantizer = te.IdentityQuantizer(dtype=torch.bfloat16)
     result = quantizer(x)
     result.float().sum().backward()
-    assert x.grad is not None and result.dtype == torch.bfloat16 and torch.equal(x.grad, torch.ones_like(x))
+    assert (
+        x.grad is not None
+        and result.dtype == torch.bfloat16
+        and torch.equal(x.grad, torch.ones_like(x))
+    )
     assert torch.equal(result.dequantize(), x.detach().bfloat16())
     empty = quantizer.make_empty((32, 64), device=device)
     quantizer.update_quantized(x.detach(), empty)
     assert empty.dtype == torch.bfloat16 and torch.equal(empty.dequantize(), x.detach().bfloat16())
-    assert quantizer != te.IdentityQuantizer() and quantizer == te.IdentityQuantizer(dtype=torch.bfloat16)
+    assert quantizer != te.IdentityQuantizer() and quantizer == te.IdentityQuantizer(
+        dtype=torch.bfloat16
+    )
     with pytest.raises(TypeError, match=r"dtype=torch\.int8 is not a floating-point dtype"):
         te.IdentityQuantizer(dtype=torch.int8)
 
@@ -119,7 +134,9 @@ def test_an_identity_quantizer_converts_to_its_dtype(device):
 def test_a_layer_multiplies_the_values_of_identity_quantizers(device):
     x = values(device, 32, 64).requires_grad_()
     layer = te.Linear(64, 32, bias=False, device=device)
-    with te.autocast(recipe=CustomRecipe(qfactory=lambda role: te.IdentityQuantizer(dtype=torch.bfloat16))):
+    with te.autocast(
+        recipe=CustomRecipe(qfactory=lambda role: te.IdentityQuantizer(dtype=torch.bfloat16))
+    ):
         y = layer(x)
     y.backward(torch.ones_like(y))
     assert x.grad is not None
@@ -143,11 +160,15 @@ def test_a_shape_or_dtype_that_differs_from_the_payload_is_rejected(device):
     x = values(device, 32, 64)
     assert float8(x).shape == float8(x, shape=None).shape == (32, 64)
     assert float8(x, fp8_dtype=torch.float8_e4m3fn)._fp8_dtype is E4M3
-    with pytest.raises(ValueError, match=r"shape=\(3, 4\) is of 12 values, the payload of \(32, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"shape=\(3, 4\) is of 12 values, the payload of \(32, 64\)"
+    ):
         float8(x, shape=(3, 4))
     with pytest.raises(TypeError, match="dtype='bf16' is not a floating-point dtype"):
         float8(x, dtype="bf16")
-    with pytest.raises(ValueError, match="'e4m3' is not a quantized element; choose from kFloat8E4M3"):
+    with pytest.raises(
+        ValueError, match="'e4m3' is not a quantized element; choose from kFloat8E4M3"
+    ):
         float8(x, fp8_dtype="e4m3")
 
 
@@ -172,7 +193,9 @@ PARTS = {
 QUANTIZERS = {
     "Float8Tensor": lambda device: te.Float8CurrentScalingQuantizer(E4M3, device),
     "MXFP8Tensor": lambda device: te.MXFP8Quantizer(E4M3),
-    "Float8BlockwiseQTensor": lambda device: te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "Float8BlockwiseQTensor": lambda device: te.Float8BlockQuantizer(
+        E4M3, rowwise=True, columnwise=True
+    ),
     "NVFP4Tensor": lambda device: te.NVFP4Quantizer(E2M1),
 }
 
@@ -183,7 +206,10 @@ def test_parts_make_the_tensor_and_the_storage_that_they_are_of(device, name):
     recognized = full.get_metadata()
     options = {keyword: recognized[keyword] for keyword in PARTS[name].split()}
     result = getattr(te, name)(shape=full.shape, dtype=full.dtype, requires_grad=False, **options)
-    assert torch.equal(result.dequantize(), full.dequantize()) and result.get_usages() == full.get_usages()
+    assert (
+        torch.equal(result.dequantize(), full.dequantize())
+        and result.get_usages() == full.get_usages()
+    )
     storage = getattr(te, f"{name}Storage")(*options.values())
     assert torch.equal(storage.dequantize(), full.dequantize())
 
@@ -192,7 +218,11 @@ def test_parts_make_the_tensor_and_the_storage_that_they_are_of(device, name):
 def test_parts_by_place_are_rejected_by_their_keywords(device, name):
     codes = torch.zeros(128, 128, dtype=torch.uint8, device=device)
     first = PARTS[name].split()[0]
-    for args in ((codes, codes), (codes, codes, None, None, E4M3, None), ((128, 128), torch.float32, codes)):
+    for args in (
+        (codes, codes),
+        (codes, codes, None, None, E4M3, None),
+        ((128, 128), torch.float32, codes),
+    ):
         with pytest.raises(TypeError, match=f"{name} takes shape and dtype by place .*{first}="):
             getattr(te, name)(*args)
 
@@ -213,7 +243,9 @@ def test_the_abstract_tensor_says_that_it_has_no_payload():
 def test_objects_and_saved_tensors_in_the_wrong_order_are_rejected(device):
     storage = te.MXFP8Quantizer(E4M3)(values(device, 32, 64)).as_storage()
     tensors, objects = te.prepare_for_saving(storage, torch.ones(2, device=device))
-    with pytest.raises(TypeError, match="tensors holds a Tensor; give the objects that prepare_for_saving"):
+    with pytest.raises(
+        TypeError, match="tensors holds a Tensor; give the objects that prepare_for_saving"
+    ):
         te.restore_from_saved(tensors, objects)  # pyright: ignore[reportArgumentType]
     restored, ones = te.restore_from_saved(objects, tensors)
     assert restored is storage and ones is tensors[-1]

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tensor.quantizer_cases import DETERMINISTIC, NAMES, create_quantizer, payload, same_payload, values
+from tests.tensor.quantizer_cases import (
+    DETERMINISTIC,
+    NAMES,
+    create_quantizer,
+    payload,
+    same_payload,
+    values,
+)
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -155,7 +162,13 @@ def test_converting_a_module_changes_the_nominal_dtype_alone(name, convert, devi
     dtype = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}[convert]
     weight = model[0].weight
     assert isinstance(weight, nn.Parameter) and isinstance(weight, QuantizedTensor)
-    assert weight.dtype == weight.dequantize().dtype == model[0].bias.dtype == model[1].weight.dtype == dtype
+    assert (
+        weight.dtype
+        == weight.dequantize().dtype
+        == model[0].bias.dtype
+        == model[1].weight.dtype
+        == dtype
+    )
     assert weight.partition_dim == 0 and weight.requires_grad
     if name != "identity":
         assert all(torch.equal(part, codes[field]) for field, part in payload(weight).items())
@@ -181,6 +194,8 @@ def test_moving_a_module_keeps_its_parameters_quantized(name, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_meta_parameters_allocate_no_memory(name):
-    q = create_quantizer(name, torch.device("cpu")).make_empty((32, 64), device="meta", requires_grad=True)
+    q = create_quantizer(name, torch.device("cpu")).make_empty(
+        (32, 64), device="meta", requires_grad=True
+    )
     assert q.device.type == "meta" and q.requires_grad
     assert "data=..." in repr(q)

@@ -72,7 +72,8 @@ def test_an_operation_in_place_quantizes_its_result(name, device):
     assert same_payload(q, create_quantizer(name, device)(x + 1))
     torch._foreach_mul_([q], 2.0)
     assert torch.equal(
-        q.dequantize(), create_quantizer(name, device)(create_quantizer(name, device)(x + 1) * 2).dequantize()
+        q.dequantize(),
+        create_quantizer(name, device)(create_quantizer(name, device)(x + 1) * 2).dequantize(),
     )
 
 
@@ -104,7 +105,15 @@ def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
     with torch.inference_mode(made_inside):
         q = quantized(name, device, 64, 64)
     with torch.inference_mode():
-        views = (q.detach(), q.view(-1), q.view(2, 32, 64), q[:32], q[3:5], q.t(), *torch.split(q, 32))
+        views = (
+            q.detach(),
+            q.view(-1),
+            q.view(2, 32, 64),
+            q[:32],
+            q[3:5],
+            q.t(),
+            *torch.split(q, 32),
+        )
         found = [view.dequantize() if isinstance(view, QuantizedTensor) else view for view in views]
         x = q.dequantize()
         expected = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
@@ -135,7 +144,11 @@ def test_conversions_by_method_dequantize_and_to_keeps_the_codes(name, device):
         assert type(plain) is torch.Tensor and plain.dtype == dtype
         assert torch.equal(plain.to(device), q.dequantize(dtype=dtype))
     half = q.to(torch.float16)
-    assert type(half) is type(q) and half.dtype == torch.float16 and half.dequantize().dtype == torch.float16
+    assert (
+        type(half) is type(q)
+        and half.dtype == torch.float16
+        and half.dequantize().dtype == torch.float16
+    )
     if name != "identity":
         assert same_payload(half, q)
     assert type(q.to(torch.int32)) is torch.Tensor
@@ -209,7 +222,9 @@ def test_setting_data_adopts_a_payload_or_quantizes(name, device):
 @pytest.mark.parametrize("name", DETERMINISTIC)
 @pytest.mark.parametrize("shape", [(64, 32), (2, 32, 64), (32, 128)])
 @pytest.mark.parametrize("quantizes", [False, True])
-def test_data_of_another_shape_changes_the_parameter_and_its_gradient(name, shape, quantizes, device):
+def test_data_of_another_shape_changes_the_parameter_and_its_gradient(
+    name, shape, quantizes, device
+):
     quantizer = create_quantizer(name, device)
     parameter = torch.nn.Parameter(quantizer(values(device, 32, 64)))
     parameter.partition_dim = 0
@@ -217,7 +232,9 @@ def test_data_of_another_shape_changes_the_parameter_and_its_gradient(name, shap
     parameter.grad = None
     x = values(device, *shape)
     parameter.data = x if quantizes else quantizer(x)
-    assert same_payload(parameter, quantizer(x)) and parameter.shape == shape == parameter.data.shape
+    assert (
+        same_payload(parameter, quantizer(x)) and parameter.shape == shape == parameter.data.shape
+    )
     assert parameter.requires_grad and parameter.partition_dim == 0
     parameter.dequantize().square().sum().backward()
     torch.testing.assert_close(parameter.grad, 2 * parameter.dequantize().detach())
@@ -320,7 +337,9 @@ def test_make_like_shares_parts_that_are_not_given(name, device):
     twin = type(q).make_like(q, dtype=torch.float32, requires_grad=True)
     assert twin.dtype == torch.float32 and twin.requires_grad and same_payload(twin, q)
     assert (
-        type(q)(q.shape, q.dtype, **{k: v for k, v in q.get_metadata().items() if k != "dtype"}).shape
+        type(q)(
+            q.shape, q.dtype, **{k: v for k, v in q.get_metadata().items() if k != "dtype"}
+        ).shape
         == q.shape
     )
 
@@ -343,7 +362,9 @@ def test_constructors_take_the_documented_keywords(device):
         data_transpose=None,
         quantizer=None,
     )
-    assert built.requires_grad and torch.equal(built.dequantize(), q.dequantize(dtype=torch.float32))
+    assert built.requires_grad and torch.equal(
+        built.dequantize(), q.dequantize(dtype=torch.float32)
+    )
     m = quantized("mxfp8", device, 32, 64)
     built = MXFP8Tensor(
         rowwise_data=m._rowwise_data,

@@ -61,7 +61,9 @@ def test_dequantize_is_the_primitive_on_the_operand(name, axis, device):
     assert (operand.rows, operand.depth) == ((96, 64) if axis == ROWWISE else (64, 96))
     matrix = dequantize(operand)
     if axis == COLUMNWISE and name != "nvfp4_rht":
-        torch.testing.assert_close(storage.dequantize(), matrix.t().reshape(x.shape), rtol=0, atol=0)
+        torch.testing.assert_close(
+            storage.dequantize(), matrix.t().reshape(x.shape), rtol=0, atol=0
+        )
     if axis == ROWWISE:
         torch.testing.assert_close(storage.dequantize(), matrix.view(x.shape), rtol=0, atol=0)
 
@@ -460,15 +462,21 @@ def test_external_codes_become_tensors(device):
     quantizer = create_quantizer("delayed", device)
     x = values(device, 32, 64)
     result = quantizer(x)
-    q = quantizer.create_tensor_from_data(result._data, fake_dtype=torch.bfloat16, requires_grad=True)
+    q = quantizer.create_tensor_from_data(
+        result._data, fake_dtype=torch.bfloat16, requires_grad=True
+    )
     assert isinstance(q, Float8Tensor) and q.requires_grad
     assert same_payload(q, result)
-    assert not isinstance(quantizer.create_tensor_from_data(result._data, internal=True), torch.Tensor)
+    assert not isinstance(
+        quantizer.create_tensor_from_data(result._data, internal=True), torch.Tensor
+    )
     with pytest.raises(TypeError, match="view them as uint8"):
         quantizer.create_tensor_from_data(result._data.int())
     blocks = create_quantizer("mxfp8", device, True, False)
     result = blocks(x)
-    q = blocks.create_tensor_from_data(result._rowwise_data, result._rowwise_scale_inv, torch.bfloat16)
+    q = blocks.create_tensor_from_data(
+        result._rowwise_data, result._rowwise_scale_inv, torch.bfloat16
+    )
     assert same_payload(q, result)
     wide = MXFP8Quantizer(DType.kFloat8E5M2, columnwise=False)(x)
     q = blocks.create_tensor_from_data(
@@ -489,7 +497,9 @@ def test_a_quantized_input_is_quantized_by_its_values(name, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_empty_tensors_can_be_pinned(name):
-    q = create_quantizer(name, torch.device("cpu")).make_empty((32, 64), device="cpu", pin_memory=True)
+    q = create_quantizer(name, torch.device("cpu")).make_empty(
+        (32, 64), device="cpu", pin_memory=True
+    )
     assert all(part.is_pinned() for part in payload(q).values())
 
 

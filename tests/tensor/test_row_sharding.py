@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tensor.quantizer_cases import NAMES, QUANTIZED, create_quantizer, payload, same_payload, values
+from tests.tensor.quantizer_cases import (
+    NAMES,
+    QUANTIZED,
+    create_quantizer,
+    payload,
+    same_payload,
+    values,
+)
 from transformer_engine.pytorch.tensor import COLUMNWISE, ROWWISE, QuantizedTensor
 
 # Rows that no block crosses in any direction.
@@ -39,7 +46,11 @@ def test_pieces_between_blocks_stay_quantized(name, device):
         full = q.contract(axis).codes
         part = piece.contract(axis).codes
         per_byte = q.storage_class().__name__.startswith("NVFP4") + 1
-        cut = full[step : 3 * step] if axis == ROWWISE else full[:, step // per_byte : 3 * step // per_byte]
+        cut = (
+            full[step : 3 * step]
+            if axis == ROWWISE
+            else full[:, step // per_byte : 3 * step // per_byte]
+        )
         assert torch.equal(part.float(), cut.float())
     assert type(q.as_strided((step, 64), (64, 1), step * 64)) is type(q)
     assert torch.equal(
@@ -64,7 +75,9 @@ def test_rows_of_leading_dimensions_are_sliced_together(device):
     assert type(q[:2]) is type(q) and torch.equal(q[:2].dequantize(), q.dequantize()[:2])
     assert not isinstance(q[:1], QuantizedTensor)
     rows = create_quantizer("mxfp8", device, True, False)(values(device, 4, 16, 64))
-    assert torch.equal(rows[:1].dequantize(), rows.dequantize()[:1]) and isinstance(rows[:1], QuantizedTensor)
+    assert torch.equal(rows[:1].dequantize(), rows.dequantize()[:1]) and isinstance(
+        rows[:1], QuantizedTensor
+    )
 
 
 def test_a_shard_is_written_in_its_padded_buffer(device):
@@ -93,8 +106,12 @@ def test_gathered_bytes_are_the_whole_tensor(name, device):
     q = create_quantizer(name, device)(values(device, 2, 2 * granularity(name), 64))
     shards = torch.chunk(q, 2)
     sent = [shard.fsdp_pre_all_gather(None, None, None, None, None) for shard in shards]
-    assert all(part.dtype in (torch.uint8, torch.float32) for tensors, _ in sent for part in tensors)
-    gathered = tuple(torch.cat(parts) for parts in zip(*(tensors for tensors, _ in sent), strict=True))
+    assert all(
+        part.dtype in (torch.uint8, torch.float32) for tensors, _ in sent for part in tensors
+    )
+    gathered = tuple(
+        torch.cat(parts) for parts in zip(*(tensors for tensors, _ in sent), strict=True)
+    )
     full, inner = shards[0].fsdp_post_all_gather(gathered, sent[0][1], torch.float32)
     assert same_payload(full, q) and full.shape == q.shape and full.dtype == torch.float32
     assert inner and all(type(part) is torch.Tensor for part in inner)
@@ -119,9 +136,9 @@ def test_a_gather_sends_this_share_of_the_bytes_of_bfloat16(name, share, device)
     """MXFP8 codes of one direction cannot be computed from the other direction, so both are sent."""
     q = create_quantizer(name, device)(values(device, 256, 256))
     sent, _ = q.fsdp_pre_all_gather(None, None, None, None, None)
-    assert sum(part.numel() * part.element_size() for part in sent) / (2 * q.numel()) == pytest.approx(
-        share, abs=2e-3
-    )
+    assert sum(part.numel() * part.element_size() for part in sent) / (
+        2 * q.numel()
+    ) == pytest.approx(share, abs=2e-3)
 
 
 def test_a_column_wise_shard_is_gathered_too(device):
@@ -154,7 +171,9 @@ def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, 
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     gathered = tuple(part.clone() for part in sent)
     full, derived = q.fsdp_post_all_gather(gathered, metadata, q.dtype)
-    saved = {field: (part[None], part.clone(), part._version) for field, part in payload(full).items()}
+    saved = {
+        field: (part[None], part.clone(), part._version) for field, part in payload(full).items()
+    }
     _free((*gathered, *derived))
     assert not any(part.untyped_storage().size() for part in payload(full).values())
     for tensor in (*gathered, *derived):
@@ -191,7 +210,9 @@ def test_one_rank_gathers_one_tensor_and_holds_the_others(device):
         q = create_quantizer(name, device)(values(device, 2 * granularity(name), 64))
         sent, metadata = q.fsdp_pre_all_gather(mesh, None, None, None, None)
         assert len(sent) == 1
-        full, derived = q.fsdp_post_all_gather(tuple(part.clone() for part in sent), metadata, q.dtype)
+        full, derived = q.fsdp_post_all_gather(
+            tuple(part.clone() for part in sent), metadata, q.dtype
+        )
         assert same_payload(full, q)
         shard = {part.untyped_storage().data_ptr() for part in payload(q).values()}
         assert not any(part.untyped_storage().data_ptr() in shard for part in derived)

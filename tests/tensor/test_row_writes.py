@@ -14,7 +14,9 @@ ROWS_WRITTEN = slice(128, 256)
 
 def others(device, rows):
     """Return bfloat16 values [rows, 64] without an outlier, different from `values`."""
-    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(11)).to(device, torch.bfloat16)
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(11)).to(
+        device, torch.bfloat16
+    )
 
 
 def through_copy(part, new):

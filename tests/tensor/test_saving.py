@@ -24,7 +24,9 @@ def test_flatten_and_rebuild_round_trip(name, device):
     tensors, rebuild = storage.flatten()
     twin = rebuild(tensors)
     assert twin is not storage and type(twin) is type(storage)
-    assert same_payload(twin, storage) and twin.dtype == storage.dtype and twin.shape == storage.shape
+    assert (
+        same_payload(twin, storage) and twin.dtype == storage.dtype and twin.shape == storage.shape
+    )
     assert hash(rebuild.storage_class) == hash(type(storage))
 
 
@@ -39,7 +41,9 @@ def test_storages_are_emptied_and_filled_again(name, device):
     with pytest.raises(RuntimeError, match="restore_from_saved"):
         _ = storage.device
     restored, rest = restore_from_saved(objects, [*flat, plain], return_saved_tensors=True)
-    assert restored[0] is plain and restored[1] is storage and restored[2] is None and rest == [plain]
+    assert (
+        restored[0] is plain and restored[1] is storage and restored[2] is None and rest == [plain]
+    )
     assert torch.equal(storage.dequantize(), expected)
 
 

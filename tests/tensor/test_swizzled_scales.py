@@ -39,7 +39,8 @@ def swizzle_by_formula(scale: torch.Tensor) -> torch.Tensor:
     width = -(-columns // 4)
     tiles = torch.zeros(-(-rows // 128) * 128, width * 4, dtype=torch.uint8)
     r, c = (
-        index.flatten() for index in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        index.flatten()
+        for index in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     )
     places = (r // 128 * width + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
     tiles.view(-1)[places] = scale.view(torch.uint8).flatten()
@@ -64,7 +65,9 @@ def with_swizzled_scales(tensor: Any) -> Any:
     return type(tensor)(tensor.shape, dtype, **fields, with_gemm_swizzled_scales=True)
 
 
-@pytest.mark.parametrize("extents", [(1, 1), (33, 3), (128, 4), (129, 5), (300, 40), (512, 64)], ids=str)
+@pytest.mark.parametrize(
+    "extents", [(1, 1), (33, 3), (128, 4), (129, 5), (300, 40), (512, 64)], ids=str
+)
 def test_the_order_is_the_formula_and_can_be_reversed(extents):
     scale = torch.randint(0, 256, extents, dtype=torch.uint8)
     found = swizzled(scale)
@@ -94,7 +97,9 @@ def test_a_quantizer_for_products_makes_tensors_of_swizzled_scales(name, shape):
     plain, fused = create_quantizer(name), create_quantizer(name)
     fused.optimize_for_gemm = True
     result, expected = fused(x), with_swizzled_scales(plain(x))
-    assert result._with_gemm_swizzled_scales is True and plain(x)._with_gemm_swizzled_scales is False
+    assert (
+        result._with_gemm_swizzled_scales is True and plain(x)._with_gemm_swizzled_scales is False
+    )
     for field, value in expected.get_metadata().items():
         found = result.get_metadata()[field]
         assert field == "quantizer" or (
@@ -106,7 +111,10 @@ def test_a_quantizer_for_products_makes_tensors_of_swizzled_scales(name, shape):
 @pytest.mark.parametrize("name", RECIPES)
 def test_tensors_of_swizzled_scales_are_copied_sliced_and_stored_like_others(name):
     quantizer = create_quantizer(name)
-    x, other = torch.randn(256, 128, dtype=torch.bfloat16), torch.randn(256, 128, dtype=torch.bfloat16)
+    x, other = (
+        torch.randn(256, 128, dtype=torch.bfloat16),
+        torch.randn(256, 128, dtype=torch.bfloat16),
+    )
     plain = quantizer(x)
     quantizer.optimize_for_gemm = True
     result = quantizer(x)
@@ -119,7 +127,9 @@ def test_tensors_of_swizzled_scales_are_copied_sliced_and_stored_like_others(nam
     torch.save(result, stored)
     stored.seek(0)
     loaded = torch.load(stored, weights_only=False)
-    assert loaded._with_gemm_swizzled_scales is True and torch.equal(loaded.dequantize(), plain.dequantize())
+    assert loaded._with_gemm_swizzled_scales is True and torch.equal(
+        loaded.dequantize(), plain.dequantize()
+    )
     # Bytes and values are written in the target's order.
     for source, target in ((quantizer(other), plain), (plain, result)):
         target.copy_from_storage(source)
@@ -151,7 +161,9 @@ def test_groups_of_a_quantizer_for_products_have_swizzled_scales(name):
     assert result._with_gemm_swizzled_scales is True and plain._with_gemm_swizzled_scales is False
     assert torch.equal(result.dequantize(), plain.dequantize())
     for member, expected in zip(result.members(), plain.members(), strict=True):
-        assert torch.equal(member._rowwise_scale_inv, swizzle_by_formula(expected._rowwise_scale_inv))
+        assert torch.equal(
+            member._rowwise_scale_inv, swizzle_by_formula(expected._rowwise_scale_inv)
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

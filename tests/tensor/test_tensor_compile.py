@@ -28,8 +28,14 @@ class Product(torch.autograd.Function):
         x_storage = ctx.rebuild_x(ctx.saved_tensors[: ctx.count])
         w_storage = ctx.rebuild_w(ctx.saved_tensors[ctx.count :])
         dy_storage = ctx.quantizer.encode(dy, True, True)
-        dx = dequantize(dy_storage.contract(ROWWISE)) @ dequantize(w_storage.contract(COLUMNWISE)).t()
-        dw = dequantize(dy_storage.contract(COLUMNWISE)) @ dequantize(x_storage.contract(COLUMNWISE)).t()
+        dx = (
+            dequantize(dy_storage.contract(ROWWISE))
+            @ dequantize(w_storage.contract(COLUMNWISE)).t()
+        )
+        dw = (
+            dequantize(dy_storage.contract(COLUMNWISE))
+            @ dequantize(x_storage.contract(COLUMNWISE)).t()
+        )
         return dx, dw, None
 
 

@@ -32,7 +32,9 @@ QUANTIZERS = {
 }
 
 
-def both(name: str, rows: int = 160, depth: int = 96) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+def both(
+    name: str, rows: int = 160, depth: int = 96
+) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
     """Operands with the same values in rows, and in tiles."""
     x = torch.randn(rows, depth).bfloat16()
     plain, tiled = QUANTIZERS[name](), QUANTIZERS[name]()
@@ -63,7 +65,10 @@ def test_products_of_operands_in_tiles_have_the_bits_of_those_in_rows(name):
     expected = gemm(row, other, Epilogue(torch.bfloat16))
     for left, right in ((tile, other_tile), (tile, other), (row, other_tile)):
         request = GemmRequest.of(left, right, Epilogue(torch.bfloat16))
-        assert (request.a_format, request.b_format) == (row.format, other.format) and not request.power_of_two
+        assert (request.a_format, request.b_format) == (
+            row.format,
+            other.format,
+        ) and not request.power_of_two
         assert torch.equal(gemm(left, right, Epilogue(torch.bfloat16)), expected)
 
 
@@ -83,11 +88,16 @@ def test_the_reference_swizzles_what_it_quantizes(form, shape):
 
 
 def test_formats_with_float32_scales_have_no_tiles():
-    with pytest.raises(ValueError, match="tiled=True is for scales of one byte, which block1d has not"):
+    with pytest.raises(
+        ValueError, match="tiled=True is for scales of one byte, which block1d has not"
+    ):
         QuantizeSpec(formats.BLOCK_1D, formats.E4M3, tiled=True)
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3)
     quantizer.optimize_for_gemm = True
-    assert quantizer.operands(torch.randn(64, 64), True, False).rowwise.format == formats.BLOCK_2D_POWERS  # pyright: ignore
+    assert (
+        quantizer.operands(torch.randn(64, 64), True, False).rowwise.format
+        == formats.BLOCK_2D_POWERS
+    )  # pyright: ignore
 
 
 class OnGpu(torch.Tensor):

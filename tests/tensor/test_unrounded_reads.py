@@ -78,7 +78,9 @@ READS = {
 }
 READS_WITH_DIMENSIONS = {name: WAYS[name] for name in ("slice", "add_", "foreach_add", "out")} | {
     "stack": lambda target, view: torch.stack([target, view])[1],
-    "rows": lambda target, view: [target.copy_(view) if i else target[0].copy_(view[0]) for i in range(2)],
+    "rows": lambda target, view: [
+        target.copy_(view) if i else target[0].copy_(view[0]) for i in range(2)
+    ],
 }
 METHODS = {
     torch.float32: torch.Tensor.float,
@@ -183,7 +185,13 @@ def test_results_of_float64_tensors_are_float64(name, device):
     source = CASES[name](device)(values(device, *SHAPE) * 0.37)
     exact, wide = source.dequantize(dtype=torch.float32).double(), source.to(torch.float64)
     zeros = create_target(torch.float64, device)
-    for result in (wide * 1.0, wide + 0, zeros.lerp(wide, 1.0), torch.maximum(wide, wide), torch.cat([wide])):
+    for result in (
+        wide * 1.0,
+        wide + 0,
+        zeros.lerp(wide, 1.0),
+        torch.maximum(wide, wide),
+        torch.cat([wide]),
+    ):
         assert result.dtype == torch.float64
         assert torch.equal(result, exact)
 
@@ -217,7 +225,10 @@ FOREACH = {
 def test_each_entry_of_a_list_is_promoted_alone(way, device):
     """A float32 tensor in the lists does not change the dtype of another entry's result."""
     source = CASES["current"](device)(values(device, *SHAPE))
-    wide, rest = torch.randn(SHAPE, device=device), [torch.randn(SHAPE, device=device) for _ in range(2)]
+    wide, rest = (
+        torch.randn(SHAPE, device=device),
+        [torch.randn(SHAPE, device=device) for _ in range(2)],
+    )
     rest[0] = rest[0].bfloat16()
     results = FOREACH[way]([source, wide], rest)
     expected = FOREACH[way]([source.dequantize(), wide], rest)

@@ -21,12 +21,37 @@ from tests.architecture.source import PACKAGES, ROOT
 # Libraries whose types no program here needs, or that may be absent. mypy reads every file that torch imports, and two
 # thirds of them are these.
 UNREAD = (
-    "accelerate", "lightning", "optax", "peft", "sympy", "torch._decomp", "torch._dynamo", "torch._export",
-    "torch._functorch", "torch._higher_order_ops", "torch._inductor", "torch._library", "torch._numpy", "torch._prims",
-    "torch._prims_common", "torch._refs", "torch._subclasses", "torch.ao", "torch.export", "torch.fx", "torch.jit",
-    "torch.onnx", "torch.sparse", "torch.testing", "torch.utils._sympy", "transformers", "triton", "nvdlfw_inspect",
-    "megatron", "onnxscript",
-)  # fmt: skip
+    "accelerate",
+    "lightning",
+    "optax",
+    "peft",
+    "sympy",
+    "torch._decomp",
+    "torch._dynamo",
+    "torch._export",
+    "torch._functorch",
+    "torch._higher_order_ops",
+    "torch._inductor",
+    "torch._library",
+    "torch._numpy",
+    "torch._prims",
+    "torch._prims_common",
+    "torch._refs",
+    "torch._subclasses",
+    "torch.ao",
+    "torch.export",
+    "torch.fx",
+    "torch.jit",
+    "torch.onnx",
+    "torch.sparse",
+    "torch.testing",
+    "torch.utils._sympy",
+    "transformers",
+    "triton",
+    "nvdlfw_inspect",
+    "megatron",
+    "onnxscript",
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -65,7 +90,14 @@ def mypy(folder: Path, python: Path) -> list[Report]:
         f"[mypy-{unread}]\nfollow_imports = skip\nignore_missing_imports = True\n",
         encoding="utf-8",
     )
-    options = ["--config-file", str(settings), "--python-executable", str(python), "--cache-dir", "/dev/null"]
+    options = [
+        "--config-file",
+        str(settings),
+        "--python-executable",
+        str(python),
+        "--cache-dir",
+        "/dev/null",
+    ]
     done = _run(["mypy", "--output", "json", *options, *_names(folder)], folder)
     found = [json.loads(line) for line in done.splitlines() if line.startswith("{")]
     assert found or not done.strip() or done.startswith("Success"), done
@@ -80,7 +112,9 @@ def pyright(folder: Path, python: Path, mode: str) -> list[Report]:
     """Errors of pyright in the programs of a folder; `mode` is "basic" or "strict"."""
     settings = folder / f"pyright_{mode}.json"
     settings.write_text(json.dumps({"include": ["."], "typeCheckingMode": mode}), encoding="utf-8")
-    done = _run(["pyright", "--outputjson", "-p", str(settings), "--pythonpath", str(python)], folder)
+    done = _run(
+        ["pyright", "--outputjson", "-p", str(settings), "--pythonpath", str(python)], folder
+    )
     return sorted(
         Report(
             Path(report["file"]).stem,

@@ -22,12 +22,16 @@ RENAMED = (
 
 def page_programs() -> dict[str, str]:
     """README.md programs, one each, and the quickstart programs, which continue each other."""
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    readme = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     programs = {f"readme_{number}": text for number, text in enumerate(readme)}
     blocks = pages.examples("quickstart.md")
     in_jax = [number for number, text in enumerate(blocks) if "import jax" in text]
     programs |= {f"quickstart_jax_{number}": blocks[number] for number in in_jax}
-    programs["quickstart"] = "\n".join(text for number, text in enumerate(blocks) if number not in in_jax)
+    programs["quickstart"] = "\n".join(
+        text for number, text in enumerate(blocks) if number not in in_jax
+    )
     return programs
 
 
@@ -65,7 +69,9 @@ assert_type(te.Fp8Padding(2)(x, [16, 16])[0], Tensor)
 def names() -> str:
     """A program that imports every installed public name and reads every listed class attribute."""
     with (ROOT / "docs" / "names.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row["name"] for row in csv.DictReader(file) if row["status"] in ("served", "raises")]
+        rows = [
+            row["name"] for row in csv.DictReader(file) if row["status"] in ("served", "raises")
+        ]
     lines = ["read: list[object] = []"]
     for number, name in enumerate(name for name in rows if not f"{name}.".startswith(RENAMED)):
         module, attributes = _split(name)

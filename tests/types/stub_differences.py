@@ -70,6 +70,8 @@ def _object(name: str) -> Any:
     for attribute in name.removeprefix(module).strip(".").split("."):
         if attribute:
             found = (
-                vars(found).get(attribute) if attribute in vars(found) else getattr(found, attribute, None)
+                vars(found).get(attribute)
+                if attribute in vars(found)
+                else getattr(found, attribute, None)
             )
     return found

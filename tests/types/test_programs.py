@@ -39,10 +39,20 @@ OF_LIBRARIES = (
     "Base class type is unknown",
 )
 # Functions on the pages have no annotations, and the programs of the quickstart import the same modules.
-OF_PAGES = ("no-untyped-def", "reportMissingParameterType", "reportDuplicateImport", "reportMissingImports")
+OF_PAGES = (
+    "no-untyped-def",
+    "reportMissingParameterType",
+    "reportDuplicateImport",
+    "reportMissingImports",
+)
 # The list of names imports each name, private names of clients too, and uses none. Two folders of `debug` have no
 # `__init__.py`, and pyright misses `py.typed` there.
-OF_NAMES = ("reportUnusedImport", "reportPrivateUsage", "reportDuplicateImport", "reportMissingTypeStubs")
+OF_NAMES = (
+    "reportUnusedImport",
+    "reportPrivateUsage",
+    "reportDuplicateImport",
+    "reportMissingTypeStubs",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +69,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]
     )
     checkers.write(without_jax(texts), folder / "programs")
     found = {
-        f"pyright {mode}": checkers.pyright(folder / "programs", python, mode) for mode in ("basic", "strict")
+        f"pyright {mode}": checkers.pyright(folder / "programs", python, mode)
+        for mode in ("basic", "strict")
     }
     if importlib.util.find_spec("mypy") is not None:
         found["mypy strict"] = checkers.mypy(folder / "programs", python)
@@ -77,7 +88,9 @@ def is_of_a_library(report: Report) -> bool:
     if report.rule == "reportMissingImports":  # examples import clients, which may be absent
         absent = re.match(r'Import "(\w+)', report.message)
         return absent is not None and importlib.util.find_spec(absent[1]) is None
-    return report.rule.startswith(UNKNOWN_TYPES) or any(text in report.message for text in OF_LIBRARIES)
+    return report.rule.startswith(UNKNOWN_TYPES) or any(
+        text in report.message for text in OF_LIBRARIES
+    )
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
@@ -96,8 +109,12 @@ def test_documented_and_other_right_programs_are_accepted(of_checker: list[Repor
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_every_public_name_is_exported_and_has_a_type(of_checker: list[Report]):
     if not JAX:
-        pytest.skip("flax is not installed, and the names of transformer_engine.jax have no types without it")
-    ours = [report for report in of_checker if report.program == NAMES and report.rule not in OF_NAMES]
+        pytest.skip(
+            "flax is not installed, and the names of transformer_engine.jax have no types without it"
+        )
+    ours = [
+        report for report in of_checker if report.program == NAMES and report.rule not in OF_NAMES
+    ]
     assert not ours, "\n".join(map(str, ours))
 
 

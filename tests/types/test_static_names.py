@@ -31,7 +31,11 @@ PUBLIC = (
     "transformer_engine.pytorch.quantization",
     "transformer_engine.pytorch.tensor",
     "transformer_engine_torch",
-    *(("transformer_engine.jax", "transformer_engine.jax.flax", "transformer_engine_jax") if JAX else ()),
+    *(
+        ("transformer_engine.jax", "transformer_engine.jax.flax", "transformer_engine_jax")
+        if JAX
+        else ()
+    ),
 )
 
 
@@ -42,7 +46,10 @@ def assignments(name: str) -> list[ast.stmt]:
         for node in tree(modules()[name]).body
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
         and "__all__"
-        in {ast.unparse(target) for target in getattr(node, "targets", [getattr(node, "target", None)])}
+        in {
+            ast.unparse(target)
+            for target in getattr(node, "targets", [getattr(node, "target", None)])
+        }
     ]
 
 
@@ -75,28 +82,40 @@ def test_dir_lists_public_names_only(name: str):
         pytest.skip("flax is not installed; pip install '.[jax]'")
     module = importlib.import_module(name)
     assert set(module.__all__) <= set(dir(module))
-    assert not {"Any", "TYPE_CHECKING", "absent", "annotations", "functools", "importlib", "sys"} & set(
-        dir(module)
-    )
+    assert not {
+        "Any",
+        "TYPE_CHECKING",
+        "absent",
+        "annotations",
+        "functools",
+        "importlib",
+        "sys",
+    } & set(dir(module))
 
 
 def test_no_module_shows_a_getattr_to_type_checkers():
     for name in [name for name, path in modules().items() if "__getattr__" in text(path)]:
         for node in tree(modules()[name]).body:
             assert not (isinstance(node, ast.FunctionDef) and node.name == "__getattr__"), name
-            assert not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__getattr__"), name
+            assert not (
+                isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__getattr__"
+            ), name
 
 
 def test_every_file_of_a_format_is_listed():
     folder = Path(tensor.__file__).parent
-    files = {path.stem for path in folder.glob("*_tensor.py")} - {"grouped_tensor", "quantized_tensor"}
+    files = {path.stem for path in folder.glob("*_tensor.py")} - {
+        "grouped_tensor",
+        "quantized_tensor",
+    }
     assert {module.__name__.rpartition(".")[2] for module in tensor.formats.MODULES} == files
     names = {name for module in tensor.formats.MODULES for name in module.__all__}
     assert names == set(tensor.formats.__all__)
     assert names <= set(tensor.__all__) and names <= set(te.__all__)
     storages = {path.stem for path in (folder / "storage").glob("*_tensor_storage.py")}
     assert {
-        getattr(tensor.storage, name).__module__.rpartition(".")[2] for name in tensor.storage.__all__
+        getattr(tensor.storage, name).__module__.rpartition(".")[2]
+        for name in tensor.storage.__all__
     } == storages
 
 
@@ -111,7 +130,10 @@ def test_every_kind_of_format_has_its_queries():
         available, reason = getattr(quantization, f"check_{kind}_support")()
         query = getattr(te, f"is_{kind}_available")
         assert query() is available and query(return_reason=True) == (available, reason)
-        assert getattr(te.fp8.FP8GlobalStateManager, f"is_{kind}_available")() == (available, reason)
+        assert getattr(te.fp8.FP8GlobalStateManager, f"is_{kind}_available")() == (
+            available,
+            reason,
+        )
 
 
 def test_block_lengths_are_those_of_the_formats():
@@ -126,7 +148,9 @@ def test_block_lengths_are_those_of_the_formats():
 
 def test_settings_of_modules_are_declared_with_their_types():
     """Without a declaration, checkers take a setting for a parameter or a child: nn.Module's __getattr__."""
-    classes = [cls for cls in vars(te).values() if isinstance(cls, type) and hasattr(cls, "_config_class")]
+    classes = [
+        cls for cls in vars(te).values() if isinstance(cls, type) and hasattr(cls, "_config_class")
+    ]
     assert len(classes) >= 9
     for cls in classes:
         declared: dict[str, str] = {}

@@ -13,7 +13,14 @@ from tests.types.checkers import PACKAGES, ROOT, UNREAD
 from tests.types.stub_differences import ALLOWED, is_cached, matching_rule
 
 # The sample has no subclass of their classes, and reading them takes four times as long as reading this package.
-LIBRARIES = ("torch", "jax", "jaxlib", "flax", "numpy", *(name for name in UNREAD if "." not in name))
+LIBRARIES = (
+    "torch",
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    *(name for name in UNREAD if "." not in name),
+)
 SAMPLE = ("transformer_engine.common.recipe", "transformer_engine_jax")
 
 pytestmark = [
@@ -22,7 +29,9 @@ pytestmark = [
 ]
 
 
-def differences(packages: tuple[str, ...], folder: Path, skipped: tuple[str, ...] = ()) -> list[str]:
+def differences(
+    packages: tuple[str, ...], folder: Path, skipped: tuple[str, ...] = ()
+) -> list[str]:
     """Lines of `stubtest --concise` for the modules of packages, except for functions under `functools.cache`.
 
     Args:
@@ -31,7 +40,12 @@ def differences(packages: tuple[str, ...], folder: Path, skipped: tuple[str, ...
         skipped: Libraries whose types are not read.
     """
     settings = folder / "mypy.ini"
-    lines = ["[mypy]", "ignore_errors = True", "ignore_missing_imports = True", "follow_imports = silent"]
+    lines = [
+        "[mypy]",
+        "ignore_errors = True",
+        "ignore_missing_imports = True",
+        "follow_imports = silent",
+    ]
     for name in skipped:
         lines += [f"[mypy-{name}.*,{name}]", "follow_imports = skip"]
     settings.write_text("\n".join(lines) + "\n", encoding="utf-8")

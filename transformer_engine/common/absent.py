@@ -132,7 +132,9 @@ def sentence(name: str) -> str:
     parent, _, last = name.rpartition(".")
     module = sys.modules.get(parent)
     public = (
-        [] if module is None else [candidate for candidate in dir(module) if not candidate.startswith("_")]
+        []
+        if module is None
+        else [candidate for candidate in dir(module) if not candidate.startswith("_")]
     )
     same = [candidate for candidate in public if candidate.lower() == last.lower()]
     close = same or difflib.get_close_matches(last, public, n=1, cutoff=0.75)
@@ -177,7 +179,9 @@ def install_getter(module: str, late: Mapping[str, Callable[[], Any]] | None = N
     vars(sys.modules[module])["__getattr__"] = getter(module, late)
 
 
-def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
+def getter(
+    module: str, late: Mapping[str, Callable[[], Any]] | None = None
+) -> Callable[[str], Any]:
     """The `__getattr__` of a module; `late` maps names to functions that create their values on first use."""
     late = late or {}
 
@@ -197,7 +201,11 @@ def _submodule(package: str, name: str) -> ModuleType | None:
     `transformer_engine.jax.flax.module` after `import transformer_engine.jax`.
     """
     parent = sys.modules.get(package)
-    if name.startswith("_") or not package.startswith(FRAMEWORKS) or not hasattr(parent, "__path__"):
+    if (
+        name.startswith("_")
+        or not package.startswith(FRAMEWORKS)
+        or not hasattr(parent, "__path__")
+    ):
         return None
     path = f"{package}.{name}"
     if find_spec(path) is None:
@@ -205,7 +213,9 @@ def _submodule(package: str, name: str) -> ModuleType | None:
     try:
         return import_module(path)
     except ImportError as error:  # an optional library is missing: `hasattr` returns False
-        raise AttributeError(f"{path} cannot be imported: {error}", name=name, obj=parent) from error
+        raise AttributeError(
+            f"{path} cannot be imported: {error}", name=name, obj=parent
+        ) from error
 
 
 def _raise_missing(module: str, name: str, imported: bool) -> NoReturn:
@@ -223,7 +233,9 @@ def _imports(frame: Any) -> bool:
     """Whether a frame's current instruction is the second half of `from module import name`."""
     code, position = frame.f_code.co_code, frame.f_lasti
     while position >= 0 and code[position] == opmap["EXTENDED_ARG"]:
-        position += 2  # Python 3.10 reports the prefix of an instruction, later releases the instruction
+        position += (
+            2  # Python 3.10 reports the prefix of an instruction, later releases the instruction
+        )
     return position >= 0 and code[position] == opmap["IMPORT_FROM"]
 
 

@@ -120,9 +120,13 @@ def accepts_former_keywords(**renamed: str) -> Callable[[Function], Function]:
 def whole(name: str, value: Any, least: int = 1) -> None:
     """Raise an error unless value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}={described(value)} must be a whole number; give an int of at least {least}")
+        raise TypeError(
+            f"{name}={described(value)} must be a whole number; give an int of at least {least}"
+        )
     if value < least:
-        raise ValueError(f"{name}={value} is below {least}; give a whole number of at least {least}")
+        raise ValueError(
+            f"{name}={value} is below {least}; give a whole number of at least {least}"
+        )
 
 
 def whole_or_none(name: str, value: Any, least: int = 1) -> None:
@@ -170,7 +174,9 @@ def exponent(name: str, value: Any) -> None:
     """Raise an error unless 2 to the power of value is a normal float32, by which a scale can be divided."""
     number(name, value)
     if not -126 <= value <= 127:
-        raise ValueError(f"{name}={value}: 2^{value} is not a normal float32; give a number from -126 to 127")
+        raise ValueError(
+            f"{name}={value}: 2^{value} is not a normal float32; give a number from -126 to 127"
+        )
 
 
 def drop_rate(name: str, value: Any) -> None:
@@ -208,7 +214,9 @@ def check_option(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless value is one of the allowed values. True is not 1; a str enumeration member is a str."""
     if isinstance(value, str) and value in allowed:
         return
-    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+    if not any(
+        value is choice or (type(value) is type(choice) and value == choice) for choice in allowed
+    ):
         names = [choice for choice in allowed if isinstance(choice, str)]
         raise ValueError(
             f"{name}={described(value)} does not exist; choose one of {', '.join(str(a) for a in allowed)}"
@@ -228,7 +236,9 @@ def member(name: str, value: Any, kind: type[Enum]) -> None:
 def integers(name: str, value: Any) -> None:
     """Raise TypeError unless value is a sequence of whole numbers."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
+        raise TypeError(
+            f"{name}={described(value)} is not a sequence; give a list of whole numbers"
+        )
     for item in value:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise TypeError(

@@ -37,4 +37,6 @@ def check_cudnn_version(version: int | None = None) -> None:
     found = decode_cudnn_version(version)
     if found < MIN_CUDNN_VERSION:
         least, installed = (".".join(map(str, numbers)) for numbers in (MIN_CUDNN_VERSION, found))
-        raise RuntimeError(f"cuDNN is {installed}, the API of release 2.20 demands {least}; update cuDNN")
+        raise RuntimeError(
+            f"cuDNN is {installed}, the API of release 2.20 demands {least}; update cuDNN"
+        )

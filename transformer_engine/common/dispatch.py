@@ -117,7 +117,9 @@ _observers: list[Callable[[str, Any], None]] = []
 _binders: list[Callable[[Any, Any], Callable[..., Any]]] = []
 # One entry for each active item in the lists above, so that a cached call checks one list.
 interventions: list[str] = []
-LATER = "an earlier backend takes the request"  # reason for the supported backends after the chosen one
+LATER = (
+    "an earlier backend takes the request"  # reason for the supported backends after the chosen one
+)
 BOUND = "bound"  # the function that replaces all backends within `binding`, by name
 _REMEMBERED = 1 << 14  # entries per table cache
 
@@ -234,7 +236,9 @@ class Table(Generic[Request]):
         for backend in self.backends:
             if backend.name == name:
                 return backend
-        raise ValueError(f"{self.operation} has no backend {name!r}; choose one of {', '.join(self.names())}")
+        raise ValueError(
+            f"{self.operation} has no backend {name!r}; choose one of {', '.join(self.names())}"
+        )
 
     def bound(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         """Get the callable that computes the request of a key; one cache look-up for a cached key.
@@ -348,7 +352,9 @@ class Table(Generic[Request]):
         forced = _forced.get(self.operation)
         return self.candidates(request) if forced is None else (self.named(forced),)
 
-    def _first(self, backends: tuple[Backend[Request], ...], request: Request) -> Callable[..., Any]:
+    def _first(
+        self, backends: tuple[Backend[Request], ...], request: Request
+    ) -> Callable[..., Any]:
         """Bind the first of these backends that supports the request."""
         for backend in backends:
             if backend.rejection_reason(request) is None:
@@ -364,10 +370,14 @@ class Table(Generic[Request]):
                 return backend
         raise self._unsupported(request)
 
-    def _find_reason_before_planning(self, backend: Backend[Request], request: Request) -> str | None:
+    def _find_reason_before_planning(
+        self, backend: Backend[Request], request: Request
+    ) -> str | None:
         """Reason before planning, or the reason of a planning failure in the cache, or None."""
         reason = backend.rejection_reason(request)
-        cached = None if reason is not None or _tracing() else self._plans.get((backend.name, request))
+        cached = (
+            None if reason is not None or _tracing() else self._plans.get((backend.name, request))
+        )
         return cached.reason if isinstance(cached, PlanFailure) else reason
 
     def _unsupported(self, request: Request) -> Unsupported:
@@ -380,7 +390,8 @@ class Table(Generic[Request]):
                 forced=self.operation,
             )
         reasons = "; ".join(
-            f"{b.name}: {self._find_reason_before_planning(b, request)}" for b in self.candidates(request)
+            f"{b.name}: {self._find_reason_before_planning(b, request)}"
+            for b in self.candidates(request)
         )
         return Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
 
@@ -446,7 +457,9 @@ def use_backend(**choice: str) -> Iterator[None]:
     """
     for operation, name in choice.items():
         if operation not in tables:
-            raise ValueError(f"unknown operation {operation!r}; choose from {', '.join(sorted(tables))}")
+            raise ValueError(
+                f"unknown operation {operation!r}; choose from {', '.join(sorted(tables))}"
+            )
         tables[operation].named(name)
     added = {operation: name for operation, name in choice.items() if operation not in _forced}
     _forced.update(added)

@@ -53,7 +53,9 @@ class Variable:
             except ValueError:
                 raise self._invalid(text, "an integer") from None
         if self.choices is not None and text not in self.choices:
-            raise self._invalid(text, "one of " + ", ".join(repr(choice) for choice in self.choices))
+            raise self._invalid(
+                text, "one of " + ", ".join(repr(choice) for choice in self.choices)
+            )
         return text
 
     def _invalid(self, text: str, allowed: str) -> ValueError:
@@ -68,7 +70,9 @@ def _number(name: str, default: int, meaning: str) -> Variable:
     return Variable(name, int, default, meaning)
 
 
-def _text(name: str, default: str | None, meaning: str, choices: tuple[str, ...] | None = None) -> Variable:
+def _text(
+    name: str, default: str | None, meaning: str, choices: tuple[str, ...] | None = None
+) -> Variable:
     return Variable(name, str, default, meaning, choices)
 
 
@@ -78,7 +82,9 @@ _RECIPE = (
         False,
         "Default of Float8CurrentScaling.use_power_2_scales.",
     ),
-    _flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", False, "Default of Float8BlockScaling.use_f32_scales."),
+    _flag(
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", False, "Default of Float8BlockScaling.use_f32_scales."
+    ),
     _flag("NVTE_NVFP4_DISABLE_RHT", False, "Default of NVFP4BlockScaling.disable_rht."),
     _flag(
         "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
@@ -86,9 +92,15 @@ _RECIPE = (
         "Default of NVFP4BlockScaling.disable_stochastic_rounding.",
     ),
     _flag(
-        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", False, "Default of NVFP4BlockScaling.disable_2d_quantization."
+        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+        False,
+        "Default of NVFP4BlockScaling.disable_2d_quantization.",
     ),
-    _flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION", False, "Default of NVFP4BlockScaling.row_scaled_activation."),
+    _flag(
+        "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
+        False,
+        "Default of NVFP4BlockScaling.row_scaled_activation.",
+    ),
     _text(
         "NVTE_NVFP4_4OVER6",
         "none",
@@ -152,7 +164,11 @@ _QUANTIZATION = (
         False,
         "1: the delayed-scaling update rolls all histories, also for tensors that were not quantized.",
     ),
-    _flag("NVTE_STRICT_EXTRA_STATE", False, "1: strict loading of a state dict requires its extra states."),
+    _flag(
+        "NVTE_STRICT_EXTRA_STATE",
+        False,
+        "1: strict loading of a state dict requires its extra states.",
+    ),
     _flag(
         "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
         False,
@@ -171,7 +187,11 @@ _ATTENTION = (
     _flag("NVTE_FLASH_ATTN_V3", True, "0: never choose flash-attention 3."),
     _flag("NVTE_FLASH_ATTN_V4", True, "0: never choose flash-attention 4."),
     _flag("NVTE_FUSED_ATTN", True, "0: never choose the fused attention backend."),
-    _flag("NVTE_UNFUSED_ATTN", True, "0: never choose the attention written in plain PyTorch operations."),
+    _flag(
+        "NVTE_UNFUSED_ATTN",
+        True,
+        "0: never choose the attention written in plain PyTorch operations.",
+    ),
     _text(
         "NVTE_FUSED_ATTN_BACKEND",
         None,
@@ -219,8 +239,12 @@ _ATTENTION = (
         "Recipe for attention only; empty: the recipe of the surrounding autocast.",
         ("", "F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"),
     ),
-    _flag("NVTE_DPA_FP8_RECIPE_DPA", False, "fp8_dpa of the recipe that NVTE_DPA_FP8_RECIPE names."),
-    _flag("NVTE_DPA_FP8_RECIPE_MHA", False, "fp8_mha of the recipe that NVTE_DPA_FP8_RECIPE names."),
+    _flag(
+        "NVTE_DPA_FP8_RECIPE_DPA", False, "fp8_dpa of the recipe that NVTE_DPA_FP8_RECIPE names."
+    ),
+    _flag(
+        "NVTE_DPA_FP8_RECIPE_MHA", False, "fp8_mha of the recipe that NVTE_DPA_FP8_RECIPE names."
+    ),
     _text(
         "NVTE_DPA_FP8_FORMAT",
         "HYBRID",
@@ -239,7 +263,9 @@ _ATTENTION = (
         "amax_history_len of the attention recipe when it is DelayedScaling.",
     ),
     _flag(
-        "NVTE_DPA_FP8DS_REDUCE_AMAX", True, "reduce_amax of the attention recipe when it is DelayedScaling."
+        "NVTE_DPA_FP8DS_REDUCE_AMAX",
+        True,
+        "reduce_amax of the attention recipe when it is DelayedScaling.",
     ),
     _flag(
         "TE_CUDNN_PLAN_CACHE",
@@ -261,7 +287,9 @@ _LAYERS = (
         True,
         "0: `pytorch.jit.jit_fuser` leaves functions uncompiled; only the caller's torch.compile compiles layers.",
     ),
-    _flag("NVTE_BIAS_GELU_NVFUSION", True, "Accepted; the matrix product before GELU adds the bias."),
+    _flag(
+        "NVTE_BIAS_GELU_NVFUSION", True, "Accepted; the matrix product before GELU adds the bias."
+    ),
     _flag(
         "NVTE_BIAS_DROPOUT_FUSION",
         True,
@@ -272,17 +300,37 @@ _LAYERS = (
         False,
         "Accepted; LayerNormMLP itself chooses whether a product computes GELU in its epilogue.",
     ),
-    _number("NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "fwd_ln_sm_margin of norms created later; no kernel uses it."),
-    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "bwd_ln_sm_margin of norms created later; no kernel uses it."),
-    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "inf_ln_sm_margin of norms created later; no kernel uses it."),
+    _number(
+        "NVTE_FWD_LAYERNORM_SM_MARGIN",
+        0,
+        "fwd_ln_sm_margin of norms created later; no kernel uses it.",
+    ),
+    _number(
+        "NVTE_BWD_LAYERNORM_SM_MARGIN",
+        0,
+        "bwd_ln_sm_margin of norms created later; no kernel uses it.",
+    ),
+    _number(
+        "NVTE_INF_LAYERNORM_SM_MARGIN",
+        0,
+        "inf_ln_sm_margin of norms created later; no kernel uses it.",
+    ),
     _flag(
         "NVTE_AUTOTUNE",
         False,
         "1: time cuBLASLt's algorithms once per shape and store the choice in a file, as te.autotune() does.",
     ),
     _number("NVTE_EXT_MARGIN_SM", 0, "Accepted; matrix products leave no SMs free."),
-    _flag("NVTE_NORM_FWD_USE_CUDNN", False, "Accepted; each device has one implementation of the norms."),
-    _flag("NVTE_NORM_BWD_USE_CUDNN", False, "Accepted; each device has one implementation of the norms."),
+    _flag(
+        "NVTE_NORM_FWD_USE_CUDNN",
+        False,
+        "Accepted; each device has one implementation of the norms.",
+    ),
+    _flag(
+        "NVTE_NORM_BWD_USE_CUDNN",
+        False,
+        "Accepted; each device has one implementation of the norms.",
+    ),
     _flag(
         "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE",
         False,
@@ -295,17 +343,25 @@ _LAYERS = (
         "CPU; unset: at once on a GPU.",
     ),
     _flag(
-        "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted; no grouped product warns of a fallback."
+        "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK",
+        False,
+        "Accepted; no grouped product warns of a fallback.",
     ),
     _flag(
         "NVTE_GROUPED_LINEAR_SINGLE_PARAM",
         False,
         "1: enable single_grouped_weight and _bias of GroupedLinear.",
     ),
-    _flag("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Former name of use_grouped_tensor."),
+    _flag(
+        "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Former name of use_grouped_tensor."
+    ),
     _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; this fusion is not implemented."),
     _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; this fusion is not implemented."),
-    _flag("NVTE_CPU_OFFLOAD_V1", False, "1: get_cpu_offload_context returns the original's first interface."),
+    _flag(
+        "NVTE_CPU_OFFLOAD_V1",
+        False,
+        "1: get_cpu_offload_context returns the original's first interface.",
+    ),
     _flag(
         "NVTE_NVTX_ENABLED",
         False,
@@ -324,13 +380,19 @@ _PLATFORM = (
         "sys.modules. DotProductAttention does not call flash_attention and get_attention_backend of that module, "
         "which is a RuntimeWarning, as is a failure.",
     ),
-    _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; MXFP8 casts have one kernel, in Triton."),
+    _flag(
+        "NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; MXFP8 casts have one kernel, in Triton."
+    ),
     _text(
         "NVTE_COMPILE_OP_SIDE_EFFECTS",
         None,
         "Accepted; operators declare their writes to torch.compile.",
     ),
-    _flag("NVTE_JAX_EP_NCCL_COMM_FROM_XLA", False, "Accepted; expert parallelism uses XLA's collectives."),
+    _flag(
+        "NVTE_JAX_EP_NCCL_COMM_FROM_XLA",
+        False,
+        "Accepted; expert parallelism uses XLA's collectives.",
+    ),
     _text(
         "TE_CHECK",
         "0",
@@ -358,17 +420,27 @@ _PLATFORM = (
     _text("NVTE_FRAMEWORK", None, "Accepted; PyTorch is imported if it is installed."),
     _flag("NVTE_PROJECT_BUILDING", False, "Accepted; the package loads no shared objects."),
     _flag(
-        "NVTE_DISABLE_TRITON_AUTOTUNING", False, "Accepted; tile sizes of Triton kernels come from tables."
+        "NVTE_DISABLE_TRITON_AUTOTUNING",
+        False,
+        "Accepted; tile sizes of Triton kernels come from tables.",
     ),
     _flag("NVTE_USE_PYTORCH_TRITON", False, "Accepted; both frameworks use the installed triton."),
-    _text("NVTE_JAX_CUSTOM_CALLS_RE", None, "Accepted; name the primitives in NVTE_JAX_CUSTOM_CALLS."),
+    _text(
+        "NVTE_JAX_CUSTOM_CALLS_RE", None, "Accepted; name the primitives in NVTE_JAX_CUSTOM_CALLS."
+    ),
     _flag(
         "NVTE_JAX_ALL_REDUCE_IN_FP32",
         False,
         "Accepted; XLA inserts the sums over devices, in the dtype of the summed values.",
     ),
-    _flag("NVTE_FUSED_RING_ATTENTION_USE_SCAN", False, "Accepted; the steps of a ring are unrolled."),
-    _flag("NVTE_JAX_ENFORCE_V2_GROUPED_GEMM", False, "Accepted; the grouped product has one implementation."),
+    _flag(
+        "NVTE_FUSED_RING_ATTENTION_USE_SCAN", False, "Accepted; the steps of a ring are unrolled."
+    ),
+    _flag(
+        "NVTE_JAX_ENFORCE_V2_GROUPED_GEMM",
+        False,
+        "Accepted; the grouped product has one implementation.",
+    ),
     _flag("NVTE_USE_FAST_MATH", False, "Accepted; arithmetic is IEEE everywhere."),
     _flag("NVTE_DISABLE_NVRTC", False, "Accepted; nothing is compiled with NVRTC."),
     _flag("NVTE_UB_WITH_MPI", False, "Accepted; overlap uses torch.distributed, not MPI."),
@@ -378,17 +450,29 @@ _PLATFORM = (
     _flag("NVTE_ENABLE_NVSHMEM", False, "Accepted; NVSHMEM is not used."),
     _number("NVTE_EP_HANDLE_CACHE_SIZE", 0, "Accepted; expert parallelism has no handle cache."),
     _number("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
-    _number("NVTE_GROUPED_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
-    _flag("NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE", False, "Accepted; norms are not computed by cuDNN."),
+    _number(
+        "NVTE_GROUPED_TENSOR_HANDLE_POOL_SIZE_MB",
+        20,
+        "Accepted; tensors have no handles in a pool.",
+    ),
+    _flag(
+        "NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE",
+        False,
+        "Accepted; norms are not computed by cuDNN.",
+    ),
     _flag("NVTE_DEBUG_NUMERICS", False, "Accepted; te.observe reports statistics of tensors."),
     _flag(
         "NVTE_JAX_ENFORCE_TRITON_AUTOTUNING",
         False,
         "Accepted; tile sizes of Triton kernels come from tables.",
     ),
-    _number("NVTE_RADIX_TOPK_THRESHOLD", 16, "Accepted; the choice of experts has one implementation."),
     _number(
-        "NVTE_ONNX_KVCACHE_MAX_SEQ_LEN", 128, "Accepted; an export to ONNX has no cache of keys and values."
+        "NVTE_RADIX_TOPK_THRESHOLD", 16, "Accepted; the choice of experts has one implementation."
+    ),
+    _number(
+        "NVTE_ONNX_KVCACHE_MAX_SEQ_LEN",
+        128,
+        "Accepted; an export to ONNX has no cache of keys and values.",
     ),
 )
 
@@ -477,7 +561,9 @@ def _readers(fast: bool) -> tuple[frozenset[Any], Callable[..., bool], Callable[
     (`benchmarks/fast_pieces.py`).
     """
     names = frozenset(
-        v.name for v in VARIABLES.values() if not v.meaning.startswith("Accepted") and v.name != "TE_FAST"
+        v.name
+        for v in VARIABLES.values()
+        if not v.meaning.startswith("Accepted") and v.name != "TE_FAST"
     )
     if not fast:
         return names, lambda names: names.isdisjoint(os.environ), os.environ.get

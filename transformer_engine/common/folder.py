@@ -10,5 +10,7 @@ from types import ModuleType
 
 def import_modules(package: str, path: Iterable[str], suffix: str = "") -> list[ModuleType]:
     """Import the modules in a package (its __name__ and __path__) whose names end in suffix, in alphabetical order."""
-    names = sorted(found.name for found in pkgutil.iter_modules(path) if found.name.endswith(suffix))
+    names = sorted(
+        found.name for found in pkgutil.iter_modules(path) if found.name.endswith(suffix)
+    )
     return [importlib.import_module(f"{package}.{name}") for name in names]

@@ -131,7 +131,12 @@ BLOCK_FORMATS = {  # by whether blocks are square, and whether scales are powers
     (True, True): BLOCK_2D_POWERS,
 }
 MXFP8 = TensorFormat(
-    "mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True, block_products="mxfp8 products"
+    "mxfp8",
+    (1, 32),
+    "e8m0",
+    two_dimensional=True,
+    fits_bfloat16=True,
+    block_products="mxfp8 products",
 )
 # Format whose exponents the BLOCK_FORMATS exponents become, and the capability that multiplies them.
 EXPONENTS = MXFP8
@@ -165,12 +170,15 @@ NVFP4_FORMATS = {
 
 # Operands whose scales are in swizzled order.
 TILED_FORMATS = {
-    form: replace(form, name=f"{form.name}_tiled", general=form) for form in (MXFP8, *NVFP4_FORMATS.values())
+    form: replace(form, name=f"{form.name}_tiled", general=form)
+    for form in (MXFP8, *NVFP4_FORMATS.values())
 }
 
 # One format per family; NVFP4 variants are reached through `NVFP4_FORMATS`.
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
-SWIZZLED_NAMES = " or ".join(form.name.upper() for form in TENSOR_FORMATS if form.swizzled)  # in messages
+SWIZZLED_NAMES = " or ".join(
+    form.name.upper() for form in TENSOR_FORMATS if form.swizzled
+)  # in messages
 
 # Quantized checkpoints from `pytorch.conversion` that need no sample tokens, for commands without torch.
 SERVING_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4")

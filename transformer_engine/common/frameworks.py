@@ -39,7 +39,9 @@ class Framework:
 
 
 PYTORCH = Framework("pytorch", "pytorch", (3, 10), (Package("torch", "2.11"),))
-JAX = Framework("jax", "jax", (3, 11), (Package("jax", "0.10.2", "0.13"), Package("flax", "0.12.8", "0.13")))
+JAX = Framework(
+    "jax", "jax", (3, 11), (Package("jax", "0.10.2", "0.13"), Package("flax", "0.12.8", "0.13"))
+)
 
 
 def demand(framework: Framework) -> None:

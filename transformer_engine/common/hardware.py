@@ -276,7 +276,9 @@ ROWS: tuple[Hardware, ...] = (
 )
 # fmt: on
 NO_GPU = Hardware("none", "")
-TABLE: dict[tuple[str, str], Hardware] = {(row.vendor, row.architecture): row for row in (*ROWS, NO_GPU)}
+TABLE: dict[tuple[str, str], Hardware] = {
+    (row.vendor, row.architecture): row for row in (*ROWS, NO_GPU)
+}
 _NVIDIA = tuple(row for row in ROWS if row.vendor == "nvidia")
 _AMD = tuple(row for row in ROWS if row.vendor == "amd")
 
@@ -371,7 +373,9 @@ def driver_version() -> str | None:
 
 
 def _contains(words: list[str], part: list[str]) -> bool:
-    return any(words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1))
+    return any(
+        words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1)
+    )
 
 
 def _version(architecture: str) -> tuple[int, int]:
@@ -392,5 +396,9 @@ def _reason(row: Hardware, capability: Capability) -> str:
         places = f"{having[0]} and higher"
     else:
         places = having[0] if len(having) == 1 else f"{having[0]} to {having[-1]}"
-    remark = f" ({row.remark})" if row.remark and capability.startswith(("fp", "mxfp8", "nvfp4")) else ""
-    return f"{row.title} has no {capability}{remark}; NVIDIA GPUs of compute capability {places} have"
+    remark = (
+        f" ({row.remark})" if row.remark and capability.startswith(("fp", "mxfp8", "nvfp4")) else ""
+    )
+    return (
+        f"{row.title} has no {capability}{remark}; NVIDIA GPUs of compute capability {places} have"
+    )

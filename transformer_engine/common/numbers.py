@@ -63,7 +63,9 @@ def to_int(name: str, value: Any, least: int | None = None) -> int:
             limit = "" if least is None else f" of at least {least}"
             raise TypeError(f"{name}={described(value)} must be a whole number; give an int{limit}")
     if least is not None and found < least:
-        raise ValueError(f"{name}={found} is below {least}; give a whole number of at least {least}")
+        raise ValueError(
+            f"{name}={found} is below {least}; give a whole number of at least {least}"
+        )
     return found
 
 
@@ -86,7 +88,9 @@ def to_ints(name: str, value: Any) -> Sequence[int]:
             raise TypeError(f"{name} is {described(value)}; give whole numbers in one dimension")
         numbers: Any = to_list()
     elif isinstance(value, (str, bytes, Mapping, set)) or not hasattr(value, "__iter__"):
-        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
+        raise TypeError(
+            f"{name}={described(value)} is not a sequence; give a list of whole numbers"
+        )
     else:
         numbers = list(value)
     integers: list[int] = []

@@ -64,7 +64,9 @@ def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
     """Reason why a version of nvidia-cudnn-frontend cannot be used with a cuDNN version, or None."""
     major, minor = (*Version(frontend).release, 0)[:2]
     if (major, minor) < _MINIMUM_FRONTEND:
-        return f"nvidia-cudnn-frontend {frontend} < 1.23; pip install 'nvidia-cudnn-frontend>=1.23,<2'"
+        return (
+            f"nvidia-cudnn-frontend {frontend} < 1.23; pip install 'nvidia-cudnn-frontend>=1.23,<2'"
+        )
     found = ".".join(map(str, cudnn))
     if cudnn < MINIMUM_CUDNN:
         return f"cuDNN {found} < {'.'.join(map(str, MINIMUM_CUDNN))}"

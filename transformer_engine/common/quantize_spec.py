@@ -61,18 +61,24 @@ class QuantizeSpec:
     @property
     def columnwise_operand_format(self) -> TensorFormat:
         """Columnwise operand format, with its scales tiled if `tiled`."""
-        return TILED_FORMATS[self.format.columnwise] if self.tiled else self.operand_format.columnwise
+        return (
+            TILED_FORMATS[self.format.columnwise] if self.tiled else self.operand_format.columnwise
+        )
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
-            raise ValueError("rowwise=False and columnwise=False ask for nothing; set at least one of them")
+            raise ValueError(
+                "rowwise=False and columnwise=False ask for nothing; set at least one of them"
+            )
         form = self.format
         if self.element.name not in form.elements:
             raise ValueError(
                 f"format {form.name} cannot hold element {self.element.name}; it takes {' or '.join(form.elements)}"
             )
         if self.tiled and form not in TILED_FORMATS:
-            raise ValueError(f"tiled=True is for scales of one byte, which {form.name} has not; leave it out")
+            raise ValueError(
+                f"tiled=True is for scales of one byte, which {form.name} has not; leave it out"
+            )
         if self.two_dimensional and not form.two_dimensional:
             raise ValueError(
                 f"two_dimensional is a choice of {_formats_by_option('two_dimensional')}, not of {form.name}; "
@@ -110,7 +116,13 @@ class QuantizeSpec:
         return self._store_hash() if cached is None else cached
 
     def _store_hash(self) -> int:
-        directions = (self.rowwise, self.columnwise, self.two_dimensional, self.hadamard, self.stochastic)
+        directions = (
+            self.rowwise,
+            self.columnwise,
+            self.two_dimensional,
+            self.hadamard,
+            self.stochastic,
+        )
         options = (self.power_of_two, self.epsilon, self.four_over_six)
         digest = hash((self.format.name, self.element.name, options, directions))
         object.__setattr__(self, "_hash", digest)

@@ -144,7 +144,8 @@ def _inspect_function(function: Callable[..., Any]) -> int | None:
         return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(
-        parameter.kind in positional and parameter.default is parameter.empty for parameter in parameters
+        parameter.kind in positional and parameter.default is parameter.empty
+        for parameter in parameters
     )
 
 

@@ -16,10 +16,21 @@ from .score_graph import OPERATIONS
 SCORE, GRADIENT, FIRST_OPERAND = 0, 1, 2
 
 # Operations in cuDNN's graphs that `ScoreGraph` does not compute.
-_ONLY_IN_CUDNN = frozenset((
-    "elu", "elu_backward", "erf", "gelu", "gelu_approx_tanh", "gelu_approx_tanh_backward", "gelu_backward",
-    "leaky_relu", "leaky_relu_backward", "softplus_backward", "swish_backward",
-))  # fmt: skip
+_ONLY_IN_CUDNN = frozenset(
+    (
+        "elu",
+        "elu_backward",
+        "erf",
+        "gelu",
+        "gelu_approx_tanh",
+        "gelu_approx_tanh_backward",
+        "gelu_backward",
+        "leaky_relu",
+        "leaky_relu_backward",
+        "softplus_backward",
+        "swish_backward",
+    )
+)
 _SETTERS = frozenset(("set_data_type", "set_dim", "set_name", "set_stride"))
 
 
@@ -130,7 +141,10 @@ class ScoreProgram(NamedTuple):
         for step in self.modify:
             if step.receiver is not None or step.method == "gen_index":
                 continue
-            ordered = (*step.arguments, *(argument for _, argument in sorted(step.named)))  # keywords a, b
+            ordered = (
+                *step.arguments,
+                *(argument for _, argument in sorted(step.named)),
+            )  # keywords a, b
             numbers = [argument.number for argument in ordered if isinstance(argument, Value)]
             reads = [number in dependent for number in numbers]
             if any(reads):
@@ -236,7 +250,9 @@ class _Recorder:
         if result is None:
             result, self._next = self._next, self._next + 1
         positional = tuple(_record_argument(argument) for argument in arguments)
-        keywords = tuple((name, _record_argument(value)) for name, value in named.items() if name != "name")
+        keywords = tuple(
+            (name, _record_argument(value)) for name, value in named.items() if name != "name"
+        )
         self._steps.append(GraphCall(method, receiver, result, positional, keywords))
         return _RecordedTensor(self, result)
 
@@ -249,7 +265,10 @@ def _record_argument(argument: Any) -> Any:
         return tuple(_record_argument(item) for item in argument)
     if argument is None or type(argument) in (bool, int, float, str):
         return argument
-    if type(argument).__name__ in ("data_type", "dtype"):  # from cuDNN's frontend or an array library
+    if type(argument).__name__ in (
+        "data_type",
+        "dtype",
+    ):  # from cuDNN's frontend or an array library
         return argument
     raise NotImplementedError(f"it passes a value of type {type(argument).__name__} to the graph")
 
@@ -268,7 +287,9 @@ def record(
     """
     names, bprop_names = tuple(tensors), tuple(bprop_tensors)
     recorder = _Recorder(FIRST_OPERAND + len(names) + len(bprop_names))
-    numbered = [_RecordedTensor(recorder, FIRST_OPERAND + i) for i in range(len(names) + len(bprop_names))]
+    numbered = [
+        _RecordedTensor(recorder, FIRST_OPERAND + i) for i in range(len(names) + len(bprop_names))
+    ]
     try:
         modified = score_mod(
             recorder,
@@ -283,7 +304,14 @@ def record(
         recorder._steps.clear()
         of_bprop = dict(zip(bprop_names, numbered[len(names) :], strict=True))
         gradient = bprop(recorder, _RecordedTensor(recorder, GRADIENT), of_bprop)
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         # The backends that compute the functions on tensors call them again, and raise errors of the functions.
         return f"score_mod cannot be recorded as a graph of cuDNN: {error}"
     if not isinstance(gradient, _RecordedTensor):

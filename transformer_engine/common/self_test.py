@@ -81,7 +81,9 @@ class SelfTest:
             by_path.setdefault(result.path, []).append(result)
         return {
             path: all(result.status in ("passed", "unsupported", "left out") for result in found)
-            and any(result.status == "passed" and result.backend not in EMULATING for result in found)
+            and any(
+                result.status == "passed" and result.backend not in EMULATING for result in found
+            )
             for path, found in by_path.items()
         }
 
@@ -112,12 +114,18 @@ class SelfTest:
         lines += ["", *_table(self.results), ""]
         for result in self.results:
             if result.status == "failed":
-                lines.append(f"FAILED {result.path}, {result.case}, {result.backend}: {result.reason}")
+                lines.append(
+                    f"FAILED {result.path}, {result.case}, {result.backend}: {result.reason}"
+                )
         skipped = {result.path for result in self.results if result.status == "not run"}
-        without = [path for path, passed in self.paths.items() if not passed and path not in skipped]
+        without = [
+            path for path, passed in self.paths.items() if not passed and path not in skipped
+        ]
         if without and has_gpu:
             lines.append(f"no native backend has passed: {', '.join(without)}")
-        left_out = {f"{r.path}, {r.backend}: {r.reason}" for r in self.results if r.status == "left out"}
+        left_out = {
+            f"{r.path}, {r.backend}: {r.reason}" for r in self.results if r.status == "left out"
+        }
         lines += [f"left out: {line}" for line in sorted(left_out)]
         if skipped:
             lines.append(f"not run for lack of time, run again: {', '.join(sorted(skipped))}")

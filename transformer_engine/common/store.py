@@ -108,7 +108,9 @@ class Store:
 
     def discard(self, path: Path, reason: str) -> None:
         """Delete a file, and log the reason."""
-        self.warn(f"{path}, one of {self.contents}, is not used: {reason}; it is deleted and computed again")
+        self.warn(
+            f"{path}, one of {self.contents}, is not used: {reason}; it is deleted and computed again"
+        )
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

@@ -20,7 +20,9 @@ _MET = frozenset(
 )
 _PREFIX = "Accepted; "
 _unused = frozenset(
-    row.name for row in env.VARIABLES.values() if row.meaning.startswith(_PREFIX) and row.name not in _MET
+    row.name
+    for row in env.VARIABLES.values()
+    if row.meaning.startswith(_PREFIX) and row.name not in _MET
 )
 _issued: set[str] = set()
 _warned: set[str] = set()  # environment variable names
@@ -58,4 +60,6 @@ def warn_of_unused() -> None:
         if differs:
             _warned.add(name)
             reason = row.meaning.removeprefix(_PREFIX)
-            warnings.warn(f"{name}={os.environ[name]!r} has no effect: {reason}", UserWarning, stacklevel=3)
+            warnings.warn(
+                f"{name}={os.environ[name]!r} has no effect: {reason}", UserWarning, stacklevel=3
+            )

@@ -11,7 +11,12 @@ from jax import Array
 
 from ..common.checks import described
 from .functions.products import quantized_identity
-from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
+from .primitives.activation import (
+    ACTIVATIONS,
+    ActivationParams,
+    activation_backward,
+    activation_forward,
+)
 from .quantize.quantizers import Quantizer
 from .quantize.sharing import align_mesh_axes
 from .runtime.checks import check_optional, check_values
@@ -54,9 +59,10 @@ def activation(
     x, quantizer = align_mesh_axes(x, quantizer)
     params = ActivationParams.of(act_params)
     y: Any = with_automatic_axes(
-        lambda x: _activation(x, names, params), x,
+        lambda x: _activation(x, names, params),
+        x,
         out=lambda: unique_axes((*explicit_entries(x)[:-2], explicit_entries(x)[-1])),
-    )  # fmt: skip
+    )
     return y if quantizer is None else quantized_identity(y, quantizer)
 
 
@@ -69,7 +75,9 @@ def check_activation(activation_type: Sequence[str], shape: Sequence[int]) -> tu
     names = tuple(activation_type)
     if names not in ACTIVATIONS:
         choices = ", ".join(str(names) for names in ACTIVATIONS)
-        raise ValueError(f"activation_type={names} is not a known activation; choose one of {choices}")
+        raise ValueError(
+            f"activation_type={names} is not a known activation; choose one of {choices}"
+        )
     if len(shape) < 2 or shape[-2] != len(names):
         raise ValueError(f"x has shape {tuple(shape)}; {names} takes [..., {len(names)}, h]")
     return names

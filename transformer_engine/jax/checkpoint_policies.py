@@ -6,7 +6,11 @@ import jax
 
 from .primitives.gemm import NAME
 
-__all__ = ["checkpoint_dots_and_te_gemms", "dots_and_te_gemms_with_no_batch_dims", "te_gemms_saveable"]
+__all__ = [
+    "checkpoint_dots_and_te_gemms",
+    "dots_and_te_gemms_with_no_batch_dims",
+    "te_gemms_saveable",
+]
 
 te_gemms_saveable = jax.checkpoint_policies.save_only_these_names(NAME)
 """Policy of `jax.checkpoint`: save the results of this package's products, and recompute everything else."""

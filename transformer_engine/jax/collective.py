@@ -50,11 +50,18 @@ noop_collective_op_set = CollectiveOpSet(CollectiveOp.NONE, CollectiveOp.NONE)
 
 
 def collective_gemm_bootstrap(
-    num_total_devices: int, num_devices_per_process: int, process_id: int, tensor_parallel_size: int,
-    num_max_streams: int = 3, compute_stream_priority: int = 0, communication_stream_priority: int = 0,
-    num_sm_for_communication: int = 2, use_ce: bool = True, aggregate_all_gather: bool = False,
+    num_total_devices: int,
+    num_devices_per_process: int,
+    process_id: int,
+    tensor_parallel_size: int,
+    num_max_streams: int = 3,
+    compute_stream_priority: int = 0,
+    communication_stream_priority: int = 0,
+    num_sm_for_communication: int = 2,
+    use_ce: bool = True,
+    aggregate_all_gather: bool = False,
     use_cublasmp: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check that the sizes fit together; nothing is prepared, because XLA schedules the collectives.
 
     Args:
@@ -71,13 +78,16 @@ def collective_gemm_bootstrap(
         use_cublasmp: Has no effect.
     """
     for name, value in (
-        ("num_total_devices", num_total_devices), ("num_devices_per_process", num_devices_per_process),
-        ("tensor_parallel_size", tensor_parallel_size), ("num_max_streams", num_max_streams),
-    ):  # fmt: skip
+        ("num_total_devices", num_total_devices),
+        ("num_devices_per_process", num_devices_per_process),
+        ("tensor_parallel_size", tensor_parallel_size),
+        ("num_max_streams", num_max_streams),
+    ):
         whole(name, value)
     for name, divisor in (
-        ("num_devices_per_process", num_devices_per_process), ("tensor_parallel_size", tensor_parallel_size),
-    ):  # fmt: skip
+        ("num_devices_per_process", num_devices_per_process),
+        ("tensor_parallel_size", tensor_parallel_size),
+    ):
         if num_total_devices % divisor:
             raise ValueError(
                 f"{name}={divisor} does not divide num_total_devices={num_total_devices}; pass a divisor"
@@ -85,4 +95,6 @@ def collective_gemm_bootstrap(
     integer("process_id", process_id)
     processes = num_total_devices // num_devices_per_process
     if not 0 <= process_id < processes:
-        raise ValueError(f"process_id={process_id}; there are {processes} processes, give one from 0 on")
+        raise ValueError(
+            f"process_id={process_id}; there are {processes} processes, give one from 0 on"
+        )

@@ -26,7 +26,13 @@ from .functions.sources import OperandSource, ValuesSource
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .quantize.sharing import align_mesh_axes
-from .runtime.checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
+from .runtime.checks import (
+    check_axis_names,
+    check_axis_pairs,
+    check_bias,
+    check_instance,
+    check_values,
+)
 from .runtime.code_bits import bits_to_codes, codes_to_bits
 from .runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .runtime.residual import store_returned_input
@@ -76,9 +82,10 @@ def dense(
     switch("transpose_batch_sequence", transpose_batch_sequence)
     ndim_of_y = x.ndim + kernel.ndim - 2 * len(x_dims)
     for name, axes, ndim in (
-        ("input_axes", input_axes, x.ndim), ("kernel_axes", kernel_axes, kernel.ndim),
+        ("input_axes", input_axes, x.ndim),
+        ("kernel_axes", kernel_axes, kernel.ndim),
         ("output_axes", output_axes, ndim_of_y),
-    ):  # fmt: skip
+    ):
         check_axis_names(name, axes, ndim)
     x = with_sharding_constraint_by_logical_axes(x, input_axes)
     kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
@@ -95,13 +102,17 @@ def dense(
     return with_sharding_constraint_by_logical_axes(biased(y, bias), output_axes)
 
 
-def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def check_contraction(
+    x: Array, kernel: Array, dims: Dims
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Normalize the contracted axes to non-negative integers; raise TypeError or ValueError if they do not match."""
     check_values("x", x)
     check_values("kernel", kernel)
     check_axis_pairs("contracting_dims", dims)
     if len(dims[0]) != len(dims[1]) or not dims[0]:
-        raise ValueError(f"contracting_dims={dims}; give as many axes of x as of kernel, at least one")
+        raise ValueError(
+            f"contracting_dims={dims}; give as many axes of x as of kernel, at least one"
+        )
     found = []
     for name, array, axes in (("x", x, dims[0]), ("kernel", kernel, dims[1])):
         invalid = [axis for axis in axes if not -array.ndim <= axis < array.ndim]
@@ -112,9 +123,12 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
             )
         found.append(tuple(axis % array.ndim for axis in axes))
         if len(set(found[-1])) < len(axes):
-            raise ValueError(f"contracting_dims={dims} name an axis of {name} twice; name each once")
+            raise ValueError(
+                f"contracting_dims={dims} name an axis of {name} twice; name each once"
+            )
     extents = [
-        tuple(array.shape[axis] for axis in axes) for array, axes in zip((x, kernel), found, strict=True)
+        tuple(array.shape[axis] for axis in axes)
+        for array, axes in zip((x, kernel), found, strict=True)
     ]
     if extents[0] != extents[1]:
         raise ValueError(
@@ -142,12 +156,17 @@ def multiply_source(
     """
     (inputs, kernel), quantizer_set = align_mesh_axes((inputs, kernel), quantizer_set)
     y, passed = with_automatic_axes(
-        functools.partial(_product, source, contracted), inputs, kernel, quantizer_set,
+        functools.partial(_product, source, contracted),
+        inputs,
+        kernel,
+        quantizer_set,
         out=lambda: (
-            unique_axes((*explicit_entries(inputs[0])[:-contracted], *explicit_entries(kernel)[contracted:])),
+            unique_axes(
+                (*explicit_entries(inputs[0])[:-contracted], *explicit_entries(kernel)[contracted:])
+            ),
             tuple(unique_axes(explicit_entries(x)) for x in source.passed(inputs)),
         ),
-    )  # fmt: skip
+    )
     store_returned_input(passed)
     return y
 
@@ -164,7 +183,11 @@ def _product(
 
 
 def _product_fwd(
-    source: OperandSource, contracted: int, inputs: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
+    source: OperandSource,
+    contracted: int,
+    inputs: tuple[Any, ...],
+    kernel: Array,
+    quantizers: QuantizerSet,
 ) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
     dtype, of, passed = inputs[0].dtype, (inputs, kernel), source.passed(inputs)
     # Empty arrays carry the gradients' shapes and dtypes.
@@ -175,15 +198,27 @@ def _product_fwd(
     shape = operand.tensor.shape
     batch = len(shape) - contracted
     kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
-    y = forward_product(row_operand(operand.tensor, batch), column_operand(kernel_codes, contracted), dtype)
-    saved = codes_to_bits((column_operand(operand.tensor, batch), row_operand(kernel_codes, contracted)))
+    y = forward_product(
+        row_operand(operand.tensor, batch), column_operand(kernel_codes, contracted), dtype
+    )
+    saved = codes_to_bits(
+        (column_operand(operand.tensor, batch), row_operand(kernel_codes, contracted))
+    )
     if not quantizers.is_noop:
         y = undifferentiated(y, of)
     x_like = jnp.zeros((0, *shape), dtype)
-    return (y, passed), (saved, (x_like, *likes), quantizers, (operand.amax, kernel_amax), operand.saved)
+    return (y, passed), (
+        saved,
+        (x_like, *likes),
+        quantizers,
+        (operand.amax, kernel_amax),
+        operand.saved,
+    )
 
 
-def _product_bwd(source: OperandSource, contracted: int, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _product_bwd(
+    source: OperandSource, contracted: int, residuals: Any, cotangents: Any
+) -> tuple[Any, ...]:
     saved, (x_like, inputs, kernel_like), quantizers, amaxes, source_saved = residuals
     x_columns, kernel_rows = bits_to_codes(saved)
     batch, of = x_like.ndim - 1 - contracted, (cotangents, inputs, kernel_like)

@@ -14,7 +14,14 @@ from jax import Array
 
 from ..common.checks import described, integer, switch, whole
 from ..common.numbers import with_article
-from .functions.ep_exchange import EpConfig, EpHandle, check_routed, dispatch_tokens, planned, returned
+from .functions.ep_exchange import (
+    EpConfig,
+    EpHandle,
+    check_routed,
+    dispatch_tokens,
+    planned,
+    returned,
+)
 from .permutation import aligned
 from .runtime.checks import check_dtype, check_instance, check_integers, check_sizes, check_values
 from .sharding import (
@@ -110,9 +117,11 @@ def ep_bootstrap(
     if rank is None:
         rank = jax.process_index() % world_size
     for name, value in (
-        ("num_experts", num_experts), ("max_tokens_per_rank", max_tokens_per_rank),
-        ("recv_capacity_per_rank", recv_capacity_per_rank), ("hidden_dim", hidden_dim),
-    ):  # fmt: skip
+        ("num_experts", num_experts),
+        ("max_tokens_per_rank", max_tokens_per_rank),
+        ("recv_capacity_per_rank", recv_capacity_per_rank),
+        ("hidden_dim", hidden_dim),
+    ):
         whole(name, value)
     integer("rank", rank)
     whole("max_num_sms", max_num_sms, 0)
@@ -125,8 +134,14 @@ def ep_bootstrap(
         raise ValueError(
             f"world_size={world_size} does not divide num_experts={num_experts}; choose a multiple of world_size"
         )
-    if check_dtype("max_token_dtype", max_token_dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"max_token_dtype={described(max_token_dtype)}; pass float32, bfloat16 or float16")
+    if check_dtype("max_token_dtype", max_token_dtype) not in (
+        jnp.float32,
+        jnp.bfloat16,
+        jnp.float16,
+    ):
+        raise TypeError(
+            f"max_token_dtype={described(max_token_dtype)}; pass float32, bfloat16 or float16"
+        )
     global _bootstrap
     if _bootstrap is not None:
         earlier = f"ep_bootstrap was called with {_bootstrap.limits}"
@@ -134,7 +149,11 @@ def ep_bootstrap(
             earlier = f"set_ep_config has set {_bootstrap.config}"
         raise RuntimeError(f"{earlier}; call ep_finalize first")
     config = EpConfig(num_experts, world_size, axis)
-    limits = {"tokens": max_tokens_per_rank, "capacity": recv_capacity_per_rank, "hidden": hidden_dim}
+    limits = {
+        "tokens": max_tokens_per_rank,
+        "capacity": recv_capacity_per_rank,
+        "hidden": hidden_dim,
+    }
     _bootstrap = _Bootstrap(config, limits)
     return config
 
@@ -157,7 +176,9 @@ def get_ep_config() -> EpConfig:
         RuntimeError: None was set.
     """
     if _bootstrap is None:
-        raise RuntimeError("no placement of experts is set; call ep_bootstrap or set_ep_config first")
+        raise RuntimeError(
+            "no placement of experts is set; call ep_bootstrap or set_ep_config first"
+        )
     return _bootstrap.config
 
 
@@ -215,9 +236,21 @@ def ep_dispatch(
     align_size = _alignment(cfg, topk_idx)
     check_sizes_of_bootstrap(topk_idx.shape[0], recv_capacity_per_rank, tokens.shape[-1])
     recv, recv_weights, handle, counts, total = dispatch_tokens(
-        placement, topk_idx, tokens, topk_weights, recv_capacity_per_rank, align_size, recv_capacity_per_rank
+        placement,
+        topk_idx,
+        tokens,
+        topk_weights,
+        recv_capacity_per_rank,
+        align_size,
+        recv_capacity_per_rank,
     )
-    return recv, recv_weights, handle, _count_rows(counts, align_size, recv_capacity_per_rank), total
+    return (
+        recv,
+        recv_weights,
+        handle,
+        _count_rows(counts, align_size, recv_capacity_per_rank),
+        total,
+    )
 
 
 def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, Array, EpHandle]:
@@ -275,7 +308,9 @@ def _count_rows(counts: Array, align_size: int, capacity: int) -> Array:
 def _alignment(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> int:
     """Return the alignment of each expert's first row; raise ValueError if topk_idx does not have cfg.top_k columns."""
     if topk_idx.ndim != 2:
-        raise ValueError(f"topk_idx has shape {topk_idx.shape}; pass [T, k], the experts of each token")
+        raise ValueError(
+            f"topk_idx has shape {topk_idx.shape}; pass [T, k], the experts of each token"
+        )
     if not isinstance(cfg, EpLayerConfig):
         return 1
     if topk_idx.shape[1] != cfg.top_k:
@@ -350,8 +385,10 @@ def check_sizes_of_bootstrap(tokens: int, capacity: int, hidden: int) -> None:
     whole("recv_capacity_per_rank", capacity)
     limits = {} if _bootstrap is None else _bootstrap.limits
     for name, value, key in (
-        ("tokens", tokens, "tokens"), ("recv_capacity_per_rank", capacity, "capacity"), ("hidden", hidden, "hidden"),
-    ):  # fmt: skip
+        ("tokens", tokens, "tokens"),
+        ("recv_capacity_per_rank", capacity, "capacity"),
+        ("hidden", hidden, "hidden"),
+    ):
         if value > limits.get(key, value):
             raise ValueError(
                 f"{name}={value}; ep_bootstrap was called for at most {limits[key]}; call ep_finalize, then "

@@ -15,7 +15,9 @@ from ..common.explanation import Explanation, explain_call
 __all__ = ["Explanation", "explain"]
 
 
-def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **kwargs: Any) -> Explanation:
+def explain(
+    function: Callable[..., Any], *args: Any, backward: bool = True, **kwargs: Any
+) -> Explanation:
     """Trace function(*args, **kwargs) and report which backend every operation uses.
 
     Nothing is computed. Each choice is reported for this machine and for the other platform that the program may be
@@ -40,7 +42,9 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
         if not backward:
             return traced(*args, **kwargs)
         leaves, tree = jax.tree.flatten(args)
-        floats = [index for index, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        floats = [
+            index for index, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
 
         def first(*values: Any) -> Any:
             filled = list(leaves)

@@ -64,15 +64,23 @@ def layernorm(
     (x, gamma, beta), quantizer = align_mesh_axes((x, gamma, beta), quantizer)
     options = (name == "layernorm", zero_centered_gamma, float(epsilon), passes)
     y, passed = with_automatic_axes(
-        lambda *arrays: _norm(*arrays, *options), x, gamma, beta,
+        lambda *arrays: _norm(*arrays, *options),
+        x,
+        gamma,
+        beta,
         out=lambda: ((spec := unique_axes(explicit_entries(x))), (spec,) * passes),
-    )  # fmt: skip
+    )
     store_returned_input(passed)
     return y if quantizer is None else quantized_identity(y, quantizer)
 
 
 def check_norm(
-    x: Array, gamma: Array, beta: Array | None, norm_type: str, zero_centered_gamma: bool, epsilon: float
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    norm_type: str,
+    zero_centered_gamma: bool,
+    epsilon: float,
 ) -> str:
     """Get the norm's canonical name; raise an error if the arguments do not fit together."""
     name = canonicalize_norm_type(norm_type)
@@ -89,21 +97,35 @@ def check_norm(
             "zero_centered_gamma=True belongs to 'layernorm', and the norm is 'rmsnorm'; set it to False"
         )
     if name == "layernorm" and beta is None:
-        raise ValueError("the norm 'layernorm' needs beta, which is None; give one number per column")
+        raise ValueError(
+            "the norm 'layernorm' needs beta, which is None; give one number per column"
+        )
     return name
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _norm(
-    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float, passes: bool
-) -> tuple[Array, tuple[Array, ...]]:  # fmt: skip
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    centered: bool,
+    zero_centered: bool,
+    epsilon: float,
+    passes: bool,
+) -> tuple[Array, tuple[Array, ...]]:
     """Compute y, and x for a norm whose result passes through codes."""
     return _norm_fwd(x, gamma, beta, centered, zero_centered, epsilon, passes)[0]
 
 
 def _norm_fwd(
-    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float, passes: bool
-) -> tuple[Any, Any]:  # fmt: skip
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    centered: bool,
+    zero_centered: bool,
+    epsilon: float,
+    passes: bool,
+) -> tuple[Any, Any]:
     y, mean, rstdev = norm_forward(x, gamma, beta, centered, zero_centered, epsilon)
     return (y, (x,) if passes else ()), (x, gamma, beta, mean, rstdev)
 

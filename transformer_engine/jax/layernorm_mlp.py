@@ -78,9 +78,11 @@ def layernorm_mlp(
         quantizer_sets: Quantizers of both products. Their cotangents are the states of the next step.
     """
     for name, pair in (
-        ("kernels", kernels), ("biases", biases), ("collective_op_sets", collective_op_sets),
+        ("kernels", kernels),
+        ("biases", biases),
+        ("collective_op_sets", collective_op_sets),
         ("quantizer_sets", quantizer_sets),
-    ):  # fmt: skip
+    ):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ValueError(f"{name}={described(pair)}; give a tuple of two, one for each product")
     for index in range(2):
@@ -97,35 +99,59 @@ def layernorm_mlp(
         name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
         names = _check_products(x, kernels, biases, activation_type)
         axes = ((dot_1_input_axes, kernel_1_axes), (dot_2_input_axes, kernel_2_axes))
-        for place, (kernel, (input_axes, kernel_axes)) in enumerate(zip(kernels, axes, strict=True), 1):
+        for place, (kernel, (input_axes, kernel_axes)) in enumerate(
+            zip(kernels, axes, strict=True), 1
+        ):
             check_axis_names(f"dot_{place}_input_axes", input_axes, x.ndim)
             check_axis_names(f"kernel_{place}_axes", kernel_axes, kernel.ndim)
         options = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_1_input_axes)
         norm = NormSource(*options, passes=is_bypassed(x))
         between = ActivationSource(names, ActivationParams.of(activation_params), dot_2_input_axes)
-        laid = [with_sharding_constraint_by_logical_axes(k, a[1]) for k, a in zip(kernels, axes, strict=True)]
+        laid = [
+            with_sharding_constraint_by_logical_axes(k, a[1])
+            for k, a in zip(kernels, axes, strict=True)
+        ]
         y = quantized_mlp(
-            MLPSpec(norm, between, ffn1_ckpt_name), (x, gamma, beta), laid, biases[0], quantizer_sets
+            MLPSpec(norm, between, ffn1_ckpt_name),
+            (x, gamma, beta),
+            laid,
+            biases[0],
+            quantizer_sets,
         )
         return checkpoint_name(biased(y, biases[1]), ffn2_ckpt_name)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     hidden = dense(
-        normalized, kernels[0], biases[0], contracting_dims=((last,), (0,)),
-        transpose_batch_sequence=transpose_batch_sequence, input_axes=dot_1_input_axes, kernel_axes=kernel_1_axes,
-        collective_op_set=collective_op_sets[0], quantizer_set=quantizer_sets[0],
-    )  # fmt: skip
+        normalized,
+        kernels[0],
+        biases[0],
+        contracting_dims=((last,), (0,)),
+        transpose_batch_sequence=transpose_batch_sequence,
+        input_axes=dot_1_input_axes,
+        kernel_axes=kernel_1_axes,
+        collective_op_set=collective_op_sets[0],
+        quantizer_set=quantizer_sets[0],
+    )
     hidden = checkpoint_name(hidden, ffn1_ckpt_name)
     activated = activation(hidden, activation_type, act_params=activation_params)
     y = dense(
-        activated, kernels[1], biases[1], contracting_dims=((last,), (0,)),
-        transpose_batch_sequence=transpose_batch_sequence, input_axes=dot_2_input_axes, kernel_axes=kernel_2_axes,
-        collective_op_set=collective_op_sets[1], quantizer_set=quantizer_sets[1],
-    )  # fmt: skip
+        activated,
+        kernels[1],
+        biases[1],
+        contracting_dims=((last,), (0,)),
+        transpose_batch_sequence=transpose_batch_sequence,
+        input_axes=dot_2_input_axes,
+        kernel_axes=kernel_2_axes,
+        collective_op_set=collective_op_sets[1],
+        quantizer_set=quantizer_sets[1],
+    )
     return checkpoint_name(y, ffn2_ckpt_name)
 
 
 def _check_products(
-    x: Array, kernels: Sequence[Array], biases: Sequence[Array | None], activation_type: Sequence[str]
+    x: Array,
+    kernels: Sequence[Array],
+    biases: Sequence[Array | None],
+    activation_type: Sequence[str],
 ) -> tuple[str, ...]:
     """Normalize the activation names; raise an error if the sizes do not match."""
     last = ((x.ndim - 1,), (0,))

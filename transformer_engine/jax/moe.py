@@ -27,7 +27,13 @@ from .quantize.grouped import GroupedQuantizer
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantize.settings import random_key
 from .quantize.sharing import share_over_devices
-from .runtime.checks import check_axis_names, check_floating, check_instance, check_shaped, check_values
+from .runtime.checks import (
+    check_axis_names,
+    check_floating,
+    check_instance,
+    check_shaped,
+    check_values,
+)
 from .runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .sharding import (
     automatic_axes,
@@ -56,9 +62,21 @@ def _with_halves(function: Callable[..., Any]) -> Callable[..., Any]:
         of_three_axes = len(arguments) > 4 and len(getattr(arguments[4], "shape", ())) == 3
         if not halves and not of_three_axes and not (len(arguments) == 4 and "wo" in options):
             return function(*arguments, **options)
-        names = ("x", "gate_kernel", "wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias", "expert_bias")
+        names = (
+            "x",
+            "gate_kernel",
+            "wi_0",
+            "wi_1",
+            "wo",
+            "wi_0_bias",
+            "wi_1_bias",
+            "wo_bias",
+            "expert_bias",
+        )
         if len(arguments) > len(names):
-            raise TypeError(f"moe() takes {len(names)} positional arguments, {len(arguments)} were given")
+            raise TypeError(
+                f"moe() takes {len(names)} positional arguments, {len(arguments)} were given"
+            )
         both = {names[index] for index in range(len(arguments))} & options.keys()
         if both or "wi" in options or "wi_bias" in options:
             raise TypeError(
@@ -77,16 +95,34 @@ def _with_halves(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_with_halves
 def moe(
-    x: Array, gate_kernel: Array, wi: Array, wo: Array, wi_bias: Array | None = None, wo_bias: Array | None = None,
-    expert_bias: Array | None = None, *, num_experts: int, num_experts_per_tok: int, activation_type: str = "silu",
-    score_function: Any = "softmax", use_pre_softmax: bool = False, num_groups: int | None = None,
-    group_topk: int | None = None, scaling_factor: float = 1.0, aux_loss_coeff: float = 0.0,
-    apply_topk_weights_early: bool = False, ep_axis: str | None = None, data_parallelism_axes: tuple[str, ...] = (),
-    input_axes: Axes = (), gate_kernel_axes: Axes = (), wi_kernel_axes: Axes = ("exp", "embed", "mlp"),
+    x: Array,
+    gate_kernel: Array,
+    wi: Array,
+    wo: Array,
+    wi_bias: Array | None = None,
+    wo_bias: Array | None = None,
+    expert_bias: Array | None = None,
+    *,
+    num_experts: int,
+    num_experts_per_tok: int,
+    activation_type: str = "silu",
+    score_function: Any = "softmax",
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    aux_loss_coeff: float = 0.0,
+    apply_topk_weights_early: bool = False,
+    ep_axis: str | None = None,
+    data_parallelism_axes: tuple[str, ...] = (),
+    input_axes: Axes = (),
+    gate_kernel_axes: Axes = (),
+    wi_kernel_axes: Axes = ("exp", "embed", "mlp"),
     wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
-    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 2, dtype: Any = None,
+    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 2,
+    dtype: Any = None,
     recv_capacity_per_rank: int | None = None,
-) -> tuple[Array, Array | None, Array]:  # fmt: skip
+) -> tuple[Array, Array | None, Array]:
     """Mixture of experts: (y [b, s, h], the balancing loss or None, rows that this device's experts received).
 
     The former kernels wi_0 and wi_1 [E, h, f], with biases wi_0_bias and wi_1_bias and three quantizer_sets, are also
@@ -132,13 +168,17 @@ def moe(
     check_activation((activation_type, "linear"), (2, 1))
     names = ("wi_0", "wi_1", "wo") if isinstance(wi, tuple) else ("wi", "wo")
     if not isinstance(quantizer_sets, (tuple, list)) or len(quantizer_sets) != len(names):
-        raise ValueError(f"quantizer_sets={described(quantizer_sets)}; give one for {', '.join(names)}")
+        raise ValueError(
+            f"quantizer_sets={described(quantizer_sets)}; give one for {', '.join(names)}"
+        )
     for quantizer_set in quantizer_sets:
         check_instance("quantizer_sets", quantizer_set, QuantizerSet)
     for name, axes, ndim in (
-        ("input_axes", input_axes, x.ndim), ("gate_kernel_axes", gate_kernel_axes, 2),
-        ("wi_kernel_axes", wi_kernel_axes, 3), ("wo_kernel_axes", wo_kernel_axes, 3),
-    ):  # fmt: skip
+        ("input_axes", input_axes, x.ndim),
+        ("gate_kernel_axes", gate_kernel_axes, 2),
+        ("wi_kernel_axes", wi_kernel_axes, 3),
+        ("wo_kernel_axes", wo_kernel_axes, 3),
+    ):
         check_axis_names(name, axes, ndim)
     text_or_none("ep_axis", ep_axis)
     check_axis("ep_axis", ep_axis)
@@ -152,9 +192,15 @@ def moe(
         )
     _check_capacity(recv_capacity_per_rank)
     routing = Routing(
-        num_experts, num_experts_per_tok, use_pre_softmax, -1 if num_groups is None else num_groups,
-        -1 if group_topk is None else group_topk, float(scaling_factor), score_function, float(aux_loss_coeff),
-    )  # fmt: skip
+        num_experts,
+        num_experts_per_tok,
+        use_pre_softmax,
+        -1 if num_groups is None else num_groups,
+        -1 if group_topk is None else group_topk,
+        float(scaling_factor),
+        score_function,
+        float(aux_loss_coeff),
+    )
     kernels, biases = (*wi, wo) if isinstance(wi, tuple) else (wi, wo), (wi_bias, wo_bias)
     if isinstance(wi_bias, tuple):
         biases = (*wi_bias, wo_bias)
@@ -167,7 +213,9 @@ def moe(
         x = with_sharding_constraint_by_logical_axes(
             x if dtype is None else x.astype(dtype), input_axes or None
         )
-        gate_kernel = with_sharding_constraint_by_logical_axes(gate_kernel, gate_kernel_axes or None)
+        gate_kernel = with_sharding_constraint_by_logical_axes(
+            gate_kernel, gate_kernel_axes or None
+        )
         experts = Experts(activation_type, apply_topk_weights_early, sets)
         if ep_axis is None or devices == 1:
             return _run_on_one_device(
@@ -175,21 +223,42 @@ def moe(
             )
         cfg = EpConfig(num_experts, devices, ep_axis)
         return _run_on_several_devices(
-            x, gate_kernel, bias, params, routing, experts, cfg, tuple(data_parallelism_axes),
+            x,
+            gate_kernel,
+            bias,
+            params,
+            routing,
+            experts,
+            cfg,
+            tuple(data_parallelism_axes),
             recv_capacity_per_rank,
-        )  # fmt: skip
+        )
 
     replicated = PartitionSpec()
     return with_automatic_axes(
-        mixture, x, gate_kernel, expert_bias, params, tuple(quantizer_sets),
-        out=lambda: (unique_axes(explicit_entries(x)), replicated if routing.aux_loss_coeff else None, replicated),
-    )  # fmt: skip
+        mixture,
+        x,
+        gate_kernel,
+        expert_bias,
+        params,
+        tuple(quantizer_sets),
+        out=lambda: (
+            unique_axes(explicit_entries(x)),
+            replicated if routing.aux_loss_coeff else None,
+            replicated,
+        ),
+    )
 
 
 def get_moe_recv_capacity_per_rank(
-    *, num_experts: int, num_experts_per_tok: int, max_tokens_per_rank: int, ep_size: int,
-    recv_capacity_factor: float | None = None, alignment: int = ALIGN_SIZE,
-) -> int:  # fmt: skip
+    *,
+    num_experts: int,
+    num_experts_per_tok: int,
+    max_tokens_per_rank: int,
+    ep_size: int,
+    recv_capacity_factor: float | None = None,
+    alignment: int = ALIGN_SIZE,
+) -> int:
     """Compute the row count for a device's receive buffer, a multiple of `alignment`.
 
     A device receives at most min(k, L) rows for each of the T * ep_size tokens, for L = num_experts / ep_size local
@@ -208,13 +277,18 @@ def get_moe_recv_capacity_per_rank(
         ValueError: ep_size does not divide num_experts, or recv_capacity_factor is below 1 or not finite.
     """
     sizes = {
-        "num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok, "ep_size": ep_size,
-        "max_tokens_per_rank": max_tokens_per_rank, "alignment": alignment,
-    }  # fmt: skip
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "ep_size": ep_size,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "alignment": alignment,
+    }
     for name, value in sizes.items():
         whole(name, value)
     if num_experts % ep_size:
-        raise ValueError(f"ep_size={ep_size} does not divide num_experts={num_experts}; choose a divisor")
+        raise ValueError(
+            f"ep_size={ep_size} does not divide num_experts={num_experts}; choose a divisor"
+        )
     if num_experts_per_tok > num_experts:
         raise ValueError(
             f"num_experts_per_tok={num_experts_per_tok} of {num_experts} experts; choose at most {num_experts}"
@@ -230,7 +304,9 @@ def get_moe_recv_capacity_per_rank(
         raise ValueError(
             f"recv_capacity_factor={recv_capacity_factor} is below 1, the rows of a balanced routing; give at least 1"
         )
-    balanced = local * round_up(ceil_div(max_tokens_per_rank * num_experts_per_tok, local), alignment)
+    balanced = local * round_up(
+        ceil_div(max_tokens_per_rank * num_experts_per_tok, local), alignment
+    )
     return min(round_up(math.ceil(balanced * recv_capacity_factor), alignment), worst)
 
 
@@ -293,13 +369,20 @@ def _constrain_kernels(params: dict[str, Any], names: dict[str, Axes]) -> dict[s
 
 
 def _run_on_one_device(
-    x: Array, gate_kernel: Array, expert_bias: Array | None, params: Any, routing: Routing, experts: Experts
+    x: Array,
+    gate_kernel: Array,
+    expert_bias: Array | None,
+    params: Any,
+    routing: Routing,
+    experts: Experts,
 ) -> tuple[Array, Array | None, Array]:
     """Choose experts for all tokens, and compute the experts without a token exchange."""
     tokens = x.reshape(-1, x.shape[-1])
     logits, weights, chosen = _route_tokens(tokens, gate_kernel, expert_bias, routing)
     slots = tokens.shape[0] * routing.topk
-    rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, ALIGN_SIZE)
+    rows, row_weights, row_id_map, pads, _ = token_dispatch(
+        tokens, chosen, slots, weights, ALIGN_SIZE
+    )
     assert row_weights is not None
     outputs = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
     y = token_combine(outputs, row_id_map, None if experts.weights_early else weights, pads)
@@ -335,7 +418,12 @@ def _run_on_several_devices(
     batch = (*data_axes, cfg.axis)
 
     def local(
-        device_index: Array, x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
+        device_index: Array,
+        x: Array,
+        gate_kernel: Array,
+        bias: Array | None,
+        params: Any,
+        sets: Any,
     ) -> tuple[Array, Any, Array]:
         sets = jax.tree.map(
             lambda leaf: (
@@ -361,7 +449,9 @@ def _run_on_several_devices(
         if recv_capacity is not None:
             ends = jnp.minimum(jnp.cumsum(aligned(counts, ALIGN_SIZE)), recv_capacity)
             counts = jnp.minimum(counts, jnp.diff(ends, prepend=0)).astype(counts.dtype)
-        result = returned(cfg, handle, local_experts(params, rows, row_weights, counts)).astype(jnp.float32)
+        result = returned(cfg, handle, local_experts(params, rows, row_weights, counts)).astype(
+            jnp.float32
+        )
         if not experts.weights_early:
             result = result * of_picked[..., None].astype(jnp.float32)
         y = result.sum(axis=1).astype(x.dtype)
@@ -381,7 +471,14 @@ def _run_on_several_devices(
     mapped = jax.shard_map(
         local,
         mesh=mesh_in_use(),
-        in_specs=(PartitionSpec(batch), PartitionSpec(batch), whole_axes, whole_axes, by_expert, of_sets),
+        in_specs=(
+            PartitionSpec(batch),
+            PartitionSpec(batch),
+            whole_axes,
+            whole_axes,
+            by_expert,
+            of_sets,
+        ),
         out_specs=(PartitionSpec(batch), whole_axes, PartitionSpec(batch)),
         axis_names={*batch, *(name for name, size in automatic_axes().items() if size == 1)},
         check_vma=False,
@@ -392,5 +489,7 @@ def _run_on_several_devices(
 def _local_quantizers(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
     """Select the part of a set for this device's experts, whose states the devices along axes share."""
     parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
-    local_sets = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
+    local_sets = [
+        None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts
+    ]
     return share_over_devices(QuantizerSet(*local_sets), axes, merges=False)

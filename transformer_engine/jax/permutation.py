@@ -72,9 +72,13 @@ def token_dispatch(
     if not is_symbolic(rows_given):
         whole("num_out_tokens", num_out_tokens)
     if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
-        raise ValueError(f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]")
+        raise ValueError(
+            f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]"
+        )
     if 0 in routing_map.shape:
-        raise ValueError(f"routing_map has shape {routing_map.shape}; give at least one token and one expert")
+        raise ValueError(
+            f"routing_map has shape {routing_map.shape}; give at least one token and one expert"
+        )
     if probs is not None:
         check_shaped("probs", probs, routing_map.shape)
     inp, probs = jnp.asarray(inp), None if probs is None else jnp.asarray(probs)
@@ -164,7 +168,9 @@ def _row_id_map(rows: Array) -> Array:
 
 
 @replicating_results
-def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) -> tuple[Array, Array]:
+def sort_chunks_by_index(
+    inp: Array, split_sizes: Array, sorted_indices: Array
+) -> tuple[Array, Array]:
     """Reorder chunks in inp [rows, H] by sorted_indices; also return row_id_map [rows], the new index for every row.
 
     Args:
@@ -182,7 +188,9 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
         raise ValueError(
             f"sorted_indices has shape {sorted_indices.shape}; give one number per chunk, ({count},)"
         )
-    if is_known(sorted_indices) and not np.array_equal(np.sort(np.asarray(sorted_indices)), np.arange(count)):
+    if is_known(sorted_indices) and not np.array_equal(
+        np.sort(np.asarray(sorted_indices)), np.arange(count)
+    ):
         raise ValueError(
             f"sorted_indices={np.asarray(sorted_indices).tolist()[:8]}; give the numbers from 0 to {count - 1}, "
             "each once"
@@ -265,9 +273,13 @@ def pure_jax_token_dispatch(
 
 
 def pure_jax_token_combine(
-    expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int,
-    batch_size: int | None = None, sequence_length: int | None = None,
-) -> Array:  # fmt: skip
+    expert_outputs: Array,
+    perm_state: PureJaxPermState,
+    routing_weights: Array,
+    num_experts_per_tok: int,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+) -> Array:
     """Compute out [T, H]: a token's rows, multiplied by routing_weights [.., k] and summed.
 
     Args:
@@ -334,7 +346,10 @@ def routing_map_to_selected_experts(
 
 
 def local_permute_after_a2a(
-    x_recv: Array, all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
+    x_recv: Array,
+    all_shards_tokens_per_expert: Array,
+    shard_id: Array | int,
+    num_expert_shards: int,
 ) -> tuple[Array, Array, Array]:
     """Sort rows by local expert; also return the rows per local expert and the new index for every received row.
 

@@ -13,7 +13,12 @@ from jax import Array, lax
 from ..common.checks import described, integer, number, switch, whole
 from .runtime.checks import check_array, check_shaped, check_values
 
-__all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
+__all__ = [
+    "RoutingMapFormat",
+    "ScoreFunction",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+]
 
 _TINY = 1e-20  # prevents a division by zero for a row whose scores are all zero
 
@@ -84,7 +89,9 @@ def fused_topk_with_score_function(
         tokens, experts = judged.shape
         grouped = lax.stop_gradient(judged).reshape(tokens, num_groups, experts // num_groups)
         best, _ = lax.top_k(grouped, topk // group_topk)
-        selected = jnp.repeat(_choice_mask(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
+        selected = jnp.repeat(
+            _choice_mask(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1
+        )
         judged = jnp.where(selected, judged, -jnp.inf)
     chosen = _choice_mask(judged, topk)
     if softmax and not use_pre_softmax:
@@ -112,7 +119,9 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
     whole("topk", topk)
     number("coeff", coeff)
     if probs.ndim == 2 and topk > probs.shape[1]:
-        raise ValueError(f"topk={topk} of {probs.shape[1]} experts; choose at most {probs.shape[1]}")
+        raise ValueError(
+            f"topk={topk} of {probs.shape[1]} experts; choose at most {probs.shape[1]}"
+        )
     if probs.ndim != 2 or tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(
             f"probs {probs.shape} and tokens_per_expert {tokens_per_expert.shape}; give [T, E] and [E]"
@@ -125,7 +134,11 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
 
 
 def _store_choice(chosen: Array, form: RoutingMapFormat) -> Array:
-    return jnp.packbits(chosen, axis=-1, bitorder="little") if form is RoutingMapFormat.BITMAP_U8 else chosen
+    return (
+        jnp.packbits(chosen, axis=-1, bitorder="little")
+        if form is RoutingMapFormat.BITMAP_U8
+        else chosen
+    )
 
 
 def _scores(logits: Array, function: ScoreFunction) -> Array:

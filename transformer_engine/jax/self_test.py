@@ -27,7 +27,17 @@ import numpy as np
 from jax import Array, lax
 
 from ..common.dispatch import observing, tables, use_backend
-from ..common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4, TensorFormat
+from ..common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+    TensorFormat,
+)
 from ..common.quantize_spec import QuantizeSpec
 from ..common.self_test import (
     ROUNDING_BOUNDS,
@@ -125,7 +135,9 @@ def draw_values(*shape: int, seed: int = 0, spread: bool = True) -> Array:
     generator = np.random.default_rng(seed)
     values = generator.standard_normal(shape, np.float32)
     if spread:
-        values *= np.exp2(generator.integers(-6, 6, (shape[0], *(1,) * (len(shape) - 1)))).astype(np.float32)
+        values *= np.exp2(generator.integers(-6, 6, (shape[0], *(1,) * (len(shape) - 1)))).astype(
+            np.float32
+        )
         values.reshape(-1)[:32] = 0.0
     return jnp.asarray(values, jnp.bfloat16)
 
@@ -141,7 +153,12 @@ def _casts(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
                 keys = jax.random.split(jax.random.key(1))
                 random = tuple(jax.random.uniform(key, x.shape) for key in keys)
             yield JaxCase(
-                path, shape, "jax_quantize", _Quantization(spec), (x, *random), baseline=lambda x, *random: -x
+                path,
+                shape,
+                "jax_quantize",
+                _Quantization(spec),
+                (x, *random),
+                baseline=lambda x, *random: -x,
             )
             if suffix or spec.stochastic or spec.hadamard:
                 continue
@@ -169,7 +186,9 @@ class _Quantization:
 def _cast_values(x: Array, spec: QuantizeSpec) -> Array:
     quantized = quantize(x, spec)
     assert quantized.codes is not None
-    return decoded(Operand(quantized.codes, quantized.scale, quantized.amax, spec.operand_format, x.dtype))
+    return decoded(
+        Operand(quantized.codes, quantized.scale, quantized.amax, spec.operand_format, x.dtype)
+    )
 
 
 @cache
@@ -219,8 +238,16 @@ def _attend(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
     def forward(q: Array, k: Array, v: Array) -> Array:
         settings = AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD
         return fused_attn(
-            (q, k, v), None, None, None, *settings, AttnSoftmaxType.VANILLA_SOFTMAX, q.shape[-1] ** -0.5, 0.0, True
-        )  # fmt: skip
+            (q, k, v),
+            None,
+            None,
+            None,
+            *settings,
+            AttnSoftmaxType.VANILLA_SOFTMAX,
+            q.shape[-1] ** -0.5,
+            0.0,
+            True,
+        )
 
     out, pullback = jax.vjp(forward, q, k, v)
     return (out, *pullback(q.reshape(out.shape)))
@@ -237,7 +264,10 @@ def _attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
 def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
     """Yield producers that return codes; expected are the codes of two steps."""
     x, weight = draw(sizes.large, sizes.large), draw(sizes.large, seed=4)
-    for name, spec in {"fp8": SPECS["fp8"], "fp8 block 1x128": QuantizeSpec(BLOCK_1D, E4M3)}.items():
+    for name, spec in {
+        "fp8": SPECS["fp8"],
+        "fp8 block 1x128": QuantizeSpec(BLOCK_1D, E4M3),
+    }.items():
         cast, path = Cast(spec), f"jax {name} codes of fused producers"
 
         def norm(x: Array, weight: Array, cast: Cast = cast) -> Any:
@@ -266,7 +296,12 @@ def _grouped(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
     scales = jnp.ones(4, jnp.float32), jnp.full(4, 0.5, jnp.float32)
     for path, arguments in {"bf16": (x, w, splits), "fp8": (*codes, splits, *scales)}.items():
         yield JaxCase(
-            f"jax grouped {path} products", name, "jax_grouped_gemm", product, arguments, 2 * PRODUCT_BOUND
+            f"jax grouped {path} products",
+            name,
+            "jax_grouped_gemm",
+            product,
+            arguments,
+            2 * PRODUCT_BOUND,
         )
 
 
@@ -317,7 +352,9 @@ def compile_case(case: JaxCase, threads: ThreadPoolExecutor) -> CasePrograms:
     compilation = CasePrograms(case, [])
     try:
         request = first_request(case)
-    except Exception as error:  # a fault in the backend that the table chooses is a result in this test
+    except (
+        Exception
+    ) as error:  # a fault in the backend that the table chooses is a result in this test
         compilation.results.append(_failed(case, "chosen", error))
         return compilation
     reference = REFERENCES.get(case.operation, "reference")
@@ -370,7 +407,9 @@ def run_case(compilation: CasePrograms) -> list[SelfTestResult]:
     try:
         expected = _leaves(compilation.expected.result()(*case.arguments))
         baseline = compilation.baseline and compilation.baseline.result()
-        time_of_baseline = None if baseline is None else _milliseconds(partial(baseline, *case.arguments))
+        time_of_baseline = (
+            None if baseline is None else _milliseconds(partial(baseline, *case.arguments))
+        )
     except Exception as error:
         return [*results, _failed(case, "expected", error)]
     for backend, program in compilation.programs.items():
@@ -400,7 +439,10 @@ def _compare(
     results = _leaves(call())
     equal, error = _equal(results, expected), None
     if case.bound is not None:
-        pairs = [(x.astype(np.float64), y.astype(np.float64)) for x, y in zip(results, expected, strict=True)]
+        pairs = [
+            (x.astype(np.float64), y.astype(np.float64))
+            for x, y in zip(results, expected, strict=True)
+        ]
         errors = [np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30) for x, y in pairs]
         error = float("inf") if np.isnan(errors).any() else float(max(errors))
     reason = difference_reason(equal, error, case.bound)
@@ -504,7 +546,9 @@ def main(seconds: str, *extents: str) -> None:
         lambda line: print(line, file=sys.stderr, flush=True),
         (lambda: float(sys.stdin.readline() or 0.0)) if waits else None,
     )
-    print(json.dumps({"machine": machine_facts(), "results": [asdict(result) for result in results]}))
+    print(
+        json.dumps({"machine": machine_facts(), "results": [asdict(result) for result in results]})
+    )
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ class MeshResource:
     ep_resource: str | None = None
 
 
-_resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh_resource", default=None)
+_resource: ContextVar[MeshResource | None] = ContextVar(
+    "transformer_engine_mesh_resource", default=None
+)
 
 
 @reusable
@@ -120,7 +122,9 @@ def global_mesh_resource() -> MeshResource:
             f"{mesh} MeshResource assigns its axes; enter autocast(mesh_resource=MeshResource(..)) or "
             "global_shard_guard(MeshResource(..))"
         )
-    _check_axes(resource)  # checked again, because the mesh may have been entered after the resource
+    _check_axes(
+        resource
+    )  # checked again, because the mesh may have been entered after the resource
     return resource
 
 
@@ -142,7 +146,9 @@ def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
     if not abstract.empty:
         return abstract
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the only access to the mesh in `with mesh:`
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the only access to the mesh in `with mesh:`
         try:
             from jax.interpreters import pxla
 
@@ -295,7 +301,9 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
         names = entry if isinstance(entry, tuple) else (entry,)
         for name in names:
             check_axis("pspec", name)
-        usable_axes = tuple(name for name in names if name is not None and kinds[name] is not AxisType.Manual)
+        usable_axes = tuple(
+            name for name in names if name is not None and kinds[name] is not AxisType.Manual
+        )
         return None if not usable_axes else usable_axes[0] if len(usable_axes) == 1 else usable_axes
 
     spec = PartitionSpec(*(usable(entry) for entry in pspec))
@@ -320,10 +328,14 @@ def _constrain_array(x: Array, sharding: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequence[str]) -> PartitionSpec:
+def _explicit_spec(
+    spec: PartitionSpec, current: Sequence[Any], explicit: Sequence[str]
+) -> PartitionSpec:
     """Select the spec entries over Explicit axes; an unconstrained axis keeps its current entry."""
     entries: list[Any] = []
-    for entry, unchanged in zip((*spec, *(None,) * (len(current) - len(spec))), current, strict=True):
+    for entry, unchanged in zip(
+        (*spec, *(None,) * (len(current) - len(spec))), current, strict=True
+    ):
         names = entry if isinstance(entry, tuple) else (entry,)
         axes = tuple(name for name in names if name in explicit)
         entries.append(unchanged if entry is PartitionSpec.UNCONSTRAINED else axes or None)
@@ -506,5 +518,7 @@ def _reduce_over_axes(
     operation: Callable[..., Array], x: Array, axes: Sequence[str | None], mesh: Mesh | None
 ) -> Array:
     """Apply operation(x) over each axis that has several devices."""
-    several = tuple(dict.fromkeys(axis for axis in axes if axis and get_mesh_axis_size(axis, mesh) > 1))
+    several = tuple(
+        dict.fromkeys(axis for axis in axes if axis and get_mesh_axis_size(axis, mesh) > 1)
+    )
     return operation(x, several) if several else x

@@ -38,7 +38,9 @@ def softmax(
         softmax_fusion_type: Type; SCALED_UPPER_TRIANG_MASKED hides keys after the query.
     """
     check_values("logits", logits)
-    return scaled_softmax(logits, mask, scale_factor, softmax_fusion_type, None).astype(logits.dtype)
+    return scaled_softmax(logits, mask, scale_factor, softmax_fusion_type, None).astype(
+        logits.dtype
+    )
 
 
 def check_scores(logits: Array, scale_factor: float) -> None:
@@ -60,7 +62,9 @@ def scaled_softmax(
     check_scores(logits, scale_factor)
     if softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED:
         if mask is None:
-            raise ValueError("softmax_fusion_type=SCALED_MASKED and mask=None; give a mask, or use SCALED")
+            raise ValueError(
+                "softmax_fusion_type=SCALED_MASKED and mask=None; give a mask, or use SCALED"
+            )
         check_mask(mask, logits.shape)
     elif mask is not None:
         warn_once(

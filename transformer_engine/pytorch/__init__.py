@@ -282,7 +282,14 @@ __all__ = [
 
 # Imported on first use. cpp_extensions is built on transformer_engine_torch, which imports this package.
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
-_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "distributed_weight", "ep", "integrations", "triton")
+_LAZY_SUBMODULES = (
+    "conversion",
+    "cpp_extensions",
+    "distributed_weight",
+    "ep",
+    "integrations",
+    "triton",
+)
 _LAZY_NAMES = {
     "conversion_table": "integrations.torch_modules",
     "convert": "integrations.torch_modules",

@@ -34,7 +34,9 @@ class DType(enum.IntEnum):
         """
         if isinstance(dtype, torch.dtype):
             if dtype not in TE_DType:
-                raise ValueError(f"dtype={dtype} has no DType; give one of {', '.join(map(str, TE_DType))}")
+                raise ValueError(
+                    f"dtype={dtype} has no DType; give one of {', '.join(map(str, TE_DType))}"
+                )
             return TE_DType[dtype]
         if isinstance(dtype, bool) or not hasattr(dtype, "__int__"):
             raise TypeError(

@@ -64,7 +64,9 @@ def parallel_cross_entropy(
             loss is infinite. Also for logits that overwrite_input=True finds not contiguous.
     """
     if _input is not None:
-        warnings.warn("the keyword _input is deprecated; give the logits as inp", FutureWarning, stacklevel=2)
+        warnings.warn(
+            "the keyword _input is deprecated; give the logits as inp", FutureWarning, stacklevel=2
+        )
         inp = _input
     floating("inp", inp)
     if inp.dtype == torch.float64:
@@ -160,9 +162,13 @@ def fused_linear_cross_entropy(
     if math.prod(shape) == 0:
         return _empty_loss(hidden, reduce_loss, weight, bias)
     if hidden.shape[-1] == 0:  # the logits are the bias alone, as for features that are 0
-        hidden, weight = (torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight))
+        hidden, weight = (
+            torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight)
+        )
     rows = hidden.contiguous().view(-1, hidden.shape[-1])
-    loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss, precise)
+    loss = linear_cross_entropy(
+        rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss, precise
+    )
     return loss if reduce_loss else loss.view(shape[:-1])
 
 
@@ -178,15 +184,23 @@ def _labels(
     """Return the labels for logits with a shape; raise an error unless the targets fit them."""
     smoothing, ignored = to_float("label_smoothing", smoothing), to_int("ignore_idx", ignored)
     if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={smoothing} is not a share of the probability; give 0 .. 1")
+        raise ValueError(
+            f"label_smoothing={smoothing} is not a share of the probability; give 0 .. 1"
+        )
     if total == 0:
-        raise ValueError(f"the logits are {list(shape)}, of a vocabulary of 0 ids; give at least one id")
+        raise ValueError(
+            f"the logits are {list(shape)}, of a vocabulary of 0 ids; give at least one id"
+        )
     tensor("target", target)
     if target.dtype not in _INTEGERS:
-        raise TypeError(f"target is {target.dtype}; give ids of the vocabulary, for example target.long()")
+        raise TypeError(
+            f"target is {target.dtype}; give ids of the vocabulary, for example target.long()"
+        )
     rows = tuple(shape[:-1])
     if tuple(target.shape) not in (rows, (*rows, 1), (math.prod(rows),)):
-        raise ValueError(f"target is {list(target.shape)}; give one id a row, {list(rows)}, or all in a line")
+        raise ValueError(
+            f"target is {list(target.shape)}; give one id a row, {list(rows)}, or all in a line"
+        )
     demand(_inside, (target,), total, ignored)
     return Labels(ignored, smoothing, first, total)
 
@@ -195,7 +209,10 @@ def _flatten_targets(target: Any, rows: torch.Size) -> Any:
     """Return targets with one id per row, in any shape, as targets of the rows in row-major order."""
     if not isinstance(target, Tensor) or target.numel() != math.prod(rows):
         return target  # _labels raises
-    if [size for size in target.shape if size != 1] not in ([n for n in rows if n != 1], [math.prod(rows)]):
+    if [size for size in target.shape if size != 1] not in (
+        [n for n in rows if n != 1],
+        [math.prod(rows)],
+    ):
         warn_once(
             "targets of parallel_cross_entropy in another shape",
             f"target is {list(target.shape)}, its ids are read in row-major order for the rows {list(rows)} of the "

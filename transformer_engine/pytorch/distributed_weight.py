@@ -129,7 +129,9 @@ def finalize_weight_grads(
     weights = [weights] if isinstance(weights, Tensor) else weights
     wgrads = [wgrads] if wgrads is None or isinstance(wgrads, Tensor) else wgrads
     if len(weights) != len(wgrads):
-        raise ValueError(f"{len(weights)} weights and {len(wgrads)} gradients; give one for each weight")
+        raise ValueError(
+            f"{len(weights)} weights and {len(wgrads)} gradients; give one for each weight"
+        )
     leader: Any = weights[0] if weights else None
     if leader is None or not is_distributed_weight(leader):
         return list(wgrads)
@@ -160,19 +162,29 @@ def finalize_delayed_grads(
         delayed: For each product the weights that are joined along its rows, and the gradient of the whole.
     """
     rows = {
-        id(weight): count for group in groups for weight, count in zip(group.weights, group.rows, strict=True)
+        id(weight): count
+        for group in groups
+        for weight, count in zip(group.weights, group.rows, strict=True)
     }
     wholes: dict[int, Tensor] = {}
     for weights, gradient in delayed:
-        parts = gradient.split([rows[id(weight)] for weight in weights]) if len(weights) > 1 else (gradient,)
+        parts = (
+            gradient.split([rows[id(weight)] for weight in weights])
+            if len(weights) > 1
+            else (gradient,)
+        )
         wholes |= {
-            id(weight): part for weight, part in zip(weights, parts, strict=True) if weight.requires_grad
+            id(weight): part
+            for weight, part in zip(weights, parts, strict=True)
+            if weight.requires_grad
         }
     for group in groups:
         gradients = [wholes.get(id(weight)) for weight in group.weights]
         if all(gradient is None for gradient in gradients):
             continue
-        for weight, part in zip(group.weights, finalize_weight_grads(group.weights, gradients), strict=True):
+        for weight, part in zip(
+            group.weights, finalize_weight_grads(group.weights, gradients), strict=True
+        ):
             if part is not None:
                 weight.grad = part if weight.grad is None else weight.grad + part
 
@@ -188,7 +200,11 @@ class _Gather(Function):
         ctx.fused, ctx.delayed, ctx.shards = fused, delayed, shards
         ctx.set_materialize_grads(False)
         wholes = tuple(materialize_weight_for_forward(shards))
-        frozen = [full for full, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True) if not needed]
+        frozen = [
+            full
+            for full, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True)
+            if not needed
+        ]
         # Without this mark, layers would compute gradients for frozen weights in the group.
         ctx.mark_non_differentiable(*frozen)
         return wholes
@@ -201,7 +217,9 @@ class _Gather(Function):
             return None, None, *[None for _ in grads]
         if ctx.fused:  # the product has written the buffer
             needed = ctx.needs_input_grad[2:]
-            gradients = [shard.grad_buffer() if needed[i] else None for i, shard in enumerate(ctx.shards)]
+            gradients = [
+                shard.grad_buffer() if needed[i] else None for i, shard in enumerate(ctx.shards)
+            ]
         return None, None, *finalize_weight_grads(ctx.shards, gradients)
 
 
@@ -250,7 +268,9 @@ class _Rematerialization:
 
 
 @contextmanager
-def whole_weights(groups: Sequence[Sequence[Tensor]], fused: bool, store: Any) -> Iterator[list[Tensor]]:
+def whole_weights(
+    groups: Sequence[Sequence[Tensor]], fused: bool, store: Any
+) -> Iterator[list[Tensor]]:
     """Yield the whole weights of all groups, differentiable with respect to the shards.
 
     A whole weight that is saved for the backward pass inside the context is dropped, and materialized again when the

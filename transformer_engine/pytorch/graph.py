@@ -77,17 +77,31 @@ def graph_pool_handle() -> Any:
 
 @suggests_keywords
 def make_graphed_callables(
-    modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False,
-    sample_kwargs: Any = None, fp8_enabled: bool | tuple[bool, ...] | None = None,
-    fp8_calibrating: bool | None = None, fp8_recipe: Recipe | None = None,
-    fp8_group: dist_group_type | None = None, fp8_weight_caching: bool | None = None,
-    enabled: bool | tuple[bool, ...] | None = None, calibrating: bool | None = None,
-    recipe: Recipe | None = None, amax_reduction_group: dist_group_type | None = None,
-    cache_quantized_params: bool | None = None, _order: Any = None, _num_layers_per_chunk: Any = None,
-    pool: Any = None, retain_graph_in_backward: bool = False,
-    _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
-    pre_warmup_hook: Any = None, post_warmup_hook: Any = None, capture_time_hooks: Any = None,
-) -> Any:  # fmt: skip
+    modules: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    fp8_enabled: bool | tuple[bool, ...] | None = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: dist_group_type | None = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: bool | tuple[bool, ...] | None = None,
+    calibrating: bool | None = None,
+    recipe: Recipe | None = None,
+    amax_reduction_group: dist_group_type | None = None,
+    cache_quantized_params: bool | None = None,
+    _order: Any = None,
+    _num_layers_per_chunk: Any = None,
+    pool: Any = None,
+    retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Any = None,
+    post_warmup_hook: Any = None,
+    capture_time_hooks: Any = None,
+) -> Any:
     """Return the module or module tuple, whose calls now replay CUDA graphs, bit-equal to eager calls.
 
     Modules keep their parameters and names; each gets `reset()` and `backward_dw()`. The next replay
@@ -125,11 +139,18 @@ def make_graphed_callables(
     """
     options = {
         "enabled": RenamedOption("enabled", enabled, "fp8_enabled", fp8_enabled),
-        "calibrating": RenamedOption("calibrating", calibrating, "fp8_calibrating", fp8_calibrating),
+        "calibrating": RenamedOption(
+            "calibrating", calibrating, "fp8_calibrating", fp8_calibrating
+        ),
         "recipe": RenamedOption("recipe", recipe, "fp8_recipe", fp8_recipe),
-        "group": RenamedOption("amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group),
+        "group": RenamedOption(
+            "amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group
+        ),
         "caches": RenamedOption(
-            "cache_quantized_params", cache_quantized_params, "fp8_weight_caching", fp8_weight_caching
+            "cache_quantized_params",
+            cache_quantized_params,
+            "fp8_weight_caching",
+            fp8_weight_caching,
         ),
     }
     chosen = {name: option.chosen() for name, option in options.items()}
@@ -158,7 +179,8 @@ def make_graphed_callables(
     blocks = build.build_blocks(request)
     if recorder is None:
         warnings.warn(
-            "CUDA graphs need a GPU, and there is none here: the callables run eagerly", stacklevel=2
+            "CUDA graphs need a GPU, and there is none here: the callables run eagerly",
+            stacklevel=2,
         )
         runs: list[Any] = [EagerBlock(block) for block in blocks]
     else:
@@ -201,7 +223,9 @@ def _check_request(
         chosen["enabled"], chosen["calibrating"], chosen["recipe"], chosen["group"], len(callables)
     )
     watching = arguments.list_hooks(hooks, len(callables))
-    return CaptureRequest(callables, which, samples, steps, chunks, quantizations, options, watching, single)
+    return CaptureRequest(
+        callables, which, samples, steps, chunks, quantizations, options, watching, single
+    )
 
 
 def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
@@ -245,4 +269,9 @@ def _quantized_layers(modules: Any) -> list[TransformerEngineBaseModule]:
     for module in several:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"{described(module)} is not a module; give modules")
-    return [m for module in several for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
+    return [
+        m
+        for module in several
+        for m in module.modules()
+        if isinstance(m, TransformerEngineBaseModule)
+    ]

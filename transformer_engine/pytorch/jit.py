@@ -50,7 +50,9 @@ _SLOPE, _CUBIC = 0.79788456, 0.044715
 @functools.cache
 def torch_version() -> tuple[int, ...]:
     """Return the release of the installed PyTorch as numbers, for example (2, 13, 0)."""
-    return tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:3] if part.isdigit())
+    return tuple(
+        int(part) for part in torch.__version__.partition("+")[0].split(".")[:3] if part.isdigit()
+    )
 
 
 def lazy_compile(func: F) -> F:
@@ -105,11 +107,17 @@ def no_torch_dynamo(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            reason = reason_of({"args": args, "kwargs": kwargs}) if torch.compiler.is_compiling() else None
+            reason = (
+                reason_of({"args": args, "kwargs": kwargs})
+                if torch.compiler.is_compiling()
+                else None
+            )
             if reason is None:
                 return function(*args, **kwargs)
             name = getattr(function, "__qualname__", "function")
-            warnings.warn(f"{name} is excluded from torch.compile: {reason}", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"{name} is excluded from torch.compile: {reason}", UserWarning, stacklevel=2
+            )
             return excluded(*args, **kwargs)
 
         return cast(F, call)
@@ -149,7 +157,9 @@ def dgelu_fused_(grad_output: Tensor, inp: Tensor, bias: Tensor | None = None) -
     return (grad_output.float() * slope).to(grad_output.dtype)
 
 
-def bgrad_dgelu_fused(grad_output: Tensor, inp: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor]:
+def bgrad_dgelu_fused(
+    grad_output: Tensor, inp: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
     """Compute the gradients of `bias_gelu_fused`.
 
     The arguments are as in `dgelu_fused_`.
@@ -195,7 +205,9 @@ def l2normalization_fused(x: Tensor, eps: float) -> Tensor:
     return l2normalization_fwd_fused(x, eps)[0]
 
 
-def l2normalization_backward_fused(grad_output: Tensor, x: Tensor, rsqrt_norm: Tensor, eps: float) -> Tensor:
+def l2normalization_backward_fused(
+    grad_output: Tensor, x: Tensor, rsqrt_norm: Tensor, eps: float
+) -> Tensor:
     """Compute the gradient r * (dy - x * r^2 * sum(x * dy)) for `x` in `l2normalization_fwd_fused`.
 
     Args:
@@ -212,7 +224,9 @@ def l2normalization_backward_fused(grad_output: Tensor, x: Tensor, rsqrt_norm: T
     return (rsqrt_norm * (dy - wide * projection)).to(x.dtype)
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool) -> Tensor:
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool
+) -> Tensor:
     """Compute residual + dropout(x + bias).
 
     Args:
@@ -230,7 +244,9 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: flo
     return residual + torch.nn.functional.dropout(x, p=prob, training=training)
 
 
-def get_bias_dropout_add(training: bool) -> Callable[[Tensor, Tensor | None, Tensor, float], Tensor]:
+def get_bias_dropout_add(
+    training: bool,
+) -> Callable[[Tensor, Tensor | None, Tensor, float], Tensor]:
     """Return `bias_dropout_add` for training or inference, called with (x, bias, residual, prob).
 
     Args:
@@ -268,7 +284,11 @@ def warmup_jit_bias_dropout_add(
     shape = (seq_length, micro_batch_size, hidden_size)
     with torch.random.fork_rng():
         for training in (True, False):
-            x, residual, bias = _values(shape, dtype), _values(shape, dtype), _values(shape[2:], dtype)
+            x, residual, bias = (
+                _values(shape, dtype),
+                _values(shape, dtype),
+                _values(shape[2:], dtype),
+            )
             x.requires_grad_(training)
             result = bias_dropout_add(x, bias, residual, 0.1, training)
             if training:
@@ -301,19 +321,25 @@ def warmup_jit_l2normalization(
         l2normalization_backward_fused(y, x, factor, 1e-6)
 
 
-def warmup_jit_bias_dropout_add_all_dtypes(hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
+def warmup_jit_bias_dropout_add_all_dtypes(
+    hidden_size: int, seq_length: int, micro_batch_size: int
+) -> None:
     """Call `warmup_jit_bias_dropout_add` for float32, bfloat16 and float16."""
     for dtype in _DTYPES:
         warmup_jit_bias_dropout_add(hidden_size, dtype, seq_length, micro_batch_size)
 
 
-def warmup_jit_bias_gelu_all_dtypes(ffn_hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
+def warmup_jit_bias_gelu_all_dtypes(
+    ffn_hidden_size: int, seq_length: int, micro_batch_size: int
+) -> None:
     """Call `warmup_jit_bias_gelu` for float32, bfloat16 and float16."""
     for dtype in _DTYPES:
         warmup_jit_bias_gelu(ffn_hidden_size, dtype, seq_length, micro_batch_size)
 
 
-def warmup_jit_l2normalization_all_dtypes(hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
+def warmup_jit_l2normalization_all_dtypes(
+    hidden_size: int, seq_length: int, micro_batch_size: int
+) -> None:
     """Call `warmup_jit_l2normalization` for float32, bfloat16 and float16."""
     for dtype in _DTYPES:
         warmup_jit_l2normalization(hidden_size, dtype, seq_length, micro_batch_size)

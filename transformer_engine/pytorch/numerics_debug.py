@@ -55,11 +55,15 @@ def fp8_tensor_statistics(tensor: Any, fp8_format: str = "E4M3") -> tuple[int, i
         raise ValueError("tensor has no row-wise codes; quantize it with rowwise=True")
     dtype, maximum = _ELEMENTS[fp8_format]
     if codes.element_size() != 1:
-        raise TypeError(f"tensor is {codes.dtype}; give FP8 codes as uint8 or float8, or a Float8Tensor")
+        raise TypeError(
+            f"tensor is {codes.dtype}; give FP8 codes as uint8 or float8, or a Float8Tensor"
+        )
     values = (codes if codes.is_floating_point() else codes.view(dtype)).float()
     zeros, largest = int((values == 0.0).sum()), int((values.abs() == maximum).sum())
     if _enabled:
-        print(f"{fp8_format} {list(codes.shape)}: {zeros} zeros, {largest} at the maximum {maximum:g}")
+        print(
+            f"{fp8_format} {list(codes.shape)}: {zeros} zeros, {largest} at the maximum {maximum:g}"
+        )
     return zeros, largest
 
 
@@ -78,7 +82,9 @@ def print_rank_0(*values: object) -> None:
 def compare_tensors(a: Tensor, b: Tensor) -> None:
     """Print the largest absolute difference between two equally shaped tensors, and the values at its position."""
     if a.shape != b.shape:
-        raise ValueError(f"the tensors are {list(a.shape)} and {list(b.shape)}; give two of one shape")
+        raise ValueError(
+            f"the tensors are {list(a.shape)} and {list(b.shape)}; give two of one shape"
+        )
     difference = (a.float() - b.float()).abs().flatten()
     if difference.numel() == 0:
         print("both tensors are empty")

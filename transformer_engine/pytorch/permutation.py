@@ -23,7 +23,14 @@ from .functions.permutation_checks import (
     check_rows,
     read_chunks,
 )
-from .primitives.permutation import INDEX, MASK, Routes, rows_of_chunks, rows_of_indices, rows_of_mask
+from .primitives.permutation import (
+    INDEX,
+    MASK,
+    Routes,
+    rows_of_chunks,
+    rows_of_indices,
+    rows_of_mask,
+)
 from .runtime.autograd import check_transforms
 from .runtime.checks import tensor, tensor_or_none
 from .runtime.device_checks import demand
@@ -77,7 +84,9 @@ def moe_permute(
         return permute(inp, routes, rows)[0], routes.map
     tokens, places = routing_map.shape
     if routing_map.dtype != torch.int32:
-        warnings.warn(f"routing_map is {routing_map.dtype}; by index it is int32, converted", stacklevel=2)
+        warnings.warn(
+            f"routing_map is {routing_map.dtype}; by index it is int32, converted", stacklevel=2
+        )
         routing_map = routing_map.int()
     rows = min(rows, tokens * places) if rows > 0 else tokens * places
     # The lowest index, if reading it does not wait for a device.
@@ -144,7 +153,9 @@ def moe_permute_and_pad_with_probs(
             f"[{experts}], one an expert"
         )
     counts = tokens_per_expert.to(inp.device, torch.int64)
-    if tokens_per_expert.is_floating_point() and bool((tokens_per_expert.to(inp.device) != counts).any()):
+    if tokens_per_expert.is_floating_point() and bool(
+        (tokens_per_expert.to(inp.device) != counts).any()
+    ):
         raise ValueError(
             f"tokens_per_expert={tokens_per_expert.tolist()} holds fractions; give whole numbers"
         )
@@ -208,7 +219,9 @@ def moe_unpermute(
     places = _places(row_id_map, merging_probs, shape) if map_type == INDEX else 0
     routes = _load_map_routes(row_id_map, map_type, places, pad_offsets)
     if merging_probs is not None:
-        check_probs("merging_probs", merging_probs, inp, torch.Size((routes.tokens, routes.columns)))
+        check_probs(
+            "merging_probs", merging_probs, inp, torch.Size((routes.tokens, routes.columns))
+        )
     if shape is not None and shape != (routes.tokens, inp.shape[1]):
         _reject_restored(shape, (routes.tokens, inp.shape[1]), map_type)
     demand(check_last_row, (_last_row(routes),), inp.shape[0])
@@ -229,7 +242,9 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     split_sizes, sorted_index = read_chunks(inp, split_sizes, sorted_index)
     if inp.numel() == 0:
         return inp.clone()
-    return permute(inp, _chunk_routes(inp, split_sizes, sorted_index), inp.shape[0], every_row=True)[0]
+    return permute(
+        inp, _chunk_routes(inp, split_sizes, sorted_index), inp.shape[0], every_row=True
+    )[0]
 
 
 @suggests_keywords
@@ -266,7 +281,9 @@ def _mask_routes(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]
     if num_out_tokens >= 0:
         demand(check_row_count, (numbers,), num_out_tokens)
         return routes, num_out_tokens
-    if torch.compiler.is_compiling() or (routing_map.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (
+        routing_map.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
         raise ValueError(
             "num_out_tokens=-1 synchronizes with the device, which graph capture and torch.compile rule out; give the "
             "number of routes"
@@ -321,7 +338,9 @@ def _places(row_id_map: Tensor, probs: Tensor | None, shape: tuple[int, int] | N
     return max(1, row_id_map.shape[0] // shape[0])
 
 
-def _load_map_routes(row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tensor | None) -> Routes:
+def _load_map_routes(
+    row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tensor | None
+) -> Routes:
     """Return the routes of a map; `places` is k of a map by index."""
     if map_type == MASK:
         tokens, cells = row_id_map.shape if row_id_map.dim() == 2 else (0, 0)
@@ -331,7 +350,9 @@ def _load_map_routes(row_id_map: Tensor, map_type: str, places: int, pad_offsets
             )
         experts = cells // 2
         if pad_offsets is not None and tuple(pad_offsets.shape) != (experts,):
-            raise ValueError(f"pad_offsets is {list(pad_offsets.shape)}; give [{experts}], one an expert")
+            raise ValueError(
+                f"pad_offsets is {list(pad_offsets.shape)}; give [{experts}], one an expert"
+            )
         return Routes(row_id_map.contiguous(), MASK, tokens, experts, pad_offsets)
     if pad_offsets is not None:
         warn_once(

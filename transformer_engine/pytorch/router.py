@@ -40,7 +40,9 @@ class RoutingMapFormat(enum.IntEnum):
     """Routing map encoding."""
 
     BYTEMAP = 0  # bool [.., E]
-    BITMAP_U8 = 1  # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0
+    BITMAP_U8 = (
+        1  # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0
+    )
 
 
 class QBHistogramMode(enum.Enum):
@@ -108,7 +110,9 @@ def fused_topk_with_score_function(
     Returns:
         `(probs [..., E], routing_map)`: the weights in the dtype of the logits, 0 for other experts.
     """
-    topk, groups, scale = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
+    topk, groups, scale = check_choice(
+        logits, topk, num_groups, group_topk, scaling_factor, score_function
+    )
     use_pre_softmax = to_bool("use_pre_softmax", use_pre_softmax)
     expert_bias = check_bias(expert_bias, logits, score_function)
     counted = check_histogram(qb_histogram, qb_bin_bounds, qb_histogram_mode, logits)
@@ -198,7 +202,9 @@ def token_total(total: int | Tensor, device: torch.device) -> int | Tensor:
     """Return `total_num_tokens` as an int, or as a one-element tensor on the device."""
     if isinstance(total, Tensor):
         if total.numel() != 1:
-            raise ValueError(f"total_num_tokens is {total.dtype} {list(total.shape)}; give one whole number")
+            raise ValueError(
+                f"total_num_tokens is {total.dtype} {list(total.shape)}; give one whole number"
+            )
         if total.device == device:
             return total
     return to_int("total_num_tokens", total, 1)
@@ -207,7 +213,9 @@ def token_total(total: int | Tensor, device: torch.device) -> int | Tensor:
 def finite(name: str, value: Any) -> float:
     """Convert the value to a float; raise ValueError for infinities and NaN."""
     found = to_float(name, value)
-    if not -math.inf < found < math.inf:  # `math.isfinite` does not take the symbols of torch.compile
+    if (
+        not -math.inf < found < math.inf
+    ):  # `math.isfinite` does not take the symbols of torch.compile
         raise ValueError(f"{name}={found} is not finite; give a finite number")
     return found
 
@@ -251,9 +259,13 @@ def check_choice(
     if logits.dtype not in _LOGITS:
         raise ValueError(f"logits is {logits.dtype}; give float32, bfloat16 or float16")
     if logits.dim() < 1 or logits.numel() == 0:
-        raise ValueError(f"logits is {list(logits.shape)}; give [tokens, experts], at least one of each")
+        raise ValueError(
+            f"logits is {list(logits.shape)}; give [tokens, experts], at least one of each"
+        )
     if logits.numel() > _MOST:
-        raise ValueError(f"logits has {logits.numel()} elements > {_MOST}; give fewer tokens at a time")
+        raise ValueError(
+            f"logits has {logits.numel()} elements > {_MOST}; give fewer tokens at a time"
+        )
     check_option("score_function", score_function, SCORE_FUNCTIONS)
     scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
     topk = to_int("topk", topk, 1)
@@ -269,7 +281,9 @@ def check_choice(
             f"num_groups={num_groups} does not divide {experts} experts; give groups of equal size"
         )
     if group_topk > num_groups:
-        raise ValueError(f"group_topk={group_topk} > num_groups={num_groups}; choose from fewer groups")
+        raise ValueError(
+            f"group_topk={group_topk} > num_groups={num_groups}; choose from fewer groups"
+        )
     if topk % group_topk or topk // group_topk > experts // num_groups:
         raise ValueError(
             f"topk={topk} with group_topk={group_topk} takes {topk / group_topk:g} of the {experts // num_groups} "
@@ -284,21 +298,32 @@ def check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> Tens
         return None
     tensor("expert_bias", bias)
     if score_function == SOFTMAX:
-        raise ValueError("expert_bias goes with 'sigmoid' and 'sqrtsoftplus'; leave it None with 'softmax'")
+        raise ValueError(
+            "expert_bias goes with 'sigmoid' and 'sqrtsoftplus'; leave it None with 'softmax'"
+        )
     if tuple(bias.shape) != logits.shape[-1:]:
-        raise ValueError(f"expert_bias is {list(bias.shape)}; give [{logits.shape[-1]}], one an expert")
+        raise ValueError(
+            f"expert_bias is {list(bias.shape)}; give [{logits.shape[-1]}], one an expert"
+        )
     same_device("expert_bias", bias, "logits", logits.device)
     return bias.float()
 
 
 def check_histogram(
-    histogram: Tensor | None, bounds: Tensor | None, mode: QBHistogramMode | str | None, logits: Tensor
+    histogram: Tensor | None,
+    bounds: Tensor | None,
+    mode: QBHistogramMode | str | None,
+    logits: Tensor,
 ) -> tuple[Tensor, Tensor] | None:
     """Return `(histogram, bounds)` for quantile balancing, None without it."""
     if histogram is None and bounds is None and mode is None:
         return None
     if histogram is None or bounds is None or mode is None:
-        missing = ("qb_histogram", histogram), ("qb_bin_bounds", bounds), ("qb_histogram_mode", mode)
+        missing = (
+            ("qb_histogram", histogram),
+            ("qb_bin_bounds", bounds),
+            ("qb_histogram_mode", mode),
+        )
         names = ", ".join(name for name, value in missing if value is None)
         raise ValueError(
             f"{names} is None; qb_histogram, qb_bin_bounds and qb_histogram_mode are provided together: give all three"
@@ -353,7 +378,11 @@ def mark_qb_bin_bounds_validated(bin_bounds: Tensor) -> None:
         ValueError: The tensor has another dtype, shape or layout, or is an inference tensor.
     """
     tensor("bin_bounds", bin_bounds)
-    if bin_bounds.dtype != torch.float32 or tuple(bin_bounds.shape) != (2,) or not bin_bounds.is_contiguous():
+    if (
+        bin_bounds.dtype != torch.float32
+        or tuple(bin_bounds.shape) != (2,)
+        or not bin_bounds.is_contiguous()
+    ):
         raise ValueError(
             f"bin_bounds is {bin_bounds.dtype} {list(bin_bounds.shape)} with strides {bin_bounds.stride()}; give "
             "contiguous float32 [2]"
@@ -373,11 +402,22 @@ def _check_bounds(bounds: list[float]) -> None:
 
 
 def check_margins(
-    topk: int, groups: tuple[int, int] | None, score_function: str, bias: Tensor | None, logits: Tensor
+    topk: int,
+    groups: tuple[int, int] | None,
+    score_function: str,
+    bias: Tensor | None,
+    logits: Tensor,
 ) -> None:
     """Raise ValueError for a choice whose margins cannot be counted."""
-    if score_function != "sigmoid" or bias is None or groups is not None or topk >= logits.shape[-1]:
-        setting = f"score_function={score_function!r}, expert_bias {'None' if bias is None else 'given'}"
+    if (
+        score_function != "sigmoid"
+        or bias is None
+        or groups is not None
+        or topk >= logits.shape[-1]
+    ):
+        setting = (
+            f"score_function={score_function!r}, expert_bias {'None' if bias is None else 'given'}"
+        )
         raise ValueError(
             f"qb_histogram with {setting}, topk={topk} of {logits.shape[-1]} experts"
             f"{'' if groups is None else ' in groups'}; it takes 'sigmoid' with a bias, no groups, and fewer than all "
@@ -393,7 +433,11 @@ def check_indices(indices: Tensor, logits: Tensor, topk: int, map: str) -> None:
             "topk_indices take the place of the map; leave routing_map_format 'bytemap' with them"
         )
     shape = (*logits.shape[:-1], topk)
-    if indices.dtype not in _INDICES or tuple(indices.shape) != shape or not indices.is_contiguous():
+    if (
+        indices.dtype not in _INDICES
+        or tuple(indices.shape) != shape
+        or not indices.is_contiguous()
+    ):
         raise ValueError(
             f"topk_indices is {indices.dtype} {list(indices.shape)}; give contiguous int16, int32 or int64 "
             f"{list(shape)}"

@@ -16,7 +16,13 @@ from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
 from .compat.argument_orders import accepts_older_orders, declare_call
 from .compat.replaceable import is_unintercepted
-from .constants import ActivationName, CPLoadBalancingStrategy, NormalizationName, SoftmaxType, TensorFormat
+from .constants import (
+    ActivationName,
+    CPLoadBalancingStrategy,
+    NormalizationName,
+    SoftmaxType,
+    TensorFormat,
+)
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts, size_or_none, window
@@ -84,7 +90,11 @@ def _write_setting(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 @configure_class(
-    TransformerLayerConfig, fixed=FIXED, handed_down=CHILD_ATTRIBUTES, written=_write_setting, rules=RULES
+    TransformerLayerConfig,
+    fixed=FIXED,
+    handed_down=CHILD_ATTRIBUTES,
+    written=_write_setting,
+    rules=RULES,
 )
 class TransformerLayer(CheckedLoading):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
@@ -129,35 +139,66 @@ class TransformerLayer(CheckedLoading):
     tp_size: int
 
     @accepts_older_orders(
-        v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "enc_dec_bottom_right_diagonal")
+        v2_19=("softcap",),
+        v2_11=("bottom_right_diagonal", "softcap", "enc_dec_bottom_right_diagonal"),
     )
     @accepts(**RULES, **LAYER_RULES)
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int,
-        num_gqa_groups: int | None = None, layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1,
-        attention_dropout: float = 0.1, init_method: Callable | None = None,
-        output_layer_init_method: Callable | None = None, layer_number: int | None = None,
-        kv_channels: int | None = None, self_attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        softcap: float = 0.0, enc_dec_attn_mask_type: str = "no_mask",
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        enc_dec_attn_mask_type: str = "no_mask",
         enc_dec_bottom_right_diagonal: bool | None = None,
-        enc_dec_window_size: tuple[int, int] | None = None, tp_group: Any = None, tp_size: int = 1,
-        params_dtype: torch.dtype | None = None, get_rng_state_tracker: Callable | None = None,
-        fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
-        micro_batch_size: int | None = None, sequence_parallel: bool = False,
-        apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
-        parallel_attention_mlp: bool = False, layer_type: Literal["encoder", "decoder"] = "encoder",
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: Literal["encoder", "decoder"] = "encoder",
         drop_path_rate: float = 0.0,
-        set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
-        rotary_pos_interleaved: bool = False, zero_centered_gamma: bool = False,
-        qkv_weight_interleaved: bool = True, ub_tp_comm_overlap: bool = False,
-        ub_overlap_ag: bool = True, ub_overlap_rs: bool = True, ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = True, ub_bulk_wgrad: bool = True, bias: bool = True,
-        activation: ActivationName = "gelu", activation_params: dict[str, float] | None = None,
-        normalization: NormalizationName = "LayerNorm", device: torch.device | str | int = "cuda",
-        attn_input_format: TensorFormat = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, softmax_type: SoftmaxType = "vanilla",
-    ) -> None:  # fmt: skip
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: ActivationName = "gelu",
+        activation_params: dict[str, float] | None = None,
+        normalization: NormalizationName = "LayerNorm",
+        device: torch.device | str | int = "cuda",
+        attn_input_format: TensorFormat = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: SoftmaxType = "vanilla",
+    ) -> None:
         arguments = dict(locals())
         super().__init__()
         check_layer_options(
@@ -240,9 +281,13 @@ class TransformerLayer(CheckedLoading):
                 child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        self,
+        cp_group: Any,
+        cp_global_ranks: list[int] | None,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
         load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set the ranks that share the sequence, see `DotProductAttention`."""
         for child in (self.self_attention, self.inter_attention):
             if child is not None:
@@ -300,19 +345,44 @@ class TransformerLayer(CheckedLoading):
 
         The other arguments are as in `MultiheadAttention.forward`.
         """
-        # fmt: off
         self_inputs = pack_arguments(
-            attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
-            core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
-            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
-            thd_attention_policies, thd_attention_policy_dispatch,
+            attention_mask,
+            cu_seqlens_q,
+            cu_seqlens_q,
+            cu_seqlens_q_padded,
+            cu_seqlens_q_padded,
+            core_attention_bias,
+            alibi_slopes,
+            inference_params,
+            max_seqlen_q,
+            max_seqlen_q,
+            self_attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            core_attention_bias_type,
+            pad_between_seqs,
+            softcap,
+            thd_attention_policies,
+            thd_attention_policy_dispatch,
         )
         cross_inputs = pack_arguments(
-            enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-            None, None, None, max_seqlen_q, max_seqlen_kv, enc_dec_attn_mask_type,
-            enc_dec_window_size, enc_dec_bottom_right_diagonal, "no_bias", pad_between_seqs, softcap,
+            enc_dec_attn_mask,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            None,
+            None,
+            None,
+            max_seqlen_q,
+            max_seqlen_kv,
+            enc_dec_attn_mask_type,
+            enc_dec_window_size,
+            enc_dec_bottom_right_diagonal,
+            "no_bias",
+            pad_between_seqs,
+            softcap,
         )
-        # fmt: on
         modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
         self._check_cross(hidden_states, cross_inputs, encoder_output)
         dtype = autocast_dtype(hidden_states.device.type) if autocast_is_active() else None
@@ -323,7 +393,13 @@ class TransformerLayer(CheckedLoading):
         is_parallel = self._config.parallel_attention_mlp
         uses_residual = not (is_parallel or torch.compiler.is_compiling())
         attended, residual = _attend(
-            self.self_attention, hidden_states, self_inputs, None, rotary_pos_emb, *modes, uses_residual
+            self.self_attention,
+            hidden_states,
+            self_inputs,
+            None,
+            rotary_pos_emb,
+            *modes,
+            uses_residual,
         )
         mlp = self.layernorm_mlp
         if is_parallel:
@@ -333,13 +409,21 @@ class TransformerLayer(CheckedLoading):
             del attended, residual  # without a backward pass, this frees their memory
             if self.inter_attention is not None:
                 attended, residual = _attend(
-                    self.inter_attention, hidden_states, cross_inputs, encoder_output, None, *modes, uses_residual
-                )  # fmt: skip
+                    self.inter_attention,
+                    hidden_states,
+                    cross_inputs,
+                    encoder_output,
+                    None,
+                    *modes,
+                    uses_residual,
+                )
                 hidden_states = self._add(attended, residual)
                 del attended, residual
             residual = hidden_states
             if uses_residual and is_unintercepted(mlp, LayerNormMLP):
-                transformed, residual = mlp.forward_with_residual(hidden_states, is_first_microbatch)
+                transformed, residual = mlp.forward_with_residual(
+                    hidden_states, is_first_microbatch
+                )
             else:
                 transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         hidden_states = self._add(transformed, residual)
@@ -361,7 +445,9 @@ class TransformerLayer(CheckedLoading):
         """
         if (self._config.layer_type == "decoder") != (encoder_output is not None):
             if encoder_output is None:
-                raise ValueError("layer_type='decoder' needs encoder_output, which is None; match the two")
+                raise ValueError(
+                    "layer_type='decoder' needs encoder_output, which is None; match the two"
+                )
             warn_once(
                 "encoder_output",
                 "encoder_output has no effect on a TransformerLayer with layer_type='encoder', which has no cross "
@@ -371,7 +457,9 @@ class TransformerLayer(CheckedLoading):
             tensor("hidden_states", hidden_states)
         if self.inter_attention is not None:
             self.inter_attention.check_call(hidden_states, arguments, encoder_output)
-        elif not (arguments.attn_mask_type is arguments.window_size is arguments.max_seqlen_kv is None):
+        elif not (
+            arguments.attn_mask_type is arguments.window_size is arguments.max_seqlen_kv is None
+        ):
             # These are cross attention arguments, which the layer does not have.
             if arguments.attn_mask_type is not None:
                 RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", arguments.attn_mask_type)
@@ -419,12 +507,22 @@ def _attend(
     """Call an attention layer; return its outputs, and hidden_states as the residual."""
     if uses_residual and is_unintercepted(attention, MultiheadAttention):
         return attention.attend(
-            hidden_states, arguments, encoder_output, rotary_pos_emb, is_first_microbatch,
-            checkpoint_core_attention, fast_zero_fill, uses_residual,
-        )  # fmt: skip
+            hidden_states,
+            arguments,
+            encoder_output,
+            rotary_pos_emb,
+            is_first_microbatch,
+            checkpoint_core_attention,
+            fast_zero_fill,
+            uses_residual,
+        )
     outputs = attention(
-        hidden_states, encoder_output=encoder_output, rotary_pos_emb=rotary_pos_emb,
-        is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
-        fast_zero_fill=fast_zero_fill, **arguments.as_keywords(),
-    )  # fmt: skip
+        hidden_states,
+        encoder_output=encoder_output,
+        rotary_pos_emb=rotary_pos_emb,
+        is_first_microbatch=is_first_microbatch,
+        checkpoint_core_attention=checkpoint_core_attention,
+        fast_zero_fill=fast_zero_fill,
+        **arguments.as_keywords(),
+    )
     return outputs, hidden_states

@@ -28,7 +28,12 @@ CHILD_ATTRIBUTES = {
 }
 # Settings that determined which children exist; they cannot be assigned.
 FIXED = frozenset(
-    {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
+    {
+        "apply_residual_connection_post_layernorm",
+        "layer_type",
+        "output_layernorm",
+        "parallel_attention_mlp",
+    }
 )
 
 

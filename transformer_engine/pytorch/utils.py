@@ -78,7 +78,10 @@ __all__ = [
     "validate_rng_states_func",
 ]
 
-_ROWS, _DEPTH = 8, 16  # FP8 products of tensors with one scale have sizes that are multiples of these
+_ROWS, _DEPTH = (
+    8,
+    16,
+)  # FP8 products of tensors with one scale have sizes that are multiples of these
 
 
 def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
@@ -268,13 +271,19 @@ def combine_tensors(tensors: Sequence[Tensor], dim: int) -> Tensor:
     step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
     memory = first.untyped_storage().data_ptr()
     for index, tensor in enumerate(tensors):
-        same = (tensor.shape, tensor.stride(), tensor.dtype) == (first.shape, first.stride(), first.dtype)
+        same = (tensor.shape, tensor.stride(), tensor.dtype) == (
+            first.shape,
+            first.stride(),
+            first.dtype,
+        )
         if (
             not same
             or tensor.untyped_storage().data_ptr() != memory
             or offsets[index] != offsets[0] + index * step
         ):
-            raise ValueError(f"tensor {index} is not an equally spaced view of one memory; use torch.stack")
+            raise ValueError(
+                f"tensor {index} is not an equally spaced view of one memory; use torch.stack"
+            )
     axis = dim + first.dim() + 1 if dim < 0 else dim
     shape: list[Any] = list(first.shape)
     stride: list[Any] = list(first.stride())
@@ -300,7 +309,9 @@ def validate_rng_states_func(get_rng_tracker: Callable[[], Any]) -> None:
         ValueError: `fork` does not return a context manager.
     """
     if not callable(get_rng_tracker):
-        raise TypeError(f"get_rng_tracker={described(get_rng_tracker)} is not callable; give a function")
+        raise TypeError(
+            f"get_rng_tracker={described(get_rng_tracker)} is not callable; give a function"
+        )
     tracker = get_rng_tracker()
     for method in ("get_states", "set_states", "fork"):
         if not callable(getattr(tracker, method, None)):
@@ -338,7 +349,9 @@ def canonicalize_device(device: torch.device | str | None) -> torch.device:
     Without a GPU, "cuda" and None mean the CPU.
     """
     default = torch.get_default_device()
-    return canonical_device((default if default.type == "cuda" else "cuda") if device is None else device)
+    return canonical_device(
+        (default if default.type == "cuda" else "cuda") if device is None else device
+    )
 
 
 def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -360,7 +373,9 @@ def canonicalize_process_group(group: dist_group_type | None) -> dist_group_type
         return group
     world = torch.distributed.group.WORLD
     if world is None:
-        raise RuntimeError("torch.distributed is not initialized; call init_process_group, or give a group")
+        raise RuntimeError(
+            "torch.distributed is not initialized; call init_process_group, or give a group"
+        )
     return world
 
 

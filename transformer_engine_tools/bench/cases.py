@@ -17,7 +17,9 @@ from .kernel_cases import KERNELS
 # Module recipes; the first one means no recipe: parameters and arithmetic in bfloat16.
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
 # A recipe may quantize to more than one format.
-QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
+QUANTIZATIONS = {
+    sample.name: (family.name, sample) for family in all_families() for sample in family.samples
+}
 BYTES = 2  # per bfloat16 element
 Families = Callable[[tuple[str, ...], bool], "Iterator[Case]"]
 
@@ -173,7 +175,9 @@ def _ops(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
                     "made_of": made_of,
                 }
                 work = products * _product(rows, hidden, width, True)
-                yield Case(f"ops_fb/{recipe}/{kind}_{made_of}", "ops", recipe, sizes, operations=work)
+                yield Case(
+                    f"ops_fb/{recipe}/{kind}_{made_of}", "ops", recipe, sizes, operations=work
+                )
 
 
 # (kind, batch, sequence, heads, key-value heads, head size, with a forward-only case too)
@@ -199,7 +203,11 @@ def _attention(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
             passes = [("f", False)] if forward_too else []
             passes += [("fb", False), ("fb", True)] if recipe == "delayed" else [("fb", False)]
             window = int(kind.removeprefix("window")) if kind.startswith("window") else None
-            pairs = sequence * sequence / 2 if window is None else sequence * window - window * window / 2
+            pairs = (
+                sequence * sequence / 2
+                if window is None
+                else sequence * window - window * window / 2
+            )
             for name, in_fp8 in passes:
                 yield Case(
                     f"dpa_{name}/{recipe}/{kind}_b{batch}_s{sequence}_h{heads}_{groups}_d{size}"
@@ -225,7 +233,10 @@ def _layer(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     sizes = {"hidden": 4096, "inner": 14336, "heads": 32, "groups": 8, "sequence": 8192}
     label = "llama8b_s8192"
     if quick:
-        sizes, label = {"hidden": 256, "inner": 512, "heads": 4, "groups": 2, "sequence": 128}, "h256_s128"
+        sizes, label = (
+            {"hidden": 256, "inner": 512, "heads": 4, "groups": 2, "sequence": 128},
+            "h256_s128",
+        )
     kv_width = sizes["groups"] * sizes["hidden"] // sizes["heads"]
     weights = sizes["hidden"] * (2 * sizes["hidden"] + 2 * kv_width + 3 * sizes["inner"])
     attention = 2 * sizes["sequence"] ** 2 * sizes["hidden"]
@@ -278,7 +289,8 @@ def _offload(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
             "offload",
             recipe,
             sizes,
-            operations=sizes["layers"] * _product(sizes["rows"], sizes["width"], sizes["width"], True),
+            operations=sizes["layers"]
+            * _product(sizes["rows"], sizes["width"], sizes["width"], True),
         )
 
 

@@ -56,10 +56,14 @@ def read(path: Path) -> dict[str, Figures]:
     if not isinstance(rows, list) or not all(
         isinstance(row, dict) and isinstance(row.get("case"), str) for row in rows
     ):
-        raise ValueError(f"{path} does not hold a list of cases; give a file that te bench --json wrote")
+        raise ValueError(
+            f"{path} does not hold a list of cases; give a file that te bench --json wrote"
+        )
     found = {
         name: {
-            row["case"]: _figures(row) for row in rows if row.get("provider", "te") == name and _figures(row)
+            row["case"]: _figures(row)
+            for row in rows
+            if row.get("provider", "te") == name and _figures(row)
         }
         for name in ENGINES
     }
@@ -102,7 +106,9 @@ def print_comparison(console: Console, first: Path, second: Path) -> None:
     """Print a table with the ratios and their geometric means by family; raise ValueError without common cases."""
     shared = pairs(read(first), read(second))
     if not shared:
-        raise ValueError(f"{first} and {second} have no case in common; run the same families for both")
+        raise ValueError(
+            f"{first} and {second} have no case in common; run the same families for both"
+        )
     console.print(f"A = {first}\nB = {second}\nratios are B / A: below 1, B is faster or smaller")
     table = Table("case", title="B / A", title_justify="left")
     for heading in MEASURES.values():

@@ -41,9 +41,7 @@ QUICK_ON_RANKS = Effort(warmup=2, budget_ms=20.0, fewest=2, most=10)
 ROUNDS = 2  # each variant is measured in turns, so that a clock change affects all variants
 TRACED_STEPS = 3
 HOST_STEPS = 5
-LONG_MS = (
-    300.0  # a longer step is measured once per round, because its launches and clock changes hardly matter
-)
+LONG_MS = 300.0  # a longer step is measured once per round, because its launches and clock changes hardly matter
 GRAPHED = ("layer_tp", "layer_sp", "layer_ub")  # families whose passes are also captured
 Group = Any  # dist.ProcessGroup
 
@@ -76,7 +74,8 @@ class RanksRow:
         """Fields that are not None, with rounded figures."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return {
-            name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in values.items()
         }
 
 
@@ -164,7 +163,9 @@ def _figures(
         steps["one"] = build_step(case, None, device)
     if on_gpu and case.family in GRAPHED:
         steps["graphed"] = build_step(case, groups.world, device, graphed=True)
-    times = dict(zip(steps, _time_in_turns(list(steps.values()), groups, device, effort), strict=True))
+    times = dict(
+        zip(steps, _time_in_turns(list(steps.values()), groups, device, effort), strict=True)
+    )
     if "one" in steps:
         peak = peak_mib(steps["one"], device)
         alone[case.one_device] = statistics.mean(groups.gathered(times["one"])), peak
@@ -176,7 +177,9 @@ def _figures(
     if on_gpu:
         repeated = 1 if is_long else TRACED_STEPS
         traced = {
-            name: traced_exposure(steps[name], repeated) for name in steps if name in ("world", "graphed")
+            name: traced_exposure(steps[name], repeated)
+            for name in steps
+            if name in ("world", "graphed")
         }
     slowest = _greatest(groups.gathered({**times, "host": host, "peak": peak}))
     exposed = _greatest(groups.gathered(traced))
@@ -208,7 +211,9 @@ def _greatest(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
     return found
 
 
-def _host_ms(step: Callable[[], object], groups: Groups, device: torch.device, repeated: int) -> float:
+def _host_ms(
+    step: Callable[[], object], groups: Groups, device: torch.device, repeated: int
+) -> float:
     """Measure the median milliseconds until a step returns to the host, with no earlier work in the queue."""
     times = []
     for _ in range(repeated):
@@ -253,7 +258,9 @@ def _time_in_turns(
     return [statistics.median(times) for times in samples]
 
 
-def _intervals(step: Callable[[], object], count: int, groups: Groups, device: torch.device) -> list[float]:
+def _intervals(
+    step: Callable[[], object], count: int, groups: Groups, device: torch.device
+) -> list[float]:
     """Measure the milliseconds between the ends of consecutive steps; the ranks start together."""
     _synchronize(groups, device)
     if device.type != "cuda":
@@ -285,7 +292,8 @@ def traced_exposure(step: Callable[[], object], repeated: int = TRACED_STEPS) ->
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
         # Host ranges, such as "nccl:all_reduce", are not kernels.
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:")
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith("nccl:")
     ]
     return exposure(kernels)
 

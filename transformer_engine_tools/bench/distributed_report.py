@@ -26,12 +26,19 @@ from .report import write
 
 # Field: heading and format.
 HEADINGS = {
-    "one_ms": ("one ms", "{:.3f}"), "eager_ms": ("ranks ms", "{:.3f}"), "speedup": ("speedup", "{:.2f}"),
-    "compute_ms": ("compute ms", "{:.3f}"), "exposed": ("exposed", "{:.1%}"), "rate": ("GB/s", "{:.3g}"),
-    "host_ms": ("host ms", "{:.3f}"), "graphed_ms": ("graph ms", "{:.3f}"),
-    "graphed_speedup": ("graph speedup", "{:.2f}"), "graphed_exposed": ("graph exposed", "{:.1%}"),
-    "one_mib": ("one MiB", "{:.0f}"), "peak_mib": ("rank MiB", "{:.0f}"),
-}  # fmt: skip
+    "one_ms": ("one ms", "{:.3f}"),
+    "eager_ms": ("ranks ms", "{:.3f}"),
+    "speedup": ("speedup", "{:.2f}"),
+    "compute_ms": ("compute ms", "{:.3f}"),
+    "exposed": ("exposed", "{:.1%}"),
+    "rate": ("GB/s", "{:.3g}"),
+    "host_ms": ("host ms", "{:.3f}"),
+    "graphed_ms": ("graph ms", "{:.3f}"),
+    "graphed_speedup": ("graph speedup", "{:.2f}"),
+    "graphed_exposed": ("graph exposed", "{:.1%}"),
+    "one_mib": ("one MiB", "{:.0f}"),
+    "peak_mib": ("rank MiB", "{:.0f}"),
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,9 @@ def measure_on_ranks(request: RanksRequest) -> None:
         for row in run_on_ranks(request.cases(ranks), groups, device, effort):
             rows.append(row)
             if first and request.json is not None:
-                with writing(request.json, "free some space there, or choose another file with --json"):
+                with writing(
+                    request.json, "free some space there, or choose another file with --json"
+                ):
                     write(request.json, as_dict(rows, ranks))
     if first:
         print_rows(console, rows)
@@ -97,7 +106,9 @@ def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
     """Print one table per family, without columns that no family row fills."""
     for family in dict.fromkeys(row.family for row in rows):
         members = [row for row in rows if row.family == family]
-        columns = [name for name in HEADINGS if any(getattr(row, name) is not None for row in members)]
+        columns = [
+            name for name in HEADINGS if any(getattr(row, name) is not None for row in members)
+        ]
         table = Table(title=family, title_justify="left")
         table.add_column("case", overflow="fold")
         for name in columns:
@@ -115,7 +126,9 @@ def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
 def as_dict(rows: Sequence[RanksRow], ranks: int) -> dict[str, Any]:
     """JSON file content: machine, ranks, torch, command, meaning and results."""
     # Not `transformer_engine_tools.machine`: it starts JAX, which changes the process's current GPU.
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    )
     return {
         "machine": device,
         "ranks": ranks,

@@ -123,7 +123,8 @@ def _attention(case: RanksCase, group: Any, device: torch.device) -> Step:
         _share_sequence(module, case, group, device)
     tokens = a["sequence"] // _ranks(group)
     qkv = tuple(
-        _random(device, 1, tokens, heads, a["width"]) for heads in (a["heads"], a["groups"], a["groups"])
+        _random(device, 1, tokens, heads, a["width"])
+        for heads in (a["heads"], a["groups"], a["groups"])
     )
     options = {} if case.recipe == "bf16" else {"fp8_dpa": True}
     return Workload(module, qkv, context=_precision(case, group, **options)).step(backward=True)
@@ -138,7 +139,9 @@ def _layer_step(
     graphed: bool = False,
 ) -> Step:
     a = case.arguments
-    angles = RotaryPositionEmbedding(a["hidden"] // a["heads"])(max_seq_len=a["sequence"]).to(device)
+    angles = RotaryPositionEmbedding(a["hidden"] // a["heads"])(max_seq_len=a["sequence"]).to(
+        device
+    )
     x = _random(device, tokens, 1, a["hidden"])
     context = _precision(case, group)
     if graphed:
@@ -154,7 +157,9 @@ def _layer_step(
     return Workload(module, (x,), {"rotary_pos_emb": angles}, context).step(backward=True)
 
 
-def _tensor_parallel_layer(case: RanksCase, group: Any, device: torch.device, graphed: bool = False) -> Step:
+def _tensor_parallel_layer(
+    case: RanksCase, group: Any, device: torch.device, graphed: bool = False
+) -> Step:
     """Build the step of a tensor-parallel layer: with sequence parallelism in layer_sp, with overlap in layer_ub."""
     sequence, overlap = case.family != "layer_tp", case.family == "layer_ub"
     options: dict[str, Any] = {}

@@ -133,7 +133,9 @@ class _CompiledCall:
         def forward_step(state: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
             return state, function(params, state, *inputs)
 
-        def training_step(state: Any, gradient: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
+        def training_step(
+            state: Any, gradient: Any, params: Any, *inputs: Array
+        ) -> tuple[Any, Any]:
             y, pullback = jax.vjp(function, params, state, *inputs)
             params_gradient, state, *inputs_gradient = pullback(gradient)
             # Without y in the results XLA would remove the last product, which nothing else uses.
@@ -162,7 +164,9 @@ def _profile_gpu(call: _CompiledCall, host: float) -> float | None:
                 torch.cuda.synchronize()
                 jax.block_until_ready(call())
         files = sorted(Path(folder).rglob("*.xplane.pb"))
-        calls = [one for file in files for one in _calls(jax.profiler.ProfileData.from_file(str(file)))]
+        calls = [
+            one for file in files for one in _calls(jax.profiler.ProfileData.from_file(str(file)))
+        ]
     return statistics.median(calls) / 1e6 if calls else None
 
 

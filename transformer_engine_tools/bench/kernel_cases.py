@@ -60,7 +60,9 @@ def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> Kernel
 
     launch, operands = _launch(kernel, rows, width, limits)
     names = tuple(None if one is None else f"given {index}" for index, one in enumerate(operands))
-    results = tuple(None if one is None else f"made {index}" for index, one in enumerate(launch.outputs))
+    results = tuple(
+        None if one is None else f"made {index}" for index, one in enumerate(launch.outputs)
+    )
     program = Program(tuple(filter(None, names)), (ProgramStep(launch, names, results),), results)
     return KernelCall(program, tuple(one for one in operands if one is not None))
 
@@ -78,7 +80,9 @@ def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCal
         return KernelCall(program, (x, ((1,), FLOAT)))
     if kernel == "norm_codes":
         matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
-        return KernelCall(norm_codes.one_scale(matrix, scaling), (x, weight, None, ((1,), FLOAT), None))
+        return KernelCall(
+            norm_codes.one_scale(matrix, scaling), (x, weight, None, ((1,), FLOAT), None)
+        )
     if kernel == "norm_backward":
         program = norm.backward(
             rows,
@@ -136,7 +140,14 @@ def _launch(
     assert kernel == "rope"
     heads = (1, rows, width // 128, 128)
     launch = rope.rotate(
-        heads, (rows * width, width, 128), (rows, 128), 0, HALF, layout="bshd", interleaved=False,
-        transposed=False, context=(1, 0),
-    )  # fmt: skip
+        heads,
+        (rows * width, width, 128),
+        (rows, 128),
+        0,
+        HALF,
+        layout="bshd",
+        interleaved=False,
+        transposed=False,
+        context=(1, 0),
+    )
     return launch, ((heads, HALF), ((rows, 128), FLOAT), None, None)

@@ -89,7 +89,9 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
     torch.cuda.synchronize()
     runs = effort.runs(1e3 * (time.perf_counter() - start))
     other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
-    gpu, cpu = map(statistics.median, zip(*[_time_once(call, other, host) for _ in range(runs)], strict=True))
+    gpu, cpu = map(
+        statistics.median, zip(*[_time_once(call, other, host) for _ in range(runs)], strict=True)
+    )
     del other
     start = time.perf_counter()
     for _ in range(runs):

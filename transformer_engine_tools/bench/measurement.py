@@ -82,7 +82,9 @@ def measure(
             ranks = RanksRequest(device.type, recipes, tuple(request.families), parts, quick, json)
             ranks.cases(devices or default_devices())  # raises before processes are started
         elif devices is not None:
-            raise ValueError("--devices has no effect without --distributed; add it, or leave --devices out")
+            raise ValueError(
+                "--devices has no effect without --distributed; add it, or leave --devices out"
+            )
     if ranks is not None:
         with reporting(console):
             if is_torchrun_rank():
@@ -91,12 +93,16 @@ def measure(
                 launch(measure_on_ranks, devices or default_devices(), ranks)
         return
     with reporting(console):
-        chosen = _choose_cases(_recipes(request.recipes, device), quick, request.families, request.only)
+        chosen = _choose_cases(
+            _recipes(request.recipes, device), quick, request.families, request.only
+        )
         providers = _providers(request.providers)
         if plot_dir is not None and plot_dir.exists() and not plot_dir.is_dir():
             raise ValueError(f"--plot-dir {plot_dir} is a file; pass a folder")
         if plot_dir is not None and not optional.installed("matplotlib"):
-            raise ValueError(f"--plot-dir needs matplotlib; install with {optional.install_command('cli')}")
+            raise ValueError(
+                f"--plot-dir needs matplotlib; install with {optional.install_command('cli')}"
+            )
     with reporting_failures(console):
         _measure(console, device, chosen, providers, quick, json, plot_dir)
 
@@ -109,18 +115,24 @@ def _check_file(json: Path | None) -> None:
         raise ValueError(f"--json {json} is a folder; pass the path of a file")
 
 
-def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir: Path | None) -> None:
+def _check_distributed(
+    devices: int | None, provider: list[str] | None, plot_dir: Path | None
+) -> None:
     """Raise ValueError for options that --distributed does not support."""
     for name, value in (("--provider", provider), ("--plot-dir", plot_dir)):
         if value:
             raise ValueError(f"{name} has no effect with --distributed; remove one of the two")
     if devices is not None and is_torchrun_rank():
-        raise ValueError("--devices has no effect under torchrun, which starts the ranks; leave it out")
+        raise ValueError(
+            "--devices has no effect under torchrun, which starts the ranks; leave it out"
+        )
     if devices is not None and devices < 2:
         raise ValueError(f"--devices {devices} is below 2; a comparison with one device needs more")
     available = torch.cuda.device_count()
     if torch.cuda.is_available() and (devices or available) > available:
-        raise ValueError(f"--devices {devices} exceeds the {available} GPUs of this machine; give fewer")
+        raise ValueError(
+            f"--devices {devices} exceeds the {available} GPUs of this machine; give fewer"
+        )
     if torch.cuda.is_available() and available < 2 and not is_torchrun_rank():
         raise ValueError(
             "--distributed needs two GPUs, this machine has one; use torchrun on several machines"
@@ -143,20 +155,27 @@ def _recipes(names: list[str] | None, device: torch.device) -> tuple[str, ...]:
         return tuple(names)
     if device.type == "cpu":
         return ("bf16", "delayed", "current", "block")
-    return ("bf16", *(name for name in RECIPES if name in KINDS and format_support(KINDS[name]).native))
+    return (
+        "bf16",
+        *(name for name in RECIPES if name in KINDS and format_support(KINDS[name]).native),
+    )
 
 
 def _providers(names: list[str] | None) -> list[Provider]:
     providers = {provider.name: provider for provider in PROVIDERS}
     for name in names or ():
         if name not in providers:
-            raise ValueError(f"provider {name!r} does not exist; choose from {', '.join(providers)}")
+            raise ValueError(
+                f"provider {name!r} does not exist; choose from {', '.join(providers)}"
+            )
     if names:
         return [provider for name, provider in providers.items() if name in names]
     return [provider for provider in providers.values() if not provider.on_request]
 
 
-def _choose_cases(recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str) -> list[Case]:
+def _choose_cases(
+    recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str
+) -> list[Case]:
     parts = [part for part in only.split(",") if part]
     found = [
         case
@@ -198,7 +217,9 @@ def _measure(
     rows: list[Row] = []
     try:
         with console.status("measuring") as status:
-            doing = run(chosen, providers, device, roofs, effort, lambda name: status.update(escape(name)))
+            doing = run(
+                chosen, providers, device, roofs, effort, lambda name: status.update(escape(name))
+            )
             for row in doing:
                 rows.append(row)
                 if json is not None:

@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(RECIPES)}; bf16, or none, is bfloat16 without a recipe; repeatable",
     )
     parser.add_argument(
-        "--only", default="", help="only cases whose name contains one of these comma-separated texts"
+        "--only",
+        default="",
+        help="only cases whose name contains one of these comma-separated texts",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, command and figures to this file"
@@ -74,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(parser, "--quick", "small sizes and few repetitions")
     parser.add_argument(
-        "--provider", action="append", metavar="NAME", help=f"one of {', '.join(PROVIDERS)}; repeatable"
+        "--provider",
+        action="append",
+        metavar="NAME",
+        help=f"one of {', '.join(PROVIDERS)}; repeatable",
     )
     parser.add_argument(
         "--compare",
@@ -83,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="compare two files of figures, without measuring: print second / first",
     )
-    add_flag(parser, "--distributed", "time collectives, and layers on several ranks against one device")
+    add_flag(
+        parser, "--distributed", "time collectives, and layers on several ranks against one device"
+    )
     parser.add_argument(
         "--devices",
         type=int,

@@ -60,7 +60,9 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
         container = axis.barh(
             range(len(rows)), bars, color=[COLOURS.get(row.provider, OTHER) for row in rows]
         )
-        axis.bar_label(container, labels=[text.format(value) for value in bars], padding=2, fontsize=LABELS)
+        axis.bar_label(
+            container, labels=[text.format(value) for value in bars], padding=2, fontsize=LABELS
+        )
         axis.set_xlabel(label)
         axis.grid(axis="x", alpha=0.25)
         axis.set_axisbelow(True)
@@ -73,6 +75,8 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
         axis.invert_yaxis()
     providers = dict.fromkeys(row.provider for row in rows)
     handles = [axes[0].barh([0], [0], color=COLOURS.get(name, OTHER)) for name in providers]
-    figure.legend(handles, list(providers), loc="outside lower center", ncols=len(providers), frameon=False)
+    figure.legend(
+        handles, list(providers), loc="outside lower center", ncols=len(providers), frameon=False
+    )
     figure.suptitle(f"{family}, {device}")
     figure.savefig(path)

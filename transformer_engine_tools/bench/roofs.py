@@ -50,6 +50,8 @@ def measure_roofs(device: torch.device, effort: Effort) -> Roofs:
     one = torch.ones((), device=device)
 
     def fp8_product() -> None:
-        torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        torch._scaled_mm(
+            x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     return Roofs(copy, bf16, operations / measure(fp8_product, device, effort).busiest * 1e3)

@@ -54,7 +54,8 @@ class Row:
         """Fields that are not None, with rounded figures."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return {
-            name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in values.items()
         }
 
 
@@ -76,7 +77,9 @@ def run(
                 yield row
 
 
-def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, effort: Effort) -> Row | None:
+def _row(
+    case: Case, provider: Provider, device: torch.device, roofs: Roofs, effort: Effort
+) -> Row | None:
     torch.manual_seed(0)
     try:
         workload = provider.workload(case, device)

@@ -16,7 +16,13 @@ from transformer_engine.common.numbers import with_article
 
 from ..failure import writing
 
-CONTENT: dict[str, type] = {"config": dict, "fingerprint": str, "step": int, "random": dict, "runs": dict}
+CONTENT: dict[str, type] = {
+    "config": dict,
+    "fingerprint": str,
+    "step": int,
+    "random": dict,
+    "runs": dict,
+}
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -77,7 +83,9 @@ def _content_error(state: Any) -> str | None:
         return f"it holds {with_article(type(state))}, not a dict"
     for name, kind in CONTENT.items():
         if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):
-            return f"its {name!r} is {with_article(type(state.get(name)))}, not {with_article(kind)}"
+            return (
+                f"its {name!r} is {with_article(type(state.get(name)))}, not {with_article(kind)}"
+            )
     if state["step"] < 0:
         return f"its step is {state['step']}"
     expected = torch.get_rng_state()
@@ -86,7 +94,9 @@ def _content_error(state: Any) -> str | None:
         return "its random state is not one of torch's"
     for name, run in state["runs"].items():
         parts = run if isinstance(run, dict) else {}
-        if not isinstance(parts.get("model"), Mapping) or not isinstance(parts.get("optimizer"), dict):
+        if not isinstance(parts.get("model"), Mapping) or not isinstance(
+            parts.get("optimizer"), dict
+        ):
             return f"its run {name!r} has no model and optimizer"
     return None
 
@@ -94,7 +104,9 @@ def _content_error(state: Any) -> str | None:
 def misfit(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """Reason why saved tensors do not match a model, or None. Extra states may differ in size."""
     if set(saved) != set(expected):
-        return f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(expected))[:3])})"
+        return (
+            f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(expected))[:3])})"
+        )
     for name, tensor in expected.items():
         if not isinstance(saved[name], Tensor):
             return f"{name} is {with_article(type(saved[name]))}, not a tensor"

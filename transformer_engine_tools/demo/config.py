@@ -39,9 +39,7 @@ def missing_libraries(framework: str) -> str | None:
     missing = [name for name in names if not optional.installed(name)]
     if not missing:
         return None
-    return (
-        f"--framework {framework} needs {', '.join(missing)}; install with {optional.install_command(extra)}"
-    )
+    return f"--framework {framework} needs {', '.join(missing)}; install with {optional.install_command(extra)}"
 
 
 def has_gpu(framework: str) -> bool:
@@ -135,20 +133,28 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
-            raise ValueError(f"--recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
+            raise ValueError(
+                f"--recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}"
+            )
         for field in fields(self):
             value, kind = getattr(self, field.name), KINDS[str(field.type)]
-            if not isinstance(value, kind) or isinstance(value, bool):  # for example from a checkpoint
+            if not isinstance(value, kind) or isinstance(
+                value, bool
+            ):  # for example from a checkpoint
                 raise ValueError(
                     f"{field.name}={value!r} is {with_article(type(value))}; it must be {field.type}"
                 )
         for name, choices in (("optimizer", OPTIMIZERS), ("framework", FRAMEWORKS)):
             value = getattr(self, name)
             if value not in choices:
-                raise ValueError(f"--{name} {value!r} does not exist; choose one of {', '.join(choices)}")
+                raise ValueError(
+                    f"--{name} {value!r} does not exist; choose one of {', '.join(choices)}"
+                )
         for name in ("steps", "batch", "layers", "heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)} is below 1; give a positive number")
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} is below 1; give a positive number"
+                )
         check_seed(self.seed)
         for name in ("hidden", "sequence"):
             size = getattr(self, name)
@@ -166,13 +172,22 @@ class RunConfig:
                 f"--experts {self.experts} must be 2 or more, two compute each byte; or 0 for none"
             )
         if not 0 < self.learning_rate < 1:
-            raise ValueError(f"--lr {self.learning_rate} is not between 0 and 1; 0.001 is a usual value")
-        only_torch = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
+            raise ValueError(
+                f"--lr {self.learning_rate} is not between 0 and 1; 0.001 is a usual value"
+            )
+        only_torch = {
+            "--experts": self.experts,
+            "--optimizer fused_adam": self.optimizer == "fused_adam",
+        }
         for option, is_set in only_torch.items():
             if self.framework == "jax" and is_set:
-                raise ValueError(f"{option} needs the PyTorch model; remove it, or use --framework torch")
+                raise ValueError(
+                    f"{option} needs the PyTorch model; remove it, or use --framework torch"
+                )
         if self.device == "cuda" and not has_gpu(self.framework):
-            raise ValueError(f"--device cuda: {self.framework} finds no CUDA device; use --device cpu")
+            raise ValueError(
+                f"--device cuda: {self.framework} finds no CUDA device; use --device cpu"
+            )
 
     @property
     def feed_forward(self) -> int:
@@ -225,7 +240,9 @@ class Execution:
         if self.graphs is not None:
             return self.graphs
         # The expert router reads its counts on the host.
-        return config.device == "cuda" and not (config.experts or self.offload_layers or self.observe)
+        return config.device == "cuda" and not (
+            config.experts or self.offload_layers or self.observe
+        )
 
     def check(self, config: RunConfig) -> None:
         """Raise ValueError for options that exclude each other, or that this model or framework does not support."""
@@ -260,7 +277,11 @@ def resolve(device: str, options: dict[str, Any]) -> RunConfig:
 
 
 def restore(
-    saved: dict[str, Any], device: str, options: dict[str, Any], source: str = "the checkpoint", step: int = 0
+    saved: dict[str, Any],
+    device: str,
+    options: dict[str, Any],
+    source: str = "the checkpoint",
+    step: int = 0,
 ) -> RunConfig:
     """Restore the RunConfig from a checkpoint that was saved after `step` steps.
 
@@ -276,7 +297,9 @@ def restore(
         config = replace(config, steps=steps)
     for name, value in requested.items():
         if value is not None and value != getattr(config, name):
-            extended = "; a larger number extends a run that has finished" if name == "steps" else ""
+            extended = (
+                "; a larger number extends a run that has finished" if name == "steps" else ""
+            )
             raise ValueError(
                 f"{option_name(name)} {value} contradicts the checkpoint, which has {getattr(config, name)}; leave "
                 f"the option out to continue, or start another run with --name{extended}"
@@ -289,7 +312,9 @@ def read_saved_config(saved: dict[str, Any], source: str) -> RunConfig:
     names = {field.name for field in fields(RunConfig)}
     missing = sorted(names - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
     if missing:
-        raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
+        raise ValueError(
+            f"the config in {source} has no {missing[0]!r}; train again without --resume"
+        )
     try:
         return RunConfig(**{name: value for name, value in saved.items() if name in names})
     except ValueError as error:

@@ -80,9 +80,13 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
         try:
             exists = root.exists()
         except OSError as error:
-            raise ValueError(f"--data {path}: {reason(error)}; give a file or folder that exists") from None
+            raise ValueError(
+                f"--data {path}: {reason(error)}; give a file or folder that exists"
+            ) from None
         if not exists:
-            raise ValueError(f"--data {path}: there is no such file or folder; give one that exists")
+            raise ValueError(
+                f"--data {path}: there is no such file or folder; give one that exists"
+            )
         pieces = _read([root] if root.is_file() else _files(root), root)
         source = str(root)
     needed = int((sequence + 2) / VALIDATION_SHARE) + 1

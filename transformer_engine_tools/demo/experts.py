@@ -25,9 +25,7 @@ from transformer_engine.pytorch.runtime.double_backward import once_differentiab
 from .config import RunConfig
 
 CHOSEN = 2  # experts per token
-BALANCE = (
-    0.01  # the weight of the loss that balances experts, as in the Switch Transformer (arXiv:2101.03961)
-)
+BALANCE = 0.01  # the weight of the loss that balances experts, as in the Switch Transformer (arXiv:2101.03961)
 
 
 class MixtureOfExperts(nn.Module):
@@ -45,9 +43,15 @@ class MixtureOfExperts(nn.Module):
         )  # as much work a token as one feed-forward layer
         options: dict[str, Any] = {"bias": False, "params_dtype": dtype, "device": device}
         self.norm = te.RMSNorm(config.hidden, device=device, dtype=dtype)
-        self.router = nn.Linear(config.hidden, count, bias=False, device=device, dtype=torch.float32)
-        self.fc1 = te.GroupedLinear(count, config.hidden, 2 * inner, init_method=_normal(0.02), **options)
-        self.fc2 = te.GroupedLinear(count, inner, config.hidden, init_method=_normal(deviation), **options)
+        self.router = nn.Linear(
+            config.hidden, count, bias=False, device=device, dtype=torch.float32
+        )
+        self.fc1 = te.GroupedLinear(
+            count, config.hidden, 2 * inner, init_method=_normal(0.02), **options
+        )
+        self.fc2 = te.GroupedLinear(
+            count, inner, config.hidden, init_method=_normal(deviation), **options
+        )
         nn.init.normal_(self.router.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +104,9 @@ class ExpertsLayer(nn.Module):
     def forward(
         self, x: Tensor, rotary_pos_emb: Tensor, inference_params: te.InferenceParams | None = None
     ) -> Tensor:
-        attended = self.attention(x, rotary_pos_emb=rotary_pos_emb, inference_params=inference_params)
+        attended = self.attention(
+            x, rotary_pos_emb=rotary_pos_emb, inference_params=inference_params
+        )
         x = x + attended
         return x + self.experts(x)
 

@@ -58,7 +58,9 @@ def load(path: Path) -> dict[str, Any]:
     remedy = "leave --resume out to start this run again, or fix --name"
     _restore_old(path)
     if path.is_file():
-        raise ValueError(f"{path} is a checkpoint of --framework torch; continue with that, or fix --name")
+        raise ValueError(
+            f"{path} is a checkpoint of --framework torch; continue with that, or fix --name"
+        )
     if not path.is_dir():
         raise ValueError(
             f"there is no checkpoint at {path}; leave --resume out to start this run, or fix --name"
@@ -120,7 +122,9 @@ def misfit(saved: Any, template: Mapping[str, Any]) -> str | None:
     if not isinstance(saved, Mapping):
         return "it has no such run"
     if set(saved) != set(template):
-        return f"its arrays are not the model's ({', '.join(sorted(set(saved) ^ set(template))[:3])})"
+        return (
+            f"its arrays are not the model's ({', '.join(sorted(set(saved) ^ set(template))[:3])})"
+        )
     for name, leaf in template.items():
         shape = getattr(saved[name], "shape", None)
         if shape != leaf.shape:

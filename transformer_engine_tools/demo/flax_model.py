@@ -77,8 +77,12 @@ def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
     return {**variables, "params": jax.tree_util.tree_map_with_path(shrunk, variables["params"])}
 
 
-def mean_loss(config: RunConfig, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
+def mean_loss(
+    config: RunConfig, variables: Any, tokens: Array, targets: Array, key: Array
+) -> Array:
     """Compute the mean cross-entropy in nats per byte, in float32; `key` is for stochastic rounding."""
     logits = FlaxByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
-    losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), targets)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        jnp.asarray(logits, jnp.float32), targets
+    )
     return losses.mean()

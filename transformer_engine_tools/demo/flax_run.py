@@ -78,7 +78,14 @@ class FlaxRun:
         params, scaling, _ = self.state
         with self._device():
             losses = [
-                _loss(params, scaling, *_place_batch(batch), self.key, config=self.config, name=self.name)
+                _loss(
+                    params,
+                    scaling,
+                    *_place_batch(batch),
+                    self.key,
+                    config=self.config,
+                    name=self.name,
+                )
                 for batch in batches
             ]
         return float(np.mean([np.float32(loss) for loss in losses]))
@@ -90,7 +97,9 @@ class FlaxRun:
             tokens = jnp.zeros((1, len(prompt) + count), jnp.int32)
             initialize = functools.partial(FlaxByteGPT(self.config).init, decode=True)
             variables = jax.eval_shape(initialize, jax.random.key(0), tokens)
-            cache: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["cache"])
+            cache: Any = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["cache"]
+            )
             for index in range(len(prompt) + count - 1):
                 key = jax.random.fold_in(self.key, index)
                 cache, drawn = _following(
@@ -149,7 +158,13 @@ def _initial_state(key: Array, *, config: RunConfig, name: str) -> TrainingState
 
 
 def _compute_loss(
-    params: Any, scaling: Any, inputs: Array, targets: Array, key: Array, config: RunConfig, name: str
+    params: Any,
+    scaling: Any,
+    inputs: Array,
+    targets: Array,
+    key: Array,
+    config: RunConfig,
+    name: str,
 ) -> Array:
     with _precision(name):
         return mean_loss(config, {"params": params, **scaling}, inputs, targets, key)
@@ -180,10 +195,14 @@ def _step(
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
-def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: RunConfig) -> tuple[Any, Array]:
+def _following(
+    params: Any, cache: Any, byte: Array, key: Array, *, config: RunConfig
+) -> tuple[Any, Array]:
     """Extend the cache by one byte, and sample the next byte."""
     variables = {"params": params, "cache": cache}
-    logits, changed = FlaxByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
+    logits, changed = FlaxByteGPT(config).apply(
+        variables, byte[None, None], decode=True, mutable=["cache"]
+    )
     return changed["cache"], jax.random.categorical(key, jnp.float32(logits[0, 0]) / TEMPERATURE)
 
 

@@ -47,7 +47,9 @@ class ByteGPT(nn.Module):
 
     def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
         """Compute logits for tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
-        length = tokens.shape[1] * self.context_ranks if cache is None else cache.max_sequence_length
+        length = (
+            tokens.shape[1] * self.context_ranks if cache is None else cache.max_sequence_length
+        )
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
         trains = torch.is_grad_enabled()  # otherwise nothing is saved for a backward pass

@@ -32,7 +32,9 @@ class MasterAdamW:
             {"params": vectors, "weight_decay": 0.0},
         ]
         self.gpu = _find_gpu(self.parameters)
-        self.adam = torch.optim.AdamW(groups, betas=BETAS, fused=True, capturable=self.gpu is not None)
+        self.adam = torch.optim.AdamW(
+            groups, betas=BETAS, fused=True, capturable=self.gpu is not None
+        )
         _keep_rates_on_device(self.adam, self.gpu)
 
     def set_rate(self, rate: float) -> None:
@@ -54,14 +56,19 @@ class MasterAdamW:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adam": self.adam.state_dict(), "masters": [master.detach() for master in self.masters]}
+        return {
+            "adam": self.adam.state_dict(),
+            "masters": [master.detach() for master in self.masters],
+        }
 
     def mismatch(self, state: dict[str, Any]) -> str | None:
         """Reason why a state does not match this optimizer, or None."""
         adam, masters = state.get("adam"), state.get("masters")
         if not isinstance(adam, dict) or not isinstance(masters, list):
             return "its optimizer has no adam and masters"
-        if [getattr(saved, "shape", None) for saved in masters] != [master.shape for master in self.masters]:
+        if [getattr(saved, "shape", None) for saved in masters] != [
+            master.shape for master in self.masters
+        ]:
             return "the optimizer's master weights have other shapes"
         return _misfit(adam, self.adam)
 
@@ -86,7 +93,9 @@ class FusedAdamW:
         ]
         narrow = any(parameter.dtype != torch.float32 for parameter in self.parameters)
         self.gpu = _find_gpu(self.parameters)
-        self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow, capturable=self.gpu is not None)
+        self.adam = FusedAdam(
+            groups, betas=BETAS, master_weights=narrow, capturable=self.gpu is not None
+        )
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate for the next steps."""
@@ -114,7 +123,10 @@ class FusedAdamW:
 
 
 # Optimizers for `te train --optimizer`.
-OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {"adamw": MasterAdamW, "fused_adam": FusedAdamW}
+OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {
+    "adamw": MasterAdamW,
+    "fused_adam": FusedAdamW,
+}
 
 
 def _set_rate(adam: torch.optim.Optimizer, rate: float) -> None:

@@ -49,7 +49,9 @@ class Parallelism:
         """Raise ValueError if the ranks cannot share the model or its batches."""
         for name in ("devices", "tp", "cp", "fsdp"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)} is below 1; give a positive number")
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} is below 1; give a positive number"
+                )
         if self.devices % (self.tp * self.cp * self.fsdp):
             raise ValueError(
                 f"--tp {self.tp} x --cp {self.cp} x --fsdp {self.fsdp} does not divide {self.devices} devices; "
@@ -59,11 +61,18 @@ class Parallelism:
             ("--batch", config.batch, self.batches, "groups of ranks with their own sequences"),
             ("--heads", config.heads, self.tp, "tensor-parallel ranks"),
             ("--seq", config.sequence, 2 * self.cp, "chunks of the context-parallel ranks"),
-            ("the width of the MLP", config.feed_forward, 16 * self.tp, "(16 per tensor-parallel rank)"),
+            (
+                "the width of the MLP",
+                config.feed_forward,
+                16 * self.tp,
+                "(16 per tensor-parallel rank)",
+            ),
         )
         for name, size, parts, subject in divided:
             if size % parts:
-                raise ValueError(f"{name} {size} is not divisible by {parts} {subject}; change one of them")
+                raise ValueError(
+                    f"{name} {size} is not divisible by {parts} {subject}; change one of them"
+                )
         if config.framework != "torch" or config.experts or execution.differs:
             raise ValueError(
                 "several devices train dense models in torch; leave out --framework jax, --experts, --graphs, "
@@ -83,7 +92,9 @@ class Ranks:
         shards = init_device_mesh(
             kind, (replicas, p.fsdp * p.cp, p.tp), mesh_dim_names=("data", "shard", "tp")
         )
-        inputs = init_device_mesh(kind, (p.batches, p.cp, p.tp), mesh_dim_names=("batch", "cp", "tensor"))
+        inputs = init_device_mesh(
+            kind, (p.batches, p.cp, p.tp), mesh_dim_names=("batch", "cp", "tensor")
+        )
         self.mesh = shards["data", "shard"] if replicas > 1 else shards["shard"]
         self.shard_group, self.tensor_group = shards.get_group("shard"), shards.get_group("tp")
         self.context_group = inputs.get_group("cp")
@@ -102,7 +113,9 @@ class Ranks:
 
     def save(self, path: Path, state: dict[str, Any]) -> None:
         """Write the runs' state below `path`'s folder; every rank calls this."""
-        tensors = {key: value for run in state["runs"].values() for key, value in run["tensors"].items()}
+        tensors = {
+            key: value for run in state["runs"].values() for key, value in run["tensors"].items()
+        }
         local_state = {
             "runs": {name: run["own"] for name, run in state["runs"].items()},
             "random": checkpoint.random_state(),
@@ -125,7 +138,9 @@ class Ranks:
                 "same numbers, or start another run with --name"
             )
         local_state = sharded_checkpoint.read_own(path)
-        runs = {name: {"directory": path, "own": part} for name, part in local_state["runs"].items()}
+        runs = {
+            name: {"directory": path, "own": part} for name, part in local_state["runs"].items()
+        }
         return {**state, "runs": runs, "random": local_state["random"]}
 
     def continue_from(self, state: dict[str, Any]) -> None:
@@ -192,11 +207,15 @@ class ParallelRun:
         self.model.context_ranks = dist.get_world_size(group)
         for layer in self.model.layers:
             assert isinstance(layer, te.TransformerLayer)
-            layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream, "p2p")
+            layer.set_context_parallel_group(
+                group, dist.get_process_group_ranks(group), stream, "p2p"
+            )
 
     def precision(self) -> te.autocast:
         world = dist.group.WORLD
-        return te.autocast(enabled=self.recipe is not None, recipe=self.recipe, amax_reduction_group=world)
+        return te.autocast(
+            enabled=self.recipe is not None, recipe=self.recipe, amax_reduction_group=world
+        )
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
         """Train from step `first` on, one batch per step; return each full-batch loss."""
@@ -218,7 +237,9 @@ class ParallelRun:
     @torch.no_grad()
     def _clip(self) -> None:
         """Scale the gradients so that the norm over all parameters is at most CLIP."""
-        squares = torch.zeros(2, device=self.device)  # over tensor-parallel shards, and over other parameters
+        squares = torch.zeros(
+            2, device=self.device
+        )  # over tensor-parallel shards, and over other parameters
         gradients = []
         for name, parameter in self.model.named_parameters():
             gradient: Any = parameter.grad
@@ -251,14 +272,18 @@ class ParallelRun:
     def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Select this rank's sequences and tokens from a batch [sequences, tokens]."""
         inputs, targets = (
-            self.ranks.place.shard_batch(torch.as_tensor(part, device="cpu")).contiguous().to(self.device)
+            self.ranks.place.shard_batch(torch.as_tensor(part, device="cpu"))
+            .contiguous()
+            .to(self.device)
             for part in batch
         )
         return inputs, targets
 
     def sample(self, prompt: bytes, count: int) -> bytes:
         """Raise NotImplementedError: the parameters of a rank do not suffice."""
-        raise NotImplementedError("text generation needs a model on one device; a rank has only a part of it")
+        raise NotImplementedError(
+            "text generation needs a model on one device; a rank has only a part of it"
+        )
 
     def observe(self, log: Path) -> None:
         """Raise NotImplementedError: `Parallelism.check` rejects --observe."""
@@ -280,7 +305,9 @@ class ParallelRun:
 
     def state_dict(self) -> dict[str, Any]:
         parameters = dict(self.model.named_parameters())
-        rest = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
+        rest = {
+            name: value for name, value in self.model.state_dict().items() if name not in parameters
+        }
         steps = [group.get("step") for group in self.adam.param_groups]
         return {"tensors": self._tensors(), "own": {"others": rest, "steps": steps}}
 

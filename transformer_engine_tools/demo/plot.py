@@ -36,14 +36,21 @@ def plot_losses(path: Path, config: RunConfig, history: list[Progress]) -> None:
     )
     upper = panels[0][0]
     steps = [record.step for record in history]
-    evaluated = [(record.step, record.validation) for record in history if record.validation is not None]
+    evaluated = [
+        (record.step, record.validation) for record in history if record.validation is not None
+    ]
     for name in reversed(config.runs):
         colour = COLOURS.get(name, RECIPE_COLOUR)
         losses = [record.loss[name] for record in history]
         upper.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.8)
         style = "-" if name == HIGH_PRECISION else "--"
         upper.plot(
-            steps, smooth(losses), style, color=colour, linewidth=1.6, label=f"{config.label(name)}, training"
+            steps,
+            smooth(losses),
+            style,
+            color=colour,
+            linewidth=1.6,
+            label=f"{config.label(name)}, training",
         )
         points = [values[name] for _, values in evaluated]
         marker = "o" if name == HIGH_PRECISION else "x"
@@ -87,7 +94,9 @@ def _difference(panel, config: RunConfig, history: list[Progress]) -> None:
         for record in history
         if record.validation is not None
     ]
-    panel.plot(*zip(*points, strict=True), "x", color=RECIPE_COLOUR, markersize=7, label="validation")
+    panel.plot(
+        *zip(*points, strict=True), "x", color=RECIPE_COLOUR, markersize=7, label="validation"
+    )
     limit = max(1.5, 1.1 * max(abs(value) for _, value in points)) if points else 1.5
     panel.set_ylim(-limit, limit)
     panel.set_ylabel("difference (%)")

@@ -44,9 +44,7 @@ def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
     return [record for record in records if last_step is None or record.step <= last_step]
 
 
-WITHOUT_METRICS = (
-    "remove the file or its damaged lines: the curve loses those steps, the training continues exactly"
-)
+WITHOUT_METRICS = "remove the file or its damaged lines: the curve loses those steps, the training continues exactly"
 
 
 def _record(path: Path, number: int, line: str) -> Progress:
@@ -54,7 +52,9 @@ def _record(path: Path, number: int, line: str) -> Progress:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"line {number} of {path} is not JSON ({error}); {WITHOUT_METRICS}") from None
+        raise ValueError(
+            f"line {number} of {path} is not JSON ({error}); {WITHOUT_METRICS}"
+        ) from None
     kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
     fields = content if isinstance(content, dict) else {}
     optional = {"validation": {}}

@@ -36,7 +36,9 @@ class Run:
         self.model = ByteGPT(config, execution.offload_layers)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
         self.observation: te.Observation | None = None
-        self._update = te.graphed(self._eager_update) if execution.captures(config) else self._eager_update
+        self._update = (
+            te.graphed(self._eager_update) if execution.captures(config) else self._eager_update
+        )
 
     def observe(self, log: Path) -> None:
         """Observe the tensors in every tenth step from now on."""
@@ -100,9 +102,9 @@ class Run:
         """Reason why a state does not belong to this model and optimizer, or None."""
         if state is None:
             return "it has no such run"
-        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.mismatch(
-            state["optimizer"]
-        )
+        return checkpoint.misfit(
+            state["model"], self.model.state_dict()
+        ) or self.optimizer.mismatch(state["optimizer"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

@@ -65,7 +65,9 @@ def generate(
         if temperature == 0:
             drawn = likelihood.argmax()
         else:
-            drawn = torch.multinomial(torch.softmax(likelihood / temperature, 0), 1, generator=generator)
+            drawn = torch.multinomial(
+                torch.softmax(likelihood / temperature, 0), 1, generator=generator
+            )
         observe(int(drawn))
         fresh = drawn.view(1, 1).to(device)
         text = torch.cat([text, fresh], dim=1)

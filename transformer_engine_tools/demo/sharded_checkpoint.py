@@ -63,7 +63,11 @@ def latest(folder: Path) -> Path | None:
 
 
 def save(
-    folder: Path, step: int, tensors: dict[str, Tensor], local_state: dict[str, Any], run: dict[str, Any]
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    local_state: dict[str, Any],
+    run: dict[str, Any],
 ) -> None:
     """Write the checkpoint of a step and remove earlier ones; every rank calls this.
 

@@ -112,7 +112,9 @@ class Trainer:
         self.history: list[Progress] = []
         self.framework: Any = runs or framework_runs(config.framework)
         self.runs = {name: self.framework.Run(name, config, execution) for name in config.runs}
-        self.validation = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
+        self.validation = corpus.validation_batches(
+            EVALUATION_BATCHES, config.batch, config.sequence
+        )
 
     @property
     def checkpoint_path(self) -> Path:
@@ -148,7 +150,8 @@ class Trainer:
         while not self.finished and not stop():
             records = self._advance()
             with writing(
-                self.metrics_path, "free some space there and continue with --resume, or choose another --out"
+                self.metrics_path,
+                "free some space there and continue with --resume, or choose another --out",
             ):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if self.framework.leads:
@@ -168,7 +171,9 @@ class Trainer:
         chunk = 1 if self.config.device == "cpu" else 10
         end = min(self.step + chunk, self.config.steps, (self.step // interval + 1) * interval)
         steps = range(self.step, end)
-        rates = [learning_rate(step, self.config.steps, self.config.learning_rate) for step in steps]
+        rates = [
+            learning_rate(step, self.config.steps, self.config.learning_rate) for step in steps
+        ]
         batches = [
             self.corpus.batch(self.config.seed, step, self.config.batch, self.config.sequence)
             for step in steps
@@ -182,7 +187,9 @@ class Trainer:
         self.step = end
         evaluates = end % interval == 0 or self.finished
         validation = (
-            {name: run.evaluate(self.validation) for name, run in self.runs.items()} if evaluates else None
+            {name: run.evaluate(self.validation) for name, run in self.runs.items()}
+            if evaluates
+            else None
         )
         return [
             Progress(
@@ -221,7 +228,8 @@ class Trainer:
                 )
         history = read_metrics(self.metrics_path, last_step=state["step"])
         if any(
-            set(record.loss) != set(self.runs) or set(record.seconds) != set(self.runs) for record in history
+            set(record.loss) != set(self.runs) or set(record.seconds) != set(self.runs)
+            for record in history
         ):
             raise ValueError(
                 f"{self.metrics_path} has records of other runs than {', '.join(self.runs)}; {WITHOUT_METRICS}"
@@ -233,6 +241,8 @@ class Trainer:
         partial = self.metrics_path.with_name("metrics.jsonl.partial")
         if self.framework.leads:
             with writing(self.metrics_path, "free some space there, or make the folder writable"):
-                partial.write_text("".join(record.as_json() for record in self.history), encoding="utf-8")
+                partial.write_text(
+                    "".join(record.as_json() for record in self.history), encoding="utf-8"
+                )
                 os.replace(partial, self.metrics_path)
         self.framework.continue_from(state)

@@ -31,7 +31,9 @@ ORIGINALS = (
     "transformer-engine-cu13",
 )
 FLASH = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", FLASH4[0]: FLASH4[1]}
-REINSTALL = f"pip uninstall -y {PACKAGE} until none is left, then {optional.install_command('pytorch')}"
+REINSTALL = (
+    f"pip uninstall -y {PACKAGE} until none is left, then {optional.install_command('pytorch')}"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Check:
 
 def examine(environment: Installation) -> list[Finding]:
     """Collect all findings, in CHECKS order."""
-    return [Finding(check.name, *answer) for check in CHECKS for answer in check.examine(environment)]
+    return [
+        Finding(check.name, *answer) for check in CHECKS for answer in check.examine(environment)
+    ]
 
 
 def healthy(findings: list[Finding]) -> bool:
@@ -102,14 +106,20 @@ def _package(e: Installation) -> Results:
 
 
 def _original(e: Installation) -> Results:
-    installed = [f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None]
+    installed = [
+        f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None
+    ]
     remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {optional.install_command('pytorch')}"
     if installed:
         words = f"the original is installed in addition to this package, over the same files: {', '.join(installed)}"
         yield "problem", words, remedy
     foreign = e.extension is not None and not e.extension.endswith("__init__.py")
     if foreign:
-        yield "problem", f"import transformer_engine_torch would load the original's {e.extension}", remedy
+        yield (
+            "problem",
+            f"import transformer_engine_torch would load the original's {e.extension}",
+            remedy,
+        )
     if not installed and not foreign:
         yield "good", "the original is not installed", ""
 
@@ -117,7 +127,9 @@ def _original(e: Installation) -> Results:
 def _jax(e: Installation) -> Results:
     yield from _framework(e, frameworks.JAX)
     if "jax.devices" in e.failures:
-        remedy = "unset JAX_PLATFORMS, or set it to platforms of this machine; cpu is always available"
+        remedy = (
+            "unset JAX_PLATFORMS, or set it to platforms of this machine; cpu is always available"
+        )
         yield "problem", e.failures["jax.devices"], remedy
     if e.jax_devices:
         if e.driver is not None and e.jax_devices == ("cpu",):
@@ -132,9 +144,7 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
     remedy = optional.install_command(framework.extra)
     missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
     if missing and e.python < framework.python:
-        words = (
-            f"transformer_engine.{framework.module} needs Python {_format_version(framework.python)} or newer"
-        )
+        words = f"transformer_engine.{framework.module} needs Python {_format_version(framework.python)} or newer"
         yield "note", words, f"make an environment with a newer Python, and {remedy}"
         return
     if missing:
@@ -160,14 +170,20 @@ def _gpu(e: Installation) -> Results:
         words = f"{e.gpu.name}, {e.gpu.hardware.title}, driver {e.driver}"
         yield "good", f"{words}, CUDA {_format_version(e.gpu.build)}", ""
         if not e.gpu.hardware.has("fp8 products"):
-            yield "note", "this GPU has no FP8 matrix products", "set TE_EMULATE=1 to emulate the recipes"
+            yield (
+                "note",
+                "this GPU has no FP8 matrix products",
+                "set TE_EMULATE=1 to emulate the recipes",
+            )
     elif e.driver is None:
         yield "good", "no NVIDIA driver; all operations run on the CPU", ""
     elif e.gpu.build == (0, 0):
         words = f"the NVIDIA driver {e.driver} is installed, but this torch is built without CUDA"
         yield "problem", words, "install a CUDA build of torch, as pytorch.org describes"
     else:
-        words = f"torch for CUDA {_format_version(e.gpu.build)} finds no device under driver {e.driver}"
+        words = (
+            f"torch for CUDA {_format_version(e.gpu.build)} finds no device under driver {e.driver}"
+        )
         yield (
             "problem",
             words,
@@ -214,11 +230,17 @@ def _libraries(e: Installation) -> Results:
     ):
         version = e.version_of(name)
         if version is None:
-            yield "note", f"{name} is not installed; it provides {brings}", optional.install_command("cuda")
+            yield (
+                "note",
+                f"{name} is not installed; it provides {brings}",
+                optional.install_command("cuda"),
+            )
         elif module in e.failures:
             yield "problem", e.failures[module], optional.install_command("cuda")
         elif module == "cudnn" and (
-            problem := optional.cudnn_versions_problem(version, max(e.gpu.cudnn, optional.MINIMUM_CUDNN))
+            problem := optional.cudnn_versions_problem(
+                version, max(e.gpu.cudnn, optional.MINIMUM_CUDNN)
+            )
         ):
             yield "problem", problem, optional.install_command("cuda")
         else:
@@ -233,7 +255,11 @@ def _libraries(e: Installation) -> Results:
 def _flash(e: Installation) -> Results:
     broken = [module for module in FLASH if module in e.failures]
     for module in broken:
-        yield "problem", e.failures[module], f"pip uninstall {FLASH[module]}, or build it for this torch"
+        yield (
+            "problem",
+            e.failures[module],
+            f"pip uninstall {FLASH[module]}, or build it for this torch",
+        )
     names = ("flash-attn", "flash-attn-3", "flash-attn-4")
     installed = [f"{name} {e.version_of(name)}" for name in names if e.version_of(name) is not None]
     if not broken:
@@ -246,7 +272,11 @@ def _command(e: Installation) -> Results:
     if e.version_of("matplotlib") is None:
         words = "matplotlib not installed, which te train and te bench --plot-dir need"
         # With JAX alone, the remedy does not install torch, which takes gigabytes.
-        yield "note", words, optional.install_command("cli-jax" if has_jax and not has_torch else "cli")
+        yield (
+            "note",
+            words,
+            optional.install_command("cli-jax" if has_jax and not has_torch else "cli"),
+        )
         return
     if has_torch:
         yield "good", "all commands are available", ""
@@ -266,7 +296,11 @@ def _clients(e: Installation) -> Results:
             words = f"{label} requires {PACKAGE}{pin}, but this is {e.version}: it may call missing functions"
             yield "note", words, f"install a version of {name} that accepts {e.version}"
         elif row is not None and row.metadata and e.version_of(PACKAGE) is None:
-            yield "problem", f"{label} will not detect this package: it looks for {row.by}", REINSTALL
+            yield (
+                "problem",
+                f"{label} will not detect this package: it looks for {row.by}",
+                REINSTALL,
+            )
         else:
             yield (
                 "good",

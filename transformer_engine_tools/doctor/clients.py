@@ -57,7 +57,9 @@ def pins(found: Distribution) -> str | None:
 
 def takes(specifier: str, version: str) -> bool:
     """Whether a client's specifier contains this version."""
-    return Requirement(f"{PACKAGE}{specifier}").specifier.contains(Version(version), prereleases=True)
+    return Requirement(f"{PACKAGE}{specifier}").specifier.contains(
+        Version(version), prereleases=True
+    )
 
 
 def installed(environment: Installation) -> list[tuple[str, Distribution, Client | None]]:

@@ -38,7 +38,10 @@ TRIED = (
 )
 # Imported if its distribution is installed: FlashAttention 4 shares its package with others.
 FLASH4 = ("flash_attn.cute.interface", "flash-attn-4")
-_FRAMEWORK_OF = {"transformer_engine.pytorch": ("torch",), "transformer_engine.jax": ("jax", "flax")}
+_FRAMEWORK_OF = {
+    "transformer_engine.pytorch": ("torch",),
+    "transformer_engine.jax": ("jax", "flax"),
+}
 _VERSION = re.compile(r"""__version__\s*=\s*["']([^"']+)""")
 
 
@@ -145,7 +148,9 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
         name = each.metadata["Name"]
         if name is None:  # the remainder from a partly removed package
             continue
-        distribution = Distribution(each.version, str(each.locate_file("")), tuple(each.requires or ()))
+        distribution = Distribution(
+            each.version, str(each.locate_file("")), tuple(each.requires or ())
+        )
         same = found.setdefault(canonicalize_name(name), [])
         if distribution not in same:
             same.append(distribution)

@@ -122,7 +122,9 @@ class JaxSelfTest:
             return _exit_result(code, list(last), elapsed)
         found = json.loads(printed.splitlines()[-1])
         return SelfTest(
-            found["machine"], tuple(SelfTestResult(**result) for result in found["results"]), elapsed
+            found["machine"],
+            tuple(SelfTestResult(**result) for result in found["results"]),
+            elapsed,
         )
 
 
@@ -132,4 +134,6 @@ def _exit_result(code: int, lines: list[str], elapsed: float) -> SelfTest:
         if line.startswith(("ImportError:", "ModuleNotFoundError:")):
             return SelfTest({"JAX": line}, (), elapsed)
     reason = f"the process ended with exit code {code}: {' '.join(lines[-5:])}"[-400:]
-    return SelfTest({"JAX": "failed"}, (SelfTestResult("jax", "all", "all", "failed", reason),), elapsed)
+    return SelfTest(
+        {"JAX": "failed"}, (SelfTestResult("jax", "all", "all", "failed", reason),), elapsed
+    )

@@ -28,7 +28,9 @@ CURVES = {
     "swiglu": "silu",
     "clamped_swiglu": "clamped",
 }
-_TILE = 2048  # elements per program; H200: 3.9-4.1 of the 4.13 TB/s of a copy, the same for 512 to 4096
+_TILE = (
+    2048  # elements per program; H200: 3.9-4.1 of the 4.13 TB/s of a copy, the same for 512 to 4096
+)
 
 # Tensors come first in products: the interpreter of Triton 3.7 leaves constant * tensor a constant.
 GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
@@ -174,7 +176,9 @@ def backward_kernel(
     offset_rows = row.to(tl.int64)[:, None]
     source = x + offset_rows * x_stride + column[None, :]
     a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    gradient = tl.load(dy + offset_rows * dy_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + offset_rows * dy_stride + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     if GATED:
         b = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
         da, db = gated_gradients(gradient, a, b, limit, alpha, offset, CURVE)
@@ -204,7 +208,12 @@ def forward(
     scalars = (rows, width, x_stride, *constants)
     outputs = (Output((rows, width), dtype),)
     return Launch(
-        forward_kernel, grid, outputs, scalars, (CURVES[name], gated, block_rows, block_width), warps=4
+        forward_kernel,
+        grid,
+        outputs,
+        scalars,
+        (CURVES[name], gated, block_rows, block_width),
+        warps=4,
     )
 
 
@@ -222,11 +231,20 @@ def backward(
     scalars = (rows, width, *strides, *constants)
     outputs = (Output((rows, 2 * width if gated else width), dtype),)
     return Launch(
-        backward_kernel, grid, outputs, scalars, (CURVES[name], gated, block_rows, block_width), warps=4
+        backward_kernel,
+        grid,
+        outputs,
+        scalars,
+        (CURVES[name], gated, block_rows, block_width),
+        warps=4,
     )
 
 
 def _tiling(rows: int, width: int) -> tuple[int, int, tuple[int, int, int]]:
     block_width = min(triton.next_power_of_2(width), _TILE)
     block_rows = min(_TILE // block_width, triton.next_power_of_2(rows))
-    return block_rows, block_width, (ceil_div(rows, block_rows) * ceil_div(width, block_width), 1, 1)
+    return (
+        block_rows,
+        block_width,
+        (ceil_div(rows, block_rows) * ceil_div(width, block_width), 1, 1),
+    )

@@ -50,9 +50,13 @@ def store_tile(
         narrow = to_codes(even.to(tl.float32) * factor, element, CONVERSION)
         _store(codes + shift, M, width, stride, first_m, first_n, half * 2, column, narrow, EVEN)
         narrow = to_codes(odd.to(tl.float32) * factor, element, CONVERSION)
-        _store(codes + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, narrow, EVEN)
+        _store(
+            codes + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, narrow, EVEN
+        )
     if codes_t is not None:
-        pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
+        pairs = to_codes(
+            tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION
+        )
         rows_of_half = codes_t + tl.cast(shift, tl.int64) * M
         tile.store_pairs_transposed(
             rows_of_half, M, width, first_m, first_n, half, column, pairs, PAIRS, EVEN
@@ -77,9 +81,21 @@ def load_tile(matrix, M, width, stride, first_m, first_n, rows, column, EVEN: tl
 
 @triton.jit
 def activated(
-    x, M, width, stride, first_m, first_n, rows, column, limit, alpha, offset,
-    CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    x,
+    M,
+    width,
+    stride,
+    first_m,
+    first_n,
+    rows,
+    column,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     a = load_tile(x, M, width, stride, first_m, first_n, rows, column, EVEN)
     if GATED:
         b = load_tile(x + width, M, width, stride, first_m, first_n, rows, column, EVEN)
@@ -124,7 +140,20 @@ def forward_kernel(
     first_m = (tile_m * BLOCK_M).to(tl.int64)
     first_n = (tile_n * BLOCK_N).to(tl.int64)
     even = activated(
-        x, M, width, x_stride, first_m, first_n, half * 2, column, limit, alpha, offset, CURVE, GATED, EVEN
+        x,
+        M,
+        width,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
     )
     odd = activated(
         x,
@@ -143,18 +172,47 @@ def forward_kernel(
         EVEN,
     )
     bits = store_tile(
-        even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, factor,
-        PAIRS, EVEN, CONVERSION,
-    )  # fmt: skip
+        even,
+        odd,
+        y,
+        codes,
+        codes_t,
+        M,
+        width,
+        width,
+        0,
+        first_m,
+        first_n,
+        half,
+        column,
+        factor,
+        PAIRS,
+        EVEN,
+        CONVERSION,
+    )
     if amax is not None:  # every curve maps the 0 outside the matrix to 0
         record_maximum(amax, tl.max(bits), current)
 
 
 @triton.jit
 def gradients(
-    dy, x, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
-    CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    M,
+    width,
+    dy_stride,
+    x_stride,
+    first_m,
+    first_n,
+    rows,
+    column,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Compute (da, db), rounded; without a second half, da twice."""
     gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
     if CURVE == "identity":
@@ -218,7 +276,9 @@ def backward_kernel(
     program = tl.program_id(0)
     factor = load_multiplier(multiplier, scale, program, ZERO_IS_ONE)
     current = maximum_before(amax)
-    strip, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND)
+    strip, tile_n = tile.position(
+        program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND
+    )
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, BLOCK_N)
     first_n = (tile_n * BLOCK_N).to(tl.int64)
@@ -230,24 +290,82 @@ def backward_kernel(
     for index in range(TILES):
         first_m = (strip * TILES + index).to(tl.int64) * BLOCK_M
         even, even_b = gradients(
-            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
-            limit, alpha, offset, CURVE, GATED, EVEN,
-        )  # fmt: skip
+            dy,
+            x,
+            M,
+            width,
+            dy_stride,
+            x_stride,
+            first_m,
+            first_n,
+            half * 2,
+            column,
+            limit,
+            alpha,
+            offset,
+            CURVE,
+            GATED,
+            EVEN,
+        )
         odd, odd_b = gradients(
-            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
-            limit, alpha, offset, CURVE, GATED, EVEN,
-        )  # fmt: skip
+            dy,
+            x,
+            M,
+            width,
+            dy_stride,
+            x_stride,
+            first_m,
+            first_n,
+            half * 2 + 1,
+            column,
+            limit,
+            alpha,
+            offset,
+            CURVE,
+            GATED,
+            EVEN,
+        )
         bits = store_tile(
-            even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, factor,
-            PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            even,
+            odd,
+            dx,
+            codes,
+            codes_t,
+            M,
+            width,
+            columns,
+            0,
+            first_m,
+            first_n,
+            half,
+            column,
+            factor,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
         if workspace is not None:
             sums += even.to(tl.float32) + odd.to(tl.float32)
         if GATED:
             other_half = store_tile(
-                even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
-                factor, PAIRS, EVEN, CONVERSION,
-            )  # fmt: skip
+                even_b,
+                odd_b,
+                dx,
+                codes,
+                codes_t,
+                M,
+                width,
+                columns,
+                width,
+                first_m,
+                first_n,
+                half,
+                column,
+                factor,
+                PAIRS,
+                EVEN,
+                CONVERSION,
+            )
             bits = tl.maximum(bits, other_half)
             if workspace is not None:
                 sums_b += even_b.to(tl.float32) + odd_b.to(tl.float32)
@@ -359,7 +477,9 @@ def tile_layout(
 _SMALL = (64, 64, 4, 1), 4
 
 
-def _forward_tile(size: int, gated: bool, columnwise: bool) -> tuple[tuple[int, int, int, int], int]:
+def _forward_tile(
+    size: int, gated: bool, columnwise: bool
+) -> tuple[tuple[int, int, int, int], int]:
     """Tile and warps for a program that computes `size` elements."""
     if size <= 1 << 22:
         return _SMALL
@@ -379,9 +499,19 @@ def backward_tile(
     if sums_columns and columnwise and name == "identity":
         return (64, 128, 4, 1), 4  # a cast 0.147; 64 x 64 0.161, in strips of 4 0.153
     if sums_columns and columnwise:
-        return (64, 64, 4, 1), 4  # swiglu 0.385, gelu 0.230; strips of 4 0.493, 0.268; 64 x 128 0.471, 0.264
+        return (
+            64,
+            64,
+            4,
+            1,
+        ), 4  # swiglu 0.385, gelu 0.230; strips of 4 0.493, 0.268; 64 x 128 0.471, 0.264
     if sums_columns:
-        return (32, 64, 4, 8), 4  # swiglu 0.310, gelu 0.198, a cast 0.110; 64 x 64 alone 0.315, 0.205, 0.141
+        return (
+            32,
+            64,
+            4,
+            8,
+        ), 4  # swiglu 0.310, gelu 0.198, a cast 0.110; 64 x 64 alone 0.315, 0.205, 0.141
     if not columnwise:
         return (16, 512, 1, 1), 8  # swiglu 0.221; 64 x 128 0.224, 32 x 512 0.337
     if gated:

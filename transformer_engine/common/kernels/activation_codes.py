@@ -83,13 +83,19 @@ def backward_blocks(
     machine: block_fused.Machine,
 ) -> Program:
     """Program (dy, x) -> codes, scale, codes_t, scale_t, None, and the column sums as in `backward`."""
-    launch = block_fused.backward(name, gated, shape, strides, constants, blocks, sums is not None, machine)
+    launch = block_fused.backward(
+        name, gated, shape, strides, constants, blocks, sums is not None, machine
+    )
     first = step(launch, ("dy", "x"), (*_BLOCKS, "partials"))
     return _with_sums(("dy", "x"), (first,), (*first.outputs[:4], None), launch, sums)
 
 
 def _code_steps(
-    launch: Launch, inputs: tuple[str, ...], shape: tuple[int, int], how: OneScale, rest: tuple[str, ...]
+    launch: Launch,
+    inputs: tuple[str, ...],
+    shape: tuple[int, int],
+    how: OneScale,
+    rest: tuple[str, ...],
 ) -> tuple[ProgramStep, ...]:
     """The kernel's step, and a cast of the stored values if the scale depends on their maximum."""
     if how.records:

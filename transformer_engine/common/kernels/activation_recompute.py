@@ -43,9 +43,24 @@ def _decode_block(codes, scale, M, first_m, first_n, rows, element: tl.constexpr
 
 @triton.jit
 def _gradients_and_output(
-    dy, x, x_scale, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
-    CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    x_scale,
+    M,
+    width,
+    dy_stride,
+    x_stride,
+    first_m,
+    first_n,
+    rows,
+    column,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Compute (da, db, f(x)), rounded; without a second half, da twice."""
     element = dy.dtype.element_ty
     gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
@@ -70,14 +85,38 @@ def _gradients_and_output(
 
 @triton.jit
 def recompute_kernel(
-    dy, x, x_scale, multiplier, output_multiplier, output_amax, amax,
-    codes, codes_t, scale, dx, output_codes_t, output_scale,
-    M, width, dy_stride, x_stride, limit, alpha, offset,
-    CURVE: tl.constexpr, GATED: tl.constexpr,
-    MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
-    PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    x_scale,
+    multiplier,
+    output_multiplier,
+    output_amax,
+    amax,
+    codes,
+    codes_t,
+    scale,
+    dx,
+    output_codes_t,
+    output_scale,
+    M,
+    width,
+    dy_stride,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
     """Compute one tile of dx [M, width], of dx's second half if gated, and of the f(x) codes [width, M]."""
     program = tl.program_id(0)
     factor = load_multiplier(multiplier, scale, program, False)
@@ -92,25 +131,87 @@ def recompute_kernel(
     first_n = (tile_n * BLOCK_N).to(tl.int64)
     columns = 2 * width if GATED else width
     even, even_b, even_output = _gradients_and_output(
-        dy, x, x_scale, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
-        limit, alpha, offset, CURVE, GATED, EVEN,
-    )  # fmt: skip
+        dy,
+        x,
+        x_scale,
+        M,
+        width,
+        dy_stride,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
+    )
     odd, odd_b, odd_output = _gradients_and_output(
-        dy, x, x_scale, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
-        limit, alpha, offset, CURVE, GATED, EVEN,
-    )  # fmt: skip
+        dy,
+        x,
+        x_scale,
+        M,
+        width,
+        dy_stride,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2 + 1,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
+    )
     pairs = tl.join(even_output, odd_output).to(tl.float32) * output_factor
     pairs = to_codes(pairs, output_codes_t.dtype.element_ty, CONVERSION)
-    tile.store_pairs_transposed(output_codes_t, M, width, first_m, first_n, half, column, pairs, PAIRS, EVEN)
+    tile.store_pairs_transposed(
+        output_codes_t, M, width, first_m, first_n, half, column, pairs, PAIRS, EVEN
+    )
     bits = store_tile(
-        even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, factor,
-        PAIRS, EVEN, CONVERSION,
-    )  # fmt: skip
+        even,
+        odd,
+        dx,
+        codes,
+        codes_t,
+        M,
+        width,
+        columns,
+        0,
+        first_m,
+        first_n,
+        half,
+        column,
+        factor,
+        PAIRS,
+        EVEN,
+        CONVERSION,
+    )
     if GATED:
         bits_b = store_tile(
-            even_b, odd_b, dx, codes, codes_t, M, width, columns, width,
-            first_m, first_n, half, column, factor, PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            even_b,
+            odd_b,
+            dx,
+            codes,
+            codes_t,
+            M,
+            width,
+            columns,
+            width,
+            first_m,
+            first_n,
+            half,
+            column,
+            factor,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
         bits = tl.maximum(bits, bits_b)
     if amax is not None:
         record_maximum(amax, tl.max(bits), current)
@@ -147,7 +248,10 @@ def backward(
         Output((1,), "float32"),
     )
     scaling = (output.element.maximum, output.epsilon, output.power_of_two)
-    scalars, fixed = (*shape, *strides, *constants), (CURVES[name], gated, *scaling, *tiling, NATIVE)
+    scalars, fixed = (
+        (*shape, *strides, *constants),
+        (CURVES[name], gated, *scaling, *tiling, NATIVE),
+    )
     recorded = () if element is None else (6,)
     launch = Launch(recompute_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
     names = ("codes", "codes_t", "scale", "values", *_OUTPUT)

@@ -70,9 +70,16 @@ def at(pointer, sequence, start, head, batch_stride, token_stride, head_stride):
 
 @triton.jit
 def load_rows(
-    matrix, first, stride, limit, ROWS: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, CHECK: tl.constexpr
-):  # fmt: skip
+    matrix,
+    first,
+    stride,
+    limit,
+    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHECK: tl.constexpr,
+):
     """Load elements (first + i, COLUMN + j) from a matrix [limit, WIDTH], 0 outside; CHECK: rows can be outside."""
     row = tl.arange(0, ROWS)[:, None]
     column = COLUMN + tl.arange(0, COLUMNS)[None, :]
@@ -90,9 +97,19 @@ def load_rows(
 
 @triton.jit
 def load_paged_rows(
-    matrix, pages, first, page_stride, stride, limit, ROWS: tl.constexpr, COLUMN: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, PAGE: tl.constexpr
-):  # fmt: skip
+    matrix,
+    pages,
+    first,
+    page_stride,
+    stride,
+    limit,
+    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHECK: tl.constexpr,
+    PAGE: tl.constexpr,
+):
     """Same as load_rows, with token i in page pages[i // PAGE]; PAGE = 0: the sequence is contiguous."""
     if PAGE == 0:
         return load_rows(matrix, first, stride, limit, ROWS, COLUMN, COLUMNS, WIDTH, CHECK)
@@ -100,7 +117,9 @@ def load_paged_rows(
         page = tl.load(pages + first // PAGE)  # first < limit, so that the entry is a valid page
         start = matrix + tl.cast(page, tl.int64) * page_stride
         within = first % PAGE
-        return load_rows(start, within, stride, limit - first + within, ROWS, COLUMN, COLUMNS, WIDTH, CHECK)
+        return load_rows(
+            start, within, stride, limit - first + within, ROWS, COLUMN, COLUMNS, WIDTH, CHECK
+        )
     else:
         index = first + tl.arange(0, ROWS)
         page = tl.load(pages + index // PAGE, mask=index < limit, other=0)
@@ -112,14 +131,23 @@ def load_paged_rows(
 
 @triton.jit
 def store_rows(
-    matrix, first, stride, limit, values, ROWS: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr
-):  # fmt: skip
+    matrix,
+    first,
+    stride,
+    limit,
+    values,
+    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Store values to elements (first + i, COLUMN + j) in a matrix [limit, WIDTH]."""
     row = tl.arange(0, ROWS)[:, None]
     column = COLUMN + tl.arange(0, COLUMNS)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + (row * stride + column)
-    tl.store(pointers, values.to(matrix.dtype.element_ty), mask=(first + row < limit) & (column < WIDTH))
+    tl.store(
+        pointers, values.to(matrix.dtype.element_ty), mask=(first + row < limit) & (column < WIDTH)
+    )
 
 
 @triton.jit
@@ -127,7 +155,9 @@ def cap_value(value, cap, EXACT: tl.constexpr):
     """Compute cap * tanh(value / cap) and its derivative; EXACT: small values have the relative error of float32."""
     ratio = value * (1.0 / cap)
     size = tl.abs(ratio)
-    decay = tl.exp2(size * (-2.0 * LOG2_E))  # tanh(x) = (1 - u) / (1 + u), u = exp(-2 x), cannot overflow
+    decay = tl.exp2(
+        size * (-2.0 * LOG2_E)
+    )  # tanh(x) = (1 - u) / (1 + u), u = exp(-2 x), cannot overflow
     inverse = 1.0 / (1.0 + decay)
     result = (1.0 - decay) * inverse
     if EXACT:  # 1 - u cancels; the series' first omitted term is 5e-8 x at x = 0.3
@@ -139,10 +169,31 @@ def cap_value(value, cap, EXACT: tl.constexpr):
 
 @triton.jit
 def logits(
-    product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap,
-    masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    product,
+    row,
+    column,
+    shift,
+    limit_q,
+    limit_kv,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    masked_kv,
+    masked,
+    masked_row,
+    masked_column,
+    bias,
+    bias_row,
+    bias_column,
+    slope,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    EDGE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Compute log2(e) * (softcap(scale * product) + bias), -inf where not visible, and the softcap's derivative.
 
     `row` and `column` broadcast to product's shape. `masked_kv` is the sequence's padding mask; `masked` and `bias` are
@@ -153,7 +204,9 @@ def logits(
     if CAP == 1:
         value, derivative = cap_value(value, cap, EXACT)
     if bias is not None:
-        pointers = bias + tl.cast(row, tl.int64) * bias_row + tl.cast(column, tl.int64) * bias_column
+        pointers = (
+            bias + tl.cast(row, tl.int64) * bias_row + tl.cast(column, tl.int64) * bias_column
+        )
         value += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * bias_scale
     if CAP == 2:
         value, derivative = cap_value(value, cap, EXACT)
@@ -170,7 +223,9 @@ def logits(
         hidden = tl.load(masked_kv + column, mask=column < limit_kv, other=1)
         value = tl.where(hidden != 0, -float("inf"), value)
     if masked is not None:
-        pointers = masked + tl.cast(row, tl.int64) * masked_row + tl.cast(column, tl.int64) * masked_column
+        pointers = (
+            masked + tl.cast(row, tl.int64) * masked_row + tl.cast(column, tl.int64) * masked_column
+        )
         value = tl.where(tl.load(pointers, mask=inside, other=1) != 0, -float("inf"), value)
     return value, derivative
 
@@ -184,15 +239,25 @@ def survives(rng, row, column, stream, dropout):
     zero = row * 0 + column * 0
     offset = tl.load(rng + 1)
     low, high = offset.to(tl.int32), (offset >> 32).to(tl.int32)
-    bits, _, _, _ = tl.philox(tl.load(rng), zero + column, zero + row, zero + (stream + high), zero + low, 7)
+    bits, _, _, _ = tl.philox(
+        tl.load(rng), zero + column, zero + row, zero + (stream + high), zero + low, 7
+    )
     return tl.uint_to_uniform_float(bits) >= dropout
 
 
 @triton.jit
 def visible_keys(
-    first_row, limit_q, limit_kv, shift, left, right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    first_row,
+    limit_q,
+    limit_kv,
+    shift,
+    left,
+    right,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """Key ranges (low, full_low, full_high, high): keys that some rows see, and full tiles that all rows see."""
     last_row = tl.minimum(first_row + ROWS, limit_q) - 1
     low = 0
@@ -212,17 +277,58 @@ def visible_keys(
 
 @triton.jit
 def take_keys(
-    first, q_main, q_rest, main, rest, top, total, key, value, pages, row, stream, rng, dropout, shift, limit_q,
+    first,
+    q_main,
+    q_rest,
+    main,
+    rest,
+    top,
+    total,
+    key,
+    value,
+    pages,
+    row,
+    stream,
+    rng,
+    dropout,
+    shift,
+    limit_q,
     limit_kv,
-    left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
-    masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr,
-    V_MAIN: tl.constexpr, V_REST: tl.constexpr,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    k_batch,
+    k_token,
+    v_batch,
+    v_token,
+    masked_kv,
+    masked,
+    masked_row,
+    masked_column,
+    bias,
+    bias_row,
+    bias_column,
+    slope,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    EDGE: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
+    V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Add one key tile to the running output (two parts), largest logit and denominator."""
-    tile = load_paged_rows(key, pages, first, k_batch, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE, PAGE)
+    tile = load_paged_rows(
+        key, pages, first, k_batch, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE, PAGE
+    )
     product = tl.dot(q_main, tl.trans(tile), input_precision=PRECISION)
     if QK_REST:
         tile = load_paged_rows(
@@ -231,9 +337,31 @@ def take_keys(
         product = tl.dot(q_rest, tl.trans(tile), product, input_precision=PRECISION)
     column = first + tl.arange(0, KEYS)[None, :]
     score, _ = logits(
-        product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, masked_kv, masked,
-        masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, CAP, EDGE, PRECISION == "ieee",
-    )  # fmt: skip
+        product,
+        row,
+        column,
+        shift,
+        limit_q,
+        limit_kv,
+        left,
+        right,
+        scale,
+        bias_scale,
+        cap,
+        masked_kv,
+        masked,
+        masked_row,
+        masked_column,
+        bias,
+        bias_row,
+        bias_column,
+        slope,
+        LEFT,
+        RIGHT,
+        CAP,
+        EDGE,
+        PRECISION == "ieee",
+    )
     # These maxima drop NaN, and the total becomes NaN. An infinite score makes the total infinite.
     best = tl.maximum(top, tl.max(score, 1))
     finite = tl.where(tl.abs(best) == float("inf"), 0.0, best)
@@ -243,7 +371,9 @@ def take_keys(
     if rng is not None:
         probability = tl.where(survives(rng, row, column, stream, dropout), probability, 0.0)
     weight = probability.to(value.dtype.element_ty)
-    tile = load_paged_rows(value, pages, first, v_batch, v_token, limit_kv, KEYS, 0, V_MAIN, V, EDGE, PAGE)
+    tile = load_paged_rows(
+        value, pages, first, v_batch, v_token, limit_kv, KEYS, 0, V_MAIN, V, EDGE, PAGE
+    )
     main = tl.dot(weight, tile, main * shrink[:, None], input_precision=PRECISION)
     if V_REST:
         tile = load_paged_rows(
@@ -255,20 +385,80 @@ def take_keys(
 
 @triton.jit
 def attend(
-    q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng, pages,
-    out, lse, tops,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
-    slopes_batch, pages_batch, lse_batch, lse_token, lse_head, out_batch, out_token, out_head,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, PAGE: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    q,
+    k,
+    v,
+    lengths_q,
+    lengths_kv,
+    starts_q,
+    starts_kv,
+    masked_q,
+    masked_kv,
+    masked,
+    bias,
+    slopes,
+    sink,
+    rng,
+    pages,
+    out,
+    lse,
+    tops,
+    seqlen_q,
+    seqlen_kv,
+    heads,
+    group,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    dropout,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    masked_batch,
+    masked_head,
+    masked_row,
+    masked_column,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_column,
+    slopes_batch,
+    pages_batch,
+    lse_batch,
+    lse_token,
+    lse_head,
+    out_batch,
+    out_token,
+    out_head,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    PAGE: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
-):  # fmt: skip
+):
     """Compute out and lse for ROWS queries in one head, and in tops every tile's largest logit."""
-    last = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask, the last tile has the most work
+    last = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # under a causal mask, the last tile has the most work
     block, sequence = owned_tile(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
@@ -319,32 +509,160 @@ def attend(
     if LEFT:
         for first in tl.range(low, full_low, KEYS, num_stages=STAGES):
             main, rest, top, total = take_keys(
-                first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], stream, rng,
-                dropout, shift,
-                limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
-                masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-                LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-            )  # fmt: skip
+                first,
+                q_main,
+                q_rest,
+                main,
+                rest,
+                top,
+                total,
+                key,
+                value,
+                pages,
+                row[:, None],
+                stream,
+                rng,
+                dropout,
+                shift,
+                limit_q,
+                limit_kv,
+                left,
+                right,
+                scale,
+                bias_scale,
+                cap,
+                k_batch,
+                k_token,
+                v_batch,
+                v_token,
+                masked_kv,
+                masked,
+                masked_row,
+                masked_column,
+                bias,
+                bias_row,
+                bias_column,
+                slope,
+                LEFT,
+                RIGHT,
+                CAP,
+                True,
+                PAGE,
+                KEYS,
+                QK,
+                QK_MAIN,
+                QK_REST,
+                V,
+                V_MAIN,
+                V_REST,
+                PRECISION,
+            )
     for first in tl.range(full_low, full_high, KEYS, num_stages=STAGES):
         main, rest, top, total = take_keys(
-            first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], stream, rng, dropout,
+            first,
+            q_main,
+            q_rest,
+            main,
+            rest,
+            top,
+            total,
+            key,
+            value,
+            pages,
+            row[:, None],
+            stream,
+            rng,
+            dropout,
             shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
-            masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, CAP, False, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-        )  # fmt: skip
+            limit_q,
+            limit_kv,
+            left,
+            right,
+            scale,
+            bias_scale,
+            cap,
+            k_batch,
+            k_token,
+            v_batch,
+            v_token,
+            masked_kv,
+            masked,
+            masked_row,
+            masked_column,
+            bias,
+            bias_row,
+            bias_column,
+            slope,
+            LEFT,
+            RIGHT,
+            CAP,
+            False,
+            PAGE,
+            KEYS,
+            QK,
+            QK_MAIN,
+            QK_REST,
+            V,
+            V_MAIN,
+            V_REST,
+            PRECISION,
+        )
     for first in tl.range(full_high, high, KEYS, num_stages=STAGES):
         main, rest, top, total = take_keys(
-            first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], stream, rng, dropout,
+            first,
+            q_main,
+            q_rest,
+            main,
+            rest,
+            top,
+            total,
+            key,
+            value,
+            pages,
+            row[:, None],
+            stream,
+            rng,
+            dropout,
             shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
-            masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-        )  # fmt: skip
+            limit_q,
+            limit_kv,
+            left,
+            right,
+            scale,
+            bias_scale,
+            cap,
+            k_batch,
+            k_token,
+            v_batch,
+            v_token,
+            masked_kv,
+            masked,
+            masked_row,
+            masked_column,
+            bias,
+            bias_row,
+            bias_column,
+            slope,
+            LEFT,
+            RIGHT,
+            CAP,
+            True,
+            PAGE,
+            KEYS,
+            QK,
+            QK_MAIN,
+            QK_REST,
+            V,
+            V_MAIN,
+            V_REST,
+            PRECISION,
+        )
 
     real = row < limit_q
     if masked_q is not None:
-        hidden = tl.load(masked_q + tl.cast(sequence, tl.int64) * seqlen_q + row, mask=real, other=1)
+        hidden = tl.load(
+            masked_q + tl.cast(sequence, tl.int64) * seqlen_q + row, mask=real, other=1
+        )
         real = real & (hidden == 0)
     top = tl.where(real, top, -float("inf"))
     total = tl.where(real, total, 0.0)

@@ -42,15 +42,56 @@ def statistics(lse, delta, lse_token, masked_q, row, limit):
 
 @triton.jit
 def _take_rows(
-    first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, lse, delta,
-    lse_token, column, stream, rng,
-    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, q_token, grad_token,
-    masked_q, masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    first,
+    k_main,
+    k_rest,
+    v_main,
+    v_rest,
+    dk_main,
+    dk_rest,
+    dv_main,
+    dv_rest,
+    query,
+    gradient,
+    lse,
+    delta,
+    lse_token,
+    column,
+    stream,
+    rng,
+    dropout,
+    shift,
+    limit_q,
+    limit_kv,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    q_token,
+    grad_token,
+    masked_q,
+    masked_kv,
+    masked,
+    masked_row,
+    masked_column,
+    bias,
+    bias_row,
+    bias_column,
+    slope,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    EDGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Add one query tile to a key tile's running dk and dv; tiles are [keys, rows]."""
     q_main = load_rows(query, first, q_token, limit_q, ROWS, 0, QK_MAIN, QK, True)
     product = tl.dot(k_main, tl.trans(q_main), input_precision=PRECISION)
@@ -59,9 +100,31 @@ def _take_rows(
         product = tl.dot(k_rest, tl.trans(q_rest), product, input_precision=PRECISION)
     row = first + tl.arange(0, ROWS)
     score, derivative = logits(
-        product, row[None, :], column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, masked_kv, masked,
-        masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, CAP, EDGE, PRECISION == "ieee",
-    )  # fmt: skip
+        product,
+        row[None, :],
+        column,
+        shift,
+        limit_q,
+        limit_kv,
+        left,
+        right,
+        scale,
+        bias_scale,
+        cap,
+        masked_kv,
+        masked,
+        masked_row,
+        masked_column,
+        bias,
+        bias_row,
+        bias_column,
+        slope,
+        LEFT,
+        RIGHT,
+        CAP,
+        EDGE,
+        PRECISION == "ieee",
+    )
     level, inner = statistics(lse, delta, lse_token, masked_q, row, limit_q)
     probability = tl.exp2(score - level[None, :])
     g_main = load_rows(gradient, first, grad_token, limit_q, ROWS, 0, V_MAIN, V, True)
@@ -90,20 +153,85 @@ def _take_rows(
 
 @triton.jit
 def grad_keys(
-    q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
-    lse, delta,
-    dk, dv,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
-    slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head,
-    members, parts, dk_part, dk_batch, dk_token, dk_head, dv_part, dv_batch, dv_token, dv_head,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    q,
+    k,
+    v,
+    lengths_q,
+    lengths_kv,
+    starts_q,
+    starts_kv,
+    masked_q,
+    masked_kv,
+    masked,
+    bias,
+    slopes,
+    rng,
+    grad_out,
+    lse,
+    delta,
+    dk,
+    dv,
+    seqlen_q,
+    seqlen_kv,
+    heads,
+    group,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    dropout,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    masked_batch,
+    masked_head,
+    masked_row,
+    masked_column,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_column,
+    slopes_batch,
+    pages_batch,
+    lse_batch,
+    lse_token,
+    lse_head,
+    grad_batch,
+    grad_token,
+    grad_head,
+    members,
+    parts,
+    dk_part,
+    dk_batch,
+    dk_token,
+    dk_head,
+    dv_part,
+    dv_batch,
+    dv_token,
+    dv_head,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dk and dv for KEYS keys in one head, summed over the group's `members` query heads."""
     block, sequence = owned_tile(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
     kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
@@ -144,7 +272,9 @@ def grad_keys(
         full_low = (tl.maximum(last_key - shift - right, 0) + (ROWS - 1)) // ROWS * ROWS
     if LEFT:
         high = tl.maximum(tl.minimum(high, last_key - shift + left + 1), 0)
-        full_high = tl.maximum(tl.minimum(full_high, first_key - shift + left + 1), 0) // ROWS * ROWS
+        full_high = (
+            tl.maximum(tl.minimum(full_high, first_key - shift + left + 1), 0) // ROWS * ROWS
+        )
     high = tl.where(first_key < limit_kv, tl.maximum(high, low), low)
     full_low = tl.where(first_key + KEYS <= limit_kv, tl.minimum(full_low, high), high)
     full_high = tl.maximum(tl.minimum(full_high, high), full_low)
@@ -164,57 +294,226 @@ def grad_keys(
             slope = tl.load(slopes + sequence * slopes_batch + head).to(tl.float32) * LOG2_E
         for first in tl.range(low, full_low, ROWS, num_stages=STAGES):
             dk_main, dk_rest, dv_main, dv_rest = _take_rows(
-                first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, levels,
-                inner, lse_token,
-                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, q_token,
+                first,
+                k_main,
+                k_rest,
+                v_main,
+                v_rest,
+                dk_main,
+                dk_rest,
+                dv_main,
+                dv_rest,
+                query,
+                gradient,
+                levels,
+                inner,
+                lse_token,
+                column,
+                stream,
+                rng,
+                dropout,
+                shift,
+                limit_q,
+                limit_kv,
+                left,
+                right,
+                scale,
+                bias_scale,
+                cap,
+                q_token,
                 grad_token,
-                masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                LEFT, RIGHT, CAP, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-            )  # fmt: skip
+                masked_q,
+                masked_kv,
+                hidden,
+                masked_row,
+                masked_column,
+                added,
+                bias_row,
+                bias_column,
+                slope,
+                LEFT,
+                RIGHT,
+                CAP,
+                True,
+                ROWS,
+                QK,
+                QK_MAIN,
+                QK_REST,
+                V,
+                V_MAIN,
+                V_REST,
+                PRECISION,
+            )
         for first in tl.range(full_low, full_high, ROWS, num_stages=STAGES):
             dk_main, dk_rest, dv_main, dv_rest = _take_rows(
-                first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, levels,
-                inner, lse_token,
-                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, q_token,
+                first,
+                k_main,
+                k_rest,
+                v_main,
+                v_rest,
+                dk_main,
+                dk_rest,
+                dv_main,
+                dv_rest,
+                query,
+                gradient,
+                levels,
+                inner,
+                lse_token,
+                column,
+                stream,
+                rng,
+                dropout,
+                shift,
+                limit_q,
+                limit_kv,
+                left,
+                right,
+                scale,
+                bias_scale,
+                cap,
+                q_token,
                 grad_token,
-                masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                LEFT, RIGHT, CAP, False, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-            )  # fmt: skip
+                masked_q,
+                masked_kv,
+                hidden,
+                masked_row,
+                masked_column,
+                added,
+                bias_row,
+                bias_column,
+                slope,
+                LEFT,
+                RIGHT,
+                CAP,
+                False,
+                ROWS,
+                QK,
+                QK_MAIN,
+                QK_REST,
+                V,
+                V_MAIN,
+                V_REST,
+                PRECISION,
+            )
         if LEFT:
             for first in tl.range(full_high, high, ROWS, num_stages=STAGES):
                 dk_main, dk_rest, dv_main, dv_rest = _take_rows(
-                    first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient,
-                    levels, inner, lse_token,
-                    column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap,
-                    q_token, grad_token,
-                    masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                    LEFT, RIGHT, CAP, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-                )  # fmt: skip
+                    first,
+                    k_main,
+                    k_rest,
+                    v_main,
+                    v_rest,
+                    dk_main,
+                    dk_rest,
+                    dv_main,
+                    dv_rest,
+                    query,
+                    gradient,
+                    levels,
+                    inner,
+                    lse_token,
+                    column,
+                    stream,
+                    rng,
+                    dropout,
+                    shift,
+                    limit_q,
+                    limit_kv,
+                    left,
+                    right,
+                    scale,
+                    bias_scale,
+                    cap,
+                    q_token,
+                    grad_token,
+                    masked_q,
+                    masked_kv,
+                    hidden,
+                    masked_row,
+                    masked_column,
+                    added,
+                    bias_row,
+                    bias_column,
+                    slope,
+                    LEFT,
+                    RIGHT,
+                    CAP,
+                    True,
+                    ROWS,
+                    QK,
+                    QK_MAIN,
+                    QK_REST,
+                    V,
+                    V_MAIN,
+                    V_REST,
+                    PRECISION,
+                )
     grad_k = (
-        at(dk, sequence, start_kv, kv_head, dk_batch, dk_token, dk_head) + tl.cast(part, tl.int64) * dk_part
+        at(dk, sequence, start_kv, kv_head, dk_batch, dk_token, dk_head)
+        + tl.cast(part, tl.int64) * dk_part
     )
     grad_v = (
-        at(dv, sequence, start_kv, kv_head, dv_batch, dv_token, dv_head) + tl.cast(part, tl.int64) * dv_part
+        at(dv, sequence, start_kv, kv_head, dv_batch, dv_token, dv_head)
+        + tl.cast(part, tl.int64) * dv_part
     )
     factor = scale * LN_2
     store_rows(grad_k, first_key, dk_token, stored, dk_main * factor, KEYS, 0, QK_MAIN, QK)
     store_rows(grad_v, first_key, dv_token, stored, dv_main, KEYS, 0, V_MAIN, V)
     if QK_REST:
-        store_rows(grad_k, first_key, dk_token, stored, dk_rest * factor, KEYS, QK_MAIN, QK_REST, QK)
+        store_rows(
+            grad_k, first_key, dk_token, stored, dk_rest * factor, KEYS, QK_MAIN, QK_REST, QK
+        )
     if V_REST:
         store_rows(grad_v, first_key, dv_token, stored, dv_rest, KEYS, V_MAIN, V_REST, V)
 
 
 @triton.jit
 def grad_logits(
-    first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row, stream, rng,
-    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
-    masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    first,
+    q_main,
+    q_rest,
+    g_main,
+    g_rest,
+    level,
+    inner,
+    key,
+    value,
+    row,
+    stream,
+    rng,
+    dropout,
+    shift,
+    limit_q,
+    limit_kv,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    k_token,
+    v_token,
+    masked_kv,
+    masked,
+    masked_row,
+    masked_column,
+    bias,
+    bias_row,
+    bias_column,
+    slope,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    EDGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Compute p (dp - D) float32 [rows, KEYS], the softcap's derivative, and the two key parts."""
     k_main = load_rows(key, first, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE)
     k_rest = k_main
@@ -224,9 +523,31 @@ def grad_logits(
         product = tl.dot(q_rest, tl.trans(k_rest), product, input_precision=PRECISION)
     column = first + tl.arange(0, KEYS)[None, :]
     score, derivative = logits(
-        product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, masked_kv, masked,
-        masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, CAP, EDGE, PRECISION == "ieee",
-    )  # fmt: skip
+        product,
+        row,
+        column,
+        shift,
+        limit_q,
+        limit_kv,
+        left,
+        right,
+        scale,
+        bias_scale,
+        cap,
+        masked_kv,
+        masked,
+        masked_row,
+        masked_column,
+        bias,
+        bias_row,
+        bias_column,
+        slope,
+        LEFT,
+        RIGHT,
+        CAP,
+        EDGE,
+        PRECISION == "ieee",
+    )
     probability = tl.exp2(score - level[:, None])
     tile = load_rows(value, first, v_token, limit_kv, KEYS, 0, V_MAIN, V, EDGE)
     grad_p = tl.dot(g_main, tl.trans(tile), input_precision=PRECISION)
@@ -234,26 +555,85 @@ def grad_logits(
         tile = load_rows(value, first, v_token, limit_kv, KEYS, V_MAIN, V_REST, V, EDGE)
         grad_p = tl.dot(g_rest, tl.trans(tile), grad_p, input_precision=PRECISION)
     if rng is not None:
-        grad_p = tl.where(survives(rng, row, column, stream, dropout), grad_p / (1.0 - dropout), 0.0)
+        grad_p = tl.where(
+            survives(rng, row, column, stream, dropout), grad_p / (1.0 - dropout), 0.0
+        )
     return probability * (grad_p - inner[:, None]), derivative, k_main, k_rest
 
 
 @triton.jit
 def grad_queries(
-    q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
-    lse, delta,
+    q,
+    k,
+    v,
+    lengths_q,
+    lengths_kv,
+    starts_q,
+    starts_kv,
+    masked_q,
+    masked_kv,
+    masked,
+    bias,
+    slopes,
+    rng,
+    grad_out,
+    lse,
+    delta,
     dq,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
-    slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head, dq_batch,
-    dq_token, dq_head,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    seqlen_q,
+    seqlen_kv,
+    heads,
+    group,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    dropout,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    masked_batch,
+    masked_head,
+    masked_row,
+    masked_column,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_column,
+    slopes_batch,
+    pages_batch,
+    lse_batch,
+    lse_token,
+    lse_head,
+    grad_batch,
+    grad_token,
+    grad_head,
+    dq_batch,
+    dq_token,
+    dq_head,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dq for ROWS queries in one head."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)
     block, sequence = owned_tile(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
@@ -311,44 +691,179 @@ def grad_queries(
     if LEFT:
         for first in tl.range(low, full_low, KEYS, num_stages=STAGES):
             grad_s, derivative, k_main, k_rest = grad_logits(
-                first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
-                dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
-                masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-                LEFT, RIGHT, CAP, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-            )  # fmt: skip
+                first,
+                q_main,
+                q_rest,
+                g_main,
+                g_rest,
+                level,
+                inner,
+                key,
+                value,
+                row[:, None],
+                stream,
+                rng,
+                dropout,
+                shift,
+                limit_q,
+                limit_kv,
+                left,
+                right,
+                scale,
+                bias_scale,
+                cap,
+                k_token,
+                v_token,
+                masked_kv,
+                masked,
+                masked_row,
+                masked_column,
+                bias,
+                bias_row,
+                bias_column,
+                slope,
+                LEFT,
+                RIGHT,
+                CAP,
+                True,
+                KEYS,
+                QK,
+                QK_MAIN,
+                QK_REST,
+                V,
+                V_MAIN,
+                V_REST,
+                PRECISION,
+            )
             if CAP:
                 grad_s *= derivative
-            dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
+            dq_main = tl.dot(
+                grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION
+            )
             if QK_REST:
-                dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
+                dq_rest = tl.dot(
+                    grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION
+                )
     for first in tl.range(full_low, full_high, KEYS, num_stages=STAGES):
         grad_s, derivative, k_main, k_rest = grad_logits(
-            first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
-            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
-            masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, CAP, False, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-        )  # fmt: skip
+            first,
+            q_main,
+            q_rest,
+            g_main,
+            g_rest,
+            level,
+            inner,
+            key,
+            value,
+            row[:, None],
+            stream,
+            rng,
+            dropout,
+            shift,
+            limit_q,
+            limit_kv,
+            left,
+            right,
+            scale,
+            bias_scale,
+            cap,
+            k_token,
+            v_token,
+            masked_kv,
+            masked,
+            masked_row,
+            masked_column,
+            bias,
+            bias_row,
+            bias_column,
+            slope,
+            LEFT,
+            RIGHT,
+            CAP,
+            False,
+            KEYS,
+            QK,
+            QK_MAIN,
+            QK_REST,
+            V,
+            V_MAIN,
+            V_REST,
+            PRECISION,
+        )
         if CAP:
             grad_s *= derivative
         dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
         if QK_REST:
-            dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
+            dq_rest = tl.dot(
+                grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION
+            )
     for first in tl.range(full_high, high, KEYS, num_stages=STAGES):
         grad_s, derivative, k_main, k_rest = grad_logits(
-            first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
-            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
-            masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, CAP, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-        )  # fmt: skip
+            first,
+            q_main,
+            q_rest,
+            g_main,
+            g_rest,
+            level,
+            inner,
+            key,
+            value,
+            row[:, None],
+            stream,
+            rng,
+            dropout,
+            shift,
+            limit_q,
+            limit_kv,
+            left,
+            right,
+            scale,
+            bias_scale,
+            cap,
+            k_token,
+            v_token,
+            masked_kv,
+            masked,
+            masked_row,
+            masked_column,
+            bias,
+            bias_row,
+            bias_column,
+            slope,
+            LEFT,
+            RIGHT,
+            CAP,
+            True,
+            KEYS,
+            QK,
+            QK_MAIN,
+            QK_REST,
+            V,
+            V_MAIN,
+            V_REST,
+            PRECISION,
+        )
         if CAP:
             grad_s *= derivative
         dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
         if QK_REST:
-            dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
+            dq_rest = tl.dot(
+                grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION
+            )
     target = at(dq, sequence, start_q, head, dq_batch, dq_token, dq_head)
     store_rows(target, first_row, dq_token, stored, dq_main * (scale * LN_2), ROWS, 0, QK_MAIN, QK)
     if QK_REST:
-        store_rows(target, first_row, dq_token, stored, dq_rest * (scale * LN_2), ROWS, QK_MAIN, QK_REST, QK)
+        store_rows(
+            target,
+            first_row,
+            dq_token,
+            stored,
+            dq_rest * (scale * LN_2),
+            ROWS,
+            QK_MAIN,
+            QK_REST,
+            QK,
+        )
 
 
 def keys(
@@ -370,7 +885,9 @@ def keys(
     tile = (block_rows, block_keys, stages, sequences)
     constants = (*problem.band, problem.capping, *problem.sizes, problem.precision, *tile)
     grid = (programs, problem.groups * parts, 1 if sequences else problem.batch)
-    gradient = Output(None, problem.dtype if parts == 1 else "float32", begins=0.0 if packed else None)
+    gradient = Output(
+        None, problem.dtype if parts == 1 else "float32", begins=0.0 if packed else None
+    )
     fuses = not problem.batch_invariant
     return Launch(grad_keys, grid, (gradient, gradient), scalars, constants, warps, fuses=fuses)
 

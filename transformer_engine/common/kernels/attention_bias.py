@@ -18,20 +18,79 @@ from .launch import Launch, Output
 
 @triton.jit
 def grad_added(
-    q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
-    lse, delta,
+    q,
+    k,
+    v,
+    lengths_q,
+    lengths_kv,
+    starts_q,
+    starts_kv,
+    masked_q,
+    masked_kv,
+    masked,
+    bias,
+    slopes,
+    rng,
+    grad_out,
+    lse,
+    delta,
     dbias,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
-    slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head,
-    sequences, members, out_heads, out_rows, out_columns,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    seqlen_q,
+    seqlen_kv,
+    heads,
+    group,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    dropout,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    masked_batch,
+    masked_head,
+    masked_row,
+    masked_column,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_column,
+    slopes_batch,
+    pages_batch,
+    lse_batch,
+    lse_token,
+    lse_head,
+    grad_batch,
+    grad_token,
+    grad_head,
+    sequences,
+    members,
+    out_heads,
+    out_rows,
+    out_columns,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SUM_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Compute a dbias tile [.., out_heads, out_rows, out_columns], summed over the sequences and heads sharing it.
 
     SUM_ROWS, SUM_COLUMNS: all rows or columns share the bias, and one row or column per tile remains.
@@ -44,7 +103,9 @@ def grad_added(
         sequence = plane // out_heads + index // members
         head = plane % out_heads + index % members
         limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
-        limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
+        limit_kv, start_kv, length_kv = extent(
+            lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence
+        )
         shift = 0
         if BOTTOM_RIGHT:
             shift = length_kv - length_q
@@ -75,16 +136,58 @@ def grad_added(
             g_main = load_rows(gradient, first_row, grad_token, limit_q, ROWS, 0, V_MAIN, V, True)
             q_rest, g_rest = q_main, g_main
             if QK_REST:
-                q_rest = load_rows(query, first_row, q_token, limit_q, ROWS, QK_MAIN, QK_REST, QK, True)
+                q_rest = load_rows(
+                    query, first_row, q_token, limit_q, ROWS, QK_MAIN, QK_REST, QK, True
+                )
             if V_REST:
-                g_rest = load_rows(gradient, first_row, grad_token, limit_q, ROWS, V_MAIN, V_REST, V, True)
+                g_rest = load_rows(
+                    gradient, first_row, grad_token, limit_q, ROWS, V_MAIN, V_REST, V, True
+                )
             grad_s, derivative, _, _ = grad_logits(
-                first_key, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None],
-                sequence * heads + head, rng,
-                dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
-                hidden_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                LEFT, RIGHT, CAP, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-            )  # fmt: skip
+                first_key,
+                q_main,
+                q_rest,
+                g_main,
+                g_rest,
+                level,
+                inner,
+                key,
+                value,
+                row[:, None],
+                sequence * heads + head,
+                rng,
+                dropout,
+                shift,
+                limit_q,
+                limit_kv,
+                left,
+                right,
+                scale,
+                bias_scale,
+                cap,
+                k_token,
+                v_token,
+                hidden_kv,
+                hidden,
+                masked_row,
+                masked_column,
+                added,
+                bias_row,
+                bias_column,
+                slope,
+                LEFT,
+                RIGHT,
+                CAP,
+                True,
+                KEYS,
+                QK,
+                QK_MAIN,
+                QK_REST,
+                V,
+                V_MAIN,
+                V_REST,
+                PRECISION,
+            )
             if CAP == 2:  # the softcap follows the bias
                 grad_s *= derivative
             total += grad_s
@@ -126,4 +229,6 @@ def added(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[Launch, tu
         *sums,
     )
     outputs = (Output(result, None if result == tuple(shape) else "float32"),)
-    return Launch(grad_added, (across, down, batch * heads), outputs, scalars, constants, warps), result
+    return Launch(
+        grad_added, (across, down, batch * heads), outputs, scalars, constants, warps
+    ), result

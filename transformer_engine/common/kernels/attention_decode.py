@@ -19,17 +19,66 @@ from .launch import Launch, Output
 
 @triton.jit
 def attend_stretch(
-    q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages,
-    partial, level,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
-    slopes_batch, pages_batch, lse_batch, lse_token, lse_head, blocks,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, PAGE: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    q,
+    k,
+    v,
+    lengths_q,
+    lengths_kv,
+    starts_q,
+    starts_kv,
+    slopes,
+    pages,
+    partial,
+    level,
+    seqlen_q,
+    seqlen_kv,
+    heads,
+    group,
+    left,
+    right,
+    scale,
+    bias_scale,
+    cap,
+    dropout,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    masked_batch,
+    masked_head,
+    masked_row,
+    masked_column,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_column,
+    slopes_batch,
+    pages_batch,
+    lse_batch,
+    lse_token,
+    lse_head,
+    blocks,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    PAGE: tl.constexpr,
+    QK: tl.constexpr,
+    QK_MAIN: tl.constexpr,
+    QK_REST: tl.constexpr,
+    V: tl.constexpr,
+    V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Compute partial [b, g, splits, rows, V] float32 and level = log2 of its denominator; row = query * group + h."""
     split, splits = tl.program_id(0), tl.num_programs(0)
     kv_head, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
@@ -45,13 +94,17 @@ def attend_stretch(
     last_row = tl.minimum((block * ROWS + ROWS - 1) // group, limit_q - 1)
 
     query = at(q, sequence, start_q, kv_head * group, q_batch, q_token, q_head)
-    pointers = query + (tl.cast(row, tl.int64) * q_token + tl.cast(member, tl.int64) * q_head)[:, None]
+    pointers = (
+        query + (tl.cast(row, tl.int64) * q_token + tl.cast(member, tl.int64) * q_head)[:, None]
+    )
     column = tl.arange(0, QK_MAIN)[None, :]
     q_main = tl.load(pointers + column, mask=(row < limit_q)[:, None] & (column < QK), other=0.0)
     q_rest = q_main
     if QK_REST:
         column = QK_MAIN + tl.arange(0, QK_REST)[None, :]
-        q_rest = tl.load(pointers + column, mask=(row < limit_q)[:, None] & (column < QK), other=0.0)
+        q_rest = tl.load(
+            pointers + column, mask=(row < limit_q)[:, None] & (column < QK), other=0.0
+        )
     kv_sequence = sequence
     if PAGE:
         kv_sequence = 0  # the stride belongs to the pages
@@ -61,7 +114,9 @@ def attend_stretch(
     slope = None
     if slopes is not None:
         slope = (
-            tl.load(slopes + sequence * slopes_batch + kv_head * group + member).to(tl.float32)[:, None]
+            tl.load(slopes + sequence * slopes_batch + kv_head * group + member).to(tl.float32)[
+                :, None
+            ]
             * LOG2_E
         )
 
@@ -89,29 +144,159 @@ def attend_stretch(
     if LEFT:
         for first in tl.range(begin, full_low, KEYS, num_stages=STAGES):
             main, rest, top, total = take_keys(
-                first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], 0, None, dropout,
+                first,
+                q_main,
+                q_rest,
+                main,
+                rest,
+                top,
+                total,
+                key,
+                value,
+                pages,
+                row[:, None],
+                0,
+                None,
+                dropout,
                 shift,
-                limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
-                None, None, 0, 0, None, 0, 0, slope,
-                LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-            )  # fmt: skip
+                limit_q,
+                limit_kv,
+                left,
+                right,
+                scale,
+                bias_scale,
+                cap,
+                k_batch,
+                k_token,
+                v_batch,
+                v_token,
+                None,
+                None,
+                0,
+                0,
+                None,
+                0,
+                0,
+                slope,
+                LEFT,
+                RIGHT,
+                CAP,
+                True,
+                PAGE,
+                KEYS,
+                QK,
+                QK_MAIN,
+                QK_REST,
+                V,
+                V_MAIN,
+                V_REST,
+                PRECISION,
+            )
     for first in tl.range(full_low, full_high, KEYS, num_stages=STAGES):
         main, rest, top, total = take_keys(
-            first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], 0, None, dropout, shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
-            None, None, 0, 0, None, 0, 0, slope,
-            LEFT, RIGHT, CAP, False, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-        )  # fmt: skip
+            first,
+            q_main,
+            q_rest,
+            main,
+            rest,
+            top,
+            total,
+            key,
+            value,
+            pages,
+            row[:, None],
+            0,
+            None,
+            dropout,
+            shift,
+            limit_q,
+            limit_kv,
+            left,
+            right,
+            scale,
+            bias_scale,
+            cap,
+            k_batch,
+            k_token,
+            v_batch,
+            v_token,
+            None,
+            None,
+            0,
+            0,
+            None,
+            0,
+            0,
+            slope,
+            LEFT,
+            RIGHT,
+            CAP,
+            False,
+            PAGE,
+            KEYS,
+            QK,
+            QK_MAIN,
+            QK_REST,
+            V,
+            V_MAIN,
+            V_REST,
+            PRECISION,
+        )
     for first in tl.range(full_high, end, KEYS, num_stages=1):
         main, rest, top, total = take_keys(
-            first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], 0, None, dropout, shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
-            None, None, 0, 0, None, 0, 0, slope,
-            LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
-        )  # fmt: skip
+            first,
+            q_main,
+            q_rest,
+            main,
+            rest,
+            top,
+            total,
+            key,
+            value,
+            pages,
+            row[:, None],
+            0,
+            None,
+            dropout,
+            shift,
+            limit_q,
+            limit_kv,
+            left,
+            right,
+            scale,
+            bias_scale,
+            cap,
+            k_batch,
+            k_token,
+            v_batch,
+            v_token,
+            None,
+            None,
+            0,
+            0,
+            None,
+            0,
+            0,
+            slope,
+            LEFT,
+            RIGHT,
+            CAP,
+            True,
+            PAGE,
+            KEYS,
+            QK,
+            QK_MAIN,
+            QK_REST,
+            V,
+            V_MAIN,
+            V_REST,
+            PRECISION,
+        )
     inverse = (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     rows = seqlen_q * group
-    stretch = ((tl.cast(sequence, tl.int64) * (heads // group) + kv_head) * splits + split) * rows + index
+    stretch = (
+        (tl.cast(sequence, tl.int64) * (heads // group) + kv_head) * splits + split
+    ) * rows + index
     inside = index < rows
     tl.store(level + stretch, top + tl.log2(total), mask=inside)
     column = tl.arange(0, V_MAIN)[None, :]
@@ -124,10 +309,24 @@ def attend_stretch(
 
 @triton.jit
 def merge(
-    partial, level, sink, lengths_q, starts_q, out,
-    seqlen_q, heads, group, splits, out_batch, out_token, out_head,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, FOLLOWS: tl.constexpr,
-):  # fmt: skip
+    partial,
+    level,
+    sink,
+    lengths_q,
+    starts_q,
+    out,
+    seqlen_q,
+    heads,
+    group,
+    splits,
+    out_batch,
+    out_token,
+    out_head,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """Compute out for one query in one head: sum over ranges of 2^level partial, over the sum of 2^level and sink."""
     if FOLLOWS:
         gdc_wait()
@@ -142,7 +341,9 @@ def merge(
         top = tl.load(sink + head).to(tl.float32) * LOG2_E
     for begin in range(0, splits, SPLITS):
         split = begin + tl.arange(0, SPLITS)
-        levels = tl.load(level + (first + split) * rows + row, mask=split < splits, other=-float("inf"))
+        levels = tl.load(
+            level + (first + split) * rows + row, mask=split < splits, other=-float("inf")
+        )
         top = tl.maximum(top, tl.max(levels, 0))
     top = tl.where(top == -float("inf"), 0.0, top)
     total = 0.0
@@ -163,7 +364,8 @@ def merge(
     if starts_q is not None:
         stored = stored & (query < limit)
     target = (
-        at(out, sequence, start, head, out_batch, out_token, out_head) + tl.cast(query, tl.int64) * out_token
+        at(out, sequence, start, head, out_batch, out_token, out_head)
+        + tl.cast(query, tl.int64) * out_token
     )
     tl.store(target + column, output.to(out.dtype.element_ty), mask=stored)
 
@@ -208,7 +410,12 @@ def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool 
     block = triton.next_power_of_2(problem.size_v)
     group = problem.heads // problem.groups
     scalars = (problem.seqlen_q, problem.heads, group, splits, *problem.out)
-    constants = (problem.size_v, block, min(triton.next_power_of_2(splits), max(1, 4096 // block)), follows)
+    constants = (
+        problem.size_v,
+        block,
+        min(triton.next_power_of_2(splits), max(1, 4096 // block)),
+        follows,
+    )
     grid = (problem.seqlen_q, problem.heads, problem.batch)
     outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
     return Launch(merge, grid, outputs, scalars, constants, warps=4, dependent=follows)

@@ -16,10 +16,30 @@ from .launch import Launch, Output
 
 @triton.jit
 def row_products(
-    out, grad_out, lse, sink, lengths_q, starts_q, masked_q, delta, grad_sink,
-    seqlen_q, lse_batch, lse_token, lse_head, out_batch, out_token, out_head, grad_batch, grad_token, grad_head,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
-):  # fmt: skip
+    out,
+    grad_out,
+    lse,
+    sink,
+    lengths_q,
+    starts_q,
+    masked_q,
+    delta,
+    grad_sink,
+    seqlen_q,
+    lse_batch,
+    lse_token,
+    lse_head,
+    out_batch,
+    out_token,
+    out_head,
+    grad_batch,
+    grad_token,
+    grad_head,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
     """Compute delta [.., i] = sum_d do o, and grad_sink [b, h, blocks] = -sum_i p_sink delta."""
     block, sequence = owned_tile(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
@@ -36,12 +56,16 @@ def row_products(
     values = at(out, sequence, start, head, out_batch, out_token, out_head)
     gradients = at(grad_out, sequence, start, head, grad_batch, grad_token, grad_head)
     value = load_rows(values, first, out_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
-    gradient = load_rows(gradients, first, grad_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
+    gradient = load_rows(gradients, first, grad_token, limit, ROWS, 0, BLOCK_V, V, True).to(
+        tl.float32
+    )
     product = tl.sum(value * gradient, 1)
     row = first + tl.arange(0, ROWS)
     offset = row * lse_token
     tl.store(
-        at(delta, sequence, start, head, lse_batch, lse_token, lse_head) + offset, product, mask=row < stored
+        at(delta, sequence, start, head, lse_batch, lse_token, lse_head) + offset,
+        product,
+        mask=row < stored,
     )
     if sink is not None:
         levels = at(lse, sequence, start, head, lse_batch, lse_token, lse_head)
@@ -65,4 +89,6 @@ def delta(problem: AttentionProblem, out: tuple[int, int, int], has_sink: bool =
     grad_sink = Output(partial, "float32", begins=0.0 if sequences else None) if has_sink else None
     outputs = (Output(None, "float32"), grad_sink)
     grid = (programs, problem.heads, 1 if sequences else problem.batch)
-    return Launch(row_products, grid, outputs, scalars, (problem.size_v, block, rows, sequences), warps=4)
+    return Launch(
+        row_products, grid, outputs, scalars, (problem.size_v, block, rows, sequences), warps=4
+    )

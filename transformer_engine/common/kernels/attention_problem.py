@@ -61,10 +61,24 @@ class AttentionProblem:
         logarithm = math.log2(math.e)  # logits are in units of log 2
         left, right = self.window
         return (
-            self.seqlen_q, self.seqlen_kv, self.heads, self.heads // self.groups, left, right,
-            self.scales[0] * logarithm, self.scales[1] * logarithm, self.softcap * logarithm, self.dropout,
-            *self.q, *self.k, *self.v, *self.masked, *self.bias, *self.outer, *self.lse,
-        )  # fmt: skip
+            self.seqlen_q,
+            self.seqlen_kv,
+            self.heads,
+            self.heads // self.groups,
+            left,
+            right,
+            self.scales[0] * logarithm,
+            self.scales[1] * logarithm,
+            self.softcap * logarithm,
+            self.dropout,
+            *self.q,
+            *self.k,
+            *self.v,
+            *self.masked,
+            *self.bias,
+            *self.outer,
+            *self.lse,
+        )
 
     @property
     def band(self) -> tuple[bool, bool, bool]:
@@ -150,7 +164,13 @@ def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
     if max(qk, v) > 256:
         candidates = ((64, 32, 8, 2), (64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))
     elif max(qk, v) > 128:
-        candidates = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))
+        candidates = (
+            (128, 64, 8, 2),
+            (64, 64, 4, 2),
+            (64, 32, 4, 1),
+            (32, 32, 4, 1),
+            (16, 16, 4, 1),
+        )
     elif max(qk, v) <= 64:
         candidates = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1))  # 324 at 64; 128 keys 212
     elif problem.varied or problem.batch_invariant:

@@ -12,7 +12,9 @@ _BOUNDS = ("lengths_q", "lengths_kv", "starts_q", "starts_kv")
 SOURCES = (*_TENSORS, *_BOUNDS, "masked_q", "masked_kv", "masked", "bias", "slopes")
 
 
-def decoding(problem: AttentionProblem, processors: int, splits: int, follows: bool, packed: bool) -> Program:
+def decoding(
+    problem: AttentionProblem, processors: int, splits: int, follows: bool, packed: bool
+) -> Program:
     """Program (q, k, v, the four bounds, slopes, pages, sink, and out, which the caller allocates).
 
     Args:

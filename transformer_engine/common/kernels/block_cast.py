@@ -39,7 +39,9 @@ def _row_blocks(
     """Store codes and scales for a tile's given rows; every row is one block."""
     amax = as_float(tl.max(magnitude_bits(values), 1))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-    narrow = to_codes(values.to(tl.float32) * multiplier[:, None], codes.dtype.element_ty, CONVERSION)
+    narrow = to_codes(
+        values.to(tl.float32) * multiplier[:, None], codes.dtype.element_ty, CONVERSION
+    )
     tile.store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
     tile.store(scale + (first_k // WIDTH * M + first_m) + rows, decode, first_m + rows < M, EVEN)
 
@@ -73,13 +75,39 @@ def tile_blocks(
     """
     if codes is not None:
         _row_blocks(
-            codes, scale, M, K, first_m, first_k, half * 2, k, even, MAXIMUM,
-            EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
-        )  # fmt: skip
+            codes,
+            scale,
+            M,
+            K,
+            first_m,
+            first_k,
+            half * 2,
+            k,
+            even,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            EVEN,
+            CONVERSION,
+        )
         _row_blocks(
-            codes, scale, M, K, first_m, first_k, half * 2 + 1, k, odd, MAXIMUM,
-            EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
-        )  # fmt: skip
+            codes,
+            scale,
+            M,
+            K,
+            first_m,
+            first_k,
+            half * 2 + 1,
+            k,
+            odd,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            EVEN,
+            CONVERSION,
+        )
     if codes_t is not None:
         amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
         multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
@@ -127,7 +155,9 @@ def tile_square(
         tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
     if codes_t is not None:
         tl.store(scale_t + tile_k * tl.cdiv(M, WIDTH) + tile_m, decode)
-        pairs = to_codes(tl.join(even, odd).to(tl.float32) * multiplier, codes_t.dtype.element_ty, CONVERSION)
+        pairs = to_codes(
+            tl.join(even, odd).to(tl.float32) * multiplier, codes_t.dtype.element_ty, CONVERSION
+        )
         tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
 
 
@@ -175,10 +205,23 @@ def row_block_kernel(
 
 @triton.jit
 def _both_blocks_of_tile(
-    program, x, codes, scale, codes_t, scale_t, M, K,
-    MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
-    BAND: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
-):  # fmt: skip
+    program,
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
     half, k = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH)
     tile_m, tile_k = tile.position(program, tl.cdiv(M, WIDTH), tl.cdiv(K, WIDTH), BAND)
     first_m = (tile_m * WIDTH).to(tl.int64)
@@ -186,9 +229,26 @@ def _both_blocks_of_tile(
     even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
     odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
     tile_blocks(
-        even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k, MAXIMUM,
-        EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
-    )  # fmt: skip
+        even,
+        odd,
+        codes,
+        scale,
+        codes_t,
+        scale_t,
+        M,
+        K,
+        first_m,
+        first_k,
+        half,
+        k,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        PAIRS,
+        EVEN,
+        CONVERSION,
+    )
 
 
 @triton.jit
@@ -221,14 +281,42 @@ def both_blocks_kernel(
         tiles = tl.cdiv(M, WIDTH) * tl.cdiv(K, WIDTH)
         for program in tl.range(first, tiles, tl.num_programs(0), num_stages=STAGES):
             _both_blocks_of_tile(
-                program, x, codes, scale, codes_t, scale_t, M, K,
-                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BAND, PAIRS, EVEN, CONVERSION,
-            )  # fmt: skip
+                program,
+                x,
+                codes,
+                scale,
+                codes_t,
+                scale_t,
+                M,
+                K,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                VALUE_FOR_INF,
+                BAND,
+                PAIRS,
+                EVEN,
+                CONVERSION,
+            )
     else:
         _both_blocks_of_tile(
-            first, x, codes, scale, codes_t, scale_t, M, K,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BAND, PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            first,
+            x,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            M,
+            K,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            BAND,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
 
 
 @triton.jit
@@ -343,7 +431,9 @@ def row_blocks(
     programs = min(resident * machine.processors, tiles) if even else tiles
     stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1
     constants = (*steps, 4, stages, rows % 2 == 0, even, NATIVE)
-    return Launch(both_blocks_kernel, (programs, 1, 1), by_rows + by_columns, shape, constants, warps)
+    return Launch(
+        both_blocks_kernel, (programs, 1, 1), by_rows + by_columns, shape, constants, warps
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -373,5 +463,14 @@ def square_blocks(
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
     band, warps = (4, 8) if columnwise else (1, 4)
     warps = warps if even else 16
-    constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even, NATIVE)
+    constants = (
+        element.maximum,
+        epsilon,
+        power_of_two,
+        value_for_inf,
+        band,
+        rows % 2 == 0,
+        even,
+        NATIVE,
+    )
     return Launch(square_block_kernel, (tiles_m * tiles_k, 1, 1), outputs, shape, constants, warps)

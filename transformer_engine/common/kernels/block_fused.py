@@ -26,47 +26,159 @@ WIDTH = tl.constexpr(_WIDTH)
 
 @triton.jit
 def _emit(
-    even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
-    SQUARE: tl.constexpr, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    VALUE_FOR_INF: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
+    even,
+    odd,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    first_m,
+    first_k,
+    half,
+    k,
+    SQUARE: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
-):  # fmt: skip
+):
     if SQUARE:
         tile_square(
-            even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            even,
+            odd,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            M,
+            K,
+            first_m,
+            first_k,
+            half,
+            k,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
     else:
         tile_blocks(
-            even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            even,
+            odd,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            M,
+            K,
+            first_m,
+            first_k,
+            half,
+            k,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
 
 
 @triton.jit
 def _forward_tile(
-    program, x, codes, scale, codes_t, scale_t, M, width, x_stride, limit, alpha, offset,
-    CURVE: tl.constexpr, GATED: tl.constexpr, SQUARE: tl.constexpr, MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, BLOCK_M: tl.constexpr,
-    BAND: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
-):  # fmt: skip
+    program,
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    width,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, WIDTH)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, WIDTH), BAND)
     first_m = (tile_m * BLOCK_M).to(tl.int64)
     first_n = (tile_n * WIDTH).to(tl.int64)
     even = activated(
-        x, M, width, x_stride, first_m, first_n, half * 2, column, limit, alpha, offset,
-        CURVE, GATED, EVEN,
-    )  # fmt: skip
+        x,
+        M,
+        width,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
+    )
     odd = activated(
-        x, M, width, x_stride, first_m, first_n, half * 2 + 1, column, limit, alpha, offset,
-        CURVE, GATED, EVEN,
-    )  # fmt: skip
+        x,
+        M,
+        width,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2 + 1,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
+    )
     _emit(
-        even, odd, codes, scale, codes_t, scale_t, M, width, first_m, first_n, half, column,
-        SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
-    )  # fmt: skip
+        even,
+        odd,
+        codes,
+        scale,
+        codes_t,
+        scale_t,
+        M,
+        width,
+        first_m,
+        first_n,
+        half,
+        column,
+        SQUARE,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        PAIRS,
+        EVEN,
+        CONVERSION,
+    )
 
 
 @triton.jit
@@ -105,25 +217,90 @@ def forward_kernel(
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(width, WIDTH)
         for program in tl.range(first, tiles, tl.num_programs(0), num_stages=STAGES):
             _forward_tile(
-                program, x, codes, scale, codes_t, scale_t, M, width, x_stride, limit, alpha, offset,
-                CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
-                PAIRS, EVEN, CONVERSION,
-            )  # fmt: skip
+                program,
+                x,
+                codes,
+                scale,
+                codes_t,
+                scale_t,
+                M,
+                width,
+                x_stride,
+                limit,
+                alpha,
+                offset,
+                CURVE,
+                GATED,
+                SQUARE,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                VALUE_FOR_INF,
+                BLOCK_M,
+                BAND,
+                PAIRS,
+                EVEN,
+                CONVERSION,
+            )
     else:
         _forward_tile(
-            first, x, codes, scale, codes_t, scale_t, M, width, x_stride, limit, alpha, offset,
-            CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
-            PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            first,
+            x,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            M,
+            width,
+            x_stride,
+            limit,
+            alpha,
+            offset,
+            CURVE,
+            GATED,
+            SQUARE,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            BLOCK_M,
+            BAND,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
 
 
 @triton.jit
 def _backward_tile(
-    program, dy, x, codes, scale, codes_t, scale_t, workspace, M, width, dy_stride, x_stride, limit, alpha,
-    offset, CURVE: tl.constexpr, GATED: tl.constexpr, SQUARE: tl.constexpr, MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, BLOCK_M: tl.constexpr,
-    BAND: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
-):  # fmt: skip
+    program,
+    dy,
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    workspace,
+    M,
+    width,
+    dy_stride,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, WIDTH)
     columns = 2 * width if GATED else width
@@ -131,25 +308,89 @@ def _backward_tile(
     first_m = (tile_m * BLOCK_M).to(tl.int64)
     first_n = (tile_n * WIDTH).to(tl.int64)
     even, even_b = gradients(
-        dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
-        limit, alpha, offset, CURVE, GATED, EVEN,
-    )  # fmt: skip
+        dy,
+        x,
+        M,
+        width,
+        dy_stride,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
+    )
     odd, odd_b = gradients(
-        dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
-        limit, alpha, offset, CURVE, GATED, EVEN,
-    )  # fmt: skip
+        dy,
+        x,
+        M,
+        width,
+        dy_stride,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2 + 1,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
+    )
     _emit(
-        even, odd, codes, scale, codes_t, scale_t, M, columns, first_m, first_n, half, column,
-        SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
-    )  # fmt: skip
+        even,
+        odd,
+        codes,
+        scale,
+        codes_t,
+        scale_t,
+        M,
+        columns,
+        first_m,
+        first_n,
+        half,
+        column,
+        SQUARE,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        PAIRS,
+        EVEN,
+        CONVERSION,
+    )
     if workspace is not None:
         sums = even.to(tl.float32) + odd.to(tl.float32)
         store_column_sums(workspace, sums, tile_m, columns, first_n, column, width)
     if GATED:
         _emit(
-            even_b, odd_b, codes, scale, codes_t, scale_t, M, columns, first_m, first_n + width, half,
-            column, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            even_b,
+            odd_b,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            M,
+            columns,
+            first_m,
+            first_n + width,
+            half,
+            column,
+            SQUARE,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
         if workspace is not None:
             sums = even_b.to(tl.float32) + odd_b.to(tl.float32)
             store_column_sums(workspace + width, sums, tile_m, columns, first_n, column, width)
@@ -195,16 +436,64 @@ def backward_kernel(
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(width, WIDTH)
         for program in tl.range(first, tiles, tl.num_programs(0), num_stages=STAGES):
             _backward_tile(
-                program, dy, x, codes, scale, codes_t, scale_t, workspace, M, width, dy_stride, x_stride, limit,
-                alpha, offset, CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
-                PAIRS, EVEN, CONVERSION,
-            )  # fmt: skip
+                program,
+                dy,
+                x,
+                codes,
+                scale,
+                codes_t,
+                scale_t,
+                workspace,
+                M,
+                width,
+                dy_stride,
+                x_stride,
+                limit,
+                alpha,
+                offset,
+                CURVE,
+                GATED,
+                SQUARE,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                VALUE_FOR_INF,
+                BLOCK_M,
+                BAND,
+                PAIRS,
+                EVEN,
+                CONVERSION,
+            )
     else:
         _backward_tile(
-            first, dy, x, codes, scale, codes_t, scale_t, workspace, M, width, dy_stride, x_stride, limit,
-            alpha, offset, CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
-            PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
+            first,
+            dy,
+            x,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            workspace,
+            M,
+            width,
+            dy_stride,
+            x_stride,
+            limit,
+            alpha,
+            offset,
+            CURVE,
+            GATED,
+            SQUARE,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            BLOCK_M,
+            BAND,
+            PAIRS,
+            EVEN,
+            CONVERSION,
+        )
 
 
 class FusedPlan(NamedTuple):
@@ -258,7 +547,9 @@ def backward(
     multiple of 128. "identity": x is None, dx is dy. `strides` belong to dy and x.
     """
     rows, width = shape
-    assert not gated or width % _WIDTH == 0, "a block would reach from the gate's gradient into the other"
+    assert not gated or width % _WIDTH == 0, (
+        "a block would reach from the gate's gradient into the other"
+    )
     plan = plan or _plan(name, blocks, shape, machine)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     columns = 2 * width if gated else width

@@ -34,7 +34,9 @@ HALF = gl.constexpr(64)  # rows per instruction: a warp group multiplies its 128
 # Triton 3.8 renamed the copies, and 3.9 removed their former names.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-REGISTERS = 168  # per thread at launch; later 24 in the warps that load, 240 in the warps that multiply
+REGISTERS = (
+    168  # per thread at launch; later 24 in the warps that load, 240 in the warps that multiply
+)
 
 
 @gluon.jit
@@ -48,9 +50,17 @@ def tile_position(tile, tiles_m, tiles_n, BAND: gl.constexpr):
 
 @gluon.jit
 def fetch(
-    matrices, scales, stages, barriers, M, N, K,
-    BY_ROW: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-):  # fmt: skip
+    matrices,
+    scales,
+    stages,
+    barriers,
+    M,
+    N,
+    K,
+    BY_ROW: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+):
     """Load every tile's codes and scales, 128 of K per stage, as soon as both groups have read the stage."""
     a, b = matrices
     scale_a, scale_b = scales
@@ -100,7 +110,9 @@ def added(total, product, by_row, by_column, BY_ROW: gl.constexpr):
         total += product * by_row[:, None] * by_column[None, :]
     else:
         total += product * by_row[:, None]
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [total], gl.float32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [total], gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -113,9 +125,20 @@ def write(out, total, m, n, buffer):
 
 @gluon.jit
 def multiply(
-    out, scale_b, stages, buffers, barriers, M, N, K,
-    GROUP: gl.constexpr, BY_ROW: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, BUFFERS: gl.constexpr,
-):  # fmt: skip
+    out,
+    scale_b,
+    stages,
+    buffers,
+    barriers,
+    M,
+    N,
+    K,
+    GROUP: gl.constexpr,
+    BY_ROW: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
     """Compute the rows [128 GROUP, 128 GROUP + 128) in every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     RIGHT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -143,7 +166,14 @@ def multiply(
             first = rows.slice(GROUP * 2 * HALF, HALF).load(RIGHT) * square
             second = rows.slice(GROUP * 2 * HALF + HALF, HALF).load(RIGHT) * square
             product = start_product(
-                codes.slice(GROUP * 2 * HALF, HALF), b, product, never, turns, GROUP, 1 - GROUP, BY_ROW
+                codes.slice(GROUP * 2 * HALF, HALF),
+                b,
+                product,
+                never,
+                turns,
+                GROUP,
+                1 - GROUP,
+                BY_ROW,
             )
             if not BY_ROW:
                 square = gl.load(squares + min(block + 1, blocks - 1))
@@ -153,7 +183,14 @@ def multiply(
                 by_column = scale_b_stages.index(stage).load(BELOW)
             upper = added(upper, product, first, by_column, BY_ROW)
             product = start_product(
-                codes.slice(GROUP * 2 * HALF + HALF, HALF), b, product, never, turns, GROUP, GROUP, BY_ROW
+                codes.slice(GROUP * 2 * HALF + HALF, HALF),
+                b,
+                product,
+                never,
+                turns,
+                GROUP,
+                GROUP,
+                BY_ROW,
             )
             product = hopper.warpgroup_mma_wait(0, deps=[product])
             if BY_ROW:
@@ -222,13 +259,47 @@ def product_kernel(
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (results, scale_b, stages, buffers, barriers, M, N, K, 0, BY_ROW, STAGES, BAND, BUFFERS)),
-            (multiply, (results, scale_b, stages, buffers, barriers, M, N, K, 1, BY_ROW, STAGES, BAND, BUFFERS)),
+            (
+                multiply,
+                (
+                    results,
+                    scale_b,
+                    stages,
+                    buffers,
+                    barriers,
+                    M,
+                    N,
+                    K,
+                    0,
+                    BY_ROW,
+                    STAGES,
+                    BAND,
+                    BUFFERS,
+                ),
+            ),
+            (
+                multiply,
+                (
+                    results,
+                    scale_b,
+                    stages,
+                    buffers,
+                    barriers,
+                    M,
+                    N,
+                    K,
+                    1,
+                    BY_ROW,
+                    STAGES,
+                    BAND,
+                    BUFFERS,
+                ),
+            ),
             (fetch, (matrices, scales, stages, barriers, M, N, K, BY_ROW, STAGES, BAND)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=4096)

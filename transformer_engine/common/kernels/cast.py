@@ -48,7 +48,12 @@ class OneScale(NamedTuple):
     def after(self, values: str, shape: tuple[int, int]) -> ProgramStep:
         """Cast stored values [M, K] by their maximum, which an earlier step has computed."""
         launch = cast(
-            shape, self.element, True, self.columnwise, power_of_two=self.power_of_two, epsilon=self.epsilon
+            shape,
+            self.element,
+            True,
+            self.columnwise,
+            power_of_two=self.power_of_two,
+            epsilon=self.epsilon,
         )
         return step(launch, (values, None, "amax"), ("codes", "codes_t", "scale"))
 
@@ -90,15 +95,23 @@ def _record(amax, bits):
 
 @triton.jit
 def resolve_multiplier(
-    program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    program,
+    multiplier,
+    amax,
+    scale,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     ZERO_IS_ONE: tl.constexpr,
-):  # fmt: skip
+):
     """Get the given multiplier, or compute it from amax; program 0 stores its inverse."""
     if multiplier is not None:
         factor = take_multiplier(multiplier, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
     else:
-        factor, decode = scale_from_amax(tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+        factor, decode = scale_from_amax(
+            tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
+        )
     if program == 0:
         tl.store(scale, decode)
     return factor
@@ -133,7 +146,9 @@ def cast_kernel(
     values = tile.load(x + start + offsets, inside, EVEN)
     if FOLLOWS:
         gdc_wait()
-    factor = resolve_multiplier(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
+    factor = resolve_multiplier(
+        program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE
+    )
     narrow = to_codes(values.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
     if FOLLOWS and EVEN:
         tl.store(codes + start + offsets, narrow, eviction_policy="evict_first")
@@ -179,14 +194,18 @@ def cast_transpose_kernel(
     odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
     if FOLLOWS:
         gdc_wait()
-    factor = resolve_multiplier(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
+    factor = resolve_multiplier(
+        program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE
+    )
     if codes is not None:
         element = codes.dtype.element_ty
         narrow = to_codes(even.to(tl.float32) * factor, element, CONVERSION)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
         narrow = to_codes(odd.to(tl.float32) * factor, element, CONVERSION)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
-    pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
+    pairs = to_codes(
+        tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION
+    )
     tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
     if RECORDS:
         _record(amax, tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
@@ -273,9 +292,17 @@ def cast(
         grid, scalars, tiles = ceil_div(size, block), (size,), (block, size % block == 0)
         kernel = cast_kernel
     else:
-        block_m, block_k, band, warps = (64, 256, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)
+        block_m, block_k, band, warps = (
+            (64, 256, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)
+        )
         grid, scalars = ceil_div(rows, block_m) * ceil_div(depth, block_k), (rows, depth)
-        tiles = (block_m, block_k, band, rows % 2 == 0, rows % block_m == 0 and depth % block_k == 0)
+        tiles = (
+            block_m,
+            block_k,
+            band,
+            rows % 2 == 0,
+            rows % block_m == 0 and depth % block_k == 0,
+        )
         kernel = cast_transpose_kernel
     return Launch(
         kernel,
@@ -319,7 +346,9 @@ def one_scale(
     if amax == SCALES:
         inputs = ("x",)
         steps = (
-            ProgramStep(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), inputs, ("amax",)),
+            ProgramStep(
+                absolute_maximum(shape[0] * shape[1], overlaps=overlaps), inputs, ("amax",)
+            ),
             step(cast(*plain, follows=overlaps, **scaling), ("x", None, "amax"), names),
         )
     elif amax == MEASURED:

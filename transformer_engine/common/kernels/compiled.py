@@ -148,9 +148,13 @@ def _compile(key: KernelKey) -> Compiled:
     pointers, rest = names[: len(key.dtypes)], names[len(key.dtypes) :]
     numbers, constant_names = rest[: len(key.scalars)], rest[len(key.scalars) :]
     constants = dict(zip(constant_names, key.constants, strict=True))
-    constants |= {name: None for name, dtype in zip(pointers, key.dtypes, strict=True) if dtype is None}
+    constants |= {
+        name: None for name, dtype in zip(pointers, key.dtypes, strict=True) if dtype is None
+    }
     # As in Triton's own launcher: an integer equal to 1 becomes a constant.
-    constants |= {n: v for n, v in zip(numbers, key.scalars, strict=True) if type(v) is int and v == 1}
+    constants |= {
+        n: v for n, v in zip(numbers, key.scalars, strict=True) if type(v) is int and v == 1
+    }
     kinds = {
         name: f"*{_KINDS[dtype]}"
         for name, dtype in zip(pointers, key.dtypes, strict=True)
@@ -161,7 +165,9 @@ def _compile(key: KernelKey) -> Compiled:
         integer = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
         kinds[name] = "fp32" if isinstance(value, float) else integer
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-    multiples = {name for name, value in values.items() if isinstance(value, int) and value % _ALIGNMENT == 0}
+    multiples = {
+        name for name, value in values.items() if isinstance(value, int) and value % _ALIGNMENT == 0
+    }
     aligned = {
         (index,): [["tt.divisibility", _ALIGNMENT]]
         for index, name in enumerate(names)
@@ -181,7 +187,9 @@ def _compile(key: KernelKey) -> Compiled:
         binary.metadata.shared,
         getattr(binary.metadata, "global_scratch_size", 0) or 0,
         tuple(index for index, dtype in enumerate(key.dtypes) if dtype is not None),
-        tuple(Scalar(value, kinds[name]) for name, value in values.items() if name not in constants),
+        tuple(
+            Scalar(value, kinds[name]) for name, value in values.items() if name not in constants
+        ),
     )
 
 
@@ -195,7 +203,8 @@ def _ptx_version(capability: int) -> int:
 
     major, minor = nvidia(*divmod(capability, 10)).portable_ptx
     return min(
-        get_ptx_version_from_options(SimpleNamespace(ptx_version=None), capability), 10 * major + minor
+        get_ptx_version_from_options(SimpleNamespace(ptx_version=None), capability),
+        10 * major + minor,
     )
 
 

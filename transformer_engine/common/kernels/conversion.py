@@ -40,7 +40,10 @@ def choose_conversion(row: Hardware, dtypes: Iterable[str | None]) -> str:
 
 
 def resolve(
-    arg_names: Sequence[str], constants: tuple[Any, ...], row: Hardware, dtypes: Sequence[str | None]
+    arg_names: Sequence[str],
+    constants: tuple[Any, ...],
+    row: Hardware,
+    dtypes: Sequence[str | None],
 ) -> tuple[tuple[Any, ...], bool]:
     """Compile-time arguments for a kernel on a GPU, and whether FP8 tensors are passed as bytes."""
     converts = arg_names[-1] == "CONVERSION"

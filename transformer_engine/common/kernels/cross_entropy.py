@@ -31,7 +31,16 @@ _PROGRAMS = 2112  # 16 for each processor on an H200, the largest number of resi
 
 @triton.jit
 def _statistics(
-    x, targets, partials, rows, width, strip_width, first_id, share, SUMS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    targets,
+    partials,
+    rows,
+    width,
+    strip_width,
+    first_id,
+    share,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Compute the partials for one column strip of one row per program."""
     row = tl.program_id(0)
@@ -51,7 +60,9 @@ def _statistics(
         total = total * tl.exp(greatest - base) + tl.sum(tl.exp(value - base), 0)
         greatest = highest
         if SUMS:
-            plain += tl.sum(tl.where(inside, value * share, 0.0), 0)  # large logits have an infinite sum
+            plain += tl.sum(
+                tl.where(inside, value * share, 0.0), 0
+            )  # large logits have an infinite sum
     position = tl.load(targets + row) - first_id
     mine = (position >= start) & (position < end)
     chosen = tl.load(source + position, mask=mine, other=float("-inf")).to(tl.float32)
@@ -127,7 +138,9 @@ def _gradient(
     inverse = 1.0 / tl.load(statistics + 2 * row.to(tl.int64) + 1)
     value = tl.load(x + offset, mask=inside, other=float("-inf")).to(tl.float32)
     probability = tl.exp(value - greatest) * inverse
-    target_probability = tl.where(column == target - first_id, 1.0 - smoothing, 0.0) + smoothing / total_ids
+    target_probability = (
+        tl.where(column == target - first_id, 1.0 - smoothing, 0.0) + smoothing / total_ids
+    )
     result = (probability - target_probability) * tl.load(factor + row.to(tl.int64) * factor_stride)
     result = tl.where(target == ignored, 0.0, result)
     if dx is None:
@@ -146,7 +159,9 @@ def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
             part = tl.program_id(0).to(tl.int64) + tl.cast(i, tl.int64) * tl.num_programs(0)
             offsets = part * BLOCK + tl.arange(0, BLOCK)
             value = tl.load(x + offsets, mask=offsets < elements, other=0.0).to(tl.float32)
-            tl.store(x + offsets, (value * multiplier).to(x.dtype.element_ty), mask=offsets < elements)
+            tl.store(
+                x + offsets, (value * multiplier).to(x.dtype.element_ty), mask=offsets < elements
+            )
 
 
 def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
@@ -175,14 +190,23 @@ def losses(rows: int, strips: int, labels: Labels) -> Launch:
     )
 
 
-def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, in_place: bool) -> Launch:
+def gradient(
+    rows: int, width: int, labels: Labels, dtype: str, per_row: bool, in_place: bool
+) -> Launch:
     """Launch (x, targets, statistics, factor float32 [rows] or [1]) -> dx, or nothing if x is overwritten."""
     block = min(_BLOCK, max(triton.next_power_of_2(width), 16))
     return Launch(
         _gradient,
         (rows, ceil_div(width, block), 1),
         (None if in_place else Output((rows, width), dtype),),
-        (width, labels.first, labels.ignored, float(labels.smoothing), float(labels.total), int(per_row)),
+        (
+            width,
+            labels.first,
+            labels.ignored,
+            float(labels.smoothing),
+            float(labels.total),
+            int(per_row),
+        ),
         (block,),
         warps=8 if block == _BLOCK else 4,
         in_place=(0,) if in_place else (),

@@ -135,55 +135,134 @@ def _step(
 
 @triton.jit
 def advance_states(
-    history_0, history_1, history_2, history_3, history_4, history_5,
-    scale_0, scale_1, scale_2, scale_3, scale_4, scale_5,
-    amax_0, amax_1, amax_2, amax_3, amax_4, amax_5,
-    new_history_0, new_history_1, new_history_2, new_history_3, new_history_4, new_history_5,
-    new_scale_0, new_scale_1, new_scale_2, new_scale_3, new_scale_4, new_scale_5,
-    LENGTH: tl.constexpr, TAKES_MAXIMUM: tl.constexpr,
-    MAX_0: tl.constexpr, MAX_1: tl.constexpr, MAX_2: tl.constexpr,
-    MAX_3: tl.constexpr, MAX_4: tl.constexpr, MAX_5: tl.constexpr,
-    DIVISOR: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    history_0,
+    history_1,
+    history_2,
+    history_3,
+    history_4,
+    history_5,
+    scale_0,
+    scale_1,
+    scale_2,
+    scale_3,
+    scale_4,
+    scale_5,
+    amax_0,
+    amax_1,
+    amax_2,
+    amax_3,
+    amax_4,
+    amax_5,
+    new_history_0,
+    new_history_1,
+    new_history_2,
+    new_history_3,
+    new_history_4,
+    new_history_5,
+    new_scale_0,
+    new_scale_1,
+    new_scale_2,
+    new_scale_3,
+    new_scale_4,
+    new_scale_5,
+    LENGTH: tl.constexpr,
+    TAKES_MAXIMUM: tl.constexpr,
+    MAX_0: tl.constexpr,
+    MAX_1: tl.constexpr,
+    MAX_2: tl.constexpr,
+    MAX_3: tl.constexpr,
+    MAX_4: tl.constexpr,
+    MAX_5: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Advance up to six states: one program per state and group. Histories are contiguous, [groups, LENGTH]."""
     state = tl.program_id(0)
     g = tl.program_id(1)
     row = g * LENGTH
     if state == 0:
         _step(
-            history_0 + row, scale_0 + g, amax_0 + g, new_history_0 + row, new_scale_0 + g,
-            LENGTH, TAKES_MAXIMUM, MAX_0, DIVISOR, ROWS,
-        )  # fmt: skip
+            history_0 + row,
+            scale_0 + g,
+            amax_0 + g,
+            new_history_0 + row,
+            new_scale_0 + g,
+            LENGTH,
+            TAKES_MAXIMUM,
+            MAX_0,
+            DIVISOR,
+            ROWS,
+        )
     elif state == 1:
         if history_1 is not None:
             _step(
-                history_1 + row, scale_1 + g, amax_1 + g, new_history_1 + row, new_scale_1 + g,
-                LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS,
-            )  # fmt: skip
+                history_1 + row,
+                scale_1 + g,
+                amax_1 + g,
+                new_history_1 + row,
+                new_scale_1 + g,
+                LENGTH,
+                TAKES_MAXIMUM,
+                MAX_1,
+                DIVISOR,
+                ROWS,
+            )
     elif state == 2:
         if history_2 is not None:
             _step(
-                history_2 + row, scale_2 + g, amax_2 + g, new_history_2 + row, new_scale_2 + g,
-                LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS,
-            )  # fmt: skip
+                history_2 + row,
+                scale_2 + g,
+                amax_2 + g,
+                new_history_2 + row,
+                new_scale_2 + g,
+                LENGTH,
+                TAKES_MAXIMUM,
+                MAX_2,
+                DIVISOR,
+                ROWS,
+            )
     elif state == 3:
         if history_3 is not None:
             _step(
-                history_3 + row, scale_3 + g, amax_3 + g, new_history_3 + row, new_scale_3 + g,
-                LENGTH, TAKES_MAXIMUM, MAX_3, DIVISOR, ROWS,
-            )  # fmt: skip
+                history_3 + row,
+                scale_3 + g,
+                amax_3 + g,
+                new_history_3 + row,
+                new_scale_3 + g,
+                LENGTH,
+                TAKES_MAXIMUM,
+                MAX_3,
+                DIVISOR,
+                ROWS,
+            )
     elif state == 4:
         if history_4 is not None:
             _step(
-                history_4 + row, scale_4 + g, amax_4 + g, new_history_4 + row, new_scale_4 + g,
-                LENGTH, TAKES_MAXIMUM, MAX_4, DIVISOR, ROWS,
-            )  # fmt: skip
+                history_4 + row,
+                scale_4 + g,
+                amax_4 + g,
+                new_history_4 + row,
+                new_scale_4 + g,
+                LENGTH,
+                TAKES_MAXIMUM,
+                MAX_4,
+                DIVISOR,
+                ROWS,
+            )
     else:
         if history_5 is not None:
             _step(
-                history_5 + row, scale_5 + g, amax_5 + g, new_history_5 + row, new_scale_5 + g,
-                LENGTH, TAKES_MAXIMUM, MAX_5, DIVISOR, ROWS,
-            )  # fmt: skip
+                history_5 + row,
+                scale_5 + g,
+                amax_5 + g,
+                new_history_5 + row,
+                new_scale_5 + g,
+                LENGTH,
+                TAKES_MAXIMUM,
+                MAX_5,
+                DIVISOR,
+                ROWS,
+            )
 
 
 STATES = 6  # states that one launch of `advance_new` advances: both products in an MLP
@@ -215,6 +294,12 @@ def advance_new(
         grid=(states, groups, 1),
         outputs=(*histories, *absent, *scales, *absent),
         scalars=(),
-        constants=(length, takes_maximum, *filled, float(2.0**margin), triton.next_power_of_2(length)),
+        constants=(
+            length,
+            takes_maximum,
+            *filled,
+            float(2.0**margin),
+            triton.next_power_of_2(length),
+        ),
         warps=4 if length > 512 else 1,
     )

@@ -117,7 +117,9 @@ def forward(
     outputs = (Output((ceil_div(size, 8),), "uint8") if drops else None, Output((size,), dtype))
     grid = (ceil_div(size, _BLOCK), 1, 1)
     constants = (_BLOCK, size % _BLOCK == 0)
-    return Launch(forward_kernel, grid, outputs, (size, width, threshold, float(factor)), constants, warps=4)
+    return Launch(
+        forward_kernel, grid, outputs, (size, width, threshold, float(factor)), constants, warps=4
+    )
 
 
 def backward(size: int, dtype: str, factor: float) -> Launch:
@@ -125,5 +127,10 @@ def backward(size: int, dtype: str, factor: float) -> Launch:
     outputs = (Output((size,), dtype),)
     constants = (_BLOCK, size % _BLOCK == 0)
     return Launch(
-        backward_kernel, (ceil_div(size, _BLOCK), 1, 1), outputs, (size, float(factor)), constants, warps=4
+        backward_kernel,
+        (ceil_div(size, _BLOCK), 1, 1),
+        outputs,
+        (size, float(factor)),
+        constants,
+        warps=4,
     )

@@ -27,9 +27,13 @@ def encode_codes(scaled, random, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         first = tl.where(magnitude > 2.0, 2.0, magnitude) * 2.0
         second = tl.where(magnitude > 4.0, 4.0, tl.where(magnitude < 2.0, 2.0, magnitude)) - 2.0
-        third = (tl.where(magnitude > 6.0, 6.0, tl.where(magnitude < 4.0, 4.0, magnitude)) - 4.0) * 0.5
+        third = (
+            tl.where(magnitude > 6.0, 6.0, tl.where(magnitude < 4.0, 4.0, magnitude)) - 4.0
+        ) * 0.5
         floors = tl.floor(first) + tl.floor(second) + tl.floor(third)
-        fraction = (first - tl.floor(first)) + (second - tl.floor(second)) + (third - tl.floor(third))
+        fraction = (
+            (first - tl.floor(first)) + (second - tl.floor(second)) + (third - tl.floor(third))
+        )
         code = (floors + tl.floor(fraction + random)).to(tl.int32)
     else:
         # The midpoints between adjacent magnitudes; a tie is rounded to the even code.
@@ -45,7 +49,9 @@ def encode_codes(scaled, random, STOCHASTIC: tl.constexpr):
 def decode_codes(code):
     """Decode E2M1 codes to float32 values."""
     index = (code & 7).to(tl.float32)
-    magnitude = tl.where(index < 4.0, index * 0.5, tl.where(index < 6.0, index - 2.0, index * 2.0 - 8.0))
+    magnitude = tl.where(
+        index < 4.0, index * 0.5, tl.where(index < 6.0, index - 2.0, index * 2.0 - 8.0)
+    )
     return tl.where(code > 7, -magnitude, magnitude)
 
 
@@ -64,7 +70,12 @@ def as_block_scale(wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr):
 
 @triton.jit
 def scaled_blocks(
-    x, block_scale, encode_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr
+    x,
+    block_scale,
+    encode_scale,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Multiply x [ROWS, COLUMNS] by the multipliers of its blocks, as [ROWS, COLUMNS / 16, 16]."""
     multiplier = tl.div_rn(1.0, to_values(block_scale, CONVERSION) * tl.div_rn(1.0, encode_scale))
@@ -112,13 +123,22 @@ def sum_of_rows(x, TILES: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def block_error(
-    x, block_scale, amax, encode_scale, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
-):  # fmt: skip
+    x,
+    block_scale,
+    amax,
+    encode_scale,
+    RANGE: tl.constexpr,
+    ERROR: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
     """Compute the error [ROWS, COLUMNS / 16] of coding x's blocks with these scales; ERROR is one of `ERRORS`."""
     scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
     values = (
-        decode_codes(encode_codes(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
+        decode_codes(encode_codes(scaled, scaled, False))
+        * to_values(block_scale, CONVERSION)[:, :, None]
     )
     exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
     if PER_ROW:
@@ -140,14 +160,26 @@ def candidates(bits, encode_scale, CONVERSION: tl.constexpr):
 
 @triton.jit
 def takes_four(
-    x, bits, amax, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr, SQUARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
-):  # fmt: skip
+    x,
+    bits,
+    amax,
+    RANGE: tl.constexpr,
+    ERROR: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
     """Compute int32 [ROWS, COLUMNS / 16], for square tiles [ROWS / 16, ..]: 1 where mapping the maximum to 4 wins."""
     encode_scale = compute_encode_scale(amax, RANGE)
     six, four = candidates(bits, encode_scale, CONVERSION)
-    error_six = block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)
-    error_four = block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)
+    error_six = block_error(
+        x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION
+    )
+    error_four = block_error(
+        x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION
+    )
     if SQUARE:
         error_six = sum_of_rows(error_six, ROWS // GROUP, COLUMNS // GROUP)
         error_four = sum_of_rows(error_four, ROWS // GROUP, COLUMNS // GROUP)

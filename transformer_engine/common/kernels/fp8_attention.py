@@ -24,7 +24,9 @@ _SMALL_BLOCK, _SMALL_WARPS = 2048, 4
 
 
 @triton.jit
-def _codes_of_block(x, codes, block, SIZE, multiplier, amax, BLOCK: tl.constexpr, CONVERSION: tl.constexpr):
+def _codes_of_block(
+    x, codes, block, SIZE, multiplier, amax, BLOCK: tl.constexpr, CONVERSION: tl.constexpr
+):
     start = block.to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     inside = start + offsets < SIZE
@@ -32,7 +34,9 @@ def _codes_of_block(x, codes, block, SIZE, multiplier, amax, BLOCK: tl.constexpr
     narrow = to_codes(values.to(tl.float32) * multiplier, codes.dtype.element_ty, CONVERSION)
     tl.store(codes + start + offsets, narrow, mask=inside)
     # Compared as integers: they order like non-negative floats, with NaN as the largest.
-    tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(values), 0), sem="relaxed")
+    tl.atomic_max(
+        amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(values), 0), sem="relaxed"
+    )
 
 
 @triton.jit
@@ -64,10 +68,19 @@ def codes_of_three_kernel(
     if program < blocks_q:
         _codes_of_block(q, codes_q, program, SIZE_Q, multiplier, history + SLOT, BLOCK, CONVERSION)
     elif program < blocks_q + blocks_k:
-        _codes_of_block(k, codes_k, program - blocks_q, SIZE_K, multiplier, history + SLOT, BLOCK, CONVERSION)
+        _codes_of_block(
+            k, codes_k, program - blocks_q, SIZE_K, multiplier, history + SLOT, BLOCK, CONVERSION
+        )
     else:
         _codes_of_block(
-            v, codes_v, program - blocks_q - blocks_k, SIZE_V, multiplier, history + SLOT, BLOCK, CONVERSION
+            v,
+            codes_v,
+            program - blocks_q - blocks_k,
+            SIZE_V,
+            multiplier,
+            history + SLOT,
+            BLOCK,
+            CONVERSION,
         )
 
 
@@ -114,7 +127,13 @@ def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: s
     grid = sum(ceil_div(size, block) for size in sizes)
     outputs = (*(Output((size,), dtype) for size in sizes), Output((8,), "float32"))
     return Launch(
-        codes_of_three_kernel, (grid, 1, 1), outputs, sizes, (*slots, block, NATIVE), warps, in_place=(4,)
+        codes_of_three_kernel,
+        (grid, 1, 1),
+        outputs,
+        sizes,
+        (*slots, block, NATIVE),
+        warps,
+        in_place=(4,),
     )
 
 

@@ -57,13 +57,39 @@ def row_block_kernel(
             pointer = codes + start * K
             decode = scale + start * TILES_K
             _row_blocks(
-                pointer, decode, rows, K, first_m, first_k, half * 2, k, even,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False, CONVERSION,
-            )  # fmt: skip
+                pointer,
+                decode,
+                rows,
+                K,
+                first_m,
+                first_k,
+                half * 2,
+                k,
+                even,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                INFINITE,
+                False,
+                CONVERSION,
+            )
             _row_blocks(
-                pointer, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False, CONVERSION,
-            )  # fmt: skip
+                pointer,
+                decode,
+                rows,
+                K,
+                first_m,
+                first_k,
+                half * 2 + 1,
+                k,
+                odd,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                INFINITE,
+                False,
+                CONVERSION,
+            )
         if codes_t is not None:
             amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
             multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
@@ -71,9 +97,20 @@ def row_block_kernel(
             tile.store(row + k, decode, first_k + k < K, EVEN)
             pairs = tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]
             store_transposed(
-                codes_t, to_codes(pairs, codes_t.dtype.element_ty, CONVERSION), rows, K, first_m, first_k, half, k,
-                start, first_tile, tiles, True, EVEN,
-            )  # fmt: skip
+                codes_t,
+                to_codes(pairs, codes_t.dtype.element_ty, CONVERSION),
+                rows,
+                K,
+                first_m,
+                first_k,
+                half,
+                k,
+                start,
+                first_tile,
+                tiles,
+                True,
+                EVEN,
+            )
 
 
 @triton.jit
@@ -117,9 +154,23 @@ def square_block_kernel(
         tile.store_rows(pointer, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
     if codes_t is not None:
         tl.store(scale_t + first_tile * TILES_K + tile_k * tiles + tile_m, decode)
-        pairs = to_codes(tl.join(even, odd).to(tl.float32) * multiplier, codes_t.dtype.element_ty, CONVERSION)
+        pairs = to_codes(
+            tl.join(even, odd).to(tl.float32) * multiplier, codes_t.dtype.element_ty, CONVERSION
+        )
         store_transposed(
-            codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, False, EVEN
+            codes_t,
+            pairs,
+            rows,
+            K,
+            first_m,
+            first_k,
+            half,
+            k,
+            start,
+            first_tile,
+            tiles,
+            False,
+            EVEN,
         )
 
 
@@ -169,7 +220,13 @@ def square_blocks(
         Output((groups, *tiles[::-1]), "float32") if columnwise else None,
     )
     return Launch(
-        square_block_kernel, grid, outputs, scalars, steps, _warps(shape[1]), tables=address_tables(False)
+        square_block_kernel,
+        grid,
+        outputs,
+        scalars,
+        steps,
+        _warps(shape[1]),
+        tables=address_tables(False),
     )
 
 

@@ -66,7 +66,9 @@ def locate_program(
             group = group_or_none(layout, tile_m, M // WIDTH + GROUPS + 1, GROUPS)
         else:
             group = group_of_tile(layout, tile_m, GROUPS)
-        start, rows, first_tile, tiles = rows_of_group(layout, tl.minimum(group, GROUPS - 1), GROUPS)
+        start, rows, first_tile, tiles = rows_of_group(
+            layout, tl.minimum(group, GROUPS - 1), GROUPS
+        )
         matrix = x + start.to(tl.int64) * K
         first_m = (tile_m - first_tile) * WIDTH + part % (WIDTH // HEIGHT) * HEIGHT
     else:
@@ -122,11 +124,32 @@ def maximum_kernel(
 
 @triton.jit
 def cast_kernel(
-    x, table, layout, multiplier, amax, codes, codes_t, scale, M, K, TILES_K, STRIDE, OFFSET,
-    GROUPS: tl.constexpr, BY_ROWS: tl.constexpr, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, ZERO_IS_ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, REST: tl.constexpr, TILED: tl.constexpr, CONVERSION: tl.constexpr,
-):  # fmt: skip
+    x,
+    table,
+    layout,
+    multiplier,
+    amax,
+    codes,
+    codes_t,
+    scale,
+    M,
+    K,
+    TILES_K,
+    STRIDE,
+    OFFSET,
+    GROUPS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    REST: tl.constexpr,
+    TILED: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
     """Quantize with one multiplier per group; each row's first entry in scale [GROUPS, SLOT] is written.
 
     A given multiplier is at OFFSET + group * STRIDE, and amax at the same offset records max|x|. Otherwise, the
@@ -153,29 +176,62 @@ def cast_kernel(
     )
     if group < GROUPS:
         factor = _group_scale(
-            group, multiplier, amax, scale, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE, False
+            group,
+            multiplier,
+            amax,
+            scale,
+            STRIDE,
+            OFFSET,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            ZERO_IS_ONE,
+            False,
         )
         first_k = (tile_k * BLOCK_K).to(tl.int64)
         half = tl.arange(0, BLOCK_M // 2)
         k = tl.arange(0, BLOCK_K)
         even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, EVEN and not BY_ROWS)
-        odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN and not BY_ROWS)
+        odd = tile.load_rows(
+            matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN and not BY_ROWS
+        )
         if codes is not None:
             pointer = codes + start * K
             narrow = to_codes(even.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
-            tile.store_rows(pointer, rows, K, first_m, first_k, half * 2, k, narrow, EVEN and not BY_ROWS)
+            tile.store_rows(
+                pointer, rows, K, first_m, first_k, half * 2, k, narrow, EVEN and not BY_ROWS
+            )
             narrow = to_codes(odd.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
-            tile.store_rows(pointer, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
+            tile.store_rows(
+                pointer, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS
+            )
         if codes_t is not None:
-            pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
+            pairs = to_codes(
+                tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION
+            )
             store_transposed(
-                codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN, TILED
-            )  # fmt: skip
+                codes_t,
+                pairs,
+                rows,
+                K,
+                first_m,
+                first_k,
+                half,
+                k,
+                start,
+                first_tile,
+                tiles,
+                BY_ROWS,
+                EVEN,
+                TILED,
+            )
         if multiplier is not None:
             bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)))
             _record(amax + OFFSET + group * STRIDE, bits)
     elif REST:
-        _cast_padding(x, layout, codes, program, M, K, TILES_K, GROUPS, BLOCK_M, BLOCK_K, CONVERSION)
+        _cast_padding(
+            x, layout, codes, program, M, K, TILES_K, GROUPS, BLOCK_M, BLOCK_K, CONVERSION
+        )
 
 
 @triton.jit
@@ -194,7 +250,10 @@ def _cast_padding(
 ):
     """Convert x to codes, with multiplier 1, in a tile after the last group."""
     part = program // TILES_K
-    row = first_padding_row(layout, part // (WIDTH // BLOCK_M), GROUPS) + part % (WIDTH // BLOCK_M) * BLOCK_M
+    row = (
+        first_padding_row(layout, part // (WIDTH // BLOCK_M), GROUPS)
+        + part % (WIDTH // BLOCK_M) * BLOCK_M
+    )
     first_m, first_k = row.to(tl.int64), (program % TILES_K * BLOCK_K).to(tl.int64)
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     values = tile.load_rows(x, M, K, first_m, first_k, m, k, False)
@@ -221,7 +280,9 @@ def _group_scale(
         factor = take_multiplier(multiplier + OFFSET + group * STRIDE, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
     else:
-        factor, decode = scale_from_amax(tl.load(amax + group), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+        factor, decode = scale_from_amax(
+            tl.load(amax + group), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
+        )
     if STORES:
         tl.store(scale + group * SLOT, decode)
     return factor
@@ -229,9 +290,21 @@ def _group_scale(
 
 @triton.jit
 def store_transposed(
-    codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles,
-    BY_ROWS: tl.constexpr, EVEN: tl.constexpr, TILED: tl.constexpr = False,
-):  # fmt: skip
+    codes_t,
+    pairs,
+    rows,
+    K,
+    first_m,
+    first_k,
+    half,
+    k,
+    start,
+    first_tile,
+    tiles,
+    BY_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILED: tl.constexpr = False,
+):
     """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for equal-sized matrices.
 
     With TILED, every 128 rows of a group are stored as [K, 128].
@@ -252,7 +325,9 @@ def store_transposed(
         )
         pointer = (codes_t + first_tile * WIDTH * K).to(tl.pointer_type(tl.uint16))
         places = (
-            pointer + (first_k * (depth // 2) + first_m // 2) + (k[:, None] * (depth // 2) + half[None, :])
+            pointer
+            + (first_k * (depth // 2) + first_m // 2)
+            + (k[:, None] * (depth // 2) + half[None, :])
         )
         inside = tl.broadcast_to((first_k + k < K)[:, None], words.shape)
         tile.store(places, words, inside, EVEN)
@@ -268,15 +343,29 @@ def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
     grid, scalars, even = cast_grid(shape, groups, by_rows, block_m, block_k)
     outputs = (Output((groups,), "float32", begins=0.0),)
     steps = (groups, by_rows, block_m, block_k, even)
-    return Launch(maximum_kernel, grid, outputs, scalars, steps, warps, tables=address_tables(by_rows))
+    return Launch(
+        maximum_kernel, grid, outputs, scalars, steps, warps, tables=address_tables(by_rows)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def cast(
-    shape: tuple[int, int], groups: int, by_rows: bool, element: Element, stride: int, offset: int,
-    power_of_two: bool, epsilon: float, rowwise: bool, columnwise: bool, *,
-    records: bool, zero_is_one: bool = False, rest: bool = False, tiled: bool = False,
-) -> Launch:  # fmt: skip
+    shape: tuple[int, int],
+    groups: int,
+    by_rows: bool,
+    element: Element,
+    stride: int,
+    offset: int,
+    power_of_two: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    records: bool,
+    zero_is_one: bool = False,
+    rest: bool = False,
+    tiled: bool = False,
+) -> Launch:
     """Launch (x, table | None, layout | None, multiplier | None, amax) -> codes, codes_t, scale [groups, 4].
 
     x is [total, K] or one of the matrices [M, K] with even M. codes is present if rowwise, codes_t if columnwise.
@@ -289,7 +378,9 @@ def cast(
         rest: Also quantize the rows after the last group, with multiplier 1.
         tiled: codes_t are [K, 128] for every tile of 128 rows.
     """
-    assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
+    assert not (rest and (columnwise or not by_rows)), (
+        "rows that are no group's have codes by rows alone"
+    )
     block_m, block_k, warps = _CAST_TILE
     grid, scalars, even = cast_grid(shape, groups, by_rows, block_m, block_k)
     if rest:
@@ -311,9 +402,17 @@ def cast(
 
 
 def tensor_scaled(
-    shape: tuple[int, int], groups: int, by_rows: bool, element: Element, power_of_two: bool, epsilon: float,
-    rowwise: bool, columnwise: bool, slots: tuple[int, int] | None, tiled: bool = False,
-) -> Program:  # fmt: skip
+    shape: tuple[int, int],
+    groups: int,
+    by_rows: bool,
+    element: Element,
+    power_of_two: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    slots: tuple[int, int] | None,
+    tiled: bool = False,
+) -> Program:
     """Program (x, table | None, layout | None, codes, codes_t, scale) with one scale per group.
 
     x is [total, K] or one of the matrices [M, K]; the caller allocates codes, codes_t and scale. The scale is computed
@@ -343,7 +442,12 @@ def address_tables(by_rows: bool) -> tuple[AddressTable, ...]:
 
 
 def cast_codes(
-    shape: tuple[int, int], groups: int, by_rows: bool, element: Element, rowwise: bool, columnwise: bool
+    shape: tuple[int, int],
+    groups: int,
+    by_rows: bool,
+    element: Element,
+    rowwise: bool,
+    columnwise: bool,
 ) -> tuple[Output | None, Output | None]:
     """Codes and transposed codes as outputs; the rounded-up row count depends on the groups."""
     dtype = codes_dtype(element)

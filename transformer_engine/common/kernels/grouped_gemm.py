@@ -26,7 +26,9 @@ from .grouped_layout import (
 )
 from .launch import READ, WRITTEN, AddressTable, Launch, Output
 
-SCALE_SLOT = 4  # floats from one group's scale to the next: cuBLASLt reads scales at multiples of 16 bytes
+SCALE_SLOT = (
+    4  # floats from one group's scale to the next: cuBLASLt reads scales at multiples of 16 bytes
+)
 SLOT = tl.constexpr(SCALE_SLOT)
 
 UNSCALED, TENSOR_SCALES, BLOCK_SCALES = 0, 1, 2
@@ -40,7 +42,9 @@ def matrix_base(matrices, table, group, size):
     if table is None:
         base = matrices + group.to(tl.int64) * size
     else:
-        base = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(matrices.dtype.element_ty)), 16)
+        base = tl.multiple_of(
+            tl.load(table + group).to(tl.pointer_type(matrices.dtype.element_ty)), 16
+        )
     return base
 
 
@@ -139,16 +143,37 @@ def rows_kernel(
         added = tl.load(bias + group.to(tl.int64) * N + n, mask=n < N, other=0.0)
         total += added.to(tl.float32)[None, :]
     places = out + corner * N + (m[:, None] * N + n[None, :])
-    tl.store(places, total.to(out.dtype.element_ty), mask=(m < rows - first_m)[:, None] & (n < N)[None, :])
+    tl.store(
+        places,
+        total.to(out.dtype.element_ty),
+        mask=(m < rows - first_m)[:, None] & (n < N)[None, :],
+    )
 
 
 @triton.jit
 def columns_kernel(
-    a, b, scale_a, scale_b, layout, table, out, N, K, TOTAL,
-    GROUPS: tl.constexpr, SCALING: tl.constexpr, IMPRECISE: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BAND: tl.constexpr,
-    STAGES: tl.constexpr, TOGETHER: tl.constexpr, TILED: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    scale_a,
+    scale_b,
+    layout,
+    table,
+    out,
+    N,
+    K,
+    TOTAL,
+    GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    TILED: tl.constexpr,
+):
     """Compute out_e [N, K], summed over group e's rows of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
 
     Args:
@@ -229,7 +254,9 @@ def columns_kernel(
 
 
 @triton.jit
-def row_sums_kernel(x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def row_sums_kernel(
+    x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Compute sums [GROUPS, N] over every group's rows in x [total, N], in float32 and in a fixed order."""
     group = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -371,7 +398,11 @@ def _tile_of_rows(
     # 1182; promoted 884 and 949, 387 and 508; block scales 64 columns, 4 warps 725 and 766, 128 columns, 8 warps 691
     # and 727.
     if scaling == UNSCALED:
-        return (256, 64, 8, 4, 8) if width % 256 == 0 and shared_memory > _LARGE else (128, 64, 4, 3, 4)
+        return (
+            (256, 64, 8, 4, 8)
+            if width % 256 == 0 and shared_memory > _LARGE
+            else (128, 64, 4, 3, 4)
+        )
     if scaling == BLOCK_SCALES:
         return (64, 128, 8, 4 if shared_memory > _LARGE else 3, 4)
     return (128, 128, 8, 3, 4 if hopper else _WARPS)

@@ -32,7 +32,9 @@ TILE_COLUMNS = 2 * TILE_ROWS
 
 
 @gluon.jit
-def locate(tile, layout, TILES_M, N, K, GROUPS: gl.constexpr, BAND: gl.constexpr, COLUMNS: gl.constexpr):
+def locate(
+    tile, layout, TILES_M, N, K, GROUPS: gl.constexpr, BAND: gl.constexpr, COLUMNS: gl.constexpr
+):
     """Locate a tile.
 
     The place is: group, first row in the left codes, tile column, steps along the contracted axis, the group's first
@@ -60,16 +62,29 @@ def locate(tile, layout, TILES_M, N, K, GROUPS: gl.constexpr, BAND: gl.constexpr
 
 @gluon.jit
 def fetch(
-    matrices, stages, barriers, layout, TILES, TILES_M, M, N, K,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
+    matrices,
+    stages,
+    barriers,
+    layout,
+    TILES,
+    TILES_M,
+    M,
+    N,
+    K,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
     """Load the codes of every tile, 128 of the contracted axis per stage, as soon as a stage is free."""
     a, b = matrices
     a_stages, b_stages = stages
     full, free = barriers
     step = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        group, row, tile_n, steps, first_tile, _ = locate(tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS)
+        group, row, tile_n, steps, first_tile, _ = locate(
+            tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS
+        )
         n = tile_n * 2 * SIDE
         both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
@@ -80,7 +95,11 @@ def fetch(
             mbarrier.expect(arrived, 3 * CODE_BYTES, pred=both)
             mbarrier.expect(arrived, 2 * CODE_BYTES, pred=both == 0)
             if COLUMNS:
-                row_a, row_b, column = (first_tile + block) * M + row, (first_tile + block) * N + n, 0
+                row_a, row_b, column = (
+                    (first_tile + block) * M + row,
+                    (first_tile + block) * N + n,
+                    0,
+                )
             else:
                 row_a, row_b, column = row, group * N + n, block * SIDE
             load_tile(a, [row_a, column], arrived, a_stages.index(place))
@@ -99,9 +118,22 @@ def added(total, product):
 
 @gluon.jit
 def write(
-    results, out, total, scale_a, scale_b, bias, first, rows, m, n, N, buffer,
-    LAYOUT: gl.constexpr, ACCUMULATE: gl.constexpr, BY_ADDRESS: gl.constexpr,
-):  # fmt: skip
+    results,
+    out,
+    total,
+    scale_a,
+    scale_b,
+    bias,
+    first,
+    rows,
+    m,
+    n,
+    N,
+    buffer,
+    LAYOUT: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    BY_ADDRESS: gl.constexpr,
+):
     """Write total [64, 128] to rows first + m of out, of which those below `rows` exist, and columns n."""
     total = total * scale_a * scale_b
     if bias is not None:
@@ -130,10 +162,30 @@ def write(
 
 @gluon.jit
 def multiply(
-    results, out, scale_a, scale_b, bias, table, stages, buffers, barriers, layout, TILES, TILES_M, M, N, K,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, BAND: gl.constexpr,
-    COLUMNS: gl.constexpr, EXACT: gl.constexpr, ACCUMULATE: gl.constexpr,
-):  # fmt: skip
+    results,
+    out,
+    scale_a,
+    scale_b,
+    bias,
+    table,
+    stages,
+    buffers,
+    barriers,
+    layout,
+    TILES,
+    TILES_M,
+    M,
+    N,
+    K,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    BAND: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    EXACT: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
     """Compute the columns [128 GROUP, 128 GROUP + 128) of every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     a_stages, b_stages = stages
@@ -142,7 +194,9 @@ def multiply(
     product = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
     step = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        group, row, tile_n, steps, _, rows = locate(tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS)
+        group, row, tile_n, steps, _, rows = locate(
+            tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS
+        )
         n = tile_n * 2 * SIDE + GROUP * SIDE
         if n < N:
             upper = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
@@ -169,7 +223,9 @@ def multiply(
                     lower = hopper.warpgroup_mma(codes.slice(HALF, HALF), b, lower, is_async=True)
                     # The products of this stage are running; the previous stage's products have completed.
                     upper, lower = hopper.warpgroup_mma_wait(2, deps=[upper, lower])
-                    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
+                    mbarrier.arrive(
+                        free.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0
+                    )
                 step += 1
             if not EXACT:
                 upper, lower = hopper.warpgroup_mma_wait(0, deps=[upper, lower])
@@ -191,15 +247,41 @@ def multiply(
                 added_row = bias + group.to(gl.int64) * N
             tma.store_wait(0)
             write(
-                results, matrix, upper, by_a, by_b, added_row, first, rows, 0, n, N,
-                buffers.index(GROUP * BUFFERS), LAYOUT, ACCUMULATE, table is not None,
-            )  # fmt: skip
+                results,
+                matrix,
+                upper,
+                by_a,
+                by_b,
+                added_row,
+                first,
+                rows,
+                0,
+                n,
+                N,
+                buffers.index(GROUP * BUFFERS),
+                LAYOUT,
+                ACCUMULATE,
+                table is not None,
+            )
             if BUFFERS == 1:
                 tma.store_wait(0)
             write(
-                results, matrix, lower, by_a, by_b, added_row, first, rows, HALF, n, N,
-                buffers.index(GROUP * BUFFERS + BUFFERS - 1), LAYOUT, ACCUMULATE, table is not None,
-            )  # fmt: skip
+                results,
+                matrix,
+                lower,
+                by_a,
+                by_b,
+                added_row,
+                first,
+                rows,
+                HALF,
+                n,
+                N,
+                buffers.index(GROUP * BUFFERS + BUFFERS - 1),
+                LAYOUT,
+                ACCUMULATE,
+                table is not None,
+            )
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
@@ -210,10 +292,28 @@ def multiply(
 
 @gluon.jit
 def grouped_kernel(
-    a, b, scale_a, scale_b, bias, layout, table, out, TILES, TILES_M, TOTAL, M, N, K,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, BAND: gl.constexpr,
-    COLUMNS: gl.constexpr, EXACT: gl.constexpr, ACCUMULATE: gl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    scale_a,
+    scale_b,
+    bias,
+    layout,
+    table,
+    out,
+    TILES,
+    TILES_M,
+    TOTAL,
+    M,
+    N,
+    K,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    BAND: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    EXACT: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
     """Compute each group's rows, or with COLUMNS the gradient of each group's matrix.
 
     Rows: out [TOTAL, N] = a [TOTAL, K] @ b_e.T, b [GROUPS, N, K], bias [GROUPS, N]. Columns: out [GROUPS, M, N] from
@@ -249,15 +349,84 @@ def grouped_kernel(
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (results, out, scale_a, scale_b, bias, table, stages, buffers, barriers, layout, TILES, TILES_M,
-                        M, N, K, 0, GROUPS, STAGES, BUFFERS, BAND, COLUMNS, EXACT, ACCUMULATE)),
-            (multiply, (results, out, scale_a, scale_b, bias, table, stages, buffers, barriers, layout, TILES, TILES_M,
-                        M, N, K, 1, GROUPS, STAGES, BUFFERS, BAND, COLUMNS, EXACT, ACCUMULATE)),
-            (fetch, (matrices, stages, barriers, layout, TILES, TILES_M, M, N, K, GROUPS, STAGES, BAND, COLUMNS)),
+            (
+                multiply,
+                (
+                    results,
+                    out,
+                    scale_a,
+                    scale_b,
+                    bias,
+                    table,
+                    stages,
+                    buffers,
+                    barriers,
+                    layout,
+                    TILES,
+                    TILES_M,
+                    M,
+                    N,
+                    K,
+                    0,
+                    GROUPS,
+                    STAGES,
+                    BUFFERS,
+                    BAND,
+                    COLUMNS,
+                    EXACT,
+                    ACCUMULATE,
+                ),
+            ),
+            (
+                multiply,
+                (
+                    results,
+                    out,
+                    scale_a,
+                    scale_b,
+                    bias,
+                    table,
+                    stages,
+                    buffers,
+                    barriers,
+                    layout,
+                    TILES,
+                    TILES_M,
+                    M,
+                    N,
+                    K,
+                    1,
+                    GROUPS,
+                    STAGES,
+                    BUFFERS,
+                    BAND,
+                    COLUMNS,
+                    EXACT,
+                    ACCUMULATE,
+                ),
+            ),
+            (
+                fetch,
+                (
+                    matrices,
+                    stages,
+                    barriers,
+                    layout,
+                    TILES,
+                    TILES_M,
+                    M,
+                    N,
+                    K,
+                    GROUPS,
+                    STAGES,
+                    BAND,
+                    COLUMNS,
+                ),
+            ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 _BAND = 8  # tile rows that are visited together
@@ -301,9 +470,16 @@ def product_of_rows(
 
 @functools.lru_cache(maxsize=4096)
 def product_of_columns(
-    width: int, depth: int, groups: int, dtype: str,
-    *, exact: bool, processors: int, accumulates: bool = False, by_address: bool = False,
-) -> Launch:  # fmt: skip
+    width: int,
+    depth: int,
+    groups: int,
+    dtype: str,
+    *,
+    exact: bool,
+    processors: int,
+    accumulates: bool = False,
+    by_address: bool = False,
+) -> Launch:
     """Launch (a, b, scale_a, scale_b, None, layout, table | None) -> out [groups, width, depth] in dtype.
 
     a is [tiles, width, 128] and b [tiles, depth, 128]: the codes for 128 rows per tile, each group's codes together.

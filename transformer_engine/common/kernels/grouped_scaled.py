@@ -55,12 +55,34 @@ class BlockScales:
 
 @triton.jit
 def rows_kernel(
-    a, b, layout, scale_a, scale_b, level_a, level_b, bias, out, N, K, TILES_M, TOTAL, RANGE,
-    EVEN: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, FORMAT_A: tl.constexpr,
-    FORMAT_B: tl.constexpr, LENGTH: tl.constexpr, PACKING: tl.constexpr, ROWS_A: tl.constexpr,
-    CLEARS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+    a,
+    b,
+    layout,
+    scale_a,
+    scale_b,
+    level_a,
+    level_b,
+    bias,
+    out,
+    N,
+    K,
+    TILES_M,
+    TOTAL,
+    RANGE,
+    EVEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORMAT_A: tl.constexpr,
+    FORMAT_B: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PACKING: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    CLEARS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
     TMA: tl.constexpr,
-):  # fmt: skip
+):
     """Compute out [total, N]: group e has a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
 
     Args:
@@ -79,7 +101,9 @@ def rows_kernel(
     m = tl.arange(0, ROWS)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     group = (
-        group_or_none(layout, tile_m, TILES_M, GROUPS) if CLEARS else group_of_tile(layout, tile_m, GROUPS)
+        group_or_none(layout, tile_m, TILES_M, GROUPS)
+        if CLEARS
+        else group_of_tile(layout, tile_m, GROUPS)
     )
     if CLEARS:  # noqa: SIM102  (a constant, which removes the branch)
         if group >= GROUPS:
@@ -146,7 +170,11 @@ def rows_kernel(
         added = tl.load(bias + group.to(tl.int64) * N + n, mask=n < N, other=0.0)
         total += added.to(tl.float32)[None, :]
     places = out + corner * N + (m[:, None] * N + n[None, :])
-    tl.store(places, total.to(out.dtype.element_ty), mask=(m < rows - first_m)[:, None] & (n < N)[None, :])
+    tl.store(
+        places,
+        total.to(out.dtype.element_ty),
+        mask=(m < rows - first_m)[:, None] & (n < N)[None, :],
+    )
 
 
 @triton.jit
@@ -256,9 +284,15 @@ _SIDE, _STEP, _STAGES, _WARPS = 128, 128, {1: 3, 2: 5}, 8
 
 @functools.lru_cache(maxsize=4096)
 def product_of_rows(
-    total: int, width: int, depth: int, groups: int, scales: BlockScales,
-    *, clears: bool = False, tma: bool = False,
-) -> Launch:  # fmt: skip
+    total: int,
+    width: int,
+    depth: int,
+    groups: int,
+    scales: BlockScales,
+    *,
+    clears: bool = False,
+    tma: bool = False,
+) -> Launch:
     """Launch (a [total, depth], b, layout, scales, maxima | None, bias | None) -> out [total, width].
 
     Scales and maxima are passed for a and b. 4-bit codes are packed: a is [total, depth / 2].
@@ -269,9 +303,19 @@ def product_of_rows(
     """
     tiles_m = tiles_at_most(total, groups) + clears
     constants = (
-        depth % _STEP == 0, groups, _STAGES[scales.packing], *scales.elements, scales.length, scales.packing,
-        scales.row_scaled, clears, _SIDE, _STEP, 8, tma,
-    )  # fmt: skip
+        depth % _STEP == 0,
+        groups,
+        _STAGES[scales.packing],
+        *scales.elements,
+        scales.length,
+        scales.packing,
+        scales.row_scaled,
+        clears,
+        _SIDE,
+        _STEP,
+        8,
+        tma,
+    )
     return Launch(
         rows_kernel,
         (tiles_m * ceil_div(width, _SIDE), 1, 1),
@@ -284,9 +328,16 @@ def product_of_rows(
 
 @functools.lru_cache(maxsize=4096)
 def product_of_columns(
-    total: int, width: int, depth: int, groups: int, scales: BlockScales,
-    *, accumulates: bool = False, by_address: bool = False, tma: bool = False,
-) -> Launch:  # fmt: skip
+    total: int,
+    width: int,
+    depth: int,
+    groups: int,
+    scales: BlockScales,
+    *,
+    accumulates: bool = False,
+    by_address: bool = False,
+    tma: bool = False,
+) -> Launch:
     """Launch (a, b, scales, maxima | None, layout, table of results | None) -> out [groups, width, depth].
 
     Scales and maxima are passed for a and b.
@@ -299,11 +350,27 @@ def product_of_columns(
     grid = (groups * ceil_div(width, _SIDE) * ceil_div(depth, _SIDE), 1, 1)
     outputs = () if by_address or accumulates else (Output((groups, width, depth), None),)
     constants = (
-        groups, *scales.elements, scales.length, scales.packing, accumulates, _SIDE, _SIDE, _STEP, 8,
-        _STAGES[scales.packing], tma,
-    )  # fmt: skip
+        groups,
+        *scales.elements,
+        scales.length,
+        scales.packing,
+        accumulates,
+        _SIDE,
+        _SIDE,
+        _STEP,
+        8,
+        _STAGES[scales.packing],
+        tma,
+    )
     return Launch(
-        *(columns_kernel, grid, outputs, (total, width, depth, scales.factor or 1.0), constants, _WARPS),
+        *(
+            columns_kernel,
+            grid,
+            outputs,
+            (total, width, depth, scales.factor or 1.0),
+            constants,
+            _WARPS,
+        ),
         in_place=(8,) if accumulates and not by_address else (),
         tables=(AddressTable(7, (WRITTEN,)),) if by_address else (),
     )

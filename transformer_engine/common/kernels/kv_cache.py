@@ -90,8 +90,12 @@ def append_kernel(
     token = token.to(tl.int64)
     k_source = sequence.to(tl.int64) * k_batch_stride + token * k_token_stride
     v_source = sequence.to(tl.int64) * v_batch_stride + token * v_token_stride
-    _copy_tokens(new_k, k_cache, k_source, slot, real, k_head_stride, size_k, heads * size_k, BLOCK_K)
-    _copy_tokens(new_v, v_cache, v_source, slot, real, v_head_stride, size_v, heads * size_v, BLOCK_V)
+    _copy_tokens(
+        new_k, k_cache, k_source, slot, real, k_head_stride, size_k, heads * size_k, BLOCK_K
+    )
+    _copy_tokens(
+        new_v, v_cache, v_source, slot, real, v_head_stride, size_v, heads * size_v, BLOCK_V
+    )
 
 
 def append(

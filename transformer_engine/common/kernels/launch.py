@@ -79,7 +79,9 @@ def gluon_missing(hardware: Hardware) -> str | None:
 
 
 @functools.cache  # called for each cast of grouped rows
-def _gluon_reason(hardware: Hardware, triton_missing: str | None, release: tuple[int, int]) -> str | None:
+def _gluon_reason(
+    hardware: Hardware, triton_missing: str | None, release: tuple[int, int]
+) -> str | None:
     if (reason := missing(hardware) or hardware.lacks("hopper instructions")) is not None:
         return reason
     if (reason := optional.gluon_problem(release)) is not None:
@@ -216,7 +218,9 @@ def start(launch: Launch, tensors: Tensors, device: int, outputs: Tensors = ()) 
     the record declares can be passed as `outputs` instead, because their dtypes and alignment are known.
     """
     pointers: Pointers = []
-    key: list[Any] = [device]  # all properties on which Triton specializes and which the record does not fix
+    key: list[Any] = [
+        device
+    ]  # all properties on which Triton specializes and which the record does not fix
     address_bits = 0
     for tensor in tensors:
         if tensor is None:
@@ -257,9 +261,13 @@ def starter(launch: Launch, tensors: Tensors) -> Any:
 def _compile(launch: Launch, tensors: Tensors) -> Any:
     """Build a callable (device, pointers, tensors, made) that starts the kernel compiled for this alignment."""
     _check(launch, tensors)
-    dtypes = [None if tensor is None else str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    dtypes = [
+        None if tensor is None else str(tensor.dtype).removeprefix("torch.") for tensor in tensors
+    ]
     names = launch.kernel.arg_names
-    constants, as_bytes = conversion.resolve(names, launch.constants, _tensor_hardware(tensors), dtypes)
+    constants, as_bytes = conversion.resolve(
+        names, launch.constants, _tensor_hardware(tensors), dtypes
+    )
     arguments = (*launch.scalars, *constants)
     options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
@@ -269,9 +277,13 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     # Under TRITON_INTERPRET=1, kernels have another class.
     if not (_calling_convention_is_known() and isinstance(launch.kernel, triton.JITFunction)):
 
-        def start_publicly(device: int, pointers: Pointers, tensors: Tensors, outputs: Tensors) -> None:
+        def start_publicly(
+            device: int, pointers: Pointers, tensors: Tensors, outputs: Tensors
+        ) -> None:
             every = (*tensors, *outputs)
-            launch.kernel[launch.grid](*(_bytes(every) if as_bytes else every), *arguments, **options)
+            launch.kernel[launch.grid](
+                *(_bytes(every) if as_bytes else every), *arguments, **options
+            )
 
         return start_publicly
 

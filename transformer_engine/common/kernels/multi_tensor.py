@@ -20,13 +20,17 @@ from ..operation_settings import Adam, Sgd
 from .launch import NUMBER, READ, WRITTEN, AddressTable, Launch, Output
 
 CHUNK = 8192  # elements per program
-_BLOCK = 2048  # elements at once: with 256 threads, two 16-byte accesses per thread and float32 list
+_BLOCK = (
+    2048  # elements at once: with 256 threads, two 16-byte accesses per thread and float32 list
+)
 _WARPS = 8
 _BITS = tl.constexpr(0xFFFF)
 
 
 @triton.jit
-def _tensor(table, column: tl.constexpr, columns: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+def _tensor(
+    table, column: tl.constexpr, columns: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Address of this program's chunk in a list."""
     address = tl.load(table + tl.program_id(0).to(tl.int64) * columns + column)
     if KIND == "float32":
@@ -243,7 +247,10 @@ def _sgd(
             if FIRST:
                 m = g
             else:
-                m = momentum * tl.load(m_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + takes * g
+                m = (
+                    momentum * tl.load(m_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+                    + takes * g
+                )
             tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=inside)
             if NESTEROV:
                 g += momentum * m
@@ -305,6 +312,18 @@ def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:
     lists = len(kinds)
     if lists == 3:
         kinds = (*kinds, None)
-    constants = (*kinds, lists + 1, how.momentum, how.nesterov, how.first, how.late, aligned, CHUNK, _BLOCK)
+    constants = (
+        *kinds,
+        lists + 1,
+        how.momentum,
+        how.nesterov,
+        how.first,
+        how.late,
+        aligned,
+        CHUNK,
+        _BLOCK,
+    )
     columns = (NUMBER, READ, WRITTEN, WRITTEN if how.momentum else READ, *(WRITTEN,) * (lists - 3))
-    return Launch(_sgd, (chunks, 1, 1), (), (), constants, _WARPS, tables=(AddressTable(0, columns),))
+    return Launch(
+        _sgd, (chunks, 1, 1), (), (), constants, _WARPS, tables=(AddressTable(0, columns),)
+    )

@@ -125,9 +125,13 @@ def _tile_of_blocks(
     if SQUARE:
         of_pair = tl.max(pair_bits.reshape(HALF, GROUPS_K, GROUP), 2)
         of_square = tl.max(of_pair.reshape(GROUPS_M, SPAN, GROUPS_K), 1)
-        of_even = of_square[:, None, :].broadcast_to(GROUPS_M, SPAN, GROUPS_K).reshape(HALF, GROUPS_K)
+        of_even = (
+            of_square[:, None, :].broadcast_to(GROUPS_M, SPAN, GROUPS_K).reshape(HALF, GROUPS_K)
+        )
         of_odd = of_even
-        of_column = of_square[:, :, None].broadcast_to(GROUPS_M, GROUPS_K, GROUP).reshape(GROUPS_M, BLOCK_K)
+        of_column = (
+            of_square[:, :, None].broadcast_to(GROUPS_M, GROUPS_K, GROUP).reshape(GROUPS_M, BLOCK_K)
+        )
     else:
         of_even = tl.max(even_bits.reshape(HALF, GROUPS_K, GROUP), 2)
         of_odd = tl.max(odd_bits.reshape(HALF, GROUPS_K, GROUP), 2)
@@ -179,7 +183,9 @@ def _tile_of_blocks(
         group = tl.arange(0, GROUPS_M)
         width = tl.cdiv(M, GROUP)
         exponent_t = tl.trans(exponent).to(tl.uint8)
-        _store_exponents(scale_t, K, width, first_k, first_m // GROUP, k, group, exponent_t, EVEN, TILED)
+        _store_exponents(
+            scale_t, K, width, first_k, first_m // GROUP, k, group, exponent_t, EVEN, TILED
+        )
 
 
 @triton.jit
@@ -201,12 +207,24 @@ def block_kernel(
     CONVERSION: tl.constexpr,
 ):
     """Quantize; scale [M, ceil(K/32)], scale_t [K, ceil(M/32)] in bytes; SQUARE: one exponent per 32 x 32 elements."""
-    # fmt: off
     _tile_of_blocks(
-        x, codes, scale, codes_t, scale_t, tl.program_id(0), M, K,
-        BLOCK_M, BLOCK_K, SQUARE, EVEN, TILED, PAIRS, INVERSE_MAXIMUM, CONVERSION,
+        x,
+        codes,
+        scale,
+        codes_t,
+        scale_t,
+        tl.program_id(0),
+        M,
+        K,
+        BLOCK_M,
+        BLOCK_K,
+        SQUARE,
+        EVEN,
+        TILED,
+        PAIRS,
+        INVERSE_MAXIMUM,
+        CONVERSION,
     )
-    # fmt: on
 
 
 @triton.jit
@@ -240,34 +258,64 @@ def matrices_kernel(
     if codes_t is not None:
         codes_t += index * size
         scale_t += index * K * tl.cdiv(M, GROUP)
-    # fmt: off
     _tile_of_blocks(
-        x, codes, scale, codes_t, scale_t, tl.program_id(0) % tiles, M, K,
-        BLOCK_M, BLOCK_K, SQUARE, EVEN, TILED, PAIRS, INVERSE_MAXIMUM, CONVERSION,
+        x,
+        codes,
+        scale,
+        codes_t,
+        scale_t,
+        tl.program_id(0) % tiles,
+        M,
+        K,
+        BLOCK_M,
+        BLOCK_K,
+        SQUARE,
+        EVEN,
+        TILED,
+        PAIRS,
+        INVERSE_MAXIMUM,
+        CONVERSION,
     )
-    # fmt: on
 
 
 @functools.lru_cache(maxsize=4096)
 def matrices(
-    shape: tuple[int, int], groups: int, element: Element, rowwise: bool, columnwise: bool, *, square: bool
+    shape: tuple[int, int],
+    groups: int,
+    element: Element,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    square: bool,
 ) -> Launch:
     """Launch (x, table | None) -> codes [groups, M, K], scale, codes_t [groups, K, M], scale_t."""
     one = blocks(shape, element, rowwise, columnwise, square=square)
     stacks = [
-        None if o is None or o.shape is None else Output((groups, *o.shape), o.dtype) for o in one.outputs
+        None if o is None or o.shape is None else Output((groups, *o.shape), o.dtype)
+        for o in one.outputs
     ]
     grid = (groups * one.grid[0], 1, 1)
     return replace(
-        one, kernel=matrices_kernel, grid=grid, outputs=tuple(stacks), tables=(AddressTable(1, (READ,)),),
-        handles={}, makers={},
-    )  # fmt: skip
+        one,
+        kernel=matrices_kernel,
+        grid=grid,
+        outputs=tuple(stacks),
+        tables=(AddressTable(1, (READ,)),),
+        handles={},
+        makers={},
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def blocks(
-    shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool, tiled: bool = False
-) -> Launch:  # fmt: skip
+    shape: tuple[int, int],
+    element: Element,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    square: bool,
+    tiled: bool = False,
+) -> Launch:
     """Launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)].
 
     Args:
@@ -308,4 +356,6 @@ def blocks(
 
 def _extents(rows: int, columns: int, tiled: bool) -> tuple[int, int]:
     """Scale shape [rows, columns], padded to full tiles if `tiled`."""
-    return (round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)) if tiled else (rows, columns)
+    return (
+        (round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)) if tiled else (rows, columns)
+    )

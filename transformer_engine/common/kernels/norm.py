@@ -55,9 +55,20 @@ def record_maximum(amax, bits, known):
 
 @triton.jit
 def _multipliers_of_blocks(
-    rounded, mask, scale, row, rows, first_column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
-):  # fmt: skip
+    rounded,
+    mask,
+    scale,
+    row,
+    rows,
+    first_column,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+):
     """Get every element's multiplier by its block in a ROWS x COLUMNS tile; store the blocks' inverses."""
     BLOCK: tl.constexpr = min(WIDTH, COLUMNS)
     COUNT: tl.constexpr = COLUMNS // BLOCK
@@ -73,11 +84,27 @@ def _multipliers_of_blocks(
 
 @triton.jit
 def _emit(
-    result, y, codes, scale, row, rows, first_column, width, offset, mask, factor,
-    element: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, POLICY: tl.constexpr,
+    result,
+    y,
+    codes,
+    scale,
+    row,
+    rows,
+    first_column,
+    width,
+    offset,
+    mask,
+    factor,
+    element: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    POLICY: tl.constexpr,
     CONVERSION: tl.constexpr,
-):  # fmt: skip
+):
     """Store the tile's requested results, rounded to `element`; return its magnitudes' int32 bits, 0 outside.
 
     Codes are stored in runs as long as the runs in which x is read. Longer 16-byte runs would make the compiler
@@ -91,16 +118,29 @@ def _emit(
         nothing = tl.program_id(1) * run  # always 0; to the compiler, a multiple of run
         if MAXIMUM > 0.0:
             factor = _multipliers_of_blocks(
-                rounded, mask, scale, row, rows, first_column, width, ROWS, COLUMNS,
-                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF,
-            )  # fmt: skip
+                rounded,
+                mask,
+                scale,
+                row,
+                rows,
+                first_column,
+                width,
+                ROWS,
+                COLUMNS,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                VALUE_FOR_INF,
+            )
         narrow = to_codes(rounded.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
         tl.store(codes + nothing + offset, narrow, mask=mask)
     return tl.where(mask, magnitude_bits(rounded), 0)
 
 
 @triton.jit
-def _normalize(value, gamma, beta, inside, mean, rstdev, row, valid, width, eps, ZERO_CENTERED: tl.constexpr):
+def _normalize(
+    value, gamma, beta, inside, mean, rstdev, row, valid, width, eps, ZERO_CENTERED: tl.constexpr
+):
     """Normalize a tile [rows, width] of float32 values that are 0 outside; store its statistics.
 
     gamma and beta are pointers: they are read late, so that they need no registers while the sums are computed.
@@ -157,14 +197,40 @@ def forward_rows(
     offset = row.to(tl.int64)[:, None]
     value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     result = _normalize(
-        value, gamma + column, beta + column if beta is not None else None, inside, mean, rstdev, row, valid,
-        width, eps, ZERO_CENTERED,
-    )  # fmt: skip
+        value,
+        gamma + column,
+        beta + column if beta is not None else None,
+        inside,
+        mean,
+        rstdev,
+        row,
+        valid,
+        width,
+        eps,
+        ZERO_CENTERED,
+    )
     bits = _emit(
-        result, y, codes, scale, tl.program_id(0) * BLOCK_ROWS, rows, 0, width, offset * width + column, mask,
-        factor, x.dtype.element_ty, BLOCK_ROWS, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
+        result,
+        y,
+        codes,
+        scale,
+        tl.program_id(0) * BLOCK_ROWS,
+        rows,
+        0,
+        width,
+        offset * width + column,
+        mask,
+        factor,
+        x.dtype.element_ty,
+        BLOCK_ROWS,
+        BLOCK_WIDTH,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        "",
         CONVERSION,
-    )  # fmt: skip
+    )
     if amax is not None:
         record_maximum(amax, tl.max(bits), current)
 
@@ -219,12 +285,31 @@ def forward_streamed(
         if beta is not None:
             result += shift
         bits = _emit(
-            result, y, codes, scale, row, rows, 0, width, offset * width + column, inside, factor,
-            x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
+            result,
+            y,
+            codes,
+            scale,
+            row,
+            rows,
+            0,
+            width,
+            offset * width + column,
+            inside,
+            factor,
+            x.dtype.element_ty,
+            1,
+            BLOCK_WIDTH,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            "",
             CONVERSION,
-        )  # fmt: skip
+        )
         if amax is not None:
-            greatest = tl.maximum(greatest, tl.max(bits, 0))  # a maximum per column spills registers
+            greatest = tl.maximum(
+                greatest, tl.max(bits, 0)
+            )  # a maximum per column spills registers
     if amax is not None:
         record_maximum(amax, greatest, current)
 
@@ -277,7 +362,9 @@ def forward_wide(
     for first in range(0, width, BLOCK_WIDTH):
         column = first + lane
         inside = column < width
-        value = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
         value = tl.where(inside, value - average, 0.0)
         squares += value * value
     inverse = tl.rsqrt(tl.sum(squares, 0) / width + eps)
@@ -293,10 +380,27 @@ def forward_wide(
         if beta is not None:
             result += tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
         bits = _emit(
-            result, y, codes, scale, row, rows, first, width, target + column, inside, factor,
-            x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "evict_first",
+            result,
+            y,
+            codes,
+            scale,
+            row,
+            rows,
+            first,
+            width,
+            target + column,
+            inside,
+            factor,
+            x.dtype.element_ty,
+            1,
+            BLOCK_WIDTH,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            "evict_first",
             CONVERSION,
-        )  # fmt: skip
+        )
         if amax is not None:
             greatest = tl.maximum(greatest, bits)
     if amax is not None:
@@ -361,7 +465,9 @@ def backward_rows(
         normalized = value * inverse[:, None]
         if mean is not None:
             average = tl.load(mean + row, mask=valid, other=0.0)
-            normalized = (value - average[:, None]) * inverse[:, None]  # times a zero gradient outside
+            normalized = (value - average[:, None]) * inverse[
+                :, None
+            ]  # times a zero gradient outside
             dbeta += gradient
         dgamma += gradient * normalized
         if not KEEPS_GAMMA:
@@ -376,14 +482,26 @@ def backward_rows(
         if add is not None:
             if ROUNDS_FIRST:
                 result = _round_product(result, dx.dtype.element_ty, rows)
-            result += tl.load(add + offset * add_stride + column, mask=mask, other=0.0).to(tl.float32)
+            result += tl.load(add + offset * add_stride + column, mask=mask, other=0.0).to(
+                tl.float32
+            )
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=mask)
-    _store_sums(dgamma, dbeta, mean, workspace, tl.program_id(0), tl.num_programs(0), 0, width, BLOCK_WIDTH)
+    _store_sums(
+        dgamma, dbeta, mean, workspace, tl.program_id(0), tl.num_programs(0), 0, width, BLOCK_WIDTH
+    )
 
 
 @triton.jit
 def _store_sums(
-    dgamma, dbeta, mean, workspace, program, programs, first_column, width, BLOCK_WIDTH: tl.constexpr
+    dgamma,
+    dbeta,
+    mean,
+    workspace,
+    program,
+    programs,
+    first_column,
+    width,
+    BLOCK_WIDTH: tl.constexpr,
 ):
     """Store one program's workspace [1 or 2, programs, width]: the sums over its two tiles' rows."""
     column = first_column + tl.arange(0, BLOCK_WIDTH)
@@ -451,7 +569,9 @@ def backward_wide(
         if add is not None:
             if ROUNDS_FIRST:
                 result = _round_product(result, dx.dtype.element_ty, rows)
-            result += tl.load(add + offset * add_stride + column, mask=inside, other=0.0).to(tl.float32)
+            result += tl.load(add + offset * add_stride + column, mask=inside, other=0.0).to(
+                tl.float32
+            )
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=inside)
 
 
@@ -488,13 +608,27 @@ def column_sums(
             dbeta += gradient
         dgamma += gradient * (value * tl.load(rstdev + row, mask=valid, other=0.0)[:, None])
     _store_sums(
-        dgamma, dbeta, mean, workspace, tl.program_id(1), tl.num_programs(1), first_column, width, BLOCK_WIDTH
+        dgamma,
+        dbeta,
+        mean,
+        workspace,
+        tl.program_id(1),
+        tl.num_programs(1),
+        first_column,
+        width,
+        BLOCK_WIDTH,
     )
 
 
 @triton.jit
 def sum_partials(
-    workspace, dgamma, dbeta, programs, width, BLOCK_PROGRAMS: tl.constexpr, BLOCK_WIDTH: tl.constexpr
+    workspace,
+    dgamma,
+    dbeta,
+    programs,
+    width,
+    BLOCK_PROGRAMS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
 ):
     """Compute dgamma (program_id(1) = 0) or dbeta (1) [width], summing workspace [program_id(1), programs, width]."""
     column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -554,14 +688,23 @@ def forward(
     """
     rows, width, x_stride, dtype, eps, zero_centered, centered, processors, shared_memory = x
     machine = Machine(processors, shared_memory, 4 if dtype == "float32" else 2)
-    fixed = (zero_centered, zero_is_one, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
+    fixed = (
+        zero_centered,
+        zero_is_one,
+        *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps),
+    )
     statistic = Output((rows,), "float32")
     statistics = (statistic if centered else None, statistic)
     if blocks is not None:
         scales = Output((ceil_div(width, 128), rows), "float32", transposed=True)
         outputs = (Output((rows, width), codes_dtype(blocks.element)), scales, None, *statistics)
     elif element is not None:
-        outputs = (Output((rows, width), codes_dtype(element)), Output((1,), "float32"), None, *statistics)
+        outputs = (
+            Output((rows, width), codes_dtype(element)),
+            Output((1,), "float32"),
+            None,
+            *statistics,
+        )
     else:
         outputs = (None, None, Output((rows, width), dtype), *statistics)
     if measures:
@@ -573,7 +716,9 @@ def forward(
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
         grid, constants = (rows, 1, 1), (*fixed, 8192, NATIVE)
         return Launch(forward_wide, grid, outputs, scalars, constants, warps=32, in_place=recorded)
-    if width > 8192:  # 3.4-3.6; one row per program 2.5-2.9, because gamma is read again from the L2 cache
+    if (
+        width > 8192
+    ):  # 3.4-3.6; one row per program 2.5-2.9, because gamma is read again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(
             forward_streamed,
@@ -637,7 +782,12 @@ def backward(
         workspace = Output((kinds, programs, width), "float32")
         grid = (ceil_div(width, 128), programs, 1)
         first = Launch(
-            backward_wide, (rows, 1, 1), (dx,), scalars, (zero_centered, 4096, rounds_first), warps=16
+            backward_wide,
+            (rows, 1, 1),
+            (dx,),
+            scalars,
+            (zero_centered, 4096, rounds_first),
+            warps=16,
         )
         constants = (32, 128, fitting(3, 32 * 128))
         second = Launch(column_sums, grid, (workspace,), scalars[:4], constants, warps=4)
@@ -665,7 +815,9 @@ _GIVEN = ("dy", "x", "add", "gamma", "mean", "rstdev")
 def _sum_steps(*steps: ProgramStep, sums: Launch) -> Program:
     """Append the workspace's sums to the steps, which compute dx and a workspace."""
     gradients = ("dgamma", None if sums.outputs[1] is None else "dbeta")
-    return Program(_GIVEN, (*steps, ProgramStep(sums, ("workspace",), gradients)), ("dx", *gradients))
+    return Program(
+        _GIVEN, (*steps, ProgramStep(sums, ("workspace",), gradients)), ("dx", *gradients)
+    )
 
 
 # Shared memory for a program's reductions, in addition to its pipeline; 4.1 KB were measured.

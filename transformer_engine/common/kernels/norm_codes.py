@@ -33,7 +33,9 @@ def one_scale(x: NormRows, how: OneScale) -> Program:
     elif how.columnwise:
         turn: Launch = transpose((x.rows, x.width), codes_dtype(how.element))
         steps.append(ProgramStep(turn, ("codes",), ("codes_t",)))
-    return Program(_GIVEN, tuple(steps), (*how.results, *(_STATISTICS if x.centered else (None, "rstdev"))))
+    return Program(
+        _GIVEN, tuple(steps), (*how.results, *(_STATISTICS if x.centered else (None, "rstdev")))
+    )
 
 
 def row_blocks(x: NormRows, blocks: Blocks) -> Program:
@@ -42,5 +44,12 @@ def row_blocks(x: NormRows, blocks: Blocks) -> Program:
     The kernel that computes y holds whole rows, and therefore all their 1 x 128 blocks.
     """
     first = step(forward(x, None, blocks), (*_GIVEN[:3], None, None), _MADE)
-    results = ("codes", "scale", None, None, None, *(_STATISTICS if x.centered else (None, "rstdev")))
+    results = (
+        "codes",
+        "scale",
+        None,
+        None,
+        None,
+        *(_STATISTICS if x.centered else (None, "rstdev")),
+    )
     return Program(_GIVEN[:3], (first,), results)

@@ -52,7 +52,9 @@ def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
     if RANDOM_SIGN:
         # Bit i: sign for element i in a group, +1 +1 +1 -1 +1 -1 -1 -1 -1 -1 -1 +1 -1 +1 -1 -1.
         negative = (0xD7E8 >> (tl.arange(0, COLUMNS) % GROUP)) & 1
-        y = y * tl.where(negative == 1, -1.0, 1.0)[None, :]  # not -y: Triton computes 0 - y, which loses -0
+        y = (
+            y * tl.where(negative == 1, -1.0, 1.0)[None, :]
+        )  # not -y: Triton computes 0 - y, which loses -0
     y = _butterfly(y, 1, ROWS, COLUMNS)
     y = _butterfly(y, 2, ROWS, COLUMNS)
     y = _butterfly(y, 4, ROWS, COLUMNS)
@@ -113,7 +115,9 @@ def _store_direction(
         chosen = tl.where(four == 1, to_values(to_four, CONVERSION), to_values(to_six, CONVERSION))
         block_scale = to_scale_codes(chosen, tl.float8e4nv, CONVERSION)
     else:
-        block_scale = as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST, CONVERSION)
+        block_scale = as_block_scale(
+            as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST, CONVERSION
+        )
     scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
     scaled = scaled.reshape(ROWS, COLUMNS)
     r = tl.arange(0, ROWS)
@@ -130,7 +134,10 @@ def _store_direction(
     inside = inside_r[:, None] & (first_c + byte * 2 < C)[None, :]
     corner = codes + (first_r * (C // 2) + first_c // 2)
     tile.store(
-        corner + (r[:, None] * (C // 2) + byte[None, :]), (low | (high << 4)).to(tl.uint8), inside, EVEN
+        corner + (r[:, None] * (C // 2) + byte[None, :]),
+        (low | (high << 4)).to(tl.uint8),
+        inside,
+        EVEN,
     )
     width = tl.cdiv(C, GROUP)
     group = tl.arange(0, GROUPS)
@@ -207,7 +214,9 @@ def block_kernel(
         if ERROR > 0:
             # Both directions use the rowwise choice, because the summation order matters.
             if BY_TILE and codes is None:
-                maximum = _tile_maxima(amax_t, first_m, M, TILE)[:, None].broadcast_to(GROUPS, GROUP)
+                maximum = _tile_maxima(amax_t, first_m, M, TILE)[:, None].broadcast_to(
+                    GROUPS, GROUP
+                )
                 maximum = maximum.reshape(TILE, 1)
             else:
                 maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, BY_TILE)
@@ -221,12 +230,36 @@ def block_kernel(
                 four = _expand_square(square_four, TILE)
             else:
                 four = takes_four(
-                    values, bits, maximum, RANGE, ERROR, PER_ROW or BY_TILE, False, TILE, TILE, CONVERSION
+                    values,
+                    bits,
+                    maximum,
+                    RANGE,
+                    ERROR,
+                    PER_ROW or BY_TILE,
+                    False,
+                    TILE,
+                    TILE,
+                    CONVERSION,
                 )
         _store_direction(
-            values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN,
-            TILED, CONVERSION,
-        )  # fmt: skip
+            values,
+            bits,
+            four,
+            maximum,
+            random,
+            codes,
+            scale,
+            M,
+            K,
+            first_m,
+            first_k,
+            TILE,
+            TILE,
+            RANGE,
+            EVEN,
+            TILED,
+            CONVERSION,
+        )
     if codes_t is not None:
         transposed = tl.trans(values)
         if BY_TILE:
@@ -245,12 +278,36 @@ def block_kernel(
                 four_t = _expand_square(tl.trans(square_four), TILE)
             else:
                 four_t = takes_four(
-                    transposed, bits_t, maximum_t, RANGE, ERROR, BY_TILE, False, TILE, TILE, CONVERSION
+                    transposed,
+                    bits_t,
+                    maximum_t,
+                    RANGE,
+                    ERROR,
+                    BY_TILE,
+                    False,
+                    TILE,
+                    TILE,
+                    CONVERSION,
                 )
         _store_direction(
-            transposed, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
-            RANGE, EVEN, TILED, CONVERSION,
-        )  # fmt: skip
+            transposed,
+            bits_t,
+            four_t,
+            maximum_t,
+            random_t,
+            codes_t,
+            scale_t,
+            K,
+            M,
+            first_k,
+            first_m,
+            TILE,
+            TILE,
+            RANGE,
+            EVEN,
+            TILED,
+            CONVERSION,
+        )
 
 
 @triton.jit
@@ -260,7 +317,9 @@ def transformed_maximum_kernel(
     """Compute amax = max(amax, max|transform(x.T)|)."""
     values, _, _ = _square_tile(x, M, K, TILE, EVEN)
     transposed = _transform(tl.trans(values), RANDOM_SIGN, TILE, TILE)
-    tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(transposed)), sem="relaxed")
+    tl.atomic_max(
+        amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(transposed)), sem="relaxed"
+    )
 
 
 def _grid(shape: tuple[int, int]) -> tuple[int, int, int]:
@@ -346,7 +405,13 @@ def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Opt
     even = covered == shape and rows % _TILE == 0 and depth % _TILE == 0
     constants = (*options.constants, _TILE, even, options.tiled, NATIVE)
     return Launch(
-        block_kernel, _grid(covered), outputs, shape, constants, warps=4, fuses=not options.four_over_six
+        block_kernel,
+        _grid(covered),
+        outputs,
+        shape,
+        constants,
+        warps=4,
+        fuses=not options.four_over_six,
     )
 
 
@@ -381,9 +446,15 @@ def program(
     if columnwise and not options.square and (amax_t_given or options.hadamard or options.per_row):
         amax_t = "amax_t"
         if not amax_t_given:
-            measure = hadamard_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
+            measure = (
+                hadamard_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
+            )
             steps.append(ProgramStep(measure, ("x",), ("amax_t",)))
     names = ("codes", "scale", "codes_t", "scale_t")
-    last = step(blocks(shape, rowwise, columnwise, options), ("x", amax, amax_t, "random", "random_t"), names)
+    last = step(
+        blocks(shape, rowwise, columnwise, options),
+        ("x", amax, amax_t, "random", "random_t"),
+        names,
+    )
     maxima = (amax if rowwise else None, amax_t if columnwise else None)
     return Program(inputs, (*steps, last), (*last.outputs, *maxima))

@@ -10,7 +10,9 @@ from .launch import Launch
 
 
 @triton.jit
-def zero_padding_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def zero_padding_kernel(
+    x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Clear x [tokens, width] in place; starts int32 [sequences + 1]."""
     first = tl.load(starts + sequences)
     begin = tl.program_id(0) * ROWS
@@ -21,7 +23,11 @@ def zero_padding_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr,
         for offset in range(0, width, COLUMNS):
             inside = clears[:, None] & (offset + column < width)[None, :]
             offsets = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
-            tl.store(x + offsets, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
+            tl.store(
+                x + offsets,
+                tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty),
+                mask=inside,
+            )
 
 
 def zero_padding_launch(tokens: int, width: int, sequences: int) -> Launch:
@@ -48,11 +54,17 @@ def zero_unseen_kernel(x, seen, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.c
         for offset in range(0, width, COLUMNS):
             inside = clears[:, None] & (offset + column < width)[None, :]
             offsets = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
-            tl.store(x + offsets, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
+            tl.store(
+                x + offsets,
+                tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty),
+                mask=inside,
+            )
 
 
 def zero_unseen(tokens: int, width: int) -> Launch:
     """Launch (x [tokens, width], seen uint8 [tokens]) that writes x."""
     rows, columns = 16, 256
     grid = (ceil_div(tokens, rows), 1, 1)
-    return Launch(zero_unseen_kernel, grid, (), (tokens, width), (rows, columns), warps=4, in_place=(0,))
+    return Launch(
+        zero_unseen_kernel, grid, (), (tokens, width), (rows, columns), warps=4, in_place=(0,)
+    )

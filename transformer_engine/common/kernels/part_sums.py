@@ -23,7 +23,9 @@ def part_sums_kernel(
     inside = place < SIZE
     added = tile.load(total + place, inside, EVEN).to(tl.float32)
     for part in tl.static_range(PARTS):
-        added += tile.load(parts + tl.cast(STRIDE, tl.int64) * part + place, inside, EVEN).to(tl.float32)
+        added += tile.load(parts + tl.cast(STRIDE, tl.int64) * part + place, inside, EVEN).to(
+            tl.float32
+        )
     tile.store(total + place, added.to(total.dtype.element_ty), inside, EVEN)
 
 

@@ -48,9 +48,20 @@ def _route(map, pad_offsets, token, j, tokens, columns, BY_MASK: tl.constexpr):
 
 @triton.jit
 def send_kernel(
-    x, map, pad_offsets, probs, y, row_probs, taken, tokens, rows, hidden, columns,
-    BY_MASK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    map,
+    pad_offsets,
+    probs,
+    y,
+    row_probs,
+    taken,
+    tokens,
+    rows,
+    hidden,
+    columns,
+    BY_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copy BLOCK values from a token to all its rows; with probs, a row with probability 0 becomes zero.
 
     taken [rows] is marked for every written row.
@@ -91,9 +102,22 @@ def clear_kernel(y, row_probs, taken, rows, hidden, ROWS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def collect_kernel(
-    y, map, pad_offsets, weights, row_values, x, values, tokens, rows, hidden, columns,
-    BY_MASK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+    y,
+    map,
+    pad_offsets,
+    weights,
+    row_values,
+    x,
+    values,
+    tokens,
+    rows,
+    hidden,
+    columns,
+    BY_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
     """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row].
 
     The rows for TOGETHER routes are loaded at once.
@@ -110,9 +134,13 @@ def collect_kernel(
     for i in range(0, count, TOGETHER):
         for k in tl.static_range(TOGETHER):
             j = count - 1 - i - k
-            row, column = _route(map, pad_offsets, token, tl.maximum(j, 0), tokens, columns, BY_MASK)
+            row, column = _route(
+                map, pad_offsets, token, tl.maximum(j, 0), tokens, columns, BY_MASK
+            )
             valid = (row >= 0) & (row < rows) & (j >= 0)
-            value = tl.load(y + row * hidden + feature, mask=inside & valid, other=0.0).to(tl.float32)
+            value = tl.load(y + row * hidden + feature, mask=inside & valid, other=0.0).to(
+                tl.float32
+            )
             if weights is not None:
                 offset = token.to(tl.int64) * columns + column
                 value *= tl.load(weights + offset, mask=j >= 0, other=0.0).to(tl.float32)
@@ -123,14 +151,30 @@ def collect_kernel(
     tl.store(x + token.to(tl.int64) * hidden + feature, total.to(x.dtype.element_ty), mask=inside)
     if row_values is not None:
         target = values + token.to(tl.int64) * columns + lane
-        tl.store(target, column_values.to(values.dtype.element_ty), mask=(lane < columns) & (part == 0))
+        tl.store(
+            target, column_values.to(values.dtype.element_ty), mask=(lane < columns) & (part == 0)
+        )
 
 
 @triton.jit
 def send_weighted_kernel(
-    dx, map, pad_offsets, weights, y, dy, grad_weights, taken, tokens, rows, hidden, columns,
-    BY_MASK: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dx,
+    map,
+    pad_offsets,
+    weights,
+    y,
+    dy,
+    grad_weights,
+    taken,
+    tokens,
+    rows,
+    hidden,
+    columns,
+    BY_MASK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) for one token: collect's gradients.
 
     Without y, the weights need no gradient. With WHOLE, a row is one BLOCK.
@@ -152,10 +196,14 @@ def send_weighted_kernel(
                 if WHOLE:
                     gradient = unweighted
                 else:
-                    gradient = tl.load(source + first + feature, mask=inside, other=0.0).to(tl.float32)
+                    gradient = tl.load(source + first + feature, mask=inside, other=0.0).to(
+                        tl.float32
+                    )
                 offsets = row * hidden + first + feature
                 if y is not None:
-                    products += gradient * tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
+                    products += gradient * tl.load(y + offsets, mask=inside, other=0.0).to(
+                        tl.float32
+                    )
                 weighted = (gradient * weight).to(dy.dtype.element_ty)
                 tl.store(dy + offsets, weighted, mask=inside, cache_modifier=".cs")
             if y is not None:
@@ -194,7 +242,9 @@ def send(
         None if every_row else Output((rows,), "uint8", begins=0.0),
     )
     grid = (tokens * ceil_div(hidden, block), 1, 1)
-    sending = Launch(send_kernel, grid, outputs, (tokens, rows, hidden, columns), (by_mask, block), warps)
+    sending = Launch(
+        send_kernel, grid, outputs, (tokens, rows, hidden, columns), (by_mask, block), warps
+    )
     inputs = ("x", "map", "pad_offsets", "probs")
     steps = [step(sending, inputs, ("y", "row_probs", "taken"))]
     row_probs = None if probs is None else "row_probs"
@@ -243,14 +293,19 @@ def send_weighted(
         warps=min(max(block // 1024, 1), 8),
     )
     inputs = ("dx", "map", "pad_offsets", "weights", "y")
-    steps = (step(sending, inputs, ("dy", "grad_weights", "taken")), _clearing(rows, hidden, "dy", None))
+    steps = (
+        step(sending, inputs, ("dy", "grad_weights", "taken")),
+        _clearing(rows, hidden, "dy", None),
+    )
     return Program(inputs, steps, ("dy", None if dtypes[1] is None else "grad_weights"))
 
 
 def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> ProgramStep:
     block = min(triton.next_power_of_2(hidden), 128)
     grid = (ceil_div(rows, _CLEARED), 1, 1)
-    launch = Launch(clear_kernel, grid, (), (rows, hidden), (_CLEARED, block), warps=4, in_place=(0, 1))
+    launch = Launch(
+        clear_kernel, grid, (), (rows, hidden), (_CLEARED, block), warps=4, in_place=(0, 1)
+    )
     return ProgramStep(launch, (y, row_probs, "taken"), ())
 
 

@@ -12,7 +12,9 @@ from .launch import Output
 
 
 @triton.jit
-def scale_by_maxima(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr):
+def scale_by_maxima(
+    total, level_a, level_b, m, n, M, N, RANGE, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr
+):
     """Compute total * RANGE * level_a * level_b, from per-tensor maxima [1] or from maxima for rows m [M] and n [N]."""
     total *= RANGE
     if ROWS_A:
@@ -65,7 +67,9 @@ def finish(
         if ACTIVATION == "gelu":
             total = curve(total, "gelu")
         else:
-            _, slope = curve_and_slope(tl.load(x + places, mask=inside, other=0.0).to(tl.float32), "gelu")
+            _, slope = curve_and_slope(
+                tl.load(x + places, mask=inside, other=0.0).to(tl.float32), "gelu"
+            )
             total = total * slope
     tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
 

@@ -52,7 +52,9 @@ class Program:
         for launch, inputs, outputs in self.steps:
             name = launch.kernel.fn.__name__
             if absent := [read for read in inputs if read not in available]:
-                raise ValueError(f"{name} reads {absent[0]!r}, which is neither given nor made before it")
+                raise ValueError(
+                    f"{name} reads {absent[0]!r}, which is neither given nor made before it"
+                )
             for called, output in zip(outputs, launch.outputs, strict=True):
                 if (called is None) != (output is None):
                     raise ValueError(f"{name} makes {output}, and it is called {called!r}")
@@ -83,5 +85,7 @@ class Program:
     def caller_allocated(self) -> tuple[tuple[int, ...], ...]:
         """Indices of each step's outputs that the caller allocates, 0 for the others; () for a step without any."""
         numbers = {name: index for index, name in enumerate(self.into, len(self.inputs) + 1)}
-        steps = (tuple(numbers.get(name or "", 0) for name in outputs) for _, _, outputs in self.steps)
+        steps = (
+            tuple(numbers.get(name or "", 0) for name in outputs) for _, _, outputs in self.steps
+        )
         return tuple(places if any(places) else () for places in steps)

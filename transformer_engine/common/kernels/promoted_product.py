@@ -106,15 +106,35 @@ def block_kernel(
         a_tile += BLOCK_K
         b_tile += BLOCK_K
     finish(
-        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
+        total,
+        bias,
+        x,
+        out,
+        kept,
+        m,
+        n,
+        M,
+        N,
+        ROW_STRIDE,
+        COLUMN_STRIDE,
+        ALONG_ROWS,
+        ACCUMULATE,
+        ACTIVATION,
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def block_product(
-    a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, epilogue: ProductEpilogue = NO_EPILOGUE, decodes: bool = False, swaps: bool = True,
-) -> Launch:  # fmt: skip
+    a: Side,
+    b: Side,
+    depth: int,
+    out: int,
+    dtype: str | None = None,
+    *,
+    epilogue: ProductEpilogue = NO_EPILOGUE,
+    decodes: bool = False,
+    swaps: bool = True,
+) -> Launch:
     """Launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`.
 
     Args:
@@ -124,17 +144,38 @@ def block_product(
     swapped = swaps and is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = _tile_of_bytes(right.rows) if decodes else choose_tile(right.rows)
+    rows, columns, stages, warps = (
+        _tile_of_bytes(right.rows) if decodes else choose_tile(right.rows)
+    )
     elements = [INTEGERS[_DTYPES[side.element]] if decodes else "" for side in (left, right)]
     constants = (
-        depth % 128 == 0, left.unit, right.unit, *elements, stages, rows, columns, 128,
-        swapped, epilogue.accumulates, epilogue.activation, 8,
-    )  # fmt: skip
+        depth % 128 == 0,
+        left.unit,
+        right.unit,
+        *elements,
+        stages,
+        rows,
+        columns,
+        128,
+        swapped,
+        epilogue.accumulates,
+        epilogue.activation,
+        8,
+    )
     return Launch(
         block_kernel,
         (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
         epilogue.outputs((a.rows, b.rows), dtype),
-        (left.rows, *left.strides, right.rows, *right.strides, depth, left.leading, right.leading, *strides),
+        (
+            left.rows,
+            *left.strides,
+            right.rows,
+            *right.strides,
+            depth,
+            left.leading,
+            right.leading,
+            *strides,
+        ),
         constants,
         warps,
         in_place=(6,) if epilogue.accumulates else (),

@@ -92,18 +92,22 @@ def rotations(
     else:
         first_column = pair
         second_column = rotated // 2 + pair
-    first_angle = tl.where(valid, tl.load(angle + first_column, mask=inside, other=0.0), float("nan"))
+    first_angle = tl.where(
+        valid, tl.load(angle + first_column, mask=inside, other=0.0), float("nan")
+    )
     cosine, sine = tl.cos(first_angle), tl.sin(first_angle)
     if EQUAL:
         return cosine, sine, cosine, sine
-    second_angle = tl.where(valid, tl.load(angle + second_column, mask=inside, other=0.0), float("nan"))
+    second_angle = tl.where(
+        valid, tl.load(angle + second_column, mask=inside, other=0.0), float("nan")
+    )
     return cosine, sine, tl.cos(second_angle), tl.sin(second_angle)
 
 
 @triton.jit
 def _turn(
     first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED: tl.constexpr
-):  # fmt: skip
+):
     """Return both features of every pair, rotated; one product of each sum is rounded, the same in every kernel.
 
     A compiler that contracts products and sums by itself rounds one product in one kernel, the other in another.
@@ -158,9 +162,21 @@ def rotate_kernel(
     outer_index = token // inner
     inner_index = token % inner
     position, valid = token_position(
-        start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
-        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL, CLAMPS,
-    )  # fmt: skip
+        start,
+        cu_seqlens,
+        token,
+        outer_index,
+        inner_index,
+        positions,
+        length,
+        sequences,
+        bisections,
+        context_size,
+        context_rank,
+        LAYOUT,
+        CONTEXT_PARALLEL,
+        CLAMPS,
+    )
 
     angle = angles + position.to(tl.int64) * rotated
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -168,15 +184,29 @@ def rotate_kernel(
     source += head.to(tl.int64)[:, None] * head_stride
     target = y + token.to(tl.int64) * heads * features + head.to(tl.int64)[:, None] * features
     # Loaded before the cosines, which contain branches that no load is moved across: 3 % of the time on an H200.
-    first, second = _load_pairs(source, head < heads, rotated, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
+    first, second = _load_pairs(
+        source, head < heads, rotated, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS
+    )
     first_cosine, first_sine, second_cosine, second_sine = rotations(
         angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS, EQUAL
     )
-    first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
+    first, second = _turn(
+        first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED
+    )
     _store_heads(
-        first, second, source, target, head < heads, features, rotated, INTERLEAVED, HAS_REST, BLOCK_HEADS,
-        BLOCK_PAIRS, BLOCK_REST,
-    )  # fmt: skip
+        first,
+        second,
+        source,
+        target,
+        head < heads,
+        features,
+        rotated,
+        INTERLEAVED,
+        HAS_REST,
+        BLOCK_HEADS,
+        BLOCK_PAIRS,
+        BLOCK_REST,
+    )
 
 
 @triton.jit
@@ -199,11 +229,23 @@ def rotate_heads(
 ):
     """Write the heads at source [BLOCK_HEADS, 1] to target, rotated by the `rotations` of one token."""
     first, second = _load_pairs(source, real, rotated, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
-    first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
+    first, second = _turn(
+        first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED
+    )
     _store_heads(
-        first, second, source, target, real, features, rotated, INTERLEAVED, HAS_REST, BLOCK_HEADS, BLOCK_PAIRS,
+        first,
+        second,
+        source,
+        target,
+        real,
+        features,
+        rotated,
+        INTERLEAVED,
+        HAS_REST,
+        BLOCK_HEADS,
+        BLOCK_PAIRS,
         BLOCK_REST,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -302,8 +344,17 @@ def rotate(
     rest = features - rotated
     length = outer if layout == "sbhd" else inner
     scalars = (
-        inner, heads, features, rotated, positions, length, sequences, sequences.bit_length(), *strides, *context
-    )  # fmt: skip
+        inner,
+        heads,
+        features,
+        rotated,
+        positions,
+        length,
+        sequences,
+        sequences.bit_length(),
+        *strides,
+        *context,
+    )
     constants = (
         layout,
         interleaved,

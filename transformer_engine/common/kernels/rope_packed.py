@@ -68,15 +68,29 @@ def rotate_packed_kernel(
     outer_index = token // inner
     inner_index = token % inner
     position, valid = token_position(
-        start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
-        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL, CLAMPS,
-    )  # fmt: skip
+        start,
+        cu_seqlens,
+        token,
+        outer_index,
+        inner_index,
+        positions,
+        length,
+        sequences,
+        bisections,
+        context_size,
+        context_rank,
+        LAYOUT,
+        CONTEXT_PARALLEL,
+        CLAMPS,
+    )
     position = position.to(tl.int64)
     if TRANSPOSED:
         packed = gradient
     else:
         packed = source
-    base = packed + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
+    base = (
+        packed + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
+    )
     blocks = tl.cdiv(heads, BLOCK_HEADS)
     of_q = tl.program_id(1) < blocks
     # Before the branch, which would contain the code of cosines and sines twice.
@@ -87,7 +101,9 @@ def rotate_packed_kernel(
     )
     if of_q:
         head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        joint = base + ((head // q_heads).to(tl.int64) * q_stride + (head % q_heads) * width)[:, None]
+        joint = (
+            base + ((head // q_heads).to(tl.int64) * q_stride + (head % q_heads) * width)[:, None]
+        )
         apart = q + (token.to(tl.int64) * heads + head)[:, None] * width
         if TRANSPOSED:
             source_q = apart
@@ -96,9 +112,22 @@ def rotate_packed_kernel(
             source_q = joint
             target_q = apart
         rotate_heads(
-            source_q, target_q, first_cosine, first_sine, second_cosine, second_sine, head < heads, width,
-            q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
-        )  # fmt: skip
+            source_q,
+            target_q,
+            first_cosine,
+            first_sine,
+            second_cosine,
+            second_sine,
+            head < heads,
+            width,
+            q_rotated,
+            INTERLEAVED,
+            TRANSPOSED,
+            HAS_REST,
+            BLOCK_HEADS,
+            BLOCK_PAIRS,
+            BLOCK_REST,
+        )
     else:
         # The names differ from those above, because a variable in both branches must have one type.
         group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
@@ -111,9 +140,22 @@ def rotate_packed_kernel(
             source_k = joint_k
             target_k = apart_k
         rotate_heads(
-            source_k, target_k, first_cosine, first_sine, second_cosine, second_sine, group < groups, width,
-            k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST, BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
-        )  # fmt: skip
+            source_k,
+            target_k,
+            first_cosine,
+            first_sine,
+            second_cosine,
+            second_sine,
+            group < groups,
+            width,
+            k_rotated,
+            INTERLEAVED,
+            TRANSPOSED,
+            HAS_REST,
+            BLOCK_GROUPS,
+            BLOCK_PAIRS,
+            BLOCK_REST,
+        )
         column = tl.arange(0, BLOCK_VALUES)[None, :]
         joint_v = base + (group.to(tl.int64) * v_stride + v_offset)[:, None] + column
         apart_v = v + (token.to(tl.int64) * groups + group)[:, None] * v_width + column
@@ -167,25 +209,59 @@ def rotate_packed(
     (outer, inner), (groups, q_heads), (width, v_width) = tokens, heads, widths
     every = groups * q_heads
     if separate:
-        run, offsets, head_strides = every, (every * width, (every + groups) * width), (0, width, v_width)
+        run, offsets, head_strides = (
+            every,
+            (every * width, (every + groups) * width),
+            (0, width, v_width),
+        )
     else:
-        run, offsets, head_strides = q_heads, (q_heads * width, (q_heads + 1) * width), (strides[2],) * 3
+        run, offsets, head_strides = (
+            q_heads,
+            (q_heads * width, (q_heads + 1) * width),
+            (strides[2],) * 3,
+        )
     positions, q_rotated, k_rotated = angles
     pairs = triton.next_power_of_2(max(q_rotated, k_rotated, 2) // 2)
     values = triton.next_power_of_2(max(v_width, 1))
     block_heads = min(triton.next_power_of_2(every), max(1, 2048 // pairs))
-    block_groups = min(triton.next_power_of_2(groups), max(1, 1024 // pairs), max(1, 2048 // values))
+    block_groups = min(
+        triton.next_power_of_2(groups), max(1, 1024 // pairs), max(1, 2048 // values)
+    )
     rest = width - min(q_rotated, k_rotated)
     block_rest = min(triton.next_power_of_2(max(rest, 1)), max(1, 4096 // block_heads))
     length = outer if layout == "sbhd" else inner
     scalars = (
-        inner, every, groups, run, width, v_width, *offsets, q_rotated, k_rotated, positions, length, sequences,
-        sequences.bit_length(), *strides[:2], *head_strides, *context,
-    )  # fmt: skip
+        inner,
+        every,
+        groups,
+        run,
+        width,
+        v_width,
+        *offsets,
+        q_rotated,
+        k_rotated,
+        positions,
+        length,
+        sequences,
+        sequences.bit_length(),
+        *strides[:2],
+        *head_strides,
+        *context,
+    )
     constants = (
-        layout, interleaved, transposed, context[0] > 1, clamps, rest > 0, equal_angles, block_heads, block_groups,
-        pairs, block_rest, values,
-    )  # fmt: skip
+        layout,
+        interleaved,
+        transposed,
+        context[0] > 1,
+        clamps,
+        rest > 0,
+        equal_angles,
+        block_heads,
+        block_groups,
+        pairs,
+        block_rest,
+        values,
+    )
     grid = (outer * inner, ceil_div(every, block_heads) + ceil_div(groups, block_groups), 1)
     if transposed:
         row = groups * (q_heads * width + width + v_width)

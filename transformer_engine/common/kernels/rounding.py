@@ -62,15 +62,22 @@ def to_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
 def _to_codes_by_instruction(values, element: tl.constexpr):
     tl.static_assert(element == tl.float8e4nv or element == tl.float8e5)
     ptx: tl.constexpr = _PTX_E4M3 if element == tl.float8e4nv else _PTX_E5M2
-    codes = tl.inline_asm_elementwise(ptx, "=r,f,f,f,f", [values], dtype=tl.int8, is_pure=True, pack=4)
+    codes = tl.inline_asm_elementwise(
+        ptx, "=r,f,f,f,f", [values], dtype=tl.int8, is_pure=True, pack=4
+    )
     return codes.to(element, bitcast=True)
 
 
 @triton.jit
 def _to_codes_by_integers(
-    values, DROPPED: tl.constexpr, REBIAS: tl.constexpr, NORMAL: tl.constexpr, ROUNDER: tl.constexpr,
-    ROUNDER_BITS: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+    values,
+    DROPPED: tl.constexpr,
+    REBIAS: tl.constexpr,
+    NORMAL: tl.constexpr,
+    ROUNDER: tl.constexpr,
+    ROUNDER_BITS: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """Round float32 values to codes as bytes.
 
     Args:
@@ -88,7 +95,9 @@ def _to_codes_by_integers(
     half: tl.constexpr = (1 << (DROPPED - 1)) - 1
     normal = ((magnitude + (half + odd)) >> DROPPED) - (REBIAS << (23 - DROPPED))
     subnormal = (as_float(magnitude) + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
-    code = tl.minimum(tl.where(magnitude < NORMAL, subnormal, normal), LARGEST) | ((bits >> 24) & 0x80)
+    code = tl.minimum(tl.where(magnitude < NORMAL, subnormal, normal), LARGEST) | (
+        (bits >> 24) & 0x80
+    )
     return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
 
 

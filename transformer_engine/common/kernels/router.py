@@ -75,7 +75,9 @@ def _softplus(x):
     """Compute log(1 + e^x), with Kahan's quotient for the part of e^x that 1 + e^x rounds off."""
     power = tl.exp(tl.where(x > _LINEAR, _LINEAR, x))  # NaN stays NaN
     above = 1.0 + power
-    exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
+    exact = tl.where(
+        above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0))
+    )
     return tl.where(x > _LINEAR, x, exact)
 
 
@@ -259,7 +261,9 @@ def gradient_kernel(
         if KIND == _SIGMOID:
             slope = active * (1.0 - active)
         else:
-            slope = tl.where(saved > _LINEAR, 1.0, 1.0 / (1.0 + tl.exp(-saved))) / (2.0 * active + EPSILON)
+            slope = tl.where(saved > _LINEAR, 1.0, 1.0 / (1.0 + tl.exp(-saved))) / (
+                2.0 * active + EPSILON
+            )
         result = tl.where(counts, gradient * slope, 0.0)
     tl.store(grad_logits + offset, result.to(grad_logits.dtype.element_ty), mask=inside)
 
@@ -329,7 +333,17 @@ def choose(
     rows, warps = tokens_of_program(tile[0] * tile[1])
     # Without a bit map, one lane suffices.
     lanes = triton.next_power_of_2(width) if map == BITS else 1
-    constants = (k, kind, whole, k // top_groups if top_groups else 0, top_groups, map, rows, *tile, lanes)
+    constants = (
+        k,
+        kind,
+        whole,
+        k // top_groups if top_groups else 0,
+        top_groups,
+        map,
+        rows,
+        *tile,
+        lanes,
+    )
     scalars = (tokens, experts, count, places, float(scale))
     grid = (ceil_div(tokens, rows), 1, 1)
     in_place = (2,) if map == INDICES else ()

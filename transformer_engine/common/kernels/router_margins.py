@@ -44,7 +44,9 @@ def margins_kernel(
         rank = tl.where(expert == first, LOWEST, rank)
     cutoff = rank_value(tl.max(rank, 1))[:, None]
     lower = tl.load(bounds)
-    bin_index = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
+    bin_index = tl.floor(
+        (cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower)
+    )
     # NaN falls into the first bin, like values below it.
     bin_index = tl.where(bin_index > 0.0, tl.minimum(bin_index, (bins - 1).to(tl.float32)), 0.0)
     target = histogram + expert.to(tl.int64) * bins + bin_index.to(tl.int32)

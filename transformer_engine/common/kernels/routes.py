@@ -147,7 +147,12 @@ def map_of_segments(tokens: int, count: int) -> Launch:
     block, tile = 256, 16
     outputs = (Output((1, tokens), "int32"),)
     return Launch(
-        segment_kernel, (ceil_div(tokens, block), 1, 1), outputs, (tokens, count), (block, tile), warps=4
+        segment_kernel,
+        (ceil_div(tokens, block), 1, 1),
+        outputs,
+        (tokens, count),
+        (block, tile),
+        warps=4,
     )
 
 

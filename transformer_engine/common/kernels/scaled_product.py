@@ -102,8 +102,12 @@ def product_kernel(
             a_codes = tl.load(a_tile, mask=inside, other=0.0)
             b_codes = tl.load(b_tile, mask=inside, other=0.0)
         if UNIT_A > 0:
-            a_scales = exponents_of_tile(scale_a, m, M, block, ROW_A, COLUMN_A, UNIT_A, BLOCK_M, columns)
-            b_scales = exponents_of_tile(scale_b, n, N, block, ROW_B, COLUMN_B, UNIT_B, BLOCK_N, columns)
+            a_scales = exponents_of_tile(
+                scale_a, m, M, block, ROW_A, COLUMN_A, UNIT_A, BLOCK_M, columns
+            )
+            b_scales = exponents_of_tile(
+                scale_b, n, N, block, ROW_B, COLUMN_B, UNIT_B, BLOCK_N, columns
+            )
         else:
             a_scales = scales_of_tile(
                 scale_a, tile_m * BLOCK_M, block * columns, tiles_c, BLOCK_M, columns, EVEN
@@ -117,7 +121,20 @@ def product_kernel(
     if level_a is not None:
         total = scale_by_maxima(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A, ROWS_B)
     finish(
-        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
+        total,
+        bias,
+        x,
+        out,
+        kept,
+        m,
+        n,
+        M,
+        N,
+        ROW_STRIDE,
+        COLUMN_STRIDE,
+        ALONG_ROWS,
+        ACCUMULATE,
+        ACTIVATION,
     )
 
 
@@ -166,8 +183,12 @@ def tma_product_kernel(
     width: tl.constexpr = BLOCK_K // PACKING
     columns: tl.constexpr = BLOCK_K // LENGTH
     depth = K // PACKING
-    a_tiles = tl.make_tensor_descriptor(a, [M, depth], [tl.cast(LEADING_A, tl.int64), 1], [BLOCK_M, width])
-    b_tiles = tl.make_tensor_descriptor(b, [N, depth], [tl.cast(LEADING_B, tl.int64), 1], [BLOCK_N, width])
+    a_tiles = tl.make_tensor_descriptor(
+        a, [M, depth], [tl.cast(LEADING_A, tl.int64), 1], [BLOCK_M, width]
+    )
+    b_tiles = tl.make_tensor_descriptor(
+        b, [N, depth], [tl.cast(LEADING_B, tl.int64), 1], [BLOCK_N, width]
+    )
     if PACKING == 2:
         scale_a = scale_a.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         scale_b = scale_b.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -183,7 +204,9 @@ def tma_product_kernel(
         if BLOCK_N >= 128:
             b_scales = load_scale_tile(b_scale_tiles, first_n, block * columns, BLOCK_N, columns)
         else:
-            b_scales = scales_of_tile(scale_b, first_n, block * columns, tiles_c, BLOCK_N, columns, False)
+            b_scales = scales_of_tile(
+                scale_b, first_n, block * columns, tiles_c, BLOCK_N, columns, False
+            )
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
     m = first_m + tl.arange(0, BLOCK_M)
     n = first_n + tl.arange(0, BLOCK_N)
@@ -191,20 +214,55 @@ def tma_product_kernel(
         total = scale_by_maxima(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A, ROWS_B)
     if TMA_RESULTS:
         finish_with_tma(
-            total, bias, x, out, kept, first_m, first_n, M, N, ROW_STRIDE, ACCUMULATE, ACTIVATION, BLOCK_M, BLOCK_N
-        )  # fmt: skip
+            total,
+            bias,
+            x,
+            out,
+            kept,
+            first_m,
+            first_n,
+            M,
+            N,
+            ROW_STRIDE,
+            ACCUMULATE,
+            ACTIVATION,
+            BLOCK_M,
+            BLOCK_N,
+        )
     else:
         finish(
-            total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
-        )  # fmt: skip
+            total,
+            bias,
+            x,
+            out,
+            kept,
+            m,
+            n,
+            M,
+            N,
+            ROW_STRIDE,
+            COLUMN_STRIDE,
+            ALONG_ROWS,
+            ACCUMULATE,
+            ACTIVATION,
+        )
 
 
 @functools.lru_cache(maxsize=4096)
 def product(
-    a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, length: int, packing: int = 1, factor: float = 1.0, epilogue: ProductEpilogue = NO_EPILOGUE,
-    tma: TmaOptions = NO_TMA, swaps: bool = True,
-) -> Launch:  # fmt: skip
+    a: Side,
+    b: Side,
+    depth: int,
+    out: int,
+    dtype: str | None = None,
+    *,
+    length: int,
+    packing: int = 1,
+    factor: float = 1.0,
+    epilogue: ProductEpilogue = NO_EPILOGUE,
+    tma: TmaOptions = NO_TMA,
+    swaps: bool = True,
+) -> Launch:
     """Launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
 
     The left operand is b and the right one a if `is_swapped`: a tile needs 128 rows in its left operand.
@@ -226,10 +284,23 @@ def product(
     units = () if tma.operands else (left.unit, right.unit)
     last = tma.results and not swapped if tma.operands else depth % step == 0
     constants = (
-        left.element, right.element, length, packing, *units,
-        left.levels > 1, right.levels > 1, swapped, epilogue.accumulates, epilogue.activation,
-        rows, columns, step, 8, stages, last,
-    )  # fmt: skip
+        left.element,
+        right.element,
+        length,
+        packing,
+        *units,
+        left.levels > 1,
+        right.levels > 1,
+        swapped,
+        epilogue.accumulates,
+        epilogue.activation,
+        rows,
+        columns,
+        step,
+        8,
+        stages,
+        last,
+    )
     float32_strides = () if tma.operands else (*left.strides, *right.strides)
     return Launch(
         tma_product_kernel if tma.operands else product_kernel,
@@ -252,8 +323,14 @@ def product(
 
 
 def exponent_product(
-    a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, epilogue: ProductEpilogue = NO_EPILOGUE, swaps: bool = True,
-) -> Launch:  # fmt: skip
+    a: Side,
+    b: Side,
+    depth: int,
+    out: int,
+    dtype: str | None = None,
+    *,
+    epilogue: ProductEpilogue = NO_EPILOGUE,
+    swaps: bool = True,
+) -> Launch:
     """Same as `product` for FP8 codes whose float32 scales for 1x128 or 128x128 blocks are powers of two."""
     return product(a, b, depth, out, dtype, length=32, epilogue=epilogue, swaps=swaps)

@@ -72,7 +72,9 @@ def forward_rows(
     weight = tl.exp(score - greatest[:, None])
     total = tl.sum(weight, 1)
     inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
-    tl.store(y + offset, (weight * inverse[:, None]).to(y.dtype.element_ty), mask=valid & (key < keys))
+    tl.store(
+        y + offset, (weight * inverse[:, None]).to(y.dtype.element_ty), mask=valid & (key < keys)
+    )
 
 
 @triton.jit
@@ -129,7 +131,9 @@ def forward_wide(
     for first in range(0, keys, BLOCK_KEYS):
         key = first + lane
         score = _scores(source, hidden, key, keys, query, key_stride, shift, scale, CAUSAL)
-        tl.store(target + key, (tl.exp(score - base) * inverse).to(y.dtype.element_ty), mask=key < keys)
+        tl.store(
+            target + key, (tl.exp(score - base) * inverse).to(y.dtype.element_ty), mask=key < keys
+        )
 
 
 @triton.jit
@@ -211,10 +215,14 @@ def forward(
         return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (causal, 8192), warps=16)
     block_rows, block_keys, warps = _tile(keys)
     constants = (causal, block_rows, block_keys)
-    return Launch(forward_rows, (ceil_div(rows, block_rows), 1, 1), outputs, scalars, constants, warps)
+    return Launch(
+        forward_rows, (ceil_div(rows, block_rows), 1, 1), outputs, scalars, constants, warps
+    )
 
 
-def backward(shape: tuple[int, int, int, int], dtype: str, scale: float, shift: int | None) -> Launch:
+def backward(
+    shape: tuple[int, int, int, int], dtype: str, scale: float, shift: int | None
+) -> Launch:
     """Launch (dy, y) -> dx, all [batch, heads, queries, keys]."""
     rows, queries, keys, _ = _extents(shape)
     scalars = (rows, queries, keys, shift or 0, float(scale))
@@ -224,7 +232,9 @@ def backward(shape: tuple[int, int, int, int], dtype: str, scale: float, shift: 
         return Launch(backward_wide, (rows, 1, 1), outputs, scalars, (causal, 4096), warps=16)
     block_rows, block_keys, warps = _tile(keys)
     constants = (causal, block_rows, block_keys)
-    return Launch(backward_rows, (ceil_div(rows, block_rows), 1, 1), outputs, scalars, constants, warps)
+    return Launch(
+        backward_rows, (ceil_div(rows, block_rows), 1, 1), outputs, scalars, constants, warps
+    )
 
 
 def _extents(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

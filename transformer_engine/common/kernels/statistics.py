@@ -18,7 +18,9 @@ from .rounding import to_values
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
 _WIDTH = tl.constexpr(8)  # partial-result columns: the next power of two
 _NEIGHBOURS = tl.constexpr(8)  # two-byte elements that one thread loads at once
-NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(5)  # values for `Codes.scaling`
+NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(
+    5
+)  # values for `Codes.scaling`
 _NO_CODES, _ONE_SCALE = tl.constexpr(NO_CODES), tl.constexpr(ONE_SCALE)
 _EXPONENT_BLOCKS, _TWO_LEVELS = tl.constexpr(EXPONENT_BLOCKS), tl.constexpr(TWO_LEVELS)
 
@@ -60,7 +62,9 @@ def _fourbits_of_tile(
     """Read the codes of a tile [M, K] as numbers, from its bytes [M, K / 2]."""
     pair = tl.min(column, axis=0) // 2 + tl.arange(0, BLOCK_K // 2)
     inside = (row < M)[:, None] & (pair * 2 < K)[None, :]
-    byte = tl.load(codes + row[:, None] * code_row + pair[None, :] * code_column, mask=inside, other=0)
+    byte = tl.load(
+        codes + row[:, None] * code_row + pair[None, :] * code_column, mask=inside, other=0
+    )
     return tl.reshape(tl.join(_fourbit(byte & 15), _fourbit(byte >> 4)), [BLOCK_M, BLOCK_K])
 
 
@@ -96,9 +100,13 @@ def _scales_of_tile(
     """Load the scales for a tile's elements, [M, 1] or [1, K] if the tile has one scale along an axis."""
     of_row, of_column = (row // ROWS) * scale_row, (column // COLUMNS) * scale_column
     if COLUMNS % BLOCK_K == 0:
-        found = tl.load(scales + of_row + tl.min(of_column, axis=0), mask=row < M, other=0.0)[:, None]
+        found = tl.load(scales + of_row + tl.min(of_column, axis=0), mask=row < M, other=0.0)[
+            :, None
+        ]
     elif ROWS % BLOCK_M == 0:
-        found = tl.load(scales + of_column + tl.min(of_row, axis=0), mask=column < K, other=0.0)[None, :]
+        found = tl.load(scales + of_column + tl.min(of_row, axis=0), mask=column < K, other=0.0)[
+            None, :
+        ]
     elif COLUMNS > 1:
         groups: tl.constexpr = BLOCK_K // COLUMNS
         group = tl.min(column, axis=0) // COLUMNS + tl.arange(0, groups)
@@ -171,7 +179,9 @@ def _strip_statistics(
         signal += tl.sum(_neighbours(values * values), axis=2)
         if SCALING != _NO_CODES:
             if PACKED:
-                code = _fourbits_of_tile(codes, row, column, M, K, code_row, code_column, BLOCK_M, BLOCK_K)
+                code = _fourbits_of_tile(
+                    codes, row, column, M, K, code_row, code_column, BLOCK_M, BLOCK_K
+                )
             else:
                 codes_lie = codes + row[:, None] * code_row + column[None, :] * code_column
                 code = tl.load(codes_lie) if WHOLE else tl.load(codes_lie, mask=inside, other=0.0)
@@ -180,7 +190,17 @@ def _strip_statistics(
                 scale = tl.load(scales)
             else:
                 scale = _scales_of_tile(
-                    scales, row, column, M, K, scale_row, scale_column, ROWS, COLUMNS, BLOCK_M, BLOCK_K
+                    scales,
+                    row,
+                    column,
+                    M,
+                    K,
+                    scale_row,
+                    scale_column,
+                    ROWS,
+                    COLUMNS,
+                    BLOCK_M,
+                    BLOCK_K,
                 )
                 if SCALING == _EXPONENT_BLOCKS:
                     scale = _power_of_two(scale)
@@ -243,16 +263,62 @@ def statistics_kernel(
     first_row = (tl.program_id(0) // tiles_k).to(tl.int64) * (TILES * BLOCK_M)
     column = (tl.program_id(0) % tiles_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     greatest, underflow, saturation, signal, noise, nonfinite = _strip_statistics(
-        x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
-        scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, False,
+        x,
+        codes,
+        scales,
+        second,
+        first_row,
+        column,
+        M,
+        K,
+        x_row,
+        x_column,
+        code_row,
+        code_column,
+        scale_row,
+        scale_column,
+        SCALING,
+        PACKED,
+        ROWS,
+        COLUMNS,
+        GREATEST,
+        BEYOND,
+        BLOCK_M,
+        BLOCK_K,
+        TILES,
+        WHOLE,
+        False,
         CONVERSION,
-    )  # fmt: skip
+    )
     if not (signal < float("inf")):
         greatest, underflow, saturation, signal, noise, nonfinite = _strip_statistics(
-            x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
-            scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, True,
+            x,
+            codes,
+            scales,
+            second,
+            first_row,
+            column,
+            M,
+            K,
+            x_row,
+            x_column,
+            code_row,
+            code_column,
+            scale_row,
+            scale_column,
+            SCALING,
+            PACKED,
+            ROWS,
+            COLUMNS,
+            GREATEST,
+            BEYOND,
+            BLOCK_M,
+            BLOCK_K,
+            TILES,
+            WHOLE,
+            True,
             CONVERSION,
-        )  # fmt: skip
+        )
     row_of_results = partials + tl.program_id(0).to(tl.int64) * _WIDTH
     tl.store(row_of_results, greatest)
     tl.store(row_of_results + 1, underflow)

@@ -30,7 +30,15 @@ def to_exponent_bytes(scale):
 
 @triton.jit
 def swizzle_kernel(
-    scale, out, R, C, ROW_STRIDE, COLUMN_STRIDE, TILES: tl.constexpr, BACK: tl.constexpr, UNIT: tl.constexpr
+    scale,
+    out,
+    R,
+    C,
+    ROW_STRIDE,
+    COLUMN_STRIDE,
+    TILES: tl.constexpr,
+    BACK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Copy scales [R, C] to swizzled order, with zeros behind both extents; BACK copies swizzled scales to [R, C].
 
@@ -44,22 +52,34 @@ def swizzle_kernel(
     first = (tl.program_id(0).to(tl.int64) * tiles_c + tl.program_id(1) * TILES) * 512
     inside = (row < R) & (column < C)
     if UNIT > 0:
-        compact = (row // UNIT).to(tl.int64) * ROW_STRIDE + (column // 4).to(tl.int64) * COLUMN_STRIDE
+        compact = (row // UNIT).to(tl.int64) * ROW_STRIDE + (column // 4).to(
+            tl.int64
+        ) * COLUMN_STRIDE
     else:
         compact = row.to(tl.int64) * ROW_STRIDE + column.to(tl.int64) * COLUMN_STRIDE
     exists = tl.program_id(1) * TILES + position // 512 < tiles_c
     if BACK:
-        tl.store(out + compact, tl.load(scale + first + position, mask=exists, other=0), mask=inside)
+        tl.store(
+            out + compact, tl.load(scale + first + position, mask=exists, other=0), mask=inside
+        )
     elif UNIT > 0:
         exponents = to_exponent_bytes(tl.load(scale + compact, mask=inside, other=0.0))
         tl.store(out + first + position, exponents, mask=exists)
     else:
-        tl.store(out + first + position, tl.load(scale + compact, mask=inside, other=0), mask=exists)
+        tl.store(
+            out + first + position, tl.load(scale + compact, mask=inside, other=0), mask=exists
+        )
 
 
 @triton.jit
 def scales_of_tile(
-    scale, first_row, first_column, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
+    scale,
+    first_row,
+    first_column,
+    TILES_C,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Load scales [ROWS, COLUMNS] from swizzled memory; fewer than 128 rows are part of one tile."""
     if ROWS >= 128:
@@ -118,12 +138,22 @@ def store_in_tiles(scale, R, C, first_r, first_c, rows, columns, values):
     inside = (r < R)[:, None] & (c < C)[None, :]
     exists = (r < tl.cdiv(R, 128) * 128)[:, None] & (c < tiles_c * 4)[None, :]
     scaled = tl.where(inside, values.to(tl.uint8, bitcast=True), 0)
-    tl.store(scale.to(tl.pointer_type(tl.uint8), bitcast=True) + places, scaled.to(tl.uint8), mask=exists)
+    tl.store(
+        scale.to(tl.pointer_type(tl.uint8), bitcast=True) + places, scaled.to(tl.uint8), mask=exists
+    )
 
 
 @triton.jit
 def exponents_of_tile(
-    scale, rows, R, block, ROW, COLUMN, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    scale,
+    rows,
+    R,
+    block,
+    ROW,
+    COLUMN,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Load the exponents [ROWS, COLUMNS] for 128 columns from float32 scales for UNIT rows of R."""
     read = (tl.minimum(rows, R - 1) // UNIT).to(tl.int64)
@@ -138,7 +168,9 @@ def swizzle(rows: int, columns: int, strides: tuple[int, int], back: bool = Fals
     grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
     size = (rows * columns,) if back else (swizzled_size(rows, columns),)
     scalars = (rows, columns, *strides)
-    return Launch(swizzle_kernel, grid, (Output(size, "uint8"),), scalars, (tiles, back, 0), warps=4)
+    return Launch(
+        swizzle_kernel, grid, (Output(size, "uint8"),), scalars, (tiles, back, 0), warps=4
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,4 +186,6 @@ def swizzle_exponents(rows: int, columns: int, strides: tuple[int, int], unit: i
     tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
     grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
     output = Output((swizzled_size(rows, columns),), "uint8")
-    return Launch(swizzle_kernel, grid, (output,), (rows, columns, *strides), (tiles, False, unit), warps=4)
+    return Launch(
+        swizzle_kernel, grid, (output,), (rows, columns, *strides), (tiles, False, unit), warps=4
+    )

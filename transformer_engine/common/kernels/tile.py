@@ -64,7 +64,8 @@ def store_pairs_transposed(
     """
     low, high = tl.split(codes)
     words = tl.trans(
-        low.to(tl.uint8, bitcast=True).to(tl.uint16) | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
+        low.to(tl.uint8, bitcast=True).to(tl.uint16)
+        | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
     )
     inside_k = (first_k + k < K)[:, None]
     if PAIRS:
@@ -77,7 +78,11 @@ def store_pairs_transposed(
             + (first_k * M + first_m)
             + (k[:, None] * M + half[None, :] * 2)
         )
-        tl.store(pointers, (words & 0xFF).to(tl.uint8), mask=inside_k & (first_m + half * 2 < M)[None, :])
         tl.store(
-            pointers + 1, (words >> 8).to(tl.uint8), mask=inside_k & (first_m + half * 2 + 1 < M)[None, :]
+            pointers, (words & 0xFF).to(tl.uint8), mask=inside_k & (first_m + half * 2 < M)[None, :]
+        )
+        tl.store(
+            pointers + 1,
+            (words >> 8).to(tl.uint8),
+            mask=inside_k & (first_m + half * 2 + 1 < M)[None, :],
         )

@@ -39,9 +39,13 @@ def transpose_kernel(
     else:
         first = codes_t.to(tl.pointer_type(tl.uint8)) + (first_k * M + first_m)
         pointers = first + (k[:, None] * M + half[None, :] * 2)
-        tl.store(pointers, (words & 0xFF).to(tl.uint8), mask=inside_k & (first_m + half * 2 < M)[None, :])
         tl.store(
-            pointers + 1, (words >> 8).to(tl.uint8), mask=inside_k & (first_m + half * 2 + 1 < M)[None, :]
+            pointers, (words & 0xFF).to(tl.uint8), mask=inside_k & (first_m + half * 2 < M)[None, :]
+        )
+        tl.store(
+            pointers + 1,
+            (words >> 8).to(tl.uint8),
+            mask=inside_k & (first_m + half * 2 + 1 < M)[None, :],
         )
 
 
@@ -63,4 +67,6 @@ def transpose(shape: tuple[int, int], dtype: str = "uint8") -> Launch:
     grid = (ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1)
     even = rows % block_m == 0 and depth % block_k == 0
     constants = (block_m, block_k, band, rows % 2 == 0, even)
-    return Launch(transpose_kernel, grid, (Output((depth, rows), dtype),), (rows, depth), constants, warps)
+    return Launch(
+        transpose_kernel, grid, (Output((depth, rows), dtype),), (rows, depth), constants, warps
+    )

@@ -93,7 +93,14 @@ def plan(
     shape, device = model_shape(model, **sizes), gpu_named(gpu)
     row = format_named(recipe, device)
     _check_counts(
-        devices=devices, fsdp=fsdp, tp=tp, cp=cp, pp=pp, ep=ep, sequence=sequence, micro_batch=micro_batch
+        devices=devices,
+        fsdp=fsdp,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        ep=ep,
+        sequence=sequence,
+        micro_batch=micro_batch,
     )
     rest = fsdp * tp * cp * pp
     mesh = Mesh(devices // rest or 1 if dp is None else dp, fsdp, tp, cp, pp, ep)
@@ -109,7 +116,10 @@ def plan(
             f"{remedy}"
         )
     choices = {"recompute": (recompute, get_args(Recompute)), "scheme": (scheme, get_args(Scheme))}
-    for name, (value, supported) in {**choices, "attention": (attention, tuple(device.attention))}.items():
+    for name, (value, supported) in {
+        **choices,
+        "attention": (attention, tuple(device.attention)),
+    }.items():
         if value not in supported:
             raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(supported)}")
     _check_division(shape, mesh, sequence, micro_batch, scheme, row)
@@ -160,11 +170,18 @@ def _check_division(
         checks.append(("kv_heads / tp", shape.kv_heads // tp, "cp with scheme='a2a'", cp))
     if mesh.ep > 1:
         if not shape.experts:
-            raise ValueError(f"ep={mesh.ep} needs a model with experts, and {shape.name} has none; use ep=1")
+            raise ValueError(
+                f"ep={mesh.ep} needs a model with experts, and {shape.name} has none; use ep=1"
+            )
         checks.append(("experts", shape.experts, "ep", mesh.ep))
     if row.multiple > 1:
         checks += [
-            (f"tokens of a rank ({row.name})", sequence * micro_batch // cp, "the block", row.multiple),
+            (
+                f"tokens of a rank ({row.name})",
+                sequence * micro_batch // cp,
+                "the block",
+                row.multiple,
+            ),
             (f"hidden ({row.name})", shape.hidden, "the block", row.multiple),
             (f"ffn / tp ({row.name})", shape.ffn // tp, "the block", row.multiple),
         ]
@@ -203,14 +220,18 @@ def search(
         ValueError: An argument is invalid, or no mesh fits; the message names the one that needs the least memory.
     """
     _check_counts(devices=devices, count=count)
-    shape = model_shape(model, **{name: options.pop(name) for name in list(options) if name in _SIZES})
+    shape = model_shape(
+        model, **{name: options.pop(name) for name in list(options) if name in _SIZES}
+    )
     links = options.get("links") or host_links(gpu_named(options.get("gpu", "h100")))
     found: list[TrainingPlan] = []
     reasons: list[str] = []
     for candidate in _candidates(shape, devices, links, options):
         try:
             found.append(
-                plan(shape, devices, global_batch=global_batch or devices, **{**options, **candidate})
+                plan(
+                    shape, devices, global_batch=global_batch or devices, **{**options, **candidate}
+                )
             )
         except ValueError as error:
             reasons.append(str(error))
@@ -244,12 +265,25 @@ def _candidates(
         for pp in sizes("pp", shape.layers, devices // tp):
             for cp in sizes("cp", 64, devices // tp // pp):
                 rest = devices // (tp * pp * cp)
-                experts = sizes("ep", shape.experts, rest * cp) if shape.experts else [options.get("ep", 1)]
+                experts = (
+                    sizes("ep", shape.experts, rest * cp)
+                    if shape.experts
+                    else [options.get("ep", 1)]
+                )
                 for fsdp in sizes("fsdp", rest, rest):
                     # Several sequences per micro-batch cost nearly the same as a part of each on a rank.
                     for ep, batch in product(experts, batches if cp == 1 else batches[:1]):
-                        axes = {"tp": tp, "pp": pp, "cp": cp, "fsdp": fsdp, "ep": ep, "micro_batch": batch}
+                        axes = {
+                            "tp": tp,
+                            "pp": pp,
+                            "cp": cp,
+                            "fsdp": fsdp,
+                            "ep": ep,
+                            "micro_batch": batch,
+                        }
                         for recompute in (
-                            [options["recompute"]] if "recompute" in options else get_args(Recompute)
+                            [options["recompute"]]
+                            if "recompute" in options
+                            else get_args(Recompute)
                         ):
                             yield {**axes, "recompute": recompute}

@@ -96,9 +96,13 @@ class GpuRates:
         self, name: str, *, products: float, fp8: float, bandwidth: float, **sizes: object
     ) -> GpuRates:
         """Build a GPU whose rates are multiples of this GPU's."""
-        rates = {kind: rate * (products if kind == "bf16" else fp8) for kind, rate in self.rates.items()}
+        rates = {
+            kind: rate * (products if kind == "bf16" else fp8) for kind, rate in self.rates.items()
+        }
         attention = {
-            backend: {size: (pair[0] * products, pair[1] * products) for size, pair in sizes_of.items()}
+            backend: {
+                size: (pair[0] * products, pair[1] * products) for size, pair in sizes_of.items()
+            }
             for backend, sizes_of in self.attention.items()
         }
         changed = replace(
@@ -114,7 +118,13 @@ def _h200() -> GpuRates:
         memory=141 * 10**9,
         peak=989e9,
         bandwidth=4.2e9,
-        rates={"bf16": 790e9, "fp8": 1500e9, "fp8_split": 1420e9, "block": 1270e9, "block_1d": 1030e9},
+        rates={
+            "bf16": 790e9,
+            "fp8": 1500e9,
+            "fp8_split": 1420e9,
+            "block": 1270e9,
+            "block_1d": 1030e9,
+        },
         attention={
             "flash4": {64: (481e9, 543e9), 128: (764e9, 648e9), 256: (798e9, 395e9)},
             "cudnn": {64: (477e9, 413e9), 128: (685e9, 571e9), 256: (700e9, 370e9)},
@@ -172,12 +182,22 @@ class LinkRates:
     contention: float = 0.35
 
     def __post_init__(self) -> None:
-        for name in ("devices_per_host", "ring", "exchange", "start", "network", "hop", "contention"):
+        for name in (
+            "devices_per_host",
+            "ring",
+            "exchange",
+            "start",
+            "network",
+            "hop",
+            "contention",
+        ):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name}={value!r} of the links must be a positive number")
         if int(self.devices_per_host) != self.devices_per_host:
-            raise ValueError(f"devices_per_host={self.devices_per_host!r} must be an integer of at least 1")
+            raise ValueError(
+                f"devices_per_host={self.devices_per_host!r} must be an integer of at least 1"
+            )
 
     def collective_ms(self, kind: Collective, moved: float, size: int, stride: int) -> float:
         """Time for a collective.
@@ -251,7 +271,9 @@ def gpu_named(name: str | GpuRates) -> GpuRates:
     if name in GPUS:
         return GPUS[name]
     if hardware_of_gpu(name):  # not a misspelt name: none of the others is meant
-        raise ValueError(f"gpu {name!r} has no measured rates; choose from {', '.join(GPUS)}{OWN_RATES}")
+        raise ValueError(
+            f"gpu {name!r} has no measured rates; choose from {', '.join(GPUS)}{OWN_RATES}"
+        )
     raise unknown("gpu", name, GPUS, OWN_RATES)
 
 
@@ -288,16 +310,26 @@ def _block_costs(form: TensorFormat) -> FormatCost:
     reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
     kind = f"blocks_{8 // form.packing}bit"
     code = 1 / form.packing + 1 / length
-    return FormatCost(form.name, form.block_products, (kind, kind, kind), code, reads, efficiency, length)
+    return FormatCost(
+        form.name, form.block_products, (kind, kind, kind), code, reads, efficiency, length
+    )
 
 
 FORMATS = {
     row.name: row
     for row in (
         FormatCost(HIGH_PRECISION, "bf16 products", ("bf16", "bf16", "bf16"), multiple=1),
-        FormatCost("delayed", "fp8 products", ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
         FormatCost(
-            "current", "fp8 products", ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True
+            "delayed", "fp8 products", ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True
+        ),
+        FormatCost(
+            "current",
+            "fp8 products",
+            ("fp8", "fp8_split", "fp8_split"),
+            1.0,
+            2,
+            (1.0, 0.97),
+            row_codes=True,
         ),
         FormatCost(
             "block",

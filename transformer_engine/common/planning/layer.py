@@ -83,7 +83,9 @@ def attention_flops(work: MicroBatch, heads: int, head_dim: int) -> float:
     return 4.0 * work.batch * heads * head_dim * pairs / work.cp
 
 
-def attention(machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int, head_dim: int) -> Both:
+def attention(
+    machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int, head_dim: int
+) -> Both:
     """Compute attention costs alone, on q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim].
 
     A context-parallel ring sends one key and value block while it computes with the previous block. A gather of keys
@@ -114,7 +116,9 @@ def attention(machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int,
                 moved = 2 * (2 * narrow * cp)  # float32 gradients
                 cost.communicate("cp", links.collective_ms("reduce_scatter", moved, cp, machine.tp))
         else:
-            cost.communicate("cp", links.collective_ms("all_to_all", wide + 2 * narrow, cp, machine.tp))
+            cost.communicate(
+                "cp", links.collective_ms("all_to_all", wide + 2 * narrow, cp, machine.tp)
+            )
             cost.communicate("cp", links.collective_ms("all_to_all", wide, cp, machine.tp))
             if backward:
                 cost.communicate("cp", links.collective_ms("all_to_all", wide, cp, machine.tp))
@@ -197,7 +201,9 @@ def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual:
     costs.stream(machine, "routing", 2 * (traffic + sent), 2 * (traffic + sent), 2)
     first = {"linear": LinearSize(rows, shape.hidden, inner * (2 if shape.gated else 1), groups)}
     second = {"linear": LinearSize(rows, inner, shape.hidden, groups)}
-    wide, half, narrow = (Extent(rows, columns) for columns in (first["linear"].outputs, inner, shape.hidden))
+    wide, half, narrow = (
+        Extent(rows, columns) for columns in (first["linear"].outputs, inner, shape.hidden)
+    )
     # A tensor-parallel layer's group is the token group above, so the products communicate nothing.
     costs.add(linears(machine, "grouped", first, {"x": narrow, "grad_output": wide}))
     costs.stream(machine, "activations", wide.size + half.size, 2 * wide.size + half.size)

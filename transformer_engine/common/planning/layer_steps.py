@@ -53,7 +53,9 @@ class Pass(NamedTuple):
 
     def buffers_to_free(self) -> tuple[tuple[str, ...], ...]:
         """Of each step, the buffers that no later step reads and that the pass neither returns nor saves."""
-        last = {name: i for i, step in enumerate(self.steps) for name in (*step.makes(), *step.reads())}
+        last = {
+            name: i for i, step in enumerate(self.steps) for name in (*step.makes(), *step.reads())
+        }
         order = [*self.inputs, *[name for step in self.steps for name in step.makes()]]
         retained = {*self.results, *self.saved}
         freed: list[list[str]] = [[] for _ in self.steps]
@@ -157,7 +159,11 @@ class _Backward(NamedTuple):
 
 
 def _backward(
-    facts: LinearFacts, dy: str, saved: tuple[str, str], computed: bool = False, quantized: bool = False
+    facts: LinearFacts,
+    dy: str,
+    saved: tuple[str, str],
+    computed: bool = False,
+    quantized: bool = False,
 ) -> _Backward:
     """The backward steps from dy and the saved values to dx, dw and db.
 
@@ -212,7 +218,9 @@ def _backward(
     dx_wait: list[Step] = []
     if facts.mode == "column":
         summed = facts.named("dx_reduced")
-        begin, *dx_wait = _collective("reduce_scatter" if facts.sequence else "all_reduce", dx, summed)
+        begin, *dx_wait = _collective(
+            "reduce_scatter" if facts.sequence else "all_reduce", dx, summed
+        )
         steps.append(begin)
         dx = summed
     dw = facts.named("dw")
@@ -241,7 +249,8 @@ def grouped_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
 
     def group_passes(pass_: Pass) -> Pass:
         steps = [
-            step if step.op == "dense" else replace(step, op="grouped_" + step.op) for step in pass_.steps
+            step if step.op == "dense" else replace(step, op="grouped_" + step.op)
+            for step in pass_.steps
         ]
         return pass_._replace(steps=tuple(steps))
 
@@ -253,7 +262,9 @@ def _norm(centered: bool, linear: LinearFacts) -> Step:
     """The norm before a linear layer, which quantizes its output for the layer."""
     read = ("x", "gamma", *(("beta",) if centered else ()))
     output = ("normed",) if linear.plain else linear.codes_of_input()
-    return Step("norm", read, (*output, "mean" if centered else None, "rstdev"), casts=not linear.plain)
+    return Step(
+        "norm", read, (*output, "mean" if centered else None, "rstdev"), casts=not linear.plain
+    )
 
 
 def _norm_backward(centered: bool, dy: str) -> Step:
@@ -271,7 +282,12 @@ def norm_linear_passes(facts: LinearFacts, centered: bool) -> tuple[Pass, Pass]:
     results = ("dx", "dgamma", "dbeta" if centered else None, backward.dw, backward.db)
     return (
         Pass(inputs, (forward.y, None), saved, (_norm(centered, facts), *forward.steps)),
-        Pass(("grad_output", *saved), results, (), (*backward.steps, _norm_backward(centered, backward.dx))),
+        Pass(
+            ("grad_output", *saved),
+            results,
+            (),
+            (*backward.steps, _norm_backward(centered, backward.dx)),
+        ),
     )
 
 
@@ -317,7 +333,15 @@ def norm_mlp_passes(
         inputs += [f"{facts.layer}_weight", *([f"{facts.layer}_bias"] if facts.bias else [])]
     statistics = ("mean", "rstdev") if centered else ("rstdev",)
     saved = ("x", "gamma", *statistics, first.y, *first.saved, *second.saved)
-    results = ("dx", "dgamma", "dbeta" if centered else None, back1.dw, back1.db, back2.dw, back2.db)
+    results = (
+        "dx",
+        "dgamma",
+        "dbeta" if centered else None,
+        back1.dw,
+        back1.db,
+        back2.dw,
+        back2.db,
+    )
     backward = (*gradient, *middle, *back1.steps, _norm_backward(centered, back1.dx))
     return (
         Pass(tuple(inputs), (second.y, None), saved, (*steps, *second.steps)),

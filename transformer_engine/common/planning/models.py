@@ -50,7 +50,9 @@ class ModelShape:
         for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} of model {self.name!r} must be an integer of at least 1")
+                raise ValueError(
+                    f"{name}={value!r} of model {self.name!r} must be an integer of at least 1"
+                )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; give numbers that divide"
@@ -99,12 +101,16 @@ class ModelShape:
         Counts the products, for the experts that a token is sent to, and causal attention over half the sequence.
         """
         matrices = self.hidden * (self.projection + self.heads * self.head_dim)
-        matrices += max(self.experts_per_token, 1) * self.expert_parameters() + self.experts * self.hidden
+        matrices += (
+            max(self.experts_per_token, 1) * self.expert_parameters() + self.experts * self.hidden
+        )
         attention = 2 * self.heads * self.head_dim * sequence
         return 3.0 * (self.layers * (2 * matrices + attention) + 2 * self.hidden * self.vocabulary)
 
 
-def _llama(name: str, hidden: int, layers: int, heads: int, ffn: int, vocabulary: int = 128256) -> ModelShape:
+def _llama(
+    name: str, hidden: int, layers: int, heads: int, ffn: int, vocabulary: int = 128256
+) -> ModelShape:
     return ModelShape(name, hidden, layers, heads, 8, 128, ffn, vocabulary)
 
 
@@ -118,9 +124,15 @@ MODELS = {
         _llama("llama-405b", 16384, 126, 128, 53248),
         replace(_llama("mistral-7b", 4096, 32, 32, 14336, 32768)),
         replace(_llama("mixtral-8x7b", 4096, 32, 32, 14336, 32000), experts=8, experts_per_token=2),
-        replace(_llama("mixtral-8x22b", 6144, 56, 48, 16384, 32768), experts=8, experts_per_token=2),
-        ModelShape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, experts=128, experts_per_token=8),
-        ModelShape("qwen3-235b-a22b", 4096, 94, 64, 4, 128, 1536, 151936, experts=128, experts_per_token=8),
+        replace(
+            _llama("mixtral-8x22b", 6144, 56, 48, 16384, 32768), experts=8, experts_per_token=2
+        ),
+        ModelShape(
+            "qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, experts=128, experts_per_token=8
+        ),
+        ModelShape(
+            "qwen3-235b-a22b", 4096, 94, 64, 4, 128, 1536, 151936, experts=128, experts_per_token=8
+        ),
         ModelShape("gpt3-175b", 12288, 96, 96, 96, 128, 49152, 50257, gated=False, tied=True),
     )
 }
@@ -191,7 +203,9 @@ def _config_shape(path: Path) -> ModelShape:
     try:
         config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}; give a config.json of Hugging Face") from None
+        raise ValueError(
+            f"{path} is not valid JSON: {error}; give a config.json of Hugging Face"
+        ) from None
     if not isinstance(config, Mapping):
         raise ValueError(f"{path} holds no JSON object; give a config.json of Hugging Face")
     config = config.get("text_config", config)
@@ -211,7 +225,9 @@ def _config_shape(path: Path) -> ModelShape:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is not None:
             if type(value) is not int and name != "tied":
-                raise ValueError(f"{path} has {name}={value!r}, which is not a whole number; repair it")
+                raise ValueError(
+                    f"{path} has {name}={value!r}, which is not a whole number; repair it"
+                )
             found[name] = value
     if not found.get("experts"):
         # A dense model's configuration may have expert fields.

@@ -161,7 +161,9 @@ class TrainingPlan:
 
     def _heading(self) -> list[str]:
         model, mesh = self.model, self.mesh
-        recipe = "no recipe (bfloat16)" if self.recipe == HIGH_PRECISION else f"recipe {self.recipe}"
+        recipe = (
+            "no recipe (bfloat16)" if self.recipe == HIGH_PRECISION else f"recipe {self.recipe}"
+        )
         return [
             f"{model.name}, {model.parameters() / 1e9:.1f} B parameters, {recipe}, on {mesh.devices} x {self.gpu}"
             f" ({mesh}); predicted, not measured",
@@ -173,7 +175,9 @@ class TrainingPlan:
     def _times(self) -> list[str]:
         rows = [(kind, took) for kind, took in self.parts.items() if took >= 5e-3]
         rows += [
-            (f"exposed communication ({axis})", took) for axis, took in self.exposed.items() if took >= 5e-3
+            (f"exposed communication ({axis})", took)
+            for axis, took in self.exposed.items()
+            if took >= 5e-3
         ]
         rows.append(("step", self.step_ms))
         hidden = sum(self.communication.values()) - sum(self.exposed.values())
@@ -183,7 +187,11 @@ class TrainingPlan:
         ]
 
     def _sizes(self) -> list[str]:
-        sizes = [*asdict(self.memory).items(), ("peak", self.memory.peak), ("limit", self.memory_limit)]
+        sizes = [
+            *asdict(self.memory).items(),
+            ("peak", self.memory.peak),
+            ("limit", self.memory_limit),
+        ]
         return [f"{name:<32}{size / GIB:>12.2f} GiB" for name, size in sizes]
 
     def _rate_line(self) -> str:

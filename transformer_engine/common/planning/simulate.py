@@ -163,7 +163,11 @@ class RankMachine:
 
 
 def layer_passes(
-    kind: str, machine: RankMachine, activation: str = "", mode: str | None = None, bias: bool = False
+    kind: str,
+    machine: RankMachine,
+    activation: str = "",
+    mode: str | None = None,
+    bias: bool = False,
 ) -> tuple[Pass, Pass]:
     """Forward and backward pass of a layer as a GPU runs them.
 
@@ -194,7 +198,9 @@ def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, P
     return norm_mlp_passes(facts[0], facts[1], activation, centered, gradient_casts=not separate)
 
 
-_PASSES: Memory[tuple[str, tuple[LinearFacts, ...], str, bool], tuple[Pass, Pass]] = Memory(_built, 256)
+_PASSES: Memory[tuple[str, tuple[LinearFacts, ...], str, bool], tuple[Pass, Pass]] = Memory(
+    _built, 256
+)
 
 
 class PassRun:
@@ -282,7 +288,9 @@ class PassRun:
             reads = machine.format.reads if step.casts else 1
             codes = [extent for extent in outputs if extent.element < VALUE]
             efficiency = machine.format.efficiency[len(codes) > 1] if step.casts else 0.95
-            moved = reads * sum([extent.size for extent in read]) + sum([extent.size for extent in outputs])
+            moved = reads * sum([extent.size for extent in read]) + sum(
+                [extent.size for extent in outputs]
+            )
             took = gpu.copy_ms(moved, efficiency) + (reads - 1) * gpu.launch
         cost.spend(_KINDS.get(op, "other"), took)
         return took
@@ -314,12 +322,18 @@ class PassRun:
         named = list(step.results)
         if step.casts:
             transposed = Extent(columns, rows, code)
-            for name, extent in zip(named[:2], (Extent(rows, columns, code), transposed), strict=True):
+            for name, extent in zip(
+                named[:2], (Extent(rows, columns, code), transposed), strict=True
+            ):
                 if name is not None:
                     self.extents[name] = extent
             named = named[2:]
         elif named[0] is not None and op != "column_sum":
-            result = Extent(columns, rows, element) if op == "transpose" else Extent(rows, columns, element)
+            result = (
+                Extent(columns, rows, element)
+                if op == "transpose"
+                else Extent(rows, columns, element)
+            )
             self.extents[named.pop(0) or ""] = result
         # The other results are vectors: row statistics, or sums over rows.
         vector = Extent(rows, 1, 4.0) if op == "norm" else Extent(1, columns)

@@ -96,7 +96,9 @@ class TrainingStep:
     def _expert_groups(self) -> tuple[int, int]:
         """Count the ranks that share an expert's parameters by sharding, and the ranks that replicate them."""
         ranks = self.mesh.data // self.mesh.ep
-        shards = math.gcd(ranks, max(1, self.mesh.shards // self.mesh.ep)) if self.mesh.shards > 1 else 1
+        shards = (
+            math.gcd(ranks, max(1, self.mesh.shards // self.mesh.ep)) if self.mesh.shards > 1 else 1
+        )
         return shards, ranks // shards
 
     def _layer_parameters(self) -> tuple[float, float]:
@@ -127,7 +129,9 @@ class TrainingStep:
         columns = shape.vocabulary / machine.tp
         values, logits = tokens * shape.hidden * VALUE, tokens * columns * VALUE
         table = columns * shape.hidden * VALUE
-        costs.stream(machine, "embedding", 2 * values / machine.tp, 2 * values / machine.tp + 2 * table)
+        costs.stream(
+            machine, "embedding", 2 * values / machine.tp, 2 * values / machine.tp + 2 * table
+        )
         costs.stream(machine, "norms", 2 * values / machine.tp, 3 * values / machine.tp)
         product = machine.matrix_time * gpu.product_ms(
             "bf16", 2.0 * tokens * shape.hidden * columns, values + logits + table
@@ -178,13 +182,19 @@ class TrainingStep:
         (dense, routed), (shards, _) = self._layer_parameters(), self._expert_groups()
         gather, scatter = (
             links.collective_ms(kind, dense * VALUE, mesh.shards, mesh.tp)
-            + (links.collective_ms(kind, routed * VALUE, shards, mesh.tp * mesh.ep) if routed else 0.0)
+            + (
+                links.collective_ms(kind, routed * VALUE, shards, mesh.tp * mesh.ep)
+                if routed
+                else 0.0
+            )
             for kind in ("all_gather", "reduce_scatter")
         )
         forward = self.costs.forward.total
         backward = self.costs.backward.total + (forward if self.recompute else 0.0)
         exposed = gather + scatter
-        exposed += (layers - 1) * (max(0.0, gather - forward) + max(0.0, gather + scatter - backward))
+        exposed += (layers - 1) * (
+            max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
+        )
         table = self.shape.vocabulary * self.shape.hidden / mesh.tp * VALUE
         unsharded = [
             links.collective_ms(kind, table, mesh.shards, mesh.tp)
@@ -201,15 +211,22 @@ class TrainingStep:
         replicas = mesh.data // mesh.shards
         shards, expert_replicas = self._expert_groups()
         stride = mesh.tp * mesh.shards
-        took = links.collective_ms("all_reduce", (local - routed) * self._gradient_bytes, replicas, stride)
+        took = links.collective_ms(
+            "all_reduce", (local - routed) * self._gradient_bytes, replicas, stride
+        )
         if routed:
             took += links.collective_ms(
-                "all_reduce", routed * self._gradient_bytes, expert_replicas, mesh.tp * mesh.ep * shards
+                "all_reduce",
+                routed * self._gradient_bytes,
+                expert_replicas,
+                mesh.tp * mesh.ep * shards,
             )
         overlap = (self.layers - 1) * self.costs.backward.total
         exposed = max(took - overlap, took / self.layers)
         cost.communicate("dp", took, exposed)
-        cost.spend("slowed by communication", links.contention_ms(took - exposed, replicas, stride), 0)
+        cost.spend(
+            "slowed by communication", links.contention_ms(took - exposed, replicas, stride), 0
+        )
 
     def _memory(self) -> StepMemory:
         """Compute the memory on the stage that needs the most: the first has most activations, the last the logits."""
@@ -226,14 +243,18 @@ class TrainingStep:
         if (
             mesh.shards > 1
         ):  # two layers' parameters, one layer's gradients, and the embedding or the projection
-            gathered += (3 * (dense + routed) + 2 * shape.vocabulary * shape.hidden / mesh.tp) * VALUE
+            gathered += (
+                3 * (dense + routed) + 2 * shape.vocabulary * shape.hidden / mesh.tp
+            ) * VALUE
         elif self.micro_batches > 1:
             gathered += (dense + routed) * VALUE
         found = []
         for last in (False, True):
             local, _ = self._local_parameters(last)
             flying = 1 if last else min(mesh.pp, self.micro_batches)
-            logits = work.tokens * shape.vocabulary / mesh.tp * VALUE if last or mesh.pp == 1 else 0.0
+            logits = (
+                work.tokens * shape.vocabulary / mesh.tp * VALUE if last or mesh.pp == 1 else 0.0
+            )
             found.append(
                 StepMemory(
                     local * VALUE,
@@ -249,7 +270,9 @@ class TrainingStep:
         """Rates behind the plan as text, with their sources."""
         gpu, machine, source = self.machine.gpu, self.machine, self.machine.gpu.source
         kinds = dict.fromkeys(("bf16", *machine.format.products))
-        found = {f"{kind} products": f"{gpu.rates[kind] / 1e9:.0f} TFLOP/s ({source})" for kind in kinds}
+        found = {
+            f"{kind} products": f"{gpu.rates[kind] / 1e9:.0f} TFLOP/s ({source})" for kind in kinds
+        }
         heads = gpu.attention[machine.attention]
         forward, _ = heads[min(heads, key=lambda size: abs(size - self.shape.head_dim))]
         found[f"{machine.attention} attention"] = f"{forward / 1e9:.0f} TFLOP/s ({source})"
@@ -267,7 +290,8 @@ class TrainingStep:
         if peak > limit:
             found.append(
                 f"{DOES_NOT_FIT}: needs {peak / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of each {gpu.name} can be "
-                "filled; raise fsdp, tp or pp" + ("" if self.recompute else ", or use recompute='full'")
+                "filled; raise fsdp, tp or pp"
+                + ("" if self.recompute else ", or use recompute='full'")
             )
         if not gpu.calibrated:
             found.append(f"the rates of {gpu.name} follow from its data sheet and are not measured")

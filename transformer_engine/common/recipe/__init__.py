@@ -93,11 +93,16 @@ class Recipe:
     def __repr__(self) -> str:
         """Format as `recipe_type=DelayedScaling, margin=0, ..`: the original's repr first, then every other field."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
-        first = {name: values.pop(name) for name in ("margin", "fp4_format", "fp8_format") if name in values}
+        first = {
+            name: values.pop(name)
+            for name in ("margin", "fp4_format", "fp8_format")
+            if name in values
+        }
         if "fp4_format" not in first and "fp8_format" in first:
             first["format"] = first.pop("fp8_format")
         shown = [
-            f"{name}={value.name if isinstance(value, Format) else value}" for name, value in first.items()
+            f"{name}={value.name if isinstance(value, Format) else value}"
+            for name, value in first.items()
         ]
         shown += [f"{name}={value!r}" for name, value in values.items()]
         return ", ".join([f"recipe_type={type(self).__name__}", *shown])
@@ -171,12 +176,21 @@ class DelayedScaling(Recipe):
 
     def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
-        require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
+        require(
+            self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE"
+        )
         exponent("DelayedScaling: margin", self.margin)
         check_minimum(self, "amax_history_len", 0)
         if not callable(self.amax_compute_algo):
-            require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
-        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            require(
+                self,
+                "amax_compute_algo",
+                ("max", "most_recent"),
+                "or pass a callable(history) -> amax",
+            )
+        if self.scaling_factor_compute_algo is not None and not callable(
+            self.scaling_factor_compute_algo
+        ):
             raise ValueError(
                 f"DelayedScaling: scaling_factor_compute_algo={self.scaling_factor_compute_algo!r}; it must "
                 "be None or callable(amax, old_scale, fp8_max, recipe) -> scale"
@@ -262,7 +276,9 @@ class Float8BlockScaling(Recipe):
                 "one operand with 128 x 128 blocks; set all but one to 1"
             )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
+            require(
+                self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums"
+            )
         require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
         require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
         require_kind(self, QParams, *_FP8_QUANT)
@@ -323,7 +339,9 @@ class NVFP4BlockScaling(Recipe):
     """
 
     disable_rht: bool = bool(default_value("NVTE_NVFP4_DISABLE_RHT"))
-    disable_stochastic_rounding: bool = bool(default_value("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"))
+    disable_stochastic_rounding: bool = bool(
+        default_value("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    )
     disable_2d_quantization: bool = bool(default_value("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"))
     row_scaled_activation: bool = bool(default_value("NVTE_NVFP4_ROW_SCALED_ACTIVATION"))
     nvfp4_4over6: str = str(default_value("NVTE_NVFP4_4OVER6"))
@@ -382,6 +400,8 @@ class CustomRecipe(Recipe):
 
     def _check(self) -> None:
         if not callable(self.qfactory):
-            raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
+            raise ValueError(
+                f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer"
+            )
         check_minimum(self, "quantization_alignment", 1)
         require_fp8(self, tuple(Format))  # the factory chooses the elements

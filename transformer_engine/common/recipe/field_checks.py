@@ -46,7 +46,9 @@ def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
     for name, declared in _declare_fields(type(record)):
         value = record.__dict__.get(name)
         if isinstance(value, str) and declared.startswith("str"):
-            object.__setattr__(record, name, str.__str__(value))  # for example a str enumeration member
+            object.__setattr__(
+                record, name, str.__str__(value)
+            )  # for example a str enumeration member
         elif declared in converters and name in record.__dict__:
             converted = converters[declared](f"{type(record).__name__}: {name}", value)
             if converted is not value:
@@ -78,7 +80,9 @@ def instance_of_fields(kind: type) -> Converter:
         if not isinstance(value, Mapping):
             return value
         if unknown := [str(key) for key in value if key not in names]:
-            warnings.warn(f"{name} ignores unknown fields: {', '.join(unknown)}", UserWarning, stacklevel=8)
+            warnings.warn(
+                f"{name} ignores unknown fields: {', '.join(unknown)}", UserWarning, stacklevel=8
+            )
         return kind(**{key: item for key, item in value.items() if key in names})
 
     return convert

@@ -24,7 +24,10 @@ _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # have all four, Accelerate passes the first two. Each has the values that change nothing, or None for any value.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "interval": (1,),  # scales are updated in every step
-    "override_linear_precision": ((False, False, False), None),  # no product is computed in high precision
+    "override_linear_precision": (
+        (False, False, False),
+        None,
+    ),  # no product is computed in high precision
     "params_dtype": None,
     "device": None,
 }
@@ -51,7 +54,9 @@ def recipe_described_as(description: str) -> Any:
     for recipe in list(_living.values()):
         if repr(recipe) == description:
             return recipe
-    raise LookupError(f"no recipe is {description}; keep a reference to the recipe while it is in use")
+    raise LookupError(
+        f"no recipe is {description}; keep a reference to the recipe while it is in use"
+    )
 
 
 RecipeClass = TypeVar("RecipeClass", bound=type)
@@ -104,7 +109,9 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
             arguments = [_specialized(value) for value in args]
             named = {name: _specialized(value) for name, value in keywords.items()}
             name = _construct(new, *arguments, **named)
-            return getattr(_constructed, name) if frozen else _traced_copy(object.__new__(new), name)
+            return (
+                getattr(_constructed, name) if frozen else _traced_copy(object.__new__(new), name)
+            )
         return object.__new__(new)
 
     @functools.wraps(initialize)
@@ -202,7 +209,9 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
             near = [(name, nearest(name, names)) for name in unknown]
             listed = [f"{name} (did you mean {meant}?)" if meant else name for name, meant in near]
             warnings.warn(
-                f"{cls.__name__} ignores unknown arguments: {', '.join(listed)}", UserWarning, stacklevel=2
+                f"{cls.__name__} ignores unknown arguments: {', '.join(listed)}",
+                UserWarning,
+                stacklevel=2,
             )
         self.__dict__.pop("_description", None)
         strict(self, *args, **keywords)

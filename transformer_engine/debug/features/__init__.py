@@ -31,14 +31,20 @@ def intervals(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
     """
     pairs = config.get("start_end_list")
     if not pairs:
-        return [_interval("start_step", config.get("start_step") or 0, "end_step", config.get("end_step"))]
+        return [
+            _interval(
+                "start_step", config.get("start_step") or 0, "end_step", config.get("end_step")
+            )
+        ]
     for pair in pairs:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise ValueError(
                 f"start_end_list={pairs} holds {pair!r}; give pairs of a first and a last step, for example "
                 "[[0, 10], [50, 60]]"
             )
-    return sorted([_interval("start_end_list", first, "start_end_list", last) for first, last in pairs])
+    return sorted(
+        [_interval("start_end_list", first, "start_end_list", last) for first, last in pairs]
+    )
 
 
 def _interval(first_name: str, first: Any, last_name: str, last: Any) -> tuple[int, int | None]:

@@ -36,7 +36,9 @@ from transformer_engine.debug.pytorch.session import SESSION
 NAMESPACE = "transformer_engine"
 GEMMS = ("fprop", "dgrad", "wgrad")
 _BY_GEMM = frozenset({"fp8_gemm_enabled", "modify_tensor_enabled", "modify_tensor"})
-_BY_TENSOR = frozenset({"modify_tensor_enabled", "modify_tensor", "inspect_tensor_enabled", "inspect_tensor"})
+_BY_TENSOR = frozenset(
+    {"modify_tensor_enabled", "modify_tensor", "inspect_tensor_enabled", "inspect_tensor"}
+)
 _ENABLED = frozenset({"fp8_gemm_enabled", "modify_tensor_enabled", "inspect_tensor_enabled"})
 # Exceptions whose type is kept when the feature, the layer and the tensor are added to the message.
 _KEPT_TYPES = (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError, KeyError)
@@ -158,10 +160,17 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         if api_name in _BY_TENSOR:
             tensor = kwargs.get("tensor_name")
             if tensor not in TENSORS:
-                raise AssertionError(f"{api_name}: tensor_name={tensor!r}; choose from {tuple(TENSORS)}")
+                raise AssertionError(
+                    f"{api_name}: tensor_name={tensor!r}; choose from {tuple(TENSORS)}"
+                )
 
     def routing_condition(
-        self, api_name: str, config: dict[str, Any], layer_name: str, feature_obj: Any, **kwargs: Any
+        self,
+        api_name: str,
+        config: dict[str, Any],
+        layer_name: str,
+        feature_obj: Any,
+        **kwargs: Any,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether a feature is called, and its part of the configuration."""
         kwargs |= {"gemm_parsing": api_name in _BY_GEMM, "tensor_parsing": api_name in _BY_TENSOR}
@@ -173,22 +182,33 @@ class TransformerEngineAPI(BaseNamespaceAPI):
     def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
         """Raise AssertionError for a result that layers cannot read."""
         if api_name in _ENABLED:
-            pair = isinstance(ret, tuple) and len(ret) == 2 and (ret[1] is None or isinstance(ret[1], int))
+            pair = (
+                isinstance(ret, tuple)
+                and len(ret) == 2
+                and (ret[1] is None or isinstance(ret[1], int))
+            )
             if not (isinstance(ret, bool) or pair):
-                raise AssertionError(f"{api_name} returned {ret!r}; return a bool, or (bool, next step)")
+                raise AssertionError(
+                    f"{api_name} returned {ret!r}; return a bool, or (bool, next step)"
+                )
 
     def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether several features may serve one call; only one of them may make an operand."""
         return api_name in _ENABLED - {"modify_tensor_enabled"} or api_name == "inspect_tensor"
 
     def handle_multi_feature_output(
-        self, api_name: str, multi_feature_outputs: list[Any], features_to_invoke: Any, **kwargs: Any
+        self,
+        api_name: str,
+        multi_feature_outputs: list[Any],
+        features_to_invoke: Any,
+        **kwargs: Any,
     ) -> Any:
         """Combine the results of several features: whether any is enabled, and the earliest next step."""
         if api_name not in _ENABLED:
             return None
         answers = [
-            ret if isinstance(ret, tuple) else (ret, kwargs["iteration"] + 1) for ret in multi_feature_outputs
+            ret if isinstance(ret, tuple) else (ret, kwargs["iteration"] + 1)
+            for ret in multi_feature_outputs
         ]
         nexts = [following for _, following in answers if following is not None]
         return any(enabled for enabled, _ in answers), min(nexts, default=None)
@@ -221,7 +241,9 @@ if inspect_logging.LOGGER is not None:
     Registry.register_namespace_api(NAMESPACE)(TransformerEngineAPI)
 
 
-def _locate_error(error: Exception, name: str, layer_name: str, kwargs: dict[str, Any]) -> Exception:
+def _locate_error(
+    error: Exception, name: str, layer_name: str, kwargs: dict[str, Any]
+) -> Exception:
     """Extend an exception by the feature, the layer and the tensor."""
     where = [f"layer {layer_name}"]
     where += [f"{key} {kwargs[key]}" for key in ("gemm", "tensor_name") if key in kwargs]

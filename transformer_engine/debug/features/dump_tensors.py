@@ -23,7 +23,9 @@ def dump_path(layer_name: str, tensor_name: str, iteration: int) -> Path:
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if initialized else 0
     name = re.sub(r"[^\w-]", "_", f"{layer_name}_{tensor_name}", flags=re.ASCII)
-    folder = Path(get_logger().root_log_dir) / "tensor_dumps" / f"rank_{rank}" / f"iter_{iteration:06d}"
+    folder = (
+        Path(get_logger().root_log_dir) / "tensor_dumps" / f"rank_{rank}" / f"iter_{iteration:06d}"
+    )
     return folder / f"{name}.pt"
 
 
@@ -54,10 +56,18 @@ class DumpTensors(TEConfigAPIMapper):
 
     @api_method
     def inspect_tensor(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int, tp_group: Any,
-        tensor: Tensor, rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None, tp_size: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tp_group: Any,
+        tensor: Tensor,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+        tp_size: int = 1,
+    ) -> None:
         """Write the file."""
         content: dict[str, Any] = {}
         if config.get("high_precision_tensor", True):

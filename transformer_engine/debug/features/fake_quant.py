@@ -41,7 +41,9 @@ def fake_quantize(tensor: Tensor, fp8_format: str, out: Tensor | None = None) ->
         raise ValueError(f"fp8_format={fp8_format!r} is unknown; choose from {', '.join(FORMATS)}")
     kind, dtype = FORMATS[fp8_format]
     with torch.no_grad():
-        values = kind(dtype, rowwise=True, columnwise=False)(tensor.detach()).dequantize(dtype=tensor.dtype)
+        values = kind(dtype, rowwise=True, columnwise=False)(tensor.detach()).dequantize(
+            dtype=tensor.dtype
+        )
     return values if out is None else out.copy_(values)
 
 
@@ -62,7 +64,9 @@ def per_tensor_cast(
         return Float8CurrentScalingQuantizer(fp8_dtype, **directions).quantize(tensor, out=out)
     amax = tensor.abs().amax().float().reshape(1)
     usable = (amax > 0) & amax.isfinite()
-    scale = torch.where(usable, _LARGEST[fp8_dtype] / torch.where(usable, amax, 1.0) / 2.0**margin, 1.0)
+    scale = torch.where(
+        usable, _LARGEST[fp8_dtype] / torch.where(usable, amax, 1.0) / 2.0**margin, 1.0
+    )
     quantizer = Float8Quantizer(scale, torch.zeros_like(scale), fp8_dtype, **directions)
     return quantizer.quantize(tensor, out=out)
 
@@ -93,15 +97,24 @@ class FakeQuant(TEConfigAPIMapper):
     ) -> tuple[bool, int | None]:
         """Return True for the configured tensors."""
         if config.get("quant_format") not in FORMATS:
-            raise ValueError(f"quant_format={config.get('quant_format')!r}; choose from {', '.join(FORMATS)}")
+            raise ValueError(
+                f"quant_format={config.get('quant_format')!r}; choose from {', '.join(FORMATS)}"
+            )
         return True, None
 
     @api_method
     def modify_tensor(
-        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, tensor: Tensor,
-        default_quantizer: Any = None, iteration: int = 0, out: Tensor | None = None, dtype: torch.dtype
-        | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: Tensor,
+        default_quantizer: Any = None,
+        iteration: int = 0,
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Compute the decoded values."""
         result = fake_quantize(tensor, config["quant_format"], out)
         return result if dtype is None else result.to(dtype)
@@ -130,10 +143,17 @@ class PerTensorScaling(TEConfigAPIMapper):
 
     @api_method
     def modify_tensor(
-        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, tensor: Tensor,
-        default_quantizer: Any = None, iteration: int = 0, out: Any = None, dtype: torch.dtype | None =
-        None,
-    ) -> Any:  # fmt: skip
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: Tensor,
+        default_quantizer: Any = None,
+        iteration: int = 0,
+        out: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
         """Compute the quantized tensor.
 
         Raises:
@@ -150,6 +170,9 @@ class PerTensorScaling(TEConfigAPIMapper):
             ("gradient", "wgrad"),
         )
         results = per_tensor_cast(
-            tensor, default_quantizer.dtype, margin=int(config.get("margin", 0)), columnwise=columnwise
+            tensor,
+            default_quantizer.dtype,
+            margin=int(config.get("margin", 0)),
+            columnwise=columnwise,
         )
         return results if out is None else out.copy_(results)

@@ -13,7 +13,12 @@ from transformer_engine.common.warning import warn_once
 from transformer_engine.debug.features import configured_stats, next_enabled_iter
 from transformer_engine.debug.features.api import TEConfigAPIMapper, feature
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS, Statistic
-from transformer_engine.debug.features.utils.stats_computation import ERRORS, OF_ERRORS, Fields, errors
+from transformer_engine.debug.features.utils.stats_computation import (
+    ERRORS,
+    OF_ERRORS,
+    Fields,
+    errors,
+)
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
@@ -76,7 +81,9 @@ def _read(
                 f"the statistic {name!r} is unknown; choose {', '.join(statistics)}, with one of the prefixes "
                 f"{', '.join(f'{recipe}_' for recipe in recipes)} or none, and with the suffix _columnwise or none"
             )
-        stat = QuantizationStat(match["recipe"] or "", match["statistic"], match["columnwise"] is not None)
+        stat = QuantizationStat(
+            match["recipe"] or "", match["statistic"], match["columnwise"] is not None
+        )
         if stat.statistic == "overflows%" and stat.recipe not in ("", DELAYED):
             raise ValueError(
                 f"the statistic {name!r} does not exist: only delayed scaling has overflows, because the other "
@@ -134,13 +141,23 @@ class LogFp8TensorStats(TEConfigAPIMapper):
 
     @api_method
     def inspect_tensor(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int, tp_group: Any,
-        tensor: Tensor, rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None, tp_size: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tp_group: Any,
+        tensor: Tensor,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+        tp_size: int = 1,
+    ) -> None:
         """Add a tensor's statistics to the step's statistics; a tensor that is not quantized is left out."""
         stats = _read(config["stats"], self.statistics, self.recipes)
-        current_recipe = next((name for name, kind in QUANTIZERS.items() if isinstance(quantizer, kind)), "")
+        current_recipe = next(
+            (name for name, kind in QUANTIZERS.items() if isinstance(quantizer, kind)), ""
+        )
         if quantizer is None:
             _warn_of_nothing(type(self).__name__)
             return

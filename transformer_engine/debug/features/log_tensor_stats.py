@@ -70,10 +70,18 @@ class LogTensorStats(TEConfigAPIMapper):
 
     @api_method
     def inspect_tensor(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int, tp_group: Any,
-        tensor: Tensor, rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None, tp_size: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tp_group: Any,
+        tensor: Tensor,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+        tp_size: int = 1,
+    ) -> None:
         """Add a tensor's statistics to the step's statistics."""
         if tensor.numel() and STATS_BUFFERS.wants("values", layer_name, tensor_name):
             vector = moments(tensor, _blockwise(config["stats"], tensor_name))
@@ -88,12 +96,16 @@ def _blockwise(stats: Sequence[Any], tensor_name: str) -> list[BlockwiseDynamicR
             settings = (stat[_BLOCKWISE] if isinstance(stat, dict) else None) or {}
             unknown = sorted(set(settings) - {"block_size", "dims"})
             if unknown:
-                raise AssertionError(f"{_BLOCKWISE} has no settings {unknown}; give block_size and dims")
+                raise AssertionError(
+                    f"{_BLOCKWISE} has no settings {unknown}; give block_size and dims"
+                )
             size, dims = settings.get("block_size", 32), settings.get("dims", 1)
             if not isinstance(size, int) or size <= 0:
                 raise AssertionError(f"{_BLOCKWISE}: block_size={size!r}; give a positive number")
             if dims not in (1, 2):
-                raise AssertionError(f"{_BLOCKWISE}: dims={dims!r}; choose 1 (of a row) or 2 (square)")
+                raise AssertionError(
+                    f"{_BLOCKWISE}: dims={dims!r}; choose 1 (of a row) or 2 (square)"
+                )
             found.append(BlockwiseDynamicRangeStat(size, dims, tensor_name in _BOTH_ORIENTATIONS))
     return found
 
@@ -102,7 +114,11 @@ def _layout(stats: Sequence[Any], tensor_name: str) -> tuple[Fields, dict[str, S
     """Fields and statistics for a configuration; AssertionError for an unknown statistic."""
     blockwise = [str(stat) for stat in _blockwise(stats, tensor_name)]
     for stat in stats:
-        supported = stat in (*OF_VALUES, _BLOCKWISE) if isinstance(stat, str) else list(stat) == [_BLOCKWISE]
+        supported = (
+            stat in (*OF_VALUES, _BLOCKWISE)
+            if isinstance(stat, str)
+            else list(stat) == [_BLOCKWISE]
+        )
         if not supported:
             names = ", ".join([*OF_VALUES, _BLOCKWISE])
             raise AssertionError(f"the statistic {stat!r} is unknown; choose from {names}")

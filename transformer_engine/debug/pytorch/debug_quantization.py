@@ -37,7 +37,13 @@ from ...pytorch.tensor.storage.quantized_tensor_storage import (
 )
 from .debug_state import TEDebugState
 
-__all__ = ["API_CALL_MODIFY", "HIGH_PRECISION", "STANDARD_QUANTIZE", "DebugQuantizedTensor", "DebugQuantizer"]
+__all__ = [
+    "API_CALL_MODIFY",
+    "HIGH_PRECISION",
+    "STANDARD_QUANTIZE",
+    "DebugQuantizedTensor",
+    "DebugQuantizer",
+]
 
 STANDARD_QUANTIZE = "Quantize"
 HIGH_PRECISION = "High Precision"
@@ -79,7 +85,9 @@ def features() -> Any:
     return debug_api.transformer_engine
 
 
-def planned(location: Location, quantized: dict[str, bool], iteration: int) -> tuple[TensorPlan, int | None]:
+def planned(
+    location: Location, quantized: dict[str, bool], iteration: int
+) -> tuple[TensorPlan, int | None]:
     """Request the plan of a tensor from the features.
 
     Args:
@@ -115,7 +123,9 @@ def decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
 
     A feature that returns a bool may change its mind in every step.
     """
-    return (bool(answer[0]), answer[1]) if isinstance(answer, tuple) else (bool(answer), iteration + 1)
+    return (
+        (bool(answer[0]), answer[1]) if isinstance(answer, tuple) else (bool(answer), iteration + 1)
+    )
 
 
 def earliest(steps: Iterable[int | None]) -> int | None:
@@ -213,7 +223,11 @@ class DebugQuantizer(Observing):
     def any_feature_enabled(self) -> bool:
         """Whether the plan differs from quantization by the layer's own quantizer."""
         standard = (STANDARD_QUANTIZE, None)
-        return self.plan.inspects or self.plan.rowwise not in standard or self.plan.columnwise not in standard
+        return (
+            self.plan.inspects
+            or self.plan.rowwise not in standard
+            or self.plan.columnwise not in standard
+        )
 
     def get_next_debug_iter(self) -> int | None:
         """Next step in which the plan may change; None for no step."""
@@ -241,14 +255,19 @@ class DebugQuantizer(Observing):
     ) -> DebugQuantizedTensor:
         """Quantize both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
         with torch.no_grad():
-            directions = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
+            directions = self._directions(
+                tensor.detach(), self.rowwise_usage, self.columnwise_usage
+            )
         return DebugQuantizedTensor(*directions, self, self.layer_name, self.tensor_name)
 
     __call__ = quantize  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def multi_tensor_quantize(
-        tensor: Tensor, quantizers: list[DebugQuantizer], m_splits: list[int], activation_dtype: torch.dtype
+        tensor: Tensor,
+        quantizers: list[DebugQuantizer],
+        m_splits: list[int],
+        activation_dtype: torch.dtype,
     ) -> list[DebugQuantizedTensor]:
         """Quantize consecutive row groups, each with its own quantizer.
 
@@ -279,7 +298,9 @@ class DebugQuantizer(Observing):
         source, values = tensor, tensor
         if isinstance(tensor, QuantizedTensorStorage):
             values = tensor.dequantize()
-        by_quantizer = [needed and way == STANDARD_QUANTIZE for needed, way in zip(usages, ways, strict=True)]
+        by_quantizer = [
+            needed and way == STANDARD_QUANTIZE for needed, way in zip(usages, ways, strict=True)
+        ]
         standard = self._standard(source, values, *by_quantizer)
         results: list[Any] = []
         for needed, way, gemm in zip(usages, ways, GEMMS[self.tensor_name], strict=True):
@@ -325,7 +346,9 @@ class DebugQuantizer(Observing):
             tensor_name=self.tensor_name,
             tensor=tensor,
             rowwise_quantized_tensor=rows if isinstance(rows, QuantizedTensorStorage) else None,
-            columnwise_quantized_tensor=columns if isinstance(columns, QuantizedTensorStorage) else None,
+            columnwise_quantized_tensor=columns
+            if isinstance(columns, QuantizedTensorStorage)
+            else None,
             quantizer=self.parent_quantizer,
             iteration=TEDebugState.get_iteration(),
             tp_group=self.location.tp_group,

@@ -66,5 +66,7 @@ class TEDebugState:
         """
         manager = cls.manager()
         if manager is None:
-            raise RuntimeError("no debug session is active; call nvdlfw_inspect.api.initialize(..) first")
+            raise RuntimeError(
+                "no debug session is active; call nvdlfw_inspect.api.initialize(..) first"
+            )
         return manager._trainer_iteration_count

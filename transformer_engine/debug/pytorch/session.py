@@ -86,7 +86,9 @@ class LayerDebugger:
     def renew(self, iteration: int) -> None:
         """Request a step's plans from the features, if they may differ from the previous step's."""
         module = self.module()
-        if module is None or (self.plans is not None and (self.next is None or iteration < self.next)):
+        if module is None or (
+            self.plans is not None and (self.next is None or iteration < self.next)
+        ):
             return
         self.next = iteration  # queried again if a feature raises
         pairs = [_product_plan(name, iteration) for name in self.names(module)]
@@ -104,7 +106,9 @@ class LayerDebugger:
         self.observe(self._observers[plans] if any(plans) else None)
         self.plans, self.next = plans, following
 
-    def debug_recipe(self, plans: tuple[ProductPlan | None, ...], recipe: ModuleRecipe) -> ModuleRecipe:
+    def debug_recipe(
+        self, plans: tuple[ProductPlan | None, ...], recipe: ModuleRecipe
+    ) -> ModuleRecipe:
         """Build the recipe with the debug quantizers of these plans."""
         module = self.module()
         if module is None or not any(plans):
@@ -112,7 +116,12 @@ class LayerDebugger:
         groups = {"tp_group": module.tp_group, "tp_size": module.tp_size}
         names = self.names(module)
         both = [
-            tuple([_debug_quantizers(*each, groups) for each in zip(names, plans, products, strict=True)])
+            tuple(
+                [
+                    _debug_quantizers(*each, groups)
+                    for each in zip(names, plans, products, strict=True)
+                ]
+            )
             for products in (recipe.products, recipe.unquantized_products)
         ]
         return recipe.with_products(*both)
@@ -195,7 +204,9 @@ def _log_plans(name: str, plans: dict[str, TensorPlan]) -> None:
         for gemm, way in zip(GEMMS[tensor], plan[:2], strict=True):
             if gemm is not None and (tensor in _OPERANDS.values() or way != STANDARD_QUANTIZE):
                 debug_api.log_message(
-                    f"Tensor: {tensor}, gemm {gemm} - {way}", name, extra_cachable_args=(tensor, gemm, way)
+                    f"Tensor: {tensor}, gemm {gemm} - {way}",
+                    name,
+                    extra_cachable_args=(tensor, gemm, way),
                 )
 
 

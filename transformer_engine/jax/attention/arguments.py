@@ -24,7 +24,9 @@ def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, 
     for array, ndim in zip(qkv, axes, strict=True):
         check_values("an array of qkv", array)
         if array.ndim != ndim:
-            raise ValueError(f"an array of {layout.name} has shape {array.shape}; it must have {ndim} axes")
+            raise ValueError(
+                f"an array of {layout.name} has shape {array.shape}; it must have {ndim} axes"
+            )
     packed = {1: 3, 2: 2}.get(expected)
     if packed is not None and qkv[-1].shape[2] != packed:
         raise ValueError(
@@ -50,7 +52,11 @@ def check_attention(
     """Raise ValueError or TypeError unless arrays and options fit together."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_values(name, array)
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+    if (
+        key.shape[:3] != value.shape[:3]
+        or query.shape[0] != key.shape[0]
+        or query.shape[3] != key.shape[3]
+    ):
         raise ValueError(
             f"query {query.shape}, key {key.shape}, value {value.shape}; batches, tokens and heads of key and value, "
             "and the extents that query and key contract, must agree"
@@ -71,7 +77,9 @@ def check_attention(
         check_values("bias", bias)
         full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         if not broadcasts(bias.shape, full):
-            raise ValueError(f"bias has shape {bias.shape}; it must be {full}, or 1 in place of an extent")
+            raise ValueError(
+                f"bias has shape {bias.shape}; it must be {full}, or 1 in place of an extent"
+            )
 
 
 def sink_logit(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:

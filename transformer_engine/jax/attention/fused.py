@@ -21,7 +21,13 @@ from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
 from ..primitives.attention import AttentionOperands, AttentionRequest, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
-from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
+from ..primitives.attention.enums import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    check_kinds,
+)
 from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
 from ..primitives.attention.reference import largest_logits
 from ..primitives.attention.score_mod import check_score_mod, modifier
@@ -108,45 +114,92 @@ def fused_attn(
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
     window, extents = check_window(window_size), (query.shape[0], query.shape[1], key.shape[1])
     sequence_descriptor = check_tokens(
-        sequence_descriptor, attn_mask_type, window, qkv_layout.is_thd(), max_segments_per_seq,
+        sequence_descriptor,
+        attn_mask_type,
+        window,
+        qkv_layout.is_thd(),
+        max_segments_per_seq,
         (query.shape[0], query.shape[2], *extents[1:]),
-    )  # fmt: skip
+    )
     plan = make_plan(
-        context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout,
-        stripe_size, extents[1:],
-    )  # fmt: skip
-    if score_mod is not None and not context_parallel_axis and not context_parallel_causal_load_balanced:
+        context_parallel_axis,
+        context_parallel_strategy,
+        context_parallel_causal_load_balanced,
+        qkv_layout,
+        stripe_size,
+        extents[1:],
+    )
+    if (
+        score_mod is not None
+        and not context_parallel_axis
+        and not context_parallel_causal_load_balanced
+    ):
         plan = None  # the MeshResource's axis is only a default, and a score_mod needs whole arrays
     other_arguments = {
-        "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
-        "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
-    }  # fmt: skip
+        "sequence_descriptor": sequence_descriptor is not None,
+        "window_size": window,
+        "dropout_probability": dropout_probability,
+        "context_parallel_axis": "" if plan is None else plan.axis,
+    }
     check_score_mod(
-        score_mod, score_mod_bprop, (score_mod_tensors, score_mod_bprop_tensors), qkv_layout, attn_bias_type,
-        attn_mask_type, softmax_type, other_arguments,
-    )  # fmt: skip
+        score_mod,
+        score_mod_bprop,
+        (score_mod_tensors, score_mod_bprop_tensors),
+        qkv_layout,
+        attn_bias_type,
+        attn_mask_type,
+        softmax_type,
+        other_arguments,
+    )
     call = AttentionOperands(
-        query, key, value, bias, attn_bias_type, attn_mask_type, window,
-        functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
-        _lengths(sequence_descriptor, attn_mask_type, extents), scaling_factor,
+        query,
+        key,
+        value,
+        bias,
+        attn_bias_type,
+        attn_mask_type,
+        window,
+        functools.partial(
+            _hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents
+        ),
+        _lengths(sequence_descriptor, attn_mask_type, extents),
+        scaling_factor,
         sink_logit(softmax_type, softmax_offset, query.shape[2]),
         _dropout(seed, dropout_probability) if is_training else None,
-        None if score_mod is None
+        None
+        if score_mod is None
         else modifier(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors),
         functools.partial(_bounds, sequence_descriptor, qkv_layout, extents, max_segments_per_seq),
-        None if seed is None or not is_training or not dropout_probability
+        None
+        if seed is None or not is_training or not dropout_probability
         else functools.partial(jax.random.bits, seed, (3,), jnp.uint32),
-    )  # fmt: skip
+    )
     request = AttentionRequest(
-        query.dtype, qkv_layout, attn_bias_type, attn_mask_type, softmax_type, dropout_probability, query.shape[2],
-        key.shape[2], query.shape[1], key.shape[1], query.shape[3], value.shape[3], window, is_training, "cpu",
-        _rows(sequence_descriptor, attn_mask_type, qkv_layout, window), score_mod is not None,
+        query.dtype,
+        qkv_layout,
+        attn_bias_type,
+        attn_mask_type,
+        softmax_type,
+        dropout_probability,
+        query.shape[2],
+        key.shape[2],
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        value.shape[3],
+        window,
+        is_training,
+        "cpu",
+        _rows(sequence_descriptor, attn_mask_type, qkv_layout, window),
+        score_mod is not None,
         segments_at_most(sequence_descriptor, max_segments_per_seq),
-        batch=_least_rows(query.shape[0]), max_logit=return_max_logit and plan is None,
-    )  # fmt: skip
+        batch=_least_rows(query.shape[0]),
+        max_logit=return_max_logit and plan is None,
+    )
     if plan is not None:
         out = checkpoint_name(
-            _attend_over_devices(plan, request, call, sequence_descriptor, extents), context_checkpoint_name
+            _attend_over_devices(plan, request, call, sequence_descriptor, extents),
+            context_checkpoint_name,
         )
         return (out, largest_logits(call)) if return_max_logit else out
     result = attention(request, call)
@@ -156,10 +209,19 @@ def fused_attn(
 
 
 def fused_attn_thd(
-    qkv: tuple[Array, ...], bias: Array | None, q_seq_lens: Array, kv_seq_lens: Array, q_seq_offsets: Array,
-    kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
-    qkv_layout: QKVLayout, *arguments: Any, **options: Any,
-) -> Any:  # fmt: skip
+    qkv: tuple[Array, ...],
+    bias: Array | None,
+    q_seq_lens: Array,
+    kv_seq_lens: Array,
+    q_seq_offsets: Array,
+    kv_seq_offsets: Array,
+    seed: Array | None,
+    attn_bias_type: AttnBiasType,
+    attn_mask_type: AttnMaskType,
+    qkv_layout: QKVLayout,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
     """`fused_attn` for packed rows under its former arguments.
 
     Args:
@@ -181,8 +243,16 @@ def fused_attn_thd(
         (q_seq_lens, kv_seq_lens), (q_seq_offsets, kv_seq_offsets)
     )
     return fused_attn(
-        qkv, bias, descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, *arguments, **options
-    )  # fmt: skip
+        qkv,
+        bias,
+        descriptor,
+        seed,
+        attn_bias_type,
+        attn_mask_type,
+        qkv_layout,
+        *arguments,
+        **options,
+    )
 
 
 def _attend_over_devices(
@@ -204,9 +274,13 @@ def _attend_over_devices(
     if plain and call.bias is None and call.dropped is None and not inside:
         full_request = request._replace(
             mask=AttnMaskType.CAUSAL_MASK if causal else AttnMaskType.NO_MASK,
-            softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0, window=window,
-        )  # fmt: skip
-        return attention_in_parts(plan, full_request, call.query, call.key, call.value, call.scale, call.sink)
+            softmax=AttnSoftmaxType.VANILLA_SOFTMAX,
+            dropout=0.0,
+            window=window,
+        )
+        return attention_in_parts(
+            plan, full_request, call.query, call.key, call.value, call.scale, call.sink
+        )
     if plan.ring:
         for name, value in (("bias", call.bias), ("dropout", call.dropped)):
             if value is not None:
@@ -219,11 +293,21 @@ def _attend_over_devices(
             )
         segments = plan.segments(descriptor, call.mask_type, request.layout, extents)
         return ring_attention(
-            plan, call.query, call.key, call.value, segments, call.mask_type, call.window, call.scale, call.sink
-        )  # fmt: skip
+            plan,
+            call.query,
+            call.key,
+            call.value,
+            segments,
+            call.mask_type,
+            call.window,
+            call.scale,
+            call.sink,
+        )
     query, key, value = (_shard_tokens(x, plan.axis) for x in (call.query, call.key, call.value))
     # Keys and values are replicated: XLA gathers them, and scatters their gradients.
-    replicated = replace(call, query=query, key=_shard_tokens(key, None), value=_shard_tokens(value, None))
+    replicated = replace(
+        call, query=query, key=_shard_tokens(key, None), value=_shard_tokens(value, None)
+    )
     return _shard_tokens(attention(request._replace(tokens="spread"), replicated), plan.axis)
 
 
@@ -250,7 +334,9 @@ def _hidden(
 
 
 def _lengths(
-    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, extents: tuple[int, int, int]
+    descriptor: SequenceDescriptor | Array | None,
+    mask_type: AttnMaskType,
+    extents: tuple[int, int, int],
 ) -> tuple[Array, Array] | None:
     if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
         return descriptor.limited_lengths(*extents[1:])
@@ -258,7 +344,10 @@ def _lengths(
 
 
 def _bounds(
-    descriptor: SequenceDescriptor | Array | None, layout: QKVLayout, extents: tuple[int, int, int], most: int
+    descriptor: SequenceDescriptor | Array | None,
+    layout: QKVLayout,
+    extents: tuple[int, int, int],
+    most: int,
 ) -> tuple[Array, Array, Array, Array]:
     if not isinstance(descriptor, SequenceDescriptor):
         raise _no_descriptor(layout)
@@ -272,8 +361,11 @@ def _no_descriptor(layout: QKVLayout) -> ValueError:
 
 
 def _rows(
-    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, layout: QKVLayout, window: Window | None
-) -> str:  # fmt: skip
+    descriptor: SequenceDescriptor | Array | None,
+    mask_type: AttnMaskType,
+    layout: QKVLayout,
+    window: Window | None,
+) -> str:
     if not isinstance(descriptor, SequenceDescriptor):
         return "whole" if descriptor is None or not reads_mask(mask_type, window) else "mask"
     if not mask_type.is_padding() and not layout.is_thd():

@@ -68,11 +68,16 @@ class _Problem:
         request = self.request._replace(queries=queries, keys=keys)
         if block is not None:
             request = request._replace(
-                mask=AttnMaskType.NO_MASK, window=block.window, queries=block.queries, keys=block.keys
+                mask=AttnMaskType.NO_MASK,
+                window=block.window,
+                queries=block.queries,
+                keys=block.keys,
             )
         return attention_parts(request, self.scale)
 
-    def blocks(self, rows: int, queries: int, keys: int, rank: Array, step: int) -> tuple[_Block, ...]:
+    def blocks(
+        self, rows: int, queries: int, keys: int, rank: Array, step: int
+    ) -> tuple[_Block, ...]:
         """Blocks in which device `rank`'s queries attend to keys from device rank - step, other than its own.
 
         With a window, the keys come from the chunks `step` before each chunk, or -step after it.
@@ -103,7 +108,9 @@ class _Problem:
         reach = self.request.window[0 if step > 0 else 1]  # tokens before a query, or after it
         chunk = jnp.stack((rank, 2 * self.plan.devices - 1 - rank)[: self.chunks])
         other = chunk - step
-        counts = jnp.tile((other >= 0) & (other < self.chunks * self.plan.devices), rows // self.chunks)
+        counts = jnp.tile(
+            (other >= 0) & (other < self.chunks * self.plan.devices), rows // self.chunks
+        )
         # Query i attends to the keys from i - limit on in an earlier chunk, and up to i + limit in a later one.
         limit = reach - abs(step) * tokens
         if reach < 0 or limit >= tokens - 1:
@@ -118,9 +125,14 @@ class _Problem:
 
 
 def attention_in_parts(
-    plan: ContextParallel, request: AttentionRequest, query: Array, key: Array, value: Array, scale: float,
+    plan: ContextParallel,
+    request: AttentionRequest,
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: float,
     sink: Array | None,
-) -> Array:  # fmt: skip
+) -> Array:
     """Compute out [b, q, h, dv] from arrays whose tokens are sharded over plan.axis, with one full sequence per row.
 
     Args:
@@ -238,7 +250,10 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
                 counts = block.counts[:, None, None, None]
                 gradients = [jnp.where(counts, x, jnp.zeros_like(x)) for x in gradients]
             dq = _add_part(dq, gradients[0], block.first)
-            dks, dvs = _add_part(dks, gradients[1], block.key), _add_part(dvs, gradients[2], block.key)
+            dks, dvs = (
+                _add_part(dks, gradients[1], block.key),
+                _add_part(dvs, gradients[2], block.key),
+            )
         collected.add(step, (dks, dvs))
     dk, dv = collected.home()
     dsink = None
@@ -259,7 +274,9 @@ def _visit_chunks(problem: _Problem, rank: Array, local: Pair) -> Iterator[tuple
     if (window := problem.request.window) is not None:
         tokens, most = local[0].shape[1], problem.chunks * plan.devices - 1
         # The chunks before and after its own that a query can attend to.
-        before, after = (most if side < 0 else min(most, (side + tokens - 1) // tokens) for side in window)
+        before, after = (
+            most if side < 0 else min(most, (side + tokens - 1) // tokens) for side in window
+        )
         for step in (*range(1, before + 1), *range(-1, -after - 1, -1)):
             yield step, _move_chunks(problem, local, step)
         return

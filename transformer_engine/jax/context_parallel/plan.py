@@ -51,7 +51,9 @@ class ContextParallel:
         A balanced device holds two chunks per full row, r and 2n - 1 - r, at places 0 and 1; otherwise one chunk.
         """
         count = 2 * self.devices if self.balanced else self.devices
-        positions = [(c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)]
+        positions = [
+            (c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)
+        ]
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk in range(max(0, -distance), min(count, count - distance)):
             (device, source), (other, target) = positions[chunk], positions[chunk + distance]
@@ -80,7 +82,9 @@ class ContextParallel:
         """Sequence and position for every token in sharded order; bottom-right masks count positions from the end."""
         batch, queries, keys = extents
         orders = [self.order(tokens, layout.is_thd()) for tokens in (queries, keys)]
-        if isinstance(descriptor, SequenceDescriptor) and (mask_type.is_padding() or layout.is_thd()):
+        if isinstance(descriptor, SequenceDescriptor) and (
+            mask_type.is_padding() or layout.is_thd()
+        ):
             found = descriptor.segments(batch, queries, keys)
             if not descriptor.segment_ids[0].size:
                 # Lengths and offsets describe the original order; segment ids and positions the sharded order.
@@ -123,7 +127,11 @@ def make_plan(
             used = None
     devices = get_mesh_axis_size(used)
     ring = strategy is CPStrategy.RING
-    if stripe_size is not None and stripe_size > 1 and (ring or not layout.is_thd() or not balanced):
+    if (
+        stripe_size is not None
+        and stripe_size > 1
+        and (ring or not layout.is_thd() or not balanced)
+    ):
         raise ValueError(
             f"stripe_size={stripe_size}; stripes of several tokens are for packed rows, load-balanced, with ALL_GATHER"
         )

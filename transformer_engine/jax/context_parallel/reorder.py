@@ -28,7 +28,11 @@ class CPStrategy(enum.Enum):
 
 
 def reorder_causal_load_balancing(
-    tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+    tensor: Array,
+    strategy: ReorderStrategy,
+    cp_size: int,
+    seq_dim: int,
+    stripe_size: int | None = None,
 ) -> Array:
     """Reorder the tensor's sequence axis to the rank order.
 
@@ -44,7 +48,11 @@ def reorder_causal_load_balancing(
 
 
 def inverse_reorder_causal_load_balancing(
-    tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+    tensor: Array,
+    strategy: ReorderStrategy,
+    cp_size: int,
+    seq_dim: int,
+    stripe_size: int | None = None,
 ) -> Array:
     """Restore the tensor's original sequence order.
 
@@ -76,15 +84,21 @@ def order_of_tokens(
     whole_or_none("stripe_size", stripe_size)
     if strategy is ReorderStrategy.DualChunkSwap:
         if stripe_size is not None:
-            raise ValueError(f"stripe_size={stripe_size} belongs to Striped; give None with DualChunkSwap")
+            raise ValueError(
+                f"stripe_size={stripe_size} belongs to Striped; give None with DualChunkSwap"
+            )
         if cp_size % 2 and cp_size != 1:
-            raise ValueError(f"cp_size={cp_size} is odd; DualChunkSwap needs an even number of ranks")
+            raise ValueError(
+                f"cp_size={cp_size} is odd; DualChunkSwap needs an even number of ranks"
+            )
         if length % (2 * cp_size):
             raise ValueError(
                 f"the sequence has {length} tokens; pad it to a multiple of 2 * cp_size = {2 * cp_size}"
             )
         chunks = np.arange(length).reshape(2 * cp_size, -1)
-        return np.concatenate([chunks[[rank, 2 * cp_size - 1 - rank]].ravel() for rank in range(cp_size)])
+        return np.concatenate(
+            [chunks[[rank, 2 * cp_size - 1 - rank]].ravel() for rank in range(cp_size)]
+        )
     stripe = 1 if stripe_size is None else stripe_size
     if length % (cp_size * stripe):
         raise ValueError(

@@ -31,9 +31,16 @@ class _Running(NamedTuple):
 
 
 def ring_attention(
-    plan: ContextParallel, query: Array, key: Array, value: Array, segments: Segments, mask_type: AttnMaskType,
-    window: Window | None, scale: float, sink: Array | None,
-) -> Array:  # fmt: skip
+    plan: ContextParallel,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    mask_type: AttnMaskType,
+    window: Window | None,
+    scale: float,
+    sink: Array | None,
+) -> Array:
     """Compute out [b, q, h, dv] from arrays whose tokens are sharded over plan.axis; segments: see `plan.segments`."""
     # Bottom-right masks already count positions from the end.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
@@ -52,7 +59,9 @@ def ring_attention(
         travelling = (key, value, segments.key, segments.key_position)
         for step in range(plan.devices):
             keys, values, ids, places = travelling
-            scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, keys, preferred_element_type=jnp.float32)
+            scores = jnp.einsum(
+                "bqgrd,bkgd->bgrqk", grouped, keys, preferred_element_type=jnp.float32
+            )
             scores = scores.reshape(batch, heads, queries, -1) * scale
             key_segments = segments._replace(key=ids, key_position=places)
             hidden = hidden_keys(kind, window, key_segments, queries, keys.shape[1])
@@ -80,7 +89,9 @@ def ring_attention(
         return (*of_tokens, None if dsink is None else lax.psum(dsink, plan.axis))
 
     backward = _map_over_axis(plan, gradients, (*arrays, tokens, tokens), arrays)
-    return _ring_in_axes(axes, run, backward)(*cast_varying(axes, (query, key, value, sink)), segments)
+    return _ring_in_axes(axes, run, backward)(
+        *cast_varying(axes, (query, key, value, sink)), segments
+    )
 
 
 def _map_over_axis(plan: ContextParallel, function: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -128,4 +139,6 @@ def _add_keys(running: _Running, scores: Array, hidden: Array | None, values: Ar
     narrow = weights.astype(values.dtype).reshape(batch, groups, heads // groups, queries, keys)
     part = jnp.einsum("bgrqk,bkgd->bgrqd", narrow, values, preferred_element_type=jnp.float32)
     product = running.product * rescale + part.reshape(batch, heads, queries, -1)
-    return _Running(greatest, running.total * rescale + weights.sum(axis=-1, keepdims=True), product)
+    return _Running(
+        greatest, running.total * rescale + weights.sum(axis=-1, keepdims=True), product
+    )

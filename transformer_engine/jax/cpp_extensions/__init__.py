@@ -1,13 +1,23 @@
 """The operations below the public functions, under the original's names ("tex")."""
 
-from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
+from ..collective import (
+    CollectiveOp,
+    CollectiveOpSet,
+    collective_gemm_bootstrap,
+    noop_collective_op_set,
+)
 from . import ep as ep
 from . import flex_attention as flex_attention
 from . import misc as misc
 from . import router as router
 from .activation import act_lu, dact_lu, dact_lu_dbias, quantize_dact_dbias
 from .amax import AmaxScope, calculate_amax, calculate_post_rht_amax
-from .attention import FusedAttnHelper, fused_attn_bwd, fused_attn_fwd, make_fused_attn_score_mod_config
+from .attention import (
+    FusedAttnHelper,
+    fused_attn_bwd,
+    fused_attn_fwd,
+    make_fused_attn_score_mod_config,
+)
 from .base import BasePrimitive, register_primitive
 from .gemm import (
     gemm,

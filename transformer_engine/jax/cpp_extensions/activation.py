@@ -25,11 +25,14 @@ class DActLuDBiasQuantizePrimitive(BasePrimitive):
 
 
 def act_lu(
-    x: Array, activation_type: Sequence[str], quantizer: Quantizer | None = None,
+    x: Array,
+    activation_type: Sequence[str],
+    quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
-    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Compute the activation [..., h] for x [..., n, h], quantized, or as a NoScaleTensor without a quantizer.
 
     Args:
@@ -42,35 +45,59 @@ def act_lu(
         output_amax_when_no_scaling: Whether a NoScaleTensor contains the absolute maximum of the output.
     """
     check_values("x", x)
-    y = activation_forward(x, check_activation(activation_type, x.shape), ActivationParams.of(act_params))
-    return quantize_result(y, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling)
+    y = activation_forward(
+        x, check_activation(activation_type, x.shape), ActivationParams.of(act_params)
+    )
+    return quantize_result(
+        y, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling
+    )
 
 
 def dact_lu(
-    dz: Array, x: Array, activation_type: Sequence[str], quantizer: Quantizer | None = None,
+    dz: Array,
+    x: Array,
+    activation_type: Sequence[str],
+    quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
-    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Compute the gradient dx [..., n, h] from dz [..., h] and x [..., n, h], quantized as in `act_lu`.
 
     dx has x's dtype. dz is converted to that dtype, which the forward pass's output also has.
     """
     dx = _gradient(dz, x, activation_type, act_params)
     return quantize_result(
-        dx, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling, flatten_axis=-2
+        dx,
+        quantizer,
+        amax_scope,
+        transpose_batch_sequence,
+        output_amax_when_no_scaling,
+        flatten_axis=-2,
     )
 
 
 def dact_lu_dbias(
-    dz: Array, x: Array, activation_type: Sequence[str], is_dbias: bool = True, quantizer: Quantizer | None = None,
-    act_params: ActivationParams | Mapping[str, float] | None = None, amax_scope: AmaxScope = AmaxScope.LOCAL,
-    transpose_batch_sequence: bool = False, output_amax_when_no_scaling: bool = False,
-) -> tuple[Any, Array | None]:  # fmt: skip
+    dz: Array,
+    x: Array,
+    activation_type: Sequence[str],
+    is_dbias: bool = True,
+    quantizer: Quantizer | None = None,
+    act_params: ActivationParams | Mapping[str, float] | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
+) -> tuple[Any, Array | None]:
     """Compute dx [..., n, h] as `dact_lu`, and its sums [n, h] over the other axes, or None unless is_dbias."""
     dx = _gradient(dz, x, activation_type, act_params)
     tensor = quantize_result(
-        dx, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling, flatten_axis=-2
+        dx,
+        quantizer,
+        amax_scope,
+        transpose_batch_sequence,
+        output_amax_when_no_scaling,
+        flatten_axis=-2,
     )
     return tensor, quantize_dbias(dx, None, is_dbias, flatten_axis=-2)[1]
 
@@ -88,16 +115,28 @@ def _gradient(
 
 
 def quantize_dact_dbias(
-    dz: Array, x: Array, activation_type: Sequence[str] = ("gelu",), is_dbias: bool = True,
-    quantizer: Quantizer | None = None, act_params: ActivationParams | Mapping[str, float] | None = None,
-    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    dz: Array,
+    x: Array,
+    activation_type: Sequence[str] = ("gelu",),
+    is_dbias: bool = True,
+    quantizer: Quantizer | None = None,
+    act_params: ActivationParams | Mapping[str, float] | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
-) -> tuple[Any, Array | None]:  # fmt: skip
+) -> tuple[Any, Array | None]:
     """Same as `dact_lu_dbias`, under the original's name for the fused operation."""
     return dact_lu_dbias(
-        dz, x, activation_type, is_dbias, quantizer, act_params, amax_scope, transpose_batch_sequence,
+        dz,
+        x,
+        activation_type,
+        is_dbias,
+        quantizer,
+        act_params,
+        amax_scope,
+        transpose_batch_sequence,
         output_amax_when_no_scaling,
-    )  # fmt: skip
+    )
 
 
 _jax_act_lu = by_reference(act_lu)

@@ -32,8 +32,12 @@ class AmaxScope(enum.Enum):
     def axes(self) -> tuple[str, ...]:
         """The scope's mesh axis if it is manual here; outside shard_map, maxima include all devices."""
         resource = mesh_resource_or_default()
-        axis = {AmaxScope.TPSP: resource.tpsp_resource, AmaxScope.FSDP: resource.fsdp_resource}.get(self)
-        return () if axis is None or not is_mesh_available() or axis in automatic_axes() else (axis,)
+        axis = {AmaxScope.TPSP: resource.tpsp_resource, AmaxScope.FSDP: resource.fsdp_resource}.get(
+            self
+        )
+        return (
+            () if axis is None or not is_mesh_available() or axis in automatic_axes() else (axis,)
+        )
 
 
 def calculate_amax(
@@ -68,4 +72,6 @@ def calculate_post_rht_amax(
     """
     check_values("x", x)
     transposed = turned(jnp.asarray(x), positive_axis(flatten_axis, x.ndim))
-    return calculate_amax(hadamard_transform(transposed, True), amax_scope, transpose_batch_sequence)
+    return calculate_amax(
+        hadamard_transform(transposed, True), amax_scope, transpose_batch_sequence
+    )

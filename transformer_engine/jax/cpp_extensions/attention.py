@@ -12,7 +12,13 @@ import jax
 from jax import Array
 
 from ...common.checks import described
-from ..attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, is_fused_attn_kernel_available
+from ..attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    is_fused_attn_kernel_available,
+)
 from ..attention.fused import fused_attn
 from ..primitives.attention.descriptor import SequenceDescriptor
 from ..primitives.attention.score_mod import check_functions
@@ -101,9 +107,13 @@ class _SoftmaxAux:
 
 
 def fused_attn_fwd(
-    qkv: tuple[Array, ...], bias: Array | None, sequence_descriptor: SequenceDescriptor | Array | None,
-    seed: Array | None, *arguments: Any, **options: Any,
-) -> tuple[Array, Any, Array | None, Array | None]:  # fmt: skip
+    qkv: tuple[Array, ...],
+    bias: Array | None,
+    sequence_descriptor: SequenceDescriptor | Array | None,
+    seed: Array | None,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[Array, Any, Array | None, Array | None]:
     """Compute attention and the arrays that `fused_attn_bwd` needs, as the forward half of a derivative rule.
 
     Args:
@@ -118,10 +128,14 @@ def fused_attn_fwd(
         The output [b, q, h, dv]; softmax_aux, a saved-array pytree, which may be a jax.custom_vjp residual or a jax.jit
         result; the seed; and the largest logits [h] with return_max_logit=True, otherwise None.
     """
-    bound = inspect.signature(fused_attn).bind(qkv, bias, sequence_descriptor, seed, *arguments, **options)
+    bound = inspect.signature(fused_attn).bind(
+        qkv, bias, sequence_descriptor, seed, *arguments, **options
+    )
     call = bound.arguments
 
-    def attend(qkv: tuple[Array, ...], bias: Array | None, softmax_offset: Array | None) -> tuple[Array, Any]:
+    def attend(
+        qkv: tuple[Array, ...], bias: Array | None, softmax_offset: Array | None
+    ) -> tuple[Array, Any]:
         result = fused_attn(**{**call, "qkv": qkv, "bias": bias, "softmax_offset": softmax_offset})
         return result if call.get("return_max_logit") else (result, None)
 
@@ -131,9 +145,15 @@ def fused_attn_fwd(
 
 
 def fused_attn_bwd(
-    qkv: tuple[Array, ...], bias: Array | None, softmax_aux: Any, rng_state: Array | None, output: Array,
-    doutput: Array, *arguments: Any, **options: Any,
-) -> tuple[tuple[Array, ...], Array | None, Array | None]:  # fmt: skip
+    qkv: tuple[Array, ...],
+    bias: Array | None,
+    softmax_aux: Any,
+    rng_state: Array | None,
+    output: Array,
+    doutput: Array,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[tuple[Array, ...], Array | None, Array | None]:
     """Compute the gradients for `fused_attn_fwd` from its saved arrays.
 
     Only softmax_aux and doutput are read, because softmax_aux holds the other arguments of the forward half.

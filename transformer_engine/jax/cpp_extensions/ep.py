@@ -178,7 +178,9 @@ def _check_rows(name: str, rows: Array) -> None:
     """Raise an error unless a value is a floating-point matrix."""
     check_values(name, rows)
     if rows.ndim != 2:
-        raise ValueError(f"{name} has shape {rows.shape}; pass a matrix, one row of H values per token")
+        raise ValueError(
+            f"{name} has shape {rows.shape}; pass a matrix, one row of H values per token"
+        )
 
 
 absent.install_getter(__name__)

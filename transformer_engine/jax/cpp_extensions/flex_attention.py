@@ -1,7 +1,12 @@
 """Attention with a score function under the original's path."""
 
 from ...common import absent
-from .attention import ScoreModConfig, fused_attn_bwd, fused_attn_fwd, make_fused_attn_score_mod_config
+from .attention import (
+    ScoreModConfig,
+    fused_attn_bwd,
+    fused_attn_fwd,
+    make_fused_attn_score_mod_config,
+)
 
 __all__ = ["ScoreModConfig", "fused_attn_bwd", "fused_attn_fwd", "make_fused_attn_score_mod_config"]
 

@@ -11,13 +11,24 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...common.checks import described, integers, member, switch, whole
-from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
+from ..collective import (
+    CollectiveOp,
+    CollectiveOpSet,
+    collective_gemm_bootstrap,
+    noop_collective_op_set,
+)
 from ..dense import dense, grouped_dense
 from ..explain import explain
 from ..primitives.grouped_gemm import KERNELS, grouped_contraction
 from ..quantize.grouped import GroupedQuantizer
 from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
-from ..quantize.tensors import AbstractBaseTensor, NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
+from ..quantize.tensors import (
+    AbstractBaseTensor,
+    NoScaleTensor,
+    ScaledTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+)
 from ..runtime.checks import (
     check_axis_pairs,
     check_floating,
@@ -43,7 +54,9 @@ __all__ = [
     "transpose_dims",
 ]
 
-_OF_ROWS = tuple(((a,), (b,)) for a in (0, -2) for b in (0, -2))  # contracting_dims that contract the rows
+_OF_ROWS = tuple(
+    ((a,), (b,)) for a in (0, -2) for b in (0, -2)
+)  # contracting_dims that contract the rows
 
 
 class GemmPrimitive(BasePrimitive):
@@ -149,12 +162,17 @@ def gemm(
         addend = None if bias is None else bias.astype(jnp.float32)
         check_axis_pairs("contracting_dims", contracting_dims)
         values = dense(
-            _values(lhs, lhs_quantizer, contracting_dims[0]), _values(rhs, rhs_quantizer, contracting_dims[1]), addend,
-            contracting_dims, transpose_batch_sequence,
-        )  # fmt: skip
+            _values(lhs, lhs_quantizer, contracting_dims[0]),
+            _values(rhs, rhs_quantizer, contracting_dims[1]),
+            addend,
+            contracting_dims,
+            transpose_batch_sequence,
+        )
         return values.astype(dtype)
     quantizers = QuantizerSet(lhs_quantizer, rhs_quantizer, None)
-    return dense(lhs, rhs, bias, contracting_dims, transpose_batch_sequence, quantizer_set=quantizers)
+    return dense(
+        lhs, rhs, bias, contracting_dims, transpose_batch_sequence, quantizer_set=quantizers
+    )
 
 
 def _values(operand: Any, quantizer: Quantizer | None, contracted: Sequence[int]) -> Array:
@@ -166,10 +184,16 @@ def _values(operand: Any, quantizer: Quantizer | None, contracted: Sequence[int]
     count, axes = len(contracted), sorted(sanitize_dims(operand.ndim, contracted))
     columns = axes == list(range(count)) and count < operand.ndim
     if quantizer is not None and not isinstance(operand, ScaledTensor):
-        operand = quantizer.quantize(operand, not columns, columns, flatten_axis=count if columns else -count)
+        operand = quantizer.quantize(
+            operand, not columns, columns, flatten_axis=count if columns else -count
+        )
     if isinstance(operand, ScaledTensor2x):
         operand = operand.colwise_tensor if columns else operand.rowwise_tensor
-    return operand.values() if isinstance(operand, ScaledTensor1x) else jnp.asarray(operand, jnp.float32)
+    return (
+        operand.values()
+        if isinstance(operand, ScaledTensor1x)
+        else jnp.asarray(operand, jnp.float32)
+    )
 
 
 def _with_group_sizes(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -190,11 +214,16 @@ def _with_group_sizes(function: Callable[..., Array]) -> Callable[..., Array]:
 
 @_with_group_sizes
 def grouped_gemm(
-    lhs: Any, rhs: Any, contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
-    bias: Array | None = None, precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    preferred_element_type: Any = None, group_offset: Array | None = None,
-    quantizer_set: QuantizerSet = noop_quantizer_set, use_async_d2h_group_sizes: bool = False,
-) -> Array:  # fmt: skip
+    lhs: Any,
+    rhs: Any,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    bias: Array | None = None,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None,
+    group_offset: Array | None = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
+    use_async_d2h_group_sizes: bool = False,
+) -> Array:
     """Compute the product [M, N]: the rows of group g in lhs [M, K], times rhs[g] [K, N] (+ bias[g]).
 
     With contracting_dims=((0,), (0,)), compute one matrix per group [G, K, N]: the rows of group g in lhs [M, K],
@@ -218,15 +247,29 @@ def grouped_gemm(
     """
     switch("use_async_d2h_group_sizes", use_async_d2h_group_sizes)
     return _product_of_groups(
-        lhs, rhs, None, contracting_dims, bias, precision, preferred_element_type, group_offset, quantizer_set
+        lhs,
+        rhs,
+        None,
+        contracting_dims,
+        bias,
+        precision,
+        preferred_element_type,
+        group_offset,
+        quantizer_set,
     )
 
 
 def _product_of_groups(
-    lhs: Any, rhs: Any, group_sizes: Array | None = None, contracting_dims: Any = ((1,), (1,)),
-    bias: Array | None = None, precision: Any = jax.lax.Precision.DEFAULT, preferred_element_type: Any = None,
-    group_offset: Array | None = None, quantizer_set: QuantizerSet = noop_quantizer_set,
-) -> Array:  # fmt: skip
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Array | None = None,
+    contracting_dims: Any = ((1,), (1,)),
+    bias: Array | None = None,
+    precision: Any = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None,
+    group_offset: Array | None = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> Array:
     """See `grouped_gemm`; group_sizes: rows per group, by default the sizes that lhs holds."""
     if group_sizes is None:
         rows = lhs.rowwise_tensor if isinstance(lhs, ScaledTensor2x) else lhs
@@ -246,7 +289,10 @@ def _product_of_groups(
         dtype = preferred_element_type
         check_instance("quantizer_set", quantizer_set, QuantizerSet)
         values: list[Array] = []
-        for name, operand, quantizer in (("lhs", lhs, quantizer_set.x), ("rhs", rhs, quantizer_set.kernel)):
+        for name, operand, quantizer in (
+            ("lhs", lhs, quantizer_set.x),
+            ("rhs", rhs, quantizer_set.kernel),
+        ):
             if quantizer is not None and not isinstance(operand, AbstractBaseTensor):
                 check_instance(f"quantizer_set.{name}", quantizer, GroupedQuantizer)
                 operand = quantizer.quantize(operand, group_sizes=group_sizes)
@@ -304,9 +350,12 @@ def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:
 
 
 def is_v2_grouped_gemm_supported(
-    lhs: Any, rhs: Any, contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
-    preferred_element_type: Any = None, quantizer_set: QuantizerSet = noop_quantizer_set,
-) -> bool:  # fmt: skip
+    lhs: Any,
+    rhs: Any,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    preferred_element_type: Any = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> bool:
     """Whether one kernel computes all groups in a `grouped_gemm` with these operands on this machine.
 
     Nothing is computed. Group sizes stay on the device with and without such a kernel; `transformer_engine.jax.explain`

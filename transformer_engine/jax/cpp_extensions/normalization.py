@@ -27,29 +27,56 @@ class NormBwdPrimitive(BasePrimitive):
 
 
 def layernorm_fwd(
-    x: Array, gamma: Array, beta: Array, zero_centered_gamma: bool, epsilon: float,
-    quantizer: Quantizer | None = None, amax_scope: AmaxScope = AmaxScope.LOCAL,
-    transpose_batch_sequence: bool = False, output_amax_when_no_scaling: bool = False,
-) -> tuple[Any, Array, Array]:  # fmt: skip
+    x: Array,
+    gamma: Array,
+    beta: Array,
+    zero_centered_gamma: bool,
+    epsilon: float,
+    quantizer: Quantizer | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
+) -> tuple[Any, Array, Array]:
     """Compute layernorm(x [..., width]), quantized as in `quantize`, and mean and rstdev [...] in float32."""
     y, mean, rstdev = normalization_fwd(
-        x, gamma, beta, zero_centered_gamma, epsilon, "layernorm", quantizer, amax_scope, transpose_batch_sequence,
+        x,
+        gamma,
+        beta,
+        zero_centered_gamma,
+        epsilon,
+        "layernorm",
+        quantizer,
+        amax_scope,
+        transpose_batch_sequence,
         output_amax_when_no_scaling,
-    )  # fmt: skip
+    )
     assert mean is not None
     return y, mean, rstdev
 
 
 def rmsnorm_fwd(
-    x: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float, quantizer: Quantizer | None = None,
-    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    x: Array,
+    gamma: Array,
+    zero_centered_gamma: bool,
+    epsilon: float,
+    quantizer: Quantizer | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
-) -> tuple[Any, Array]:  # fmt: skip
+) -> tuple[Any, Array]:
     """Compute rmsnorm(x [..., width]), quantized as in `quantize`, and rstdev [...] in float32."""
     y, _, rstdev = normalization_fwd(
-        x, gamma, None, zero_centered_gamma, epsilon, "rmsnorm", quantizer, amax_scope, transpose_batch_sequence,
+        x,
+        gamma,
+        None,
+        zero_centered_gamma,
+        epsilon,
+        "rmsnorm",
+        quantizer,
+        amax_scope,
+        transpose_batch_sequence,
         output_amax_when_no_scaling,
-    )  # fmt: skip
+    )
     return y, rstdev
 
 
@@ -85,7 +112,9 @@ def normalization_fwd(
     """
     layernorm = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon) == "layernorm"
     y, mean, rstdev = norm_forward(x, gamma, beta, layernorm, zero_centered_gamma, float(epsilon))
-    output = quantize_result(y, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling)
+    output = quantize_result(
+        y, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling
+    )
     return output, None if mean is None else mean[..., 0], rstdev[..., 0]
 
 
@@ -146,9 +175,15 @@ def normalization_bwd(
 
 @_with_former_arguments
 def layernorm_bwd(
-    dz: Array, x: Array, mu: Array, rsigma: Array, gamma: Array, beta: Array | None, zero_centered_gamma: bool,
+    dz: Array,
+    x: Array,
+    mu: Array,
+    rsigma: Array,
+    gamma: Array,
+    beta: Array | None,
+    zero_centered_gamma: bool,
     epsilon: float,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """Compute the gradients dx, dgamma and dbeta for `layernorm_fwd`; `normalization_bwd` documents the arguments."""
     dx, dgamma, dbeta = normalization_bwd(
         dz, x, mu, rsigma, gamma, beta, zero_centered_gamma, epsilon, "layernorm"

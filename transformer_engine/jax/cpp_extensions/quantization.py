@@ -35,7 +35,9 @@ def by_reference(function: Function) -> Function:
 
     @functools.wraps(function)
     def plain(*arguments: Any, **options: Any) -> Any:
-        with use_backend(jax_quantize="reference", jax_activation="reference", jax_norm="reference"):
+        with use_backend(
+            jax_quantize="reference", jax_activation="reference", jax_norm="reference"
+        ):
             return function(*arguments, **options)
 
     return cast(Function, plain)
@@ -123,7 +125,11 @@ def grouped_dbias(grad: Array, group_sizes: Array) -> Array:
 
 
 def grouped_quantize(
-    x: Array, quantizer: GroupedQuantizer | None, group_sizes: Array | None = None, *, flatten_axis: int = -1
+    x: Array,
+    quantizer: GroupedQuantizer | None,
+    group_sizes: Array | None = None,
+    *,
+    flatten_axis: int = -1,
 ) -> Any:
     """Quantize the groups of x and advance the quantizer's state.
 

@@ -1,8 +1,18 @@
 """Token routing to experts under the original's path; XLA compiles it."""
 
 from ...common import absent
-from ..router import RoutingMapFormat, ScoreFunction, fused_moe_aux_loss, fused_topk_with_score_function
+from ..router import (
+    RoutingMapFormat,
+    ScoreFunction,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+)
 
-__all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
+__all__ = [
+    "RoutingMapFormat",
+    "ScoreFunction",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+]
 
 absent.install_getter(__name__)

@@ -39,7 +39,9 @@ def _accept_missing_inputs(function: Callable[..., Array]) -> Callable[..., Arra
 
 
 @_accept_missing_inputs
-def scaled_softmax_bwd(dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float) -> Array:
+def scaled_softmax_bwd(
+    dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float
+) -> Array:
     """Compute the gradient of the logits, scale_factor * p * (dz - sum(p * dz)), in softmax_out's dtype.
 
     Args:
@@ -116,9 +118,17 @@ def is_softmax_kernel_available(
     """
     member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     member("softmax_type", softmax_type, AttnSoftmaxType)
-    for name, extent in (("batch", batch), ("heads", heads), ("q_seqlen", q_seqlen), ("k_seqlen", k_seqlen)):
+    for name, extent in (
+        ("batch", batch),
+        ("heads", heads),
+        ("q_seqlen", q_seqlen),
+        ("k_seqlen", k_seqlen),
+    ):
         whole(name, extent)
-    if softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or check_dtype("dtype", dtype).itemsize != 2:
+    if (
+        softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX
+        or check_dtype("dtype", dtype).itemsize != 2
+    ):
         return False
     if not 16 <= k_seqlen <= 16384 or q_seqlen % 4 or (batch * heads) % 4:
         return False

@@ -9,7 +9,11 @@ from .moe import _MoEBlock
 from .multi_head_attention import MultiHeadAttention
 from .norm import LayerNorm
 from .positions import RelativePositionBiases
-from .state_module import make_dot_general_cls, make_grouped_dense_cls, wrap_function_in_te_state_module
+from .state_module import (
+    make_dot_general_cls,
+    make_grouped_dense_cls,
+    wrap_function_in_te_state_module,
+)
 from .transformer import TransformerLayer, TransformerLayerType
 
 __all__ = [

@@ -84,7 +84,9 @@ def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int)
     if softmax_type is not AttnSoftmaxType.LEARNABLE_SOFTMAX:
         return None
     axes = (None, HEAD_AXES, None, None)
-    return parameter(module, "softmax_offset", nn.initializers.zeros, axes, (1, heads, 1, 1), jnp.float32)
+    return parameter(
+        module, "softmax_offset", nn.initializers.zeros, axes, (1, heads, 1, 1), jnp.float32
+    )
 
 
 class _UnfusedDotProductAttention(nn.Module):
@@ -113,9 +115,18 @@ class _UnfusedDotProductAttention(nn.Module):
         dropped = None if seed is None else dropout_function(seed, self.attention_dropout)
         sink = sink_logit(self.softmax_type, offset, heads)
         return reference.attend(
-            query, key, value, bias, self.bias_type, hidden, self.scale, sink, dropped, self.float32_logits,
+            query,
+            key,
+            value,
+            bias,
+            self.bias_type,
+            hidden,
+            self.scale,
+            sink,
+            dropped,
+            self.float32_logits,
             max_logit=self.return_max_logit,
-        )  # fmt: skip
+        )
 
 
 class _FusedDotProductAttention(nn.Module):
@@ -139,18 +150,43 @@ class _FusedDotProductAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, query: Array, key: Array, value: Array, descriptor: SequenceDescriptor | Array | None, bias: Array | None,
-        seed: Array | None, deterministic: bool, score_mod_tensors: Any, score_mod_bprop_tensors: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        descriptor: SequenceDescriptor | Array | None,
+        bias: Array | None,
+        seed: Array | None,
+        deterministic: bool,
+        score_mod_tensors: Any,
+        score_mod_bprop_tensors: Any,
+    ) -> Any:
         rate = 0.0 if seed is None else self.attention_dropout
         return fused_attn(
-            (query, key, value), bias, descriptor, seed, self.bias_type, self.mask_type, self.layout,
-            self.softmax_type, self.scale, rate, not deterministic,
-            self.max_segments_per_seq, self.window, self.strategy, self.balanced, self.axis,
-            self.context_checkpoint_name, softmax_offset(self, self.softmax_type, query.shape[2]),
-            score_mod=self.score_mod, score_mod_bprop=self.score_mod_bprop, score_mod_tensors=score_mod_tensors,
-            score_mod_bprop_tensors=score_mod_bprop_tensors, return_max_logit=self.return_max_logit,
-        )  # fmt: skip
+            (query, key, value),
+            bias,
+            descriptor,
+            seed,
+            self.bias_type,
+            self.mask_type,
+            self.layout,
+            self.softmax_type,
+            self.scale,
+            rate,
+            not deterministic,
+            self.max_segments_per_seq,
+            self.window,
+            self.strategy,
+            self.balanced,
+            self.axis,
+            self.context_checkpoint_name,
+            softmax_offset(self, self.softmax_type, query.shape[2]),
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+            score_mod_tensors=score_mod_tensors,
+            score_mod_bprop_tensors=score_mod_bprop_tensors,
+            return_max_logit=self.return_max_logit,
+        )
 
 
 @suggests_keywords
@@ -238,7 +274,9 @@ class DotProductAttention(nn.Module):
                     "mask and sequence_descriptor were both given; give the sequence_descriptor only"
                 )
             warnings.warn(
-                "mask is deprecated; pass it as sequence_descriptor", DeprecationWarning, stacklevel=2
+                "mask is deprecated; pass it as sequence_descriptor",
+                DeprecationWarning,
+                stacklevel=2,
             )
             sequence_descriptor = mask
         arrays = {"query": query, "key": key, "value": value}
@@ -248,7 +286,9 @@ class DotProductAttention(nn.Module):
         mask_type = canonicalize_attn_mask_type(self.attn_mask_type)
         window = check_window(self.window_size)
         drop_rate("attention_dropout", self.attention_dropout)
-        check_functions(self.score_mod, self.score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
+        check_functions(
+            self.score_mod, self.score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors
+        )
         operands = tuple(array for array in arrays.values() if array is not None)
         if self._transposed():
             operands = tuple(jnp.swapaxes(array, 0, 1) for array in operands)
@@ -259,9 +299,13 @@ class DotProductAttention(nn.Module):
         softmax_type, strategy = AttnSoftmaxType.from_str(self.softmax_type), self._strategy()
         extents = (query.shape[0], query.shape[1], key.shape[1])
         sequence_descriptor = check_tokens(
-            sequence_descriptor, mask_type, window, layout.is_thd(), self.max_segments_per_seq,
+            sequence_descriptor,
+            mask_type,
+            window,
+            layout.is_thd(),
+            self.max_segments_per_seq,
             (query.shape[0], query.shape[2], *extents[1:]),
-        )  # fmt: skip
+        )
         seed = None
         if self.attention_dropout > 0 and not deterministic:
             # Drawn from this module's stream, so that both implementations and a plain Flax layer with the same
@@ -271,14 +315,32 @@ class DotProductAttention(nn.Module):
             query, key, value, layout, bias_type, mask_type, softmax_type, window, deterministic
         ):
             out = _FusedDotProductAttention(
-                self.attention_dropout, scale, layout.to_separate(), bias_type, mask_type,
-                softmax_type, window, self.max_segments_per_seq, self.context_parallel_causal_load_balanced,
-                self.context_parallel_axis, strategy, self.context_checkpoint_name, self.score_mod,
-                self.score_mod_bprop, self.return_max_logit,
+                self.attention_dropout,
+                scale,
+                layout.to_separate(),
+                bias_type,
+                mask_type,
+                softmax_type,
+                window,
+                self.max_segments_per_seq,
+                self.context_parallel_causal_load_balanced,
+                self.context_parallel_axis,
+                strategy,
+                self.context_checkpoint_name,
+                self.score_mod,
+                self.score_mod_bprop,
+                self.return_max_logit,
             )(
-                query, key, value, sequence_descriptor, bias, seed, deterministic, score_mod_tensors,
+                query,
+                key,
+                value,
+                sequence_descriptor,
+                bias,
+                seed,
+                deterministic,
+                score_mod_tensors,
                 score_mod_bprop_tensors,
-            )  # fmt: skip
+            )
             return self._result(out)
         hidden = hidden_keys_mask(sequence_descriptor, mask_type, layout, window, extents)
         out = _UnfusedDotProductAttention(
@@ -313,14 +375,29 @@ class DotProductAttention(nn.Module):
         """Whether to use fused_attn: for several devices, a score_mod, and kernels unless NVTE_FUSED_ATTN=0."""
         balanced = self.context_parallel_causal_load_balanced
         tokens = (query.shape[1], key.shape[1])
-        plan = make_plan(self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens)
+        plan = make_plan(
+            self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens
+        )
         if self.score_mod is not None or plan is not None:
             return True
         return env.flag("NVTE_FUSED_ATTN") and is_fused_attn_kernel_available(
-            not deterministic, query.dtype, key.dtype, layout.to_separate(), bias_type, mask_type, softmax_type,
-            0.0 if deterministic else self.attention_dropout, query.shape[2], key.shape[2], query.shape[1],
-            key.shape[1], query.shape[3], value.shape[3], window, return_max_logit=self.return_max_logit,
-        )  # fmt: skip
+            not deterministic,
+            query.dtype,
+            key.dtype,
+            layout.to_separate(),
+            bias_type,
+            mask_type,
+            softmax_type,
+            0.0 if deterministic else self.attention_dropout,
+            query.shape[2],
+            key.shape[2],
+            query.shape[1],
+            key.shape[1],
+            query.shape[3],
+            value.shape[3],
+            window,
+            return_max_logit=self.return_max_logit,
+        )
 
     def _strategy(self) -> CPStrategy:
         strategy = self.context_parallel_strategy
@@ -337,7 +414,9 @@ class DotProductAttention(nn.Module):
             return QKVLayout(self.qkv_layout.lower())
         except (ValueError, AttributeError):
             choices = ", ".join(layout.value for layout in QKVLayout)
-            raise ValueError(f"qkv_layout={described(self.qkv_layout)}; choose one of {choices}") from None
+            raise ValueError(
+                f"qkv_layout={described(self.qkv_layout)}; choose one of {choices}"
+            ) from None
 
     def _bias_type(self, bias: Array | None) -> AttnBiasType:
         kind = self.attn_bias_type
@@ -347,7 +426,9 @@ class DotProductAttention(nn.Module):
             return kind
         names = {member.name.lower(): member for member in AttnBiasType}
         if not isinstance(kind, str) or kind.lower() not in names:
-            raise ValueError(f"attn_bias_type={described(kind)}; choose one of {', '.join(names)}, or None")
+            raise ValueError(
+                f"attn_bias_type={described(kind)}; choose one of {', '.join(names)}, or None"
+            )
         return names[kind.lower()]
 
     def _transposed(self) -> bool:
@@ -356,7 +437,10 @@ class DotProductAttention(nn.Module):
 
     def _check_heads(self, query: Array, key: Array) -> None:
         groups = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
-        for name, extent in (("head_dim", self.head_dim), ("num_attention_heads", self.num_attention_heads)):
+        for name, extent in (
+            ("head_dim", self.head_dim),
+            ("num_attention_heads", self.num_attention_heads),
+        ):
             whole(name, extent)
         whole("num_gqa_groups", groups)
         found, expected = (query.shape[2], key.shape[2]), (self.num_attention_heads, groups)

@@ -15,7 +15,14 @@ from flax import linen as nn
 from flax.core import tracers
 from jax import Array
 
-from ...common.checks import described, function, function_or_none, number_or_none, switch, text_or_none
+from ...common.checks import (
+    described,
+    function,
+    function_or_none,
+    number_or_none,
+    switch,
+    text_or_none,
+)
 from ...common.recipe import Recipe
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
@@ -73,7 +80,9 @@ def kernel_initializer(
 ) -> Initializer:
     """The `init` argument, by default variance_scaling(1.0, "fan_in", distribution)."""
     return (
-        nn.initializers.variance_scaling(1.0, "fan_in", distribution, dtype=dtype) if init is None else init
+        nn.initializers.variance_scaling(1.0, "fan_in", distribution, dtype=dtype)
+        if init is None
+        else init
     )
 
 
@@ -102,7 +111,9 @@ def _check_state(name: str, leaf: Any, extents: tuple[int | None, ...]) -> None:
         )
 
 
-_of_step: ContextVar[list[_Unread] | None] = ContextVar("transformer_engine_jax_unread_states", default=None)
+_of_step: ContextVar[list[_Unread] | None] = ContextVar(
+    "transformer_engine_jax_unread_states", default=None
+)
 
 
 @contextmanager
@@ -185,25 +196,39 @@ class TransformerEngineBase(nn.Module):
         return one
 
     def _quantizer_state(
-        self, tensor: str, postfix: str, collection: str, config: QuantizeConfig, n_groups: int | None
+        self,
+        tensor: str,
+        postfix: str,
+        collection: str,
+        config: QuantizeConfig,
+        n_groups: int | None,
     ) -> QuantizeMeta:
         if config.stateful:
             name, length = f"{tensor}{postfix}", config.AMAX_HISTORY_LEN
-            if not (self.has_variable(collection, f"{name}_scale") or self.is_mutable_collection(collection)):
+            if not (
+                self.has_variable(collection, f"{name}_scale")
+                or self.is_mutable_collection(collection)
+            ):
                 raise ValueError(
                     f'the collection "{collection}" has no {name}_scale for {"/".join(self.path) or "the model"}; call '
                     f'init under this recipe, and apply with its state: {{"params": .., "{collection}": ..}}'
                 )
-            shape, steps = ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
+            shape, steps = (
+                ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
+            )
             scale = self.variable(collection, f"{name}_scale", jnp.ones, shape, jnp.float32)
-            history = self.variable(collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32)
+            history = self.variable(
+                collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32
+            )
             of = f'of {"/".join(self.path) or "the model"} in "{collection}"'
             _check_state(f"{name}_scale {of}", scale.value, shape)
             _check_state(f"{name}_amax_history {of}", history.value, (*steps[:-1], None))
             return QuantizeMeta(scale=scale.value, amax_history=history.value)
         if config.random and tensor == "grad":
             key = self.make_rng("sr_rng")
-            data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+            data = (
+                jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+            )
             return QuantizeMeta(stochastic_rounding_rng_state=data)
         return QuantizeMeta()
 
@@ -224,7 +249,9 @@ def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...
     ours = get_sharding_map_logic_axis_to_mesh_axis()
     extended: list[tuple[str, str | None]] = []
     if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
-        raise TypeError(f"rules={described(rules)}; give a sequence of pairs of an axis name and a mesh axis")
+        raise TypeError(
+            f"rules={described(rules)}; give a sequence of pairs of an axis name and a mesh axis"
+        )
     for rule in rules:
         if (
             not isinstance(rule, (tuple, list))

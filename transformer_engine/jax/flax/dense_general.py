@@ -90,9 +90,15 @@ class DenseGeneral(TransformerEngineBase):
         )
         if self.enable_low_rank_adaptation:
             y = y + low_rank_term(
-                self, "", inputs, axis, features, self.kernel_init, self.low_rank_adaptation_dim,
+                self,
+                "",
+                inputs,
+                axis,
+                features,
+                self.kernel_init,
+                self.low_rank_adaptation_dim,
                 self.low_rank_adaptation_alpha,
-            )  # fmt: skip
+            )
         return biased(y, bias)
 
 
@@ -111,8 +117,12 @@ def normalize_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
     integers("axis", axes)
     invalid = [d for d in axes if not -ndim <= d < ndim]
     if invalid or len(axes) > ndim:
-        raise ValueError(f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1}")
+        raise ValueError(
+            f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1}"
+        )
     normalized = _normalize_axes(axes, ndim)
     if not axes or len(set(normalized)) < len(axes):
-        raise ValueError(f"axis={axis} of an input of {ndim} axes; name at least one axis, and each once")
+        raise ValueError(
+            f"axis={axis} of an input of {ndim} axes; name at least one axis, and each once"
+        )
     return normalized

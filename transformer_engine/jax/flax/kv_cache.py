@@ -58,10 +58,13 @@ class KeyValueCache:
         """
         position = self.index.value
         key, value = (
-            jnp.where(position < self.length, x, jnp.asarray(jnp.nan, x.dtype)) for x in (key, value)
+            jnp.where(position < self.length, x, jnp.asarray(jnp.nan, x.dtype))
+            for x in (key, value)
         )
         self.key.value = lax.dynamic_update_slice_in_dim(self.key.value, key, position, self.axis)
-        self.value.value = lax.dynamic_update_slice_in_dim(self.value.value, value, position, self.axis)
+        self.value.value = lax.dynamic_update_slice_in_dim(
+            self.value.value, value, position, self.axis
+        )
         self.index.value = position + 1
         return self.key.value, self.value.value
 
@@ -74,7 +77,10 @@ class KeyValueCache:
         return hidden[None, None, None]
 
     def _check(self, key: Array, value: Array) -> None:
-        for name, array, cached in (("key", key, self.key.value), ("value", value, self.value.value)):
+        for name, array, cached in (
+            ("key", key, self.key.value),
+            ("value", value, self.value.value),
+        ):
             expected = tuple(1 if axis == self.axis else n for axis, n in enumerate(cached.shape))
             if array.shape != expected:
                 raise ValueError(

@@ -15,7 +15,14 @@ from ..functions.products import biased
 from ..layernorm_dense import layernorm_dense
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
-from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
+from .base import (
+    Axes,
+    Initializer,
+    TransformerEngineBase,
+    check_call,
+    kernel_initializer,
+    parameter,
+)
 from .dense_general import normalize_axes
 from .low_rank import _canonicalize_tuple, low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
@@ -75,7 +82,9 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         Args:
             inputs: Inputs with the contracted axes `axis`.
         """
-        assert self.kernel_init is not None and self.scale_init is not None, "__post_init__ sets them"
+        assert self.kernel_init is not None and self.scale_init is not None, (
+            "__post_init__ sets them"
+        )
         check_call(self, inputs=inputs)
         features = _canonicalize_tuple(self.features)
         for extent in features:
@@ -98,9 +107,15 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         )
         if self.enable_low_rank_adaptation:
             y = y + low_rank_term(
-                self, "", normalized, axis, features, self.kernel_init, self.low_rank_adaptation_dim,
+                self,
+                "",
+                normalized,
+                axis,
+                features,
+                self.kernel_init,
+                self.low_rank_adaptation_dim,
                 self.low_rank_adaptation_alpha,
-            )  # fmt: skip
+            )
         if self.use_bias:
             y = biased(y, self._bias(features))
         return self._depth_scaled(y), normalized if self.return_layernorm_output else None
@@ -113,16 +128,30 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         return alone and axis == (ndim - 1,) and get_global_quantize_recipe() is not None
 
     def _normalized_product(self, inputs: Array, features: tuple[int, ...]) -> Array:
-        scale, ln_bias = norm_parameters(self, inputs.shape[-1], self.ln_bias_init, self.ln_bias_axes)
+        scale, ln_bias = norm_parameters(
+            self, inputs.shape[-1], self.ln_bias_init, self.ln_bias_axes
+        )
         kernel, quantizer_set = self._kernel(inputs.shape[-1:], features)
         bias = self._bias(features) if self.use_bias else None
         return layernorm_dense(
-            inputs, kernel, scale, ln_bias, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon,
-            self.transpose_batch_sequence, self.layernorm_input_axes, self.dot_input_axes, self.kernel_axes,
+            inputs,
+            kernel,
+            scale,
+            ln_bias,
+            bias,
+            self.layernorm_type,
+            self.zero_centered_gamma,
+            self.epsilon,
+            self.transpose_batch_sequence,
+            self.layernorm_input_axes,
+            self.dot_input_axes,
+            self.kernel_axes,
             quantizer_set,
-        )  # fmt: skip
+        )
 
-    def _kernel(self, sizes: tuple[int, ...], features: tuple[int, ...]) -> tuple[Array, QuantizerSet]:
+    def _kernel(
+        self, sizes: tuple[int, ...], features: tuple[int, ...]
+    ) -> tuple[Array, QuantizerSet]:
         """Create kernel [*sizes, *features] and the quantizers of its product."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (*sizes, *features)

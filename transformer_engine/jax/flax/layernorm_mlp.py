@@ -19,7 +19,14 @@ from ..layernorm_mlp import layernorm_mlp
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from ..runtime.checks import check_rate
-from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
+from .base import (
+    Axes,
+    Initializer,
+    TransformerEngineBase,
+    check_call,
+    kernel_initializer,
+    parameter,
+)
 from .dense_general import check_shared_axes, normalize_axes
 from .low_rank import low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
@@ -135,24 +142,47 @@ class LayerNormMLP(TransformerEngineBase):
         return alone and not drops and quantizes and is_known(self.activations)
 
     def _quantized(self, inputs: Array) -> Array:
-        scale, ln_bias = norm_parameters(self, inputs.shape[-1], self.ln_bias_init, self.ln_bias_axes)
+        scale, ln_bias = norm_parameters(
+            self, inputs.shape[-1], self.ln_bias_init, self.ln_bias_axes
+        )
         kernels, sets = self._kernels(inputs.shape[-1]), self._quantizer_sets()
-        biases = [self._bias(name, k.shape[1:]) for name, k in zip(("wi", "wo"), kernels, strict=True)]
+        biases = [
+            self._bias(name, k.shape[1:]) for name, k in zip(("wi", "wo"), kernels, strict=True)
+        ]
         names: Any = self.activations
         return layernorm_mlp(
-            inputs, scale, ln_bias, kernels, biases, self.layernorm_type, self.zero_centered_gamma, self.epsilon,
-            self.transpose_batch_sequence, self.layernorm_input_axes, self.dot_1_input_axes, self.dot_2_input_axes,
-            self.kernel_axes_1, self.kernel_axes_2, self.ffn1_ckpt_name, self.ffn2_ckpt_name, names,
-            self.activation_params, quantizer_sets=sets,
-        )  # fmt: skip
+            inputs,
+            scale,
+            ln_bias,
+            kernels,
+            biases,
+            self.layernorm_type,
+            self.zero_centered_gamma,
+            self.epsilon,
+            self.transpose_batch_sequence,
+            self.layernorm_input_axes,
+            self.dot_1_input_axes,
+            self.dot_2_input_axes,
+            self.kernel_axes_1,
+            self.kernel_axes_2,
+            self.ffn1_ckpt_name,
+            self.ffn2_ckpt_name,
+            names,
+            self.activation_params,
+            quantizer_sets=sets,
+        )
 
     def _kernels(self, width: int) -> tuple[Array, Array]:
         """Create wi_kernel [h, n_act, f] and wo_kernel [f, h]."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (width, len(self.activations), self.intermediate_dim)
-        first = parameter(self, "wi_kernel", self._init_stacked, self.kernel_axes_1, shape, self.dtype)
+        first = parameter(
+            self, "wi_kernel", self._init_stacked, self.kernel_axes_1, shape, self.dtype
+        )
         shape = (self.intermediate_dim, width)
-        return first, parameter(self, "wo_kernel", self.kernel_init, self.kernel_axes_2, shape, self.dtype)
+        return first, parameter(
+            self, "wo_kernel", self.kernel_init, self.kernel_axes_2, shape, self.dtype
+        )
 
     def _quantizer_sets(self) -> tuple[QuantizerSet, QuantizerSet]:
         name = self.quantization_checkpoint_name
@@ -191,9 +221,15 @@ class LayerNormMLP(TransformerEngineBase):
             init = self._init_stacked if first else self.kernel_init
             assert init is not None
             y = y + low_rank_term(
-                self, f"{name}_", x, (last,), features, init, self.low_rank_adaptation_dim,
+                self,
+                f"{name}_",
+                x,
+                (last,),
+                features,
+                init,
+                self.low_rank_adaptation_dim,
                 self.low_rank_adaptation_alpha,
-            )  # fmt: skip
+            )
         return biased(y, self._bias(name, features))
 
     def _bias(self, name: str, features: tuple[int, ...]) -> Array | None:
@@ -226,7 +262,9 @@ def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
         return name
     if name == "linear":
         return lambda x: x
-    found: Callable[[Array], Array] | None = getattr(nn, name, None) if isinstance(name, str) else None
+    found: Callable[[Array], Array] | None = (
+        getattr(nn, name, None) if isinstance(name, str) else None
+    )
     if found is None or not callable(found):
         raise ValueError(
             f"activations: {described(name)} is not an activation; give a name of flax.linen, 'linear' or a function"

@@ -21,7 +21,9 @@ def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
 
 def _canonicalize_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
     if isinstance(value, str):  # whose letters would be the numbers
-        raise TypeError(f"{value!r} must be a whole number or several; give an int or a tuple of ints")
+        raise TypeError(
+            f"{value!r} must be a whole number or several; give an int or a tuple of ints"
+        )
     return tuple(value) if isinstance(value, Iterable) else (value,)
 
 
@@ -70,7 +72,10 @@ def low_rank_term(
     """Compute the low-rank term of a product, with the module's prefixed `lora_a_kernel` and `lora_b_kernel`."""
     whole("low_rank_adaptation_dim", rank)
     # a [*contracted, *features except the last, rank], b [*features except the last, rank, last].
-    shapes = (*[x.shape[d] for d in axis], *features[:-1], rank), (*features[:-1], rank, features[-1])
+    shapes = (
+        (*[x.shape[d] for d in axis], *features[:-1], rank),
+        (*features[:-1], rank, features[-1]),
+    )
     dtype = module.dtype
     a, b = (
         parameter(module, f"{prefix}lora_{name}_kernel", draw, (None,) * len(shape), shape, dtype)

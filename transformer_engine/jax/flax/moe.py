@@ -12,7 +12,14 @@ from jax import Array
 from ...common.checks import suggests_keywords, whole
 from ...common.recipe import Recipe
 from ..moe import moe
-from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
+from .base import (
+    Axes,
+    Initializer,
+    TransformerEngineBase,
+    check_call,
+    kernel_initializer,
+    parameter,
+)
 
 
 @suggests_keywords
@@ -95,10 +102,16 @@ class _MoEBlock(TransformerEngineBase):
         count, width, inner = self.num_experts, inputs.shape[-1], self.intermediate_size
         # Axes [E, in, out]: the fan-in of an expert is the fan-in of its own matrix.
         init: Any = self.kernel_init
-        gate = parameter(self, "gate_kernel", init, self.gate_kernel_axes, (width, count), self.dtype)
+        gate = parameter(
+            self, "gate_kernel", init, self.gate_kernel_axes, (width, count), self.dtype
+        )
         shapes = {"wi": (count, width, 2 * inner), "wo": (count, inner, width)}
         if self.has_variable("params", "wi_0"):
-            shapes = {"wi_0": (count, width, inner), "wi_1": (count, width, inner), "wo": shapes["wo"]}
+            shapes = {
+                "wi_0": (count, width, inner),
+                "wi_1": (count, width, inner),
+                "wo": shapes["wo"],
+            }
         kernels, biases, sets = {}, {}, []
         for index, (name, shape) in enumerate(shapes.items()):
             axes = self.wo_kernel_axes if name == "wo" else self.wi_kernel_axes
@@ -112,26 +125,54 @@ class _MoEBlock(TransformerEngineBase):
             biases[f"{name}_bias"] = bias
             sets.append(
                 self.generate_quantizer_set(
-                    f"_{index}", None, self.quantization_checkpoint_name, self.quantization_recipe, count
+                    f"_{index}",
+                    None,
+                    self.quantization_checkpoint_name,
+                    self.quantization_recipe,
+                    count,
                 )
             )
         bias = None
         if self.use_expert_routing_bias:
             bias = parameter(
-                self, "expert_bias", nn.initializers.zeros, self.gate_kernel_axes[1:], (count,), jnp.float32
+                self,
+                "expert_bias",
+                nn.initializers.zeros,
+                self.gate_kernel_axes[1:],
+                (count,),
+                jnp.float32,
             )
         routing = {
             name: getattr(self, name)
-            for name in ("num_experts_per_tok", "activation_type", "score_function", "use_pre_softmax", "num_groups",
-                         "group_topk", "scaling_factor", "aux_loss_coeff", "apply_topk_weights_early")
-        }  # fmt: skip
+            for name in (
+                "num_experts_per_tok",
+                "activation_type",
+                "score_function",
+                "use_pre_softmax",
+                "num_groups",
+                "group_topk",
+                "scaling_factor",
+                "aux_loss_coeff",
+                "apply_topk_weights_early",
+            )
+        }
         return moe(
-            inputs, gate, **kernels, **biases, expert_bias=bias, num_experts=count, ep_axis=self.ep_axis,
-            data_parallelism_axes=self.data_parallelism_axes, input_axes=self.input_axes,
-            gate_kernel_axes=self.gate_kernel_axes, wi_kernel_axes=self.wi_kernel_axes,
-            wo_kernel_axes=self.wo_kernel_axes, quantizer_sets=tuple(sets),
-            recv_capacity_per_rank=self.recv_capacity_per_rank, **routing,
-        )  # fmt: skip
+            inputs,
+            gate,
+            **kernels,
+            **biases,
+            expert_bias=bias,
+            num_experts=count,
+            ep_axis=self.ep_axis,
+            data_parallelism_axes=self.data_parallelism_axes,
+            input_axes=self.input_axes,
+            gate_kernel_axes=self.gate_kernel_axes,
+            wi_kernel_axes=self.wi_kernel_axes,
+            wo_kernel_axes=self.wo_kernel_axes,
+            quantizer_sets=tuple(sets),
+            recv_capacity_per_rank=self.recv_capacity_per_rank,
+            **routing,
+        )
 
 
 def _init_by_expert(init: Initializer) -> Initializer:

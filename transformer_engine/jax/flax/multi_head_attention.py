@@ -124,16 +124,25 @@ class MultiHeadAttention(nn.Module):
                     stacklevel=3,
                 )
                 setattr(self, name, value)
-                setattr(self, former, None)  # Flax copies a module by its fields, which would warn again
+                setattr(
+                    self, former, None
+                )  # Flax copies a module by its fields, which would warn again
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
         super().__post_init__()
 
     @nn.compact
     def __call__(
-        self, inputs_q: Array, inputs_kv: Array, mask: Array | None = None, bias: Array | None = None, *,
-        decode: bool = False, deterministic: bool = False, score_mod_tensors: Any = None,
+        self,
+        inputs_q: Array,
+        inputs_kv: Array,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        *,
+        decode: bool = False,
+        deterministic: bool = False,
+        score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
-    ) -> tuple[Array, Array | None]:  # fmt: skip
+    ) -> tuple[Array, Array | None]:
         """Compute attention from inputs_q to inputs_kv.
 
         Args:
@@ -174,7 +183,9 @@ class MultiHeadAttention(nn.Module):
             # A decoding step's hidden keys, and its row from a bias [1, h, length, length].
             window = check_window(self.window_size)
             hidden = cache.hidden(window)
-            if mask is not None and reads_mask(canonicalize_attn_mask_type(self.attn_mask_type), window):
+            if mask is not None and reads_mask(
+                canonicalize_attn_mask_type(self.attn_mask_type), window
+            ):
                 hidden = hidden | mask.astype(bool)
             if bias is not None and bias.shape[2] != 1:
                 bias = lax.dynamic_slice_in_dim(bias, cache.position, 1, axis=2)
@@ -197,14 +208,25 @@ class MultiHeadAttention(nn.Module):
             score_mod=self.score_mod,
             score_mod_bprop=self.score_mod_bprop,
         )(
-            query, key, value, mask, bias, deterministic=deterministic, score_mod_tensors=score_mod_tensors,
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            deterministic=deterministic,
+            score_mod_tensors=score_mod_tensors,
             score_mod_bprop_tensors=score_mod_bprop_tensors,
-        )  # fmt: skip
+        )
         attended = attended.reshape(*attended.shape[:2], self.num_attention_heads * self.head_dim)
         adapted = _canonicalize_lora_scope(self.low_rank_adaptation_scope).output_proj
         out = self._dense(
-            "out", inputs_q.shape[-1], self.kernel_init, (W_TP_AXES, W_FSDP_AXES), (W_NO_SHARD_AXES,), adapted
-        )(attended)  # fmt: skip
+            "out",
+            inputs_q.shape[-1],
+            self.kernel_init,
+            (W_TP_AXES, W_FSDP_AXES),
+            (W_NO_SHARD_AXES,),
+            adapted,
+        )(attended)
         out = checkpoint_name(out, "out_proj")
         return out, normalized if self.return_layernorm_output else None
 
@@ -215,9 +237,12 @@ class MultiHeadAttention(nn.Module):
         transposed = bool(self.transpose_batch_sequence)
         if isinstance(projections, Array) and self.enable_rotary_pos_emb and not decode:
             return *rotate_joint_projection(
-                projections, self.num_attention_heads, self.rotary_pos_emb_windows, transposed,
+                projections,
+                self.num_attention_heads,
+                self.rotary_pos_emb_windows,
+                transposed,
                 self.rotary_pos_emb_group_method,
-            ), None  # fmt: skip
+            ), None
         if isinstance(projections, Array):
             projections = projections[..., 0, :], projections[..., 1, :], projections[..., 2, :]
         query, key, value = projections
@@ -254,44 +279,71 @@ class MultiHeadAttention(nn.Module):
         width, kv_width = self.num_attention_heads * self.head_dim, self._groups * self.head_dim
         if self.fuse_qkv_params and self_attention and width == kv_width:
             joint, normalized = self._norm_dense(
-                "qkv", (3, width), self._qkv_init, (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), (W_JOINED_AXES, W_TP_AXES),
+                "qkv",
+                (3, width),
+                self._qkv_init,
+                (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
+                (W_JOINED_AXES, W_TP_AXES),
                 self.return_layernorm_output,
-            )(inputs_q)  # fmt: skip
+            )(inputs_q)
             return checkpoint_name(joint, "combined_qkv_proj"), normalized
         query, normalized = self._norm_dense(
-            "query", width, self._query_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,),
+            "query",
+            width,
+            self._query_init,
+            (W_FSDP_AXES, W_TP_AXES),
+            (W_TP_AXES,),
             self.return_layernorm_output or self_attention,
-        )(inputs_q)  # fmt: skip
+        )(inputs_q)
         query = checkpoint_name(query, "query_proj")
-        source = _isolate_product(normalized) if self_attention and normalized is not None else inputs_kv
+        source = (
+            _isolate_product(normalized) if self_attention and normalized is not None else inputs_kv
+        )
         adapted = _canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj
         if self.fuse_qkv_params:
             both = self._dense(
-                "kv", (2, kv_width), self._kv_init, (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), (W_JOINED_AXES, W_TP_AXES),
+                "kv",
+                (2, kv_width),
+                self._kv_init,
+                (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
+                (W_JOINED_AXES, W_TP_AXES),
                 adapted,
-            )(source)  # fmt: skip
+            )(source)
             both = checkpoint_name(both, "combined_kv_proj")
             return (query, both[..., 0, :], both[..., 1, :]), normalized
         key, value = (
-            self._dense(name, kv_width, self.kernel_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,), adapted)(x)
+            self._dense(
+                name, kv_width, self.kernel_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,), adapted
+            )(x)
             for name, x in (
                 ("key", source),
                 ("value", _isolate_product(source) if self_attention else source),
             )
         )
-        return (query, checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj")), normalized
+        return (
+            query,
+            checkpoint_name(key, "key_proj"),
+            checkpoint_name(value, "value_proj"),
+        ), normalized
 
     def _dense(
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, adapted: bool
     ) -> DenseGeneral:
         return DenseGeneral(
-            features=features, kernel_init=init, kernel_axes=kernel_axes, use_bias=self.use_bias,
-            bias_init=self.bias_init, bias_axes=bias_axes, enable_low_rank_adaptation=adapted,
+            features=features,
+            kernel_init=init,
+            kernel_axes=kernel_axes,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes=bias_axes,
+            enable_low_rank_adaptation=adapted,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
             input_axes=self._input_axes(HIDDEN_TP_AXES if name == "out" else HIDDEN_AXES),
-            transpose_batch_sequence=bool(self.transpose_batch_sequence), name=name,
-        )  # fmt: skip
+            transpose_batch_sequence=bool(self.transpose_batch_sequence),
+            name=name,
+        )
 
     def _input_axes(self, hidden: str) -> tuple[str, ...]:
         """Axis names for a product's input; empty without sequence parallelism, where XLA decides."""
@@ -303,17 +355,34 @@ class MultiHeadAttention(nn.Module):
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, returned: bool
     ) -> LayerNormDenseGeneral:
         return LayerNormDenseGeneral(
-            features=features, enable_layernorm=self.input_layernorm, layernorm_type=self.layernorm_type,
-            epsilon=self.layernorm_epsilon, zero_centered_gamma=self.zero_centered_gamma,
-            scale_axes=(W_NO_SHARD_AXES,), ln_bias_axes=(W_NO_SHARD_AXES,), kernel_init=init, kernel_axes=kernel_axes,
-            use_bias=self.use_bias, bias_init=self.bias_init, bias_axes=bias_axes, return_layernorm_output=returned,
-            enable_low_rank_adaptation=_canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj,
+            features=features,
+            enable_layernorm=self.input_layernorm,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            ln_bias_axes=(W_NO_SHARD_AXES,),
+            kernel_init=init,
+            kernel_axes=kernel_axes,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes=bias_axes,
+            return_layernorm_output=returned,
+            enable_low_rank_adaptation=_canonicalize_lora_scope(
+                self.low_rank_adaptation_scope
+            ).qkv_proj,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
-            layernorm_input_axes=token_axes(bool(self.transpose_batch_sequence), SEQLEN_TP_AXES, HIDDEN_AXES)
-            if self.enable_sequence_parallel else None, dot_input_axes=self._input_axes(HIDDEN_AXES) or None,
-            transpose_batch_sequence=bool(self.transpose_batch_sequence), name=name,
-        )  # fmt: skip
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            layernorm_input_axes=token_axes(
+                bool(self.transpose_batch_sequence), SEQLEN_TP_AXES, HIDDEN_AXES
+            )
+            if self.enable_sequence_parallel
+            else None,
+            dot_input_axes=self._input_axes(HIDDEN_AXES) or None,
+            transpose_batch_sequence=bool(self.transpose_batch_sequence),
+            name=name,
+        )
 
     def _query_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         assert self.kernel_init is not None, "__post_init__ sets it"

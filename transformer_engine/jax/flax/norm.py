@@ -43,7 +43,9 @@ def norm_parameters(
 def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
     """Normalize x by the module's fields and its parameters."""
     scale, bias = norm_parameters(module, x.shape[-1], bias_init, bias_axes)
-    return layernorm(x, scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon)
+    return layernorm(
+        x, scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon
+    )
 
 
 @suggests_keywords

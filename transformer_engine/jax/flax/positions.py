@@ -20,7 +20,10 @@ _METHODS = ("consecutive", "alternate")
 
 
 def rotary_pos_emb(
-    x: Array, windows: tuple[float, float], transpose_batch_sequence: bool, group_method: str = "consecutive"
+    x: Array,
+    windows: tuple[float, float],
+    transpose_batch_sequence: bool,
+    group_method: str = "consecutive",
 ) -> Array:
     """Apply the rotary position embedding of RoFormer (arXiv:2104.09864) to queries or keys.
 
@@ -92,7 +95,9 @@ def rotate_joint_projection(
 def _angles(windows: tuple[float, float], group_method: str, length: int, width: int) -> Array:
     """Compute the rotation angles for `length` positions, float32 [length, width / 2]."""
     if not isinstance(group_method, str) or group_method not in _METHODS:
-        raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
+        raise ValueError(
+            f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'"
+        )
     pair = isinstance(windows, (tuple, list)) and len(windows) == 2
     for timescale in windows if pair else ():
         number("windows", timescale)
@@ -125,7 +130,9 @@ class RelativePositionBiases(nn.Module):
     num_buckets: int
     max_distance: int
     num_attention_heads: int
-    embedding_init: Callable[..., Array] = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+    embedding_init: Callable[..., Array] = nn.initializers.variance_scaling(
+        1.0, "fan_avg", "uniform"
+    )
     embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
     dtype: Any = jnp.float32
 

@@ -19,7 +19,9 @@ from ..functions.grouped_dense import grouped_dense
 from ..quantize.quantizers import QuantizerSet
 from .base import TransformerEngineBase
 
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"  # Flax's name: TrainState replaces it by its gradient
+OVERWRITE_WITH_GRADIENT = (
+    "_overwrite_with_gradient"  # Flax's name: TrainState replaces it by its gradient
+)
 
 
 @suggests_keywords
@@ -60,7 +62,9 @@ def wrap_function_in_te_state_module(
             )
             return f(generate, *args, **kwargs)
 
-    TEWrapper.__name__ = TEWrapper.__qualname__ = f"TEWrapper_{name or getattr(f, '__name__', 'function')}"
+    TEWrapper.__name__ = TEWrapper.__qualname__ = (
+        f"TEWrapper_{name or getattr(f, '__name__', 'function')}"
+    )
     return TEWrapper
 
 

@@ -179,9 +179,15 @@ class TransformerLayer(nn.Module):
                 score_mod=self.score_mod,
                 score_mod_bprop=self.score_mod_bprop,
             )(
-                inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic,
-                score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
-            )  # fmt: skip
+                inputs,
+                inputs,
+                attention_mask,
+                bias,
+                decode=decode,
+                deterministic=deterministic,
+                score_mod_tensors=score_mod_tensors,
+                score_mod_bprop_tensors=score_mod_bprop_tensors,
+            )
         x = self._join_residual(x, residual.value, normalized, deterministic, self.drop_path)
         if decoder and encoded is not None:
             with bypass(x, not self.apply_residual_connection_post_layernorm) as residual:
@@ -250,50 +256,79 @@ class TransformerLayer(nn.Module):
                 dtype=self.dtype,
                 name="relpos_bias",
             )
-        tokens = inputs.shape[0 if self.transpose_batch_sequence else 1] if length is None else length
+        tokens = (
+            inputs.shape[0 if self.transpose_batch_sequence else 1] if length is None else length
+        )
         return bias(tokens, tokens, self.layer_type is TransformerLayerType.ENCODER)
 
     def _attention(
         self, name: str, mask_type: str, bias_type: str | None, **options: Any
     ) -> MultiHeadAttention:
         return MultiHeadAttention(
-            head_dim=self.hidden_size // self.num_attention_heads, num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups, attention_dropout=self.attention_dropout,
-            dropout_rng_name=self.dropout_rng_name, layernorm_type=self.layernorm_type,
+            head_dim=self.hidden_size // self.num_attention_heads,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=self.attention_dropout,
+            dropout_rng_name=self.dropout_rng_name,
+            layernorm_type=self.layernorm_type,
             layernorm_epsilon=self.layernorm_epsilon,
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            zero_centered_gamma=self.zero_centered_gamma, kernel_init=self.mha_kernel_init, use_bias=self.use_bias,
-            bias_init=self.bias_init, attn_mask_type=mask_type, attn_bias_type=bias_type,
+            zero_centered_gamma=self.zero_centered_gamma,
+            kernel_init=self.mha_kernel_init,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            attn_mask_type=mask_type,
+            attn_bias_type=bias_type,
             low_rank_adaptation_scope=self.low_rank_adaptation_scope,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
-            fuse_qkv_params=self.fuse_qkv_params, transpose_batch_sequence=self.transpose_batch_sequence,
-            enable_sequence_parallel=self.enable_sequence_parallel, scale_attn_logits=self.scale_attn_logits,
-            scaled_query_init=self.scaled_query_init, float32_logits=self.float32_attention_logits,
-            enable_rotary_pos_emb=self.enable_rotary_pos_emb, rotary_pos_emb_windows=self.rotary_pos_emb_windows,
-            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method, window_size=self.window_size,
-            softmax_type=self.softmax_type, name=name, **options,
-        )  # fmt: skip
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            fuse_qkv_params=self.fuse_qkv_params,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            enable_sequence_parallel=self.enable_sequence_parallel,
+            scale_attn_logits=self.scale_attn_logits,
+            scaled_query_init=self.scaled_query_init,
+            float32_logits=self.float32_attention_logits,
+            enable_rotary_pos_emb=self.enable_rotary_pos_emb,
+            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
+            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
+            window_size=self.window_size,
+            softmax_type=self.softmax_type,
+            name=name,
+            **options,
+        )
 
     def _mlp(self) -> LayerNormMLP:
         return LayerNormMLP(
-            intermediate_dim=self.mlp_hidden_size, layernorm_type=self.layernorm_type, epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma, scale_axes=(W_NO_SHARD_AXES,),
-            ln_bias_axes=(W_NO_SHARD_AXES,), kernel_init=self.mlp_kernel_init,
-            kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
-            use_bias=self.use_bias, bias_init=self.bias_init, bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
-            bias_axes_2=(W_NO_SHARD_AXES,), return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            activations=self.mlp_activations, activation_params=self.mlp_activation_params,
-            intermediate_dropout_rng_name=self.dropout_rng_name, intermediate_dropout_rate=self.intermediate_dropout,
+            intermediate_dim=self.mlp_hidden_size,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            ln_bias_axes=(W_NO_SHARD_AXES,),
+            kernel_init=self.mlp_kernel_init,
+            kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
+            kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
+            bias_axes_2=(W_NO_SHARD_AXES,),
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            intermediate_dropout_rng_name=self.dropout_rng_name,
+            intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
             enable_low_rank_adaptation=_canonicalize_lora_scope(self.low_rank_adaptation_scope).mlp,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
             layernorm_input_axes=self._token_axes(SEQLEN_TP_AXES, HIDDEN_AXES),
             dot_1_input_axes=self._token_axes(SEQLEN_AXES, HIDDEN_AXES),
             dot_2_input_axes=self._token_axes(SEQLEN_AXES, HIDDEN_TP_AXES),
-            transpose_batch_sequence=self.transpose_batch_sequence, name="mlp",
-        )  # fmt: skip
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            name="mlp",
+        )
 
     def _token_axes(self, sequence: str, hidden: str) -> tuple[str, str, str] | None:
         """Axis names under sequence parallelism; otherwise None, and XLA chooses."""
@@ -302,7 +337,12 @@ class TransformerLayer(nn.Module):
         return token_axes(self.transpose_batch_sequence, sequence, hidden)
 
     def _join_residual(
-        self, x: Array, residual: Array, normalized: Array | None, deterministic: bool, drop_path: float
+        self,
+        x: Array,
+        residual: Array,
+        normalized: Array | None,
+        deterministic: bool,
+        drop_path: float,
     ) -> Array:
         """Apply dropout and drop path to a block's output and add its residual connection."""
         if self.apply_residual_connection_post_layernorm:

@@ -108,9 +108,14 @@ def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHand
 
 
 def dispatch_tokens(
-    cfg: EpConfig, topk_idx: Array, tokens: Array, topk_weights: Array, capacity: int, align_size: int = 1,
+    cfg: EpConfig,
+    topk_idx: Array,
+    tokens: Array,
+    topk_weights: Array,
+    capacity: int,
+    align_size: int = 1,
     rows_of_buffer: int | None = None,
-) -> tuple[Array, Array, EpHandle, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, EpHandle, Array, Array]:
     """Dispatch as `ep.ep_dispatch`, with token_counts that include dropped rows and exclude alignment.
 
     Args:
@@ -155,7 +160,9 @@ def _receive(cfg: EpConfig, handle: EpHandle, slots: Array, room: int) -> Array:
     """Exchange the send-buffer slots, and move received slots to their rows in a buffer [room, ...]."""
     slot_count = handle.arrived.size
     row_slots = jnp.full(room, slot_count, jnp.int32)
-    row_slots = row_slots.at[handle.arrived].set(jnp.arange(slot_count, dtype=jnp.int32), mode="drop")
+    row_slots = row_slots.at[handle.arrived].set(
+        jnp.arange(slot_count, dtype=jnp.int32), mode="drop"
+    )
     return _exchange(slots, handle.sizes, 0, cfg).at[row_slots].get(mode="fill", fill_value=0)
 
 
@@ -184,7 +191,13 @@ def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
         # Offset of this device's block in every receiver's buffer.
         offsets = jnp.full(cfg.devices, lax.axis_index(cfg.axis) * slots, jnp.int32)
         return lax.ragged_all_to_all(
-            x, jnp.full(x.shape, empty, x.dtype), starts, sizes[0], offsets, sizes[1], axis_name=cfg.axis
+            x,
+            jnp.full(x.shape, empty, x.dtype),
+            starts,
+            sizes[0],
+            offsets,
+            sizes[1],
+            axis_name=cfg.axis,
         )
 
     return lax.platform_dependent(x, sizes, cuda=ragged, default=dense)

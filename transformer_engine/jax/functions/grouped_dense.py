@@ -108,7 +108,11 @@ def grouped_dense(
 
 
 def product(
-    x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, spec: RowsSpec = ANY_ROWS
+    x: Array,
+    kernel: Array,
+    group_sizes: Array,
+    quantizer_set: QuantizerSet,
+    spec: RowsSpec = ANY_ROWS,
 ) -> Array:
     """Compute y [M, N] as `grouped_dense` for x [M, K] and the kernel from `checked_kernel`.
 
@@ -131,9 +135,11 @@ def product(
     values = x, kernel, group_sizes.astype(jnp.int32)
     values, quantizer_set = align_mesh_axes(values, quantizer_set)
     return with_automatic_axes(
-        lambda *arrays: _grouped_dense(*arrays, spec), *values, quantizer_set,
+        lambda *arrays: _grouped_dense(*arrays, spec),
+        *values,
+        quantizer_set,
         out=lambda: unique_axes((explicit_entries(values[0])[0], explicit_entries(values[1])[2])),
-    )  # fmt: skip
+    )
 
 
 def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
@@ -155,12 +161,17 @@ def _bias_gradient(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Ar
     empty, groups = residuals
     belongs = jnp.arange(empty.shape[1])[:, None] == groups
     dbias = jnp.matmul(
-        belongs.astype(dy.dtype), dy, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        belongs.astype(dy.dtype),
+        dy,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
     return dy, dbias.astype(empty.dtype), as_cotangent(groups)
 
 
-_plus_bias.defvjp(lambda y, bias, groups: (_plus_bias(y, bias, groups), (like(bias), groups)), _bias_gradient)
+_plus_bias.defvjp(
+    lambda y, bias, groups: (_plus_bias(y, bias, groups), (like(bias), groups)), _bias_gradient
+)
 
 
 def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,), (1,))) -> Array:
@@ -172,10 +183,13 @@ def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,
     check_axis_pairs("contracting_dims", dims)
     # An axis that the array does not have stays as given, and fails the check.
     axes = tuple(
-        tuple(d + a.ndim if d < 0 else d for d in side) for side, a in zip(dims, (x, kernel), strict=True)
+        tuple(d + a.ndim if d < 0 else d for d in side)
+        for side, a in zip(dims, (x, kernel), strict=True)
     )
     if axes not in (((1,), (1,)), ((1,), (2,))):
-        raise ValueError(f"contracting_dims={dims}; give ((1,), (1,)), or ((1,), (2,)) for [G, N, K]")
+        raise ValueError(
+            f"contracting_dims={dims}; give ((1,), (1,)), or ((1,), (2,)) for [G, N, K]"
+        )
     if axes[1] == (2,):
         kernel = jnp.swapaxes(kernel, 1, 2)
     if x.shape[1] != kernel.shape[1]:
@@ -187,7 +201,10 @@ def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,
 
 
 def _encode(
-    quantizer: GroupedQuantizer | None, x: Array, group_sizes: Array | None, spec: RowsSpec = ANY_ROWS
+    quantizer: GroupedQuantizer | None,
+    x: Array,
+    group_sizes: Array | None,
+    spec: RowsSpec = ANY_ROWS,
 ) -> tuple[Any, Any]:
     if quantizer is None:
         return GroupedNoScaleTensor(x, group_sizes=group_sizes), None
@@ -220,7 +237,9 @@ def _multiply_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward
         )
     # The codes of both directions end in the contracted axis.
     exact = backward or env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION")
-    return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact)
+    return grouped_gemm(
+        rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact
+    )
 
 
 def _contract_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:

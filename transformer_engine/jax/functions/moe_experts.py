@@ -34,9 +34,15 @@ class Routing:
 
     def __call__(self, logits: Array, expert_bias: Array | None) -> tuple[Array, Array]:
         return fused_topk_with_score_function(
-            logits, self.topk, self.use_pre_softmax, self.num_groups, self.group_topk, self.scaling_factor,
-            self.score_function, expert_bias,
-        )  # fmt: skip
+            logits,
+            self.topk,
+            self.use_pre_softmax,
+            self.num_groups,
+            self.group_topk,
+            self.scaling_factor,
+            self.score_function,
+            expert_bias,
+        )
 
     def aux_loss(self, logits: Array, chosen: Array, axes: tuple[str, ...]) -> Array | None:
         """Compute the loss over all tokens, including those on other devices along `axes`."""
@@ -91,7 +97,9 @@ class Experts:
             halves = linear(rows, "wi", sets[0])
             halves = halves.reshape(halves.shape[0], 2, halves.shape[1] // 2)
         else:
-            both = (linear(rows, name, one) for name, one in zip(("wi_0", "wi_1"), sets, strict=True))
+            both = (
+                linear(rows, name, one) for name, one in zip(("wi_0", "wi_1"), sets, strict=True)
+            )
             halves = jnp.stack(tuple(both), axis=-2)
         hidden = activation(halves, (self.activation_type, "linear"))
         if self.weights_early:

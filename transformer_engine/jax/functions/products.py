@@ -20,7 +20,13 @@ from ..primitives.gemm import gemm
 from ..primitives.operand import Operand, plain, turned
 from ..quantize.quantizers import Quantizer, advanced_together, as_cotangent
 from ..quantize.scaling_modes import QuantizeLayout, TensorUsage
-from ..quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x, positive_axis
+from ..quantize.tensors import (
+    NoScaleTensor,
+    ScaledTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+    positive_axis,
+)
 from ..runtime.checks import is_symbolic
 from ..runtime.undifferentiated import constant, undifferentiated
 
@@ -41,7 +47,9 @@ def encode(quantizer: Quantizer | None, x: Array, flatten_axis: int) -> tuple[Te
 LATE_ELEMENTS = 1 << 26
 
 
-def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> tuple[Quantizer | None, bool]:
+def gradient_quantizer(
+    quantizer: Quantizer | None, gradient: Array
+) -> tuple[Quantizer | None, bool]:
     """Decide in which directions an output gradient is quantized.
 
     For a tensor with one scale, the columnwise codes are the transposed rowwise codes, bit for bit.
@@ -59,8 +67,13 @@ def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> tuple[Qu
 
 
 def gradient_products(
-    dy: Tensor, transposes_late: bool, batch: int, kernel_rows: Operand, x_columns: Operand, dtypes: tuple[Any, Any]
-) -> tuple[Array, Array]:  # fmt: skip
+    dy: Tensor,
+    transposes_late: bool,
+    batch: int,
+    kernel_rows: Operand,
+    x_columns: Operand,
+    dtypes: tuple[Any, Any],
+) -> tuple[Array, Array]:
     """Compute dx and dw for a linear layer.
 
     Args:

@@ -22,7 +22,7 @@ from ..runtime.code_bits import bits_to_codes, codes_to_bits
 from ..runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from ..runtime.residual import store_returned_input
 from ..runtime.undifferentiated import constant, like, undifferentiated
-from .products import (  # fmt: skip
+from .products import (
     biased,
     column_operand,
     encode,
@@ -60,12 +60,14 @@ def quantized_mlp(
     values, sets = align_mesh_axes((inputs, tuple(kernels), bias), tuple(quantizer_sets))
     x, last = values[0][0], values[1][1]
     y, passed = with_automatic_axes(
-        functools.partial(_mlp, spec), *values, sets,
+        functools.partial(_mlp, spec),
+        *values,
+        sets,
         out=lambda: (
             unique_axes((*explicit_entries(x)[:-1], *explicit_entries(last)[1:])),
             tuple(unique_axes(explicit_entries(one)) for one in spec.source.passed(values[0])),
         ),
-    )  # fmt: skip
+    )
     store_returned_input(passed)
     return y
 
@@ -124,7 +126,9 @@ def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]
     )
     quantizer, transposes_late = gradient_quantizer(sets[0].dgrad, hidden)
     bias_dtype = None if bias_like is None else bias_like.dtype
-    codes_1, amax_1, d_bias = spec.activation.encode_gradient(hidden, d_activated, quantizer, bias_dtype)
+    codes_1, amax_1, d_bias = spec.activation.encode_gradient(
+        hidden, d_activated, quantizer, bias_dtype
+    )
     dx, d_kernel_1 = gradient_products(
         codes_1, transposes_late, batch, rows[0], columns[0], (dtype, likes[0].dtype)
     )

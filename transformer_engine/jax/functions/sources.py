@@ -34,7 +34,9 @@ class SourceOperand(NamedTuple):
 class OperandSource:
     """Computes the operand of a product from its inputs. Hashable, as a static argument in derivative rules."""
 
-    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+    def make(
+        self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int
+    ) -> SourceOperand:
         """Compute the operand [*batch, *contracted]; flatten_axis: where the contracted axes begin."""
         raise NotImplementedError
 
@@ -51,7 +53,9 @@ class OperandSource:
 class ValuesSource(OperandSource):
     """The operand is x."""
 
-    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+    def make(
+        self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int
+    ) -> SourceOperand:
         (x,) = inputs
         return SourceOperand(*encode(quantizer, x, flatten_axis), None)
 
@@ -77,7 +81,9 @@ class NormSource(OperandSource):
     axes: Axes = None
     passes: bool = False
 
-    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+    def make(
+        self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int
+    ) -> SourceOperand:
         x, gamma, beta = inputs
         options = (self.centered, self.zero_centered, self.epsilon)
         cast = None if quantizer is None else quantizer.cast()
@@ -106,7 +112,9 @@ class ActivationSource(OperandSource):
     params: ActivationParams
     axes: Axes = None
 
-    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+    def make(
+        self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int
+    ) -> SourceOperand:
         (x,) = inputs
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
@@ -114,7 +122,9 @@ class ActivationSource(OperandSource):
             tensor, amax = encode(quantizer, y, flatten_axis)
         else:
             codes = activation_codes(x, cast, self.names, self.params)
-            tensor, amax = quantizer.from_codes(codes, (*x.shape[:-2], x.shape[-1]), x.dtype, flatten_axis)
+            tensor, amax = quantizer.from_codes(
+                codes, (*x.shape[:-2], x.shape[-1]), x.dtype, flatten_axis
+            )
         return SourceOperand(_sharded(tensor, self.axes), amax, x)
 
     def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
@@ -133,7 +143,9 @@ class ActivationSource(OperandSource):
             rows = tuple(range(dx.ndim - 2))
             total = None if sums is None else dx.astype(jnp.float32).sum(axis=rows).astype(sums)
             return *encode(quantizer, dx, -2), total
-        codes, total = activation_backward_codes(gradient, saved, cast, self.names, self.params, sums)
+        codes, total = activation_backward_codes(
+            gradient, saved, cast, self.names, self.params, sums
+        )
         tensor, amax = quantizer.from_codes(codes, saved.shape, saved.dtype, -2)
         return tensor, amax, total
 

@@ -82,7 +82,11 @@ def sums_dtype(*dtypes: Any) -> str:
     each array.
     """
     names = {jnp.dtype(dtype).name for dtype in dtypes}
-    return names.pop() if len(names) == 1 and names <= {"float32", "bfloat16", "float16"} else "float32"
+    return (
+        names.pop()
+        if len(names) == 1 and names <= {"float32", "bfloat16", "float16"}
+        else "float32"
+    )
 
 
 _kernel = Primitive("transformer_engine_kernel")
@@ -118,7 +122,9 @@ def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
         _compile_ahead(kernel, tuple((tuple(one.shape), jnp.dtype(one.dtype)) for one in operands))
     if not operands:
         return [ShapedArray(one.shape, one.dtype) for one in results]
-    return [result_like(operands[0], one) for one in results]  # `call` makes all operands vary alike
+    return [
+        result_like(operands[0], one) for one in results
+    ]  # `call` makes all operands vary alike
 
 
 def _compiles_ahead() -> bool:
@@ -127,7 +133,9 @@ def _compiles_ahead() -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _compile_ahead(kernel: Kernel, operands: tuple[tuple[tuple[int, ...], Any], ...]) -> Future[Any]:
+def _compile_ahead(
+    kernel: Kernel, operands: tuple[tuple[tuple[int, ...], Any], ...]
+) -> Future[Any]:
     """Begin to compile a kernel. Errors are not raised here, because the lowering repeats the call and raises them."""
     shapes = [Shape(*operand) for operand in operands]
     return _compilers().submit(jax.eval_shape, kernel.run, *shapes)
@@ -144,9 +152,11 @@ def result_like(operand: Any, result: Shape) -> ShapedArray:
     if not manual_axes(operand):
         return ShapedArray(result.shape, result.dtype)
     return operand.update(
-        shape=result.shape, dtype=result.dtype, weak_type=False,
+        shape=result.shape,
+        dtype=result.dtype,
+        weak_type=False,
         sharding=operand.sharding.update(spec=PartitionSpec(*(None,) * len(result.shape))),
-    )  # fmt: skip
+    )
 
 
 def _batch_arrays(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int | None, ...]]:
@@ -203,7 +213,9 @@ def _run_on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
     return list(kernel.run(*arrays))
 
 
-def _run_on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
+def _run_on_several_devices(
+    *arrays: Array, kernel: Kernel, within_shard_map: bool = False
+) -> list[Array]:
     """Run the kernel on each device's local shards."""
     rule = kernel.rule
 
@@ -267,7 +279,9 @@ def _with_devices(context: Any) -> Any:
     if (mesh := mesh_of_devices()) is None or mesh.size != count:
         warn_of_no_mesh()
         return context
-    placed = replace(placed, device_assignment=tuple(mesh.devices.flat), abstract_mesh=mesh.abstract_mesh)
+    placed = replace(
+        placed, device_assignment=tuple(mesh.devices.flat), abstract_mesh=mesh.abstract_mesh
+    )
     return context.replace(module_context=module.replace(axis_context=placed))
 
 

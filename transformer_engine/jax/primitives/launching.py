@@ -98,9 +98,7 @@ def platform_failure(platform: str, primitive: str) -> str | None:
     if platform != "cuda":
         return f"it needs a CUDA device, the program is for {platform}"
     if not has_gpu() and not env.flag("TE_JAX_KERNELS"):
-        return (
-            "this process has no GPU; set TE_JAX_KERNELS=1 for programs that are lowered for CUDA elsewhere"
-        )
+        return "this process has no GPU; set TE_JAX_KERNELS=1 for programs that are lowered for CUDA elsewhere"
     return disabled_reason(primitive) or kernels_unsupported_reason()
 
 
@@ -147,7 +145,9 @@ def run(
         raise NotImplementedError(
             f"{name} reads addresses from a table, and arrays of JAX have no addresses; stack them"
         )
-    assert len(inputs) == launch.inputs, f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
+    assert len(inputs) == launch.inputs, (
+        f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
+    )
     made: list[jax.ShapeDtypeStruct | None] = []
     for index, output in enumerate(launch.outputs):
         if output is None:
@@ -162,7 +162,8 @@ def run(
             made.append(jax.ShapeDtypeStruct(output.shape, jnp.dtype(output.dtype)))
     # An output with a nonzero initial value is a filled operand, and so are the outputs before it.
     filled = max(
-        [i + 1 for i, output in enumerate(launch.outputs) if output is not None and output.begins], default=0
+        [i + 1 for i, output in enumerate(launch.outputs) if output is not None and output.begins],
+        default=0,
     )
     operands = [*inputs]
     for output, shape in zip(launch.outputs[:filled], made, strict=False):
@@ -179,14 +180,20 @@ def run(
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
     opaque, scratch = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
     # Some jaxlib versions do not pass scratch memory to a kernel, so it is a result.
-    scratch_results = [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
+    scratch_results = (
+        [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
+    )
     present = [operand for index in written if (operand := operands[index]) is not None]
     written_shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in present]
     results = [*fresh, *scratch_results, *written_shapes]
     first = len(fresh) + len(scratch_results)
     aliases = {given.index(index): first + i for i, index in enumerate(written)}
-    aliases |= {given.index(index): places.index(output) for index, output in (reuses or {}).items()}
-    call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
+    aliases |= {
+        given.index(index): places.index(output) for index, output in (reuses or {}).items()
+    }
+    call = jax.ffi.ffi_call(
+        _TARGET, results, vmap_method="sequential", input_output_aliases=aliases
+    )
     call_results = call(*arrays, opaque=opaque)
     by_place = dict(zip(written, call_results[first:], strict=True))
     return _order_arrays(launch, len(inputs), filled, iter(call_results[: len(fresh)]), by_place)
@@ -250,7 +257,10 @@ def _call(
     dtypes = ["int64" if name == "uint32" else name for name in names]
     kernel = compiled(launch, dtypes, compute_capability())
     sizes = [prod(shape.shape) * shape.dtype.itemsize for shape in fresh]
-    begins = (*[0] * operands, *[size if zero else 0 for size, zero in zip(sizes, zeroed, strict=True)])
+    begins = (
+        *[0] * operands,
+        *[size if zero else 0 for size, zero in zip(sizes, zeroed, strict=True)],
+    )
     assert len(begins) == len(kernel.pointers), "one operand or result per pointer"
     return _packed(kernel, tuple(launch.grid), begins), kernel.scratch
 
@@ -269,7 +279,9 @@ def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) ->
     """
     bridge = _bridge()
     parameters = [bridge.create_array_parameter(size, 16) for size in begins]
-    parameters += [bridge.create_scalar_parameter(scalar.value, scalar.kind) for scalar in kernel.scalars]
+    parameters += [
+        bridge.create_scalar_parameter(scalar.value, scalar.kind) for scalar in kernel.scalars
+    ]
     if kernel.scratch:
         parameters.append(bridge.create_array_parameter(0, 16))
     # name, warps, CTAs per cluster, shared memory, PTX, Triton IR (for dumps), compute capability

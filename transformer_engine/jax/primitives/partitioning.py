@@ -197,7 +197,9 @@ def placement(
         for factor, _, axes in proposed:
             found.setdefault(factor, []).append(axes)
         agreed = {
-            name for name, cut in found.items() if name not in retained and len(cut) > 1 == len(set(cut))
+            name
+            for name, cut in found.items()
+            if name not in retained and len(cut) > 1 == len(set(cut))
         }
         first = [one for one in proposed if one.factor in agreed]
         proposed = [*first, *_proposals(parsed.results, results), *proposed]
@@ -239,7 +241,8 @@ def named(mesh: Mesh, arrays: Sequence[Any]) -> tuple[Any, ...]:
     if mesh.empty:
         return tuple(arrays)
     return tuple(
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, _spec(mesh, x))) for x in arrays
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, _spec(mesh, x)))
+        for x in arrays
     )
 
 
@@ -262,7 +265,9 @@ def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
 def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
     """Mesh axes along which the tile indices [*mesh] differ; none if only part of an axis shards them."""
     steps = {
-        name: int(np.ptp(places, axis=axis).max()) for axis, name in enumerate(mesh.axis_names) if tiles > 1
+        name: int(np.ptp(places, axis=axis).max())
+        for axis, name in enumerate(mesh.axis_names)
+        if tiles > 1
     }
     found = tuple(sorted((name for name in steps if steps[name]), key=lambda name: -steps[name]))
     return found if prod(mesh.shape[name] for name in found) == tiles else ()

@@ -30,7 +30,9 @@ from ..runtime.platform import has_gpu
 Request = TypeVar("Request")
 PLATFORMS = ("cpu", "cuda")
 # Backends whose grids, plans and rules need numbers, not symbolic extents.
-_NUMERIC_BACKENDS = frozenset(("cudnn", "decoded", "dot_scaled", "gluon", "scaled_matmul", "triton", "widen"))
+_NUMERIC_BACKENDS = frozenset(
+    ("cudnn", "decoded", "dot_scaled", "gluon", "scaled_matmul", "triton", "widen")
+)
 _CACHE_SIZE = 4096  # functions with cached traces
 
 
@@ -60,7 +62,10 @@ def bind_by_platform(
                 f"{table.operation}: backend {name!r} was asked for, but extents are symbols of jax.export, and this "
                 f"backend requires numbers; remove use_backend({table.operation}={name!r}), or export once per shape"
             )
-        return {platform: table.first(request, _NUMERIC_BACKENDS) for platform, request in requests.items()}
+        return {
+            platform: table.first(request, _NUMERIC_BACKENDS)
+            for platform, request in requests.items()
+        }
     calls = {here: table.bind(requests[here])}
     for platform in PLATFORMS:
         if platform != here:
@@ -79,7 +84,9 @@ def _has_symbols(value: Any) -> bool:
     return is_symbolic(value)
 
 
-def compute(table: Table[Request], request_on: Callable[[str], Request], *arrays: Any, **options: Any) -> Any:
+def compute(
+    table: Table[Request], request_on: Callable[[str], Request], *arrays: Any, **options: Any
+) -> Any:
     """Compute a request with the backend for the platform that the program is lowered for.
 
     Args:
@@ -92,7 +99,9 @@ def compute(table: Table[Request], request_on: Callable[[str], Request], *arrays
         The backend's result, an array pytree.
     """
     calls = bind_by_platform(table, request_on)
-    cuda, cpu = (WithOptions(calls[platform], tuple(options.items())) for platform in ("cuda", "cpu"))
+    cuda, cpu = (
+        WithOptions(calls[platform], tuple(options.items())) for platform in ("cuda", "cpu")
+    )
     return call_by_platform(*arrays, cuda=cuda, default=cpu)
 
 
@@ -143,7 +152,9 @@ def _must_trace_both(leaves: list[Any]) -> bool:
     )
 
 
-def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
+def differentiable_by_platform(
+    *arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]
+) -> Any:
     """Call `call_by_platform`, with a reverse-mode derivative that traces one branch only.
 
     The forward pass saves the residuals of the expected branch. A program that is lowered for the other platform
@@ -176,7 +187,9 @@ def _forward_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[
     expected = _Vjp(branches.expected, tree)
     _, (_, residuals) = _make_tracer(expected)(*leaves)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(residuals))
-    forward = branches.map(lambda _: expected, lambda other: _WithZeroResiduals(other, tree, shapes))
+    forward = branches.map(
+        lambda _: expected, lambda other: _WithZeroResiduals(other, tree, shapes)
+    )
     out, pullback = call_by_platform(*leaves, cuda=forward.cuda, default=forward.default)
     return out, (arrays, pullback)
 
@@ -185,11 +198,17 @@ def _backward_by_platform(branches: _Branches, saved: Any, cotangent: Any) -> tu
     """Compute the cotangents of the arrays; None for arrays that are not floating point."""
     arrays, pullback = saved
     leaves, tree = jax.tree.flatten(arrays)
-    backward = branches.map(lambda _: _pull_back, lambda other: _PullBackByRecomputation(other, tree))
+    backward = branches.map(
+        lambda _: _pull_back, lambda other: _PullBackByRecomputation(other, tree)
+    )
     cotangents = iter(
         call_by_platform(pullback, cotangent, leaves, cuda=backward.cuda, default=backward.default)
     )
-    return (jax.tree.unflatten(tree, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]),)
+    return (
+        jax.tree.unflatten(
+            tree, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]
+        ),
+    )
 
 
 _call_by_platform.defvjp(_forward_by_platform, _backward_by_platform)
@@ -323,7 +342,9 @@ def _abstract_eval(*leaves: Any, branches: _Branches, jaxpr: Any) -> list[Any]:
     return jaxpr.out_avals
 
 
-def _batch(leaves: Any, axes: Any, *, branches: _Branches, jaxpr: Any) -> tuple[Any, tuple[int, ...]]:
+def _batch(
+    leaves: Any, axes: Any, *, branches: _Branches, jaxpr: Any
+) -> tuple[Any, tuple[int, ...]]:
     """Map both branches over the batched axes; the batch is the first axis of every result."""
     mapped = _Branches(
         _Mapped(branches.cuda, tuple(axes)), _Mapped(branches.default, tuple(axes)), branches.on_gpu
@@ -336,7 +357,9 @@ def _batch(leaves: Any, axes: Any, *, branches: _Branches, jaxpr: Any) -> tuple[
 batching.primitive_batchers[_by_platform] = _batch
 
 
-def _jvp(primals: Any, tangents: Any, *, branches: _Branches, jaxpr: Any) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Any, tangents: Any, *, branches: _Branches, jaxpr: Any
+) -> tuple[list[Any], list[Any]]:
     """Differentiate both branches, as `lax.platform_dependent` does."""
     active = [index for index, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
@@ -354,7 +377,9 @@ def _jvp(primals: Any, tangents: Any, *, branches: _Branches, jaxpr: Any) -> tup
         run, [primals[index] for index in active], [tangents[index] for index in active]
     )
     return results, [
-        ad.Zero(jax.typeof(result).to_tangent_aval()) if derivative.dtype == jax.dtypes.float0 else derivative
+        ad.Zero(jax.typeof(result).to_tangent_aval())
+        if derivative.dtype == jax.dtypes.float0
+        else derivative
         for result, derivative in zip(results, derivatives, strict=True)
     ]
 
@@ -377,7 +402,9 @@ def _lowering_rule(on_gpu: bool) -> Callable[..., Any]:
             found, wanted = (
                 [(aval.shape, aval.dtype) for aval in side.out_avals] for side in (jaxpr, expected)
             )
-            assert found == wanted, f"{branch} returns {found}, the other platform's branch {wanted}"
+            assert found == wanted, (
+                f"{branch} returns {found}, the other platform's branch {wanted}"
+            )
         return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(context, *values)
 
     return lower

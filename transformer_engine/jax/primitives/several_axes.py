@@ -67,7 +67,10 @@ class SeveralAxes(_OfAnother):
             inner,
             text=" -> ".join(sides),
             replicated=tuple(name for factor in inner.replicated for name in names(factor)),
-            sizes={names(name)[-1]: size // prod(ahead.get(name, ())) for name, size in inner.sizes.items()},
+            sizes={
+                names(name)[-1]: size // prod(ahead.get(name, ()))
+                for name, size in inner.sizes.items()
+            },
         )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
@@ -78,7 +81,9 @@ class SeveralAxes(_OfAnother):
         merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merge_axes(operands))
         made = self.kernel.results(*merged)
         shapes = self._split([one.shape for one in made], operands)
-        return tuple(jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, made, strict=True))
+        return tuple(
+            jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, made, strict=True)
+        )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         results = self.kernel.run(*(x.reshape(shape) for shape, x in self._merge_axes(arrays)))
@@ -93,14 +98,20 @@ class SeveralAxes(_OfAnother):
             counts = (1 + len(ahead.get(factor, ())) for factor, *_ in axes)
             yield tuple(prod(next(extents) for _ in range(count)) for count in counts), x
 
-    def _split(self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    def _split(
+        self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[Any]
+    ) -> Iterator[tuple[int, ...]]:
         """Expand the inner kernel's result shapes to the several axes that the factors have in these operands."""
         rule = ParsedRule.of(self.kernel.rule.text)
         ahead = _ahead(rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays)
-        return (_with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True))
+        return (
+            _with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True)
+        )
 
 
-def _ahead(rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+def _ahead(
+    rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]
+) -> dict[str, tuple[int, ...]]:
     """Extents before the last axis, for each factor that has several axes."""
     found: dict[str, tuple[int, ...]] = {}
     for axes, x in zip(rule.operands, arrays, strict=True):
@@ -139,14 +150,21 @@ class OverVmap(_OfAnother):
         name = "v"
         while name in ParsedRule.of(inner.text).factors:
             name += "v"
-        mapped = (f"{name} " * is_mapped + one for one, is_mapped in zip(operands, self.mapped, strict=True))
-        return replace(inner, text=f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}")
+        mapped = (
+            f"{name} " * is_mapped + one
+            for one, is_mapped in zip(operands, self.mapped, strict=True)
+        )
+        return replace(
+            inner, text=f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}"
+        )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
         return OverVmap(self, tuple(mapped)), (True,) * len(ParsedRule.of(self.rule.text).results)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        (size,) = {x.shape[0] for x, is_mapped in zip(operands, self.mapped, strict=True) if is_mapped}
+        (size,) = {
+            x.shape[0] for x, is_mapped in zip(operands, self.mapped, strict=True) if is_mapped
+        }
         made = self.kernel.results(
             *(
                 jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype)

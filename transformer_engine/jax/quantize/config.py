@@ -66,7 +66,9 @@ def is_fp8_gemm_with_all_layouts_supported() -> bool:
     return hardware().has("fp8 products in all layouts by xla")
 
 
-def _hints_at_default(block: Callable[Arguments, ReusableContext]) -> Callable[Arguments, ReusableContext]:
+def _hints_at_default(
+    block: Callable[Arguments, ReusableContext],
+) -> Callable[Arguments, ReusableContext]:
     """Decorate `autocast`: warn of a recipe without `enabled`, which quantizes in PyTorch and not in JAX."""
 
     @functools.wraps(block)
@@ -107,7 +109,9 @@ def autocast(
         TypeError: recipe is not an instance of a recipe class.
         ValueError: The machine, or transformer_engine.jax, does not support the recipe or a recipe setting.
     """
-    reject_keywords("autocast", others, {"fp8_recipe": "recipe"}, ("enabled", "recipe", "mesh_resource"))
+    reject_keywords(
+        "autocast", others, {"fp8_recipe": "recipe"}, ("enabled", "recipe", "mesh_resource")
+    )
     reject_recipe_as_enabled(enabled)
     switch("enabled", enabled)
     _check_recipe("recipe", recipe)
@@ -132,7 +136,9 @@ def autocast(
 @suggests_keywords
 @reusable
 def fp8_autocast(
-    enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
+    enabled: bool = False,
+    fp8_recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
 ) -> Iterator[None]:
     """Deprecated name for `autocast`.
 
@@ -142,7 +148,9 @@ def fp8_autocast(
         mesh_resource: Uses for the mesh axes.
     """
     warnings.warn(
-        "fp8_autocast is deprecated; use autocast(enabled=.., recipe=..)", DeprecationWarning, stacklevel=4
+        "fp8_autocast is deprecated; use autocast(enabled=.., recipe=..)",
+        DeprecationWarning,
+        stacklevel=4,
     )
     with autocast(enabled=enabled, recipe=fp8_recipe, mesh_resource=mesh_resource):
         yield
@@ -185,14 +193,18 @@ class QuantizeConfig:
     def FWD_DTYPE(self) -> Any:
         """Code dtype for inputs and kernels; bfloat16 without a recipe."""
         return (
-            recipes.format_dtypes(None)[0] if self.recipe is None else recipes.element_types(self.recipe)[0]
+            recipes.format_dtypes(None)[0]
+            if self.recipe is None
+            else recipes.element_types(self.recipe)[0]
         )
 
     @property
     def BWD_DTYPE(self) -> Any:
         """Code dtype for gradients; bfloat16 without a recipe."""
         return (
-            recipes.format_dtypes(None)[1] if self.recipe is None else recipes.element_types(self.recipe)[1]
+            recipes.format_dtypes(None)[1]
+            if self.recipe is None
+            else recipes.element_types(self.recipe)[1]
         )
 
     @property
@@ -270,7 +282,9 @@ def get_quantization_recipe(name: str) -> Recipe:
     """
     classes = {cls.__name__: cls for cls in recipes.FAMILIES}
     if not isinstance(name, str) or name not in classes:
-        raise ValueError(f"name={described(name)} is not a recipe; choose one of {', '.join(classes)}")
+        raise ValueError(
+            f"name={described(name)} is not a recipe; choose one of {', '.join(classes)}"
+        )
     return classes[name]()
 
 
@@ -286,7 +300,11 @@ def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
 
 def get_supported_quantization_recipes() -> list[Recipe]:
     """Create one instance for every recipe that this machine supports."""
-    return [cls() for cls, family in recipes.FAMILIES.items() if recipes.unsupported_reason(family) is None]
+    return [
+        cls()
+        for cls, family in recipes.FAMILIES.items()
+        if recipes.unsupported_reason(family) is None
+    ]
 
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tuple[bool, str]:
@@ -305,7 +323,9 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
         # variants that the recipe's defaults do not use have the dtypes of the format.
         if scaling_mode in modes or (
             scaling_mode.is_block_scaling()
-            and any(mode.is_block_scaling() and _dtypes(mode) == _dtypes(scaling_mode) for mode in modes)
+            and any(
+                mode.is_block_scaling() and _dtypes(mode) == _dtypes(scaling_mode) for mode in modes
+            )
         ):
             reason = recipes.unsupported_reason(family, gpu_id)
             return reason is None, reason or ""
@@ -333,7 +353,9 @@ def is_fp8_available(
         gpu_id: GPU index; None is 0.
     """
     warnings.warn(
-        "is_fp8_available is deprecated; use is_scaling_mode_supported", DeprecationWarning, stacklevel=2
+        "is_fp8_available is deprecated; use is_scaling_mode_supported",
+        DeprecationWarning,
+        stacklevel=2,
     )
     return is_scaling_mode_supported(scaling_mode, 0 if gpu_id is None else gpu_id)
 

@@ -17,7 +17,9 @@ __all__ = ["dequantize"]
 absent.install_getter(__name__)
 
 
-def dequantize(tensor: ScaledTensor1x | ScaledTensor2x | GroupedScaledTensor1x | NoScaleTensor) -> Any:
+def dequantize(
+    tensor: ScaledTensor1x | ScaledTensor2x | GroupedScaledTensor1x | NoScaleTensor,
+) -> Any:
     """Convert a quantized tensor to values in its `dq_dtype`, as its method `dequantize` does.
 
     Args:
@@ -26,7 +28,9 @@ def dequantize(tensor: ScaledTensor1x | ScaledTensor2x | GroupedScaledTensor1x |
     Raises:
         TypeError: The argument is not a quantized tensor.
     """
-    if not isinstance(tensor, (ScaledTensor1x, ScaledTensor2x, GroupedScaledTensor1x, NoScaleTensor)):
+    if not isinstance(
+        tensor, (ScaledTensor1x, ScaledTensor2x, GroupedScaledTensor1x, NoScaleTensor)
+    ):
         kind = "an array" if isinstance(tensor, Array) else with_article(type(tensor))
         raise TypeError(f"tensor={described(tensor)} is {kind}; pass a quantized tensor")
     return tensor.dequantize()

@@ -87,7 +87,9 @@ class QuantizerFactory:
         if n_groups is not None:
             _check_count("n_groups", n_groups)
         results = tuple(
-            _repeat_for_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
+            _repeat_for_groups(
+                _one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups
+            )
             for _ in range(n_quantizers)
         )
         return results[0] if n_quantizers == 1 else results
@@ -147,7 +149,8 @@ class QuantizerFactory:
             recipe = get_global_quantize_recipe()
         if recipe is not None:
             sets = tuple(
-                _recipe_quantizers(recipe, is_2x2x, checkpoint_name, metas) for _ in range(n_quantizer_sets)
+                _recipe_quantizers(recipe, is_2x2x, checkpoint_name, metas)
+                for _ in range(n_quantizer_sets)
             )
         elif scaling_mode is None or scaling_mode is ScalingMode.NO_SCALING:
             sets = (noop_quantizer_set,) * n_quantizer_sets
@@ -194,7 +197,9 @@ def _one(
     if mode is ScalingMode.NO_SCALING:
         return None
     if q_dtype is None:
-        raise ValueError(f"scaling_mode={mode} requires q_dtype, which is None; pass the dtype of the codes")
+        raise ValueError(
+            f"scaling_mode={mode} requires q_dtype, which is None; pass the dtype of the codes"
+        )
     return recipes.QUANTIZERS[mode](
         q_dtype=check_dtype("q_dtype", q_dtype),
         scaling_mode=mode,

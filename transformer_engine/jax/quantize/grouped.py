@@ -41,7 +41,9 @@ __all__ = [
 ]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["quantizer"], meta_fields=["n_groups"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["quantizer"], meta_fields=["n_groups"]
+)
 @dataclass
 class GroupedQuantizer:
     """Quantizer for n_groups tensors.
@@ -94,7 +96,9 @@ class GroupedQuantizer:
             switch(name, requested)
         if group_sizes is not None:
             check_sizes("group_sizes", group_sizes, self.n_groups, x.shape[0])
-        tensor, amaxes = self.encode(constant(x), group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        tensor, amaxes = self.encode(
+            constant(x), group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis
+        )
         self.quantizer = self.advanced(amaxes).quantizer
         return undifferentiated(tensor, x)
 
@@ -133,7 +137,9 @@ class GroupedQuantizer:
             state, axis = self.quantizer, None
             if isinstance(state, DelayedScaleQuantizer):
                 state, axis = dataclasses.replace(state, scale=state.scale[:, None]), 0
-            each: Any = jax.vmap(lambda x, quantizer: quantizer.encode(x, *options), in_axes=(0, axis))
+            each: Any = jax.vmap(
+                lambda x, quantizer: quantizer.encode(x, *options), in_axes=(0, axis)
+            )
             tensors, amaxes = each(x, state)
             return _stack_quantizers(tensors), amaxes
         if self.scaling_mode.is_tensor_scaling():
@@ -185,7 +191,9 @@ class GroupedQuantizer:
         quantized = quantize_rows(x, group_sizes, multiplier, element, *scaling, over=over)
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
         codes = quantized.codes if rowwise else None, quantized.codes.T if colwise else None
-        return self._tensors(codes, quantized.scale, quantized.amax, group_sizes, x, dq_dtype), quantized.amax
+        return self._tensors(
+            codes, quantized.scale, quantized.amax, group_sizes, x, dq_dtype
+        ), quantized.amax
 
     def _directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
         rowwise, colwise = self.quantizer.directions(is_rowwise, is_colwise)
@@ -228,12 +236,18 @@ class GroupedQuantizer:
         integer("flatten_axis", flatten_axis)
         groups = x.shape[0] if group_sizes is None else group_sizes.shape[0]
         if groups != self.n_groups:
-            raise ValueError(f"{groups} groups of x {x.shape}; the quantizer was made for {self.n_groups}")
+            raise ValueError(
+                f"{groups} groups of x {x.shape}; the quantizer was made for {self.n_groups}"
+            )
         if group_sizes is not None and x.ndim != 2:
-            raise ValueError(f"x has shape {x.shape}; rows in groups are a matrix [M, K], reshape it")
+            raise ValueError(
+                f"x has shape {x.shape}; rows in groups are a matrix [M, K], reshape it"
+            )
         positive_axis(flatten_axis, x.ndim - (group_sizes is None))
         state = self.quantizer
-        if isinstance(state, DelayedScaleQuantizer) and tuple(state.scale.shape) != (self.n_groups,):
+        if isinstance(state, DelayedScaleQuantizer) and tuple(state.scale.shape) != (
+            self.n_groups,
+        ):
             raise ValueError(
                 f"scale has shape {list(state.scale.shape)}; give one per group, [{self.n_groups}], and a history "
                 f"[{self.n_groups}, length], as QuantizerFactory.create(n_groups={self.n_groups}) does"
@@ -282,7 +296,9 @@ def _reduce_states(
     if not reduced:
         return list(amaxes)
     ends = np.cumsum([amax.size for amax in reduced.values()])[:-1]
-    maxima = exact.maximum_over_axes(jnp.concatenate([amax.reshape(-1) for amax in reduced.values()]), over)
+    maxima = exact.maximum_over_axes(
+        jnp.concatenate([amax.reshape(-1) for amax in reduced.values()]), over
+    )
     largest = dict(zip(reduced, jnp.split(maxima, ends), strict=True))
     return [largest.get(index, amax) for index, amax in enumerate(amaxes)]
 
@@ -293,6 +309,14 @@ def _stack_quantizers(tensor: Any) -> Any:
         parts: Any = (tensor.rowwise_tensor, tensor.colwise_tensor)
         return ScaledTensor2x(*(_stack_quantizers(part) for part in parts))
     return GroupedScaledTensor1x(
-        tensor.data, tensor.scale_inv, tensor.amax, None, tensor.scaling_mode, tensor.dq_dtype,
-        tensor.is_colwise, tensor.data_layout, tensor.flatten_axis, tensor.has_rht_applied,
-    )  # fmt: skip
+        tensor.data,
+        tensor.scale_inv,
+        tensor.amax,
+        None,
+        tensor.scaling_mode,
+        tensor.dq_dtype,
+        tensor.is_colwise,
+        tensor.data_layout,
+        tensor.flatten_axis,
+        tensor.has_rht_applied,
+    )

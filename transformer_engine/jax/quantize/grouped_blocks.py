@@ -61,11 +61,21 @@ def encode_rows(
         amax, maxima = None, (None, None)
         if levels and not (spec.format.row_scaled and not columns):
             transposed = columns and not spec.two_dimensional
-            scaled = hadamard_transform(rows.T, spec.random_sign).T if transposed and spec.hadamard else rows
+            scaled = (
+                hadamard_transform(rows.T, spec.random_sign).T
+                if transposed and spec.hadamard
+                else rows
+            )
             bits = exact.magnitude_bits(scaled).max(axis=1, initial=0)
-            amax = exact.maximum_over_axes(_group_maxima(bits, layout.group, group_sizes.shape[0]), over)
+            amax = exact.maximum_over_axes(
+                _group_maxima(bits, layout.group, group_sizes.shape[0]), over
+            )
             of_rows = to_rows(amax, layout.group)
-            maxima = (None, of_rows[None, ::block]) if transposed else (of_rows[::block_rows, None], None)
+            maxima = (
+                (None, of_rows[None, ::block])
+                if transposed
+                else (of_rows[::block_rows, None], None)
+            )
         quantized: Any = quantizer.encode(rows, not columns, columns, dtype, maxima=maxima)[0]
         data, scale = quantized.data, quantized.scale_inv
         if not columns and scale.shape[0] == rows.shape[0]:  # every row has its own scales
@@ -73,10 +83,17 @@ def encode_rows(
         leaves = data, scale, quantized.amax if amax is None else amax
         tensors.append(
             GroupedScaledTensor1x(
-                *name_leaves(leaves, name), group_sizes, quantized.scaling_mode, dtype, columns, quantized.data_layout,
-                quantized.flatten_axis, quantized.has_rht_applied, original_shape=x.shape,
+                *name_leaves(leaves, name),
+                group_sizes,
+                quantized.scaling_mode,
+                dtype,
+                columns,
+                quantized.data_layout,
+                quantized.flatten_axis,
+                quantized.has_rht_applied,
+                original_shape=x.shape,
             )
-        )  # fmt: skip
+        )
     return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
 

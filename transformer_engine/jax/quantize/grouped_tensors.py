@@ -39,7 +39,11 @@ class RowLayout:
 
     def unpad(self, x: Array) -> Array:
         """Extract the rows from a padded array [P, ..]; zeros for rows after the last group."""
-        return x if self.padded_row is None else jnp.take(x, self.padded_row, 0, mode="fill", fill_value=0)
+        return (
+            x
+            if self.padded_row is None
+            else jnp.take(x, self.padded_row, 0, mode="fill", fill_value=0)
+        )
 
 
 def row_layout(group_sizes: Array, rows: int, block: int) -> RowLayout:
@@ -57,7 +61,9 @@ def row_layout(group_sizes: Array, rows: int, block: int) -> RowLayout:
     row = jnp.where(row < jnp.append(ends, 0)[group], row, rows)
     group_of_row = group_of_rows(sizes, rows)
     padded_row = jnp.where(
-        group_of_row < groups, jnp.arange(rows, dtype=jnp.int32) + shift[group_of_row], group.shape[0]
+        group_of_row < groups,
+        jnp.arange(rows, dtype=jnp.int32) + shift[group_of_row],
+        group.shape[0],
     )
     return RowLayout(group, row, padded_row)
 
@@ -111,21 +117,38 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     original_shape: tuple[int, ...] | None
 
     def __init__(
-        self, data: Array, scale_inv: Array, amax: Array, group_sizes: Array | None = None,
-        scaling_mode: ScalingMode = ScalingMode.NO_SCALING, dq_dtype: Any = jnp.bfloat16, is_colwise: bool = False,
-        data_layout: str = "N", flatten_axis: int = 1, has_rht_applied: bool = False, *,
-        first_dims: Array | None = None, last_dims: Array | None = None,
-        original_shape: tuple[int, ...] | None = None, pre_swizzled: bool = False,
-    ):  # fmt: skip
+        self,
+        data: Array,
+        scale_inv: Array,
+        amax: Array,
+        group_sizes: Array | None = None,
+        scaling_mode: ScalingMode = ScalingMode.NO_SCALING,
+        dq_dtype: Any = jnp.bfloat16,
+        is_colwise: bool = False,
+        data_layout: str = "N",
+        flatten_axis: int = 1,
+        has_rht_applied: bool = False,
+        *,
+        first_dims: Array | None = None,
+        last_dims: Array | None = None,
+        original_shape: tuple[int, ...] | None = None,
+        pre_swizzled: bool = False,
+    ):
         switch("pre_swizzled", pre_swizzled)
         if pre_swizzled:
-            raise ValueError("pre_swizzled=True, but scale_inv is stored row by row; leave pre_swizzled out")
+            raise ValueError(
+                "pre_swizzled=True, but scale_inv is stored row by row; leave pre_swizzled out"
+            )
         # The fields are not checked, since the leaves of a pytree may be tracers, shapes or arbitrary objects.
         ragged = first_dims if first_dims is not None else last_dims
         self.data, self.scale_inv, self.amax = data, scale_inv, amax  # pyright: ignore[reportIncompatibleVariableOverride]
         self.group_sizes = group_sizes if ragged is None else ragged
         self.scaling_mode, self.dq_dtype, self.is_colwise = scaling_mode, dq_dtype, is_colwise
-        self.data_layout, self.flatten_axis, self.has_rht_applied = data_layout, flatten_axis, has_rht_applied
+        self.data_layout, self.flatten_axis, self.has_rht_applied = (
+            data_layout,
+            flatten_axis,
+            has_rht_applied,
+        )
         self.original_shape = original_shape
 
     @property
@@ -166,7 +189,9 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     @property
     def codes(self) -> Array:
         """Codes [M, K] for grouped rows; a stack's data, [G, columns, rows] with data_layout "T"."""
-        return self.data.T if self.group_sizes is not None and self.data_layout == "T" else self.data
+        return (
+            self.data.T if self.group_sizes is not None and self.data_layout == "T" else self.data
+        )
 
     def operand(self) -> Operand:
         """Codes with the contracted axis last: [rows, K], or [G, rows, K] for a stack."""
@@ -196,7 +221,9 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         padded = rows != self.data.shape[int(self.data_layout == "T")]
         multiple = row_multiple(block)
         layout = (
-            row_layout(group_sizes, rows, multiple) if padded else RowLayout(group_of_rows(group_sizes, rows))
+            row_layout(group_sizes, rows, multiple)
+            if padded
+            else RowLayout(group_of_rows(group_sizes, rows))
         )
         amax = self.amax
         if form.levels is not None and not form.row_scaled and amax.size == group_sizes.size:
@@ -207,9 +234,16 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     def _one(self, data: Array, scale_inv: Array, amax: Array) -> ScaledTensor1x:
         return ScaledTensorFactory.create_1x(
-            data, scale_inv, amax, self.scaling_mode, self.dq_dtype, self.is_colwise, self.data_layout,
-            self.flatten_axis, self.has_rht_applied,
-        )  # fmt: skip
+            data,
+            scale_inv,
+            amax,
+            self.scaling_mode,
+            self.dq_dtype,
+            self.is_colwise,
+            self.data_layout,
+            self.flatten_axis,
+            self.has_rht_applied,
+        )
 
 
 @functools.partial(
@@ -237,10 +271,15 @@ class GroupedNoScaleTensor(AbstractBaseTensor1x):
     original_shape: tuple[int, ...] | None
 
     def __init__(
-        self, data: Array, amax: Array | None = None, first_dims: Array | None = None,
-        last_dims: Array | None = None, original_shape: tuple[int, ...] | None = None, *,
+        self,
+        data: Array,
+        amax: Array | None = None,
+        first_dims: Array | None = None,
+        last_dims: Array | None = None,
+        original_shape: tuple[int, ...] | None = None,
+        *,
         group_sizes: Array | None = None,
-    ):  # fmt: skip
+    ):
         self.data, self.amax, self.last_dims = data, amax, last_dims
         self.first_dims = group_sizes if first_dims is None else first_dims
         self.original_shape = original_shape

@@ -90,7 +90,9 @@ def _box_states(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: A
             if state and not scope.is_mutable_collection(name):
                 leaves, tree = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, _Box))
                 # A collection that is boxed already, or holds anything but float32 pairs, remains unchanged.
-                if any(isinstance(x, _Box) or getattr(x, "dtype", None) != jnp.float32 for x in leaves):
+                if any(
+                    isinstance(x, _Box) or getattr(x, "dtype", None) != jnp.float32 for x in leaves
+                ):
                     continue
                 for scale, history in pairs_of_leaves(state) or ():
                     copies = _Copies(leaves[scale], leaves[history])

@@ -30,7 +30,13 @@ from ..runtime.checks import check_floating, check_values
 from ..runtime.undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, find_element, random_key
-from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
+from .tensors import (
+    ScaledTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+    ScaledTensorFactory,
+    positive_axis,
+)
 
 __all__ = [
     "BlockScaleQuantizer",
@@ -51,7 +57,9 @@ def _register(cls: Class) -> Class:
 
     def flatten(quantizer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         state = tuple(getattr(quantizer, name) for name in cls.STATE)
-        return state, tuple(getattr(quantizer, f.name) for f in fields(cls) if f.name not in cls.STATE)
+        return state, tuple(
+            getattr(quantizer, f.name) for f in fields(cls) if f.name not in cls.STATE
+        )
 
     def unflatten(static: tuple[Any, ...], state: Sequence[Any]) -> Any:
         # Not by __init__: leaves may be tracers, shapes or None.
@@ -90,9 +98,15 @@ class Quantizer:
         check_settings({f.name: getattr(self, f.name) for f in fields(self)})
 
     def quantize(
-        self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
-        flatten_axis: int = -1, *, over: tuple[str, ...] = (),
-    ) -> ScaledTensor:  # fmt: skip
+        self,
+        x: Array,
+        is_rowwise: bool | None = None,
+        is_colwise: bool | None = None,
+        dq_dtype: Any = None,
+        flatten_axis: int = -1,
+        *,
+        over: tuple[str, ...] = (),
+    ) -> ScaledTensor:
         """Quantize x [*rows, *columns] in the layout's directions, or in the given ones.
 
         A quantizer with a state advances by one step.
@@ -109,15 +123,22 @@ class Quantizer:
             NotImplementedError: The codes are differentiated.
         """
         check_values("x", x)
-        tensor, amax = self.encode(constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis, over)
+        tensor, amax = self.encode(
+            constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis, over
+        )
         self.update(amax)
         return undifferentiated(tensor, x)
 
     def encode(
-        self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
-        flatten_axis: int = -1, over: tuple[str, ...] = (),
+        self,
+        x: Array,
+        is_rowwise: bool | None = None,
+        is_colwise: bool | None = None,
+        dq_dtype: Any = None,
+        flatten_axis: int = -1,
+        over: tuple[str, ...] = (),
         maxima: tuple[Array | None, Array | None] = (None, None),
-    ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
+    ) -> tuple[ScaledTensor, Array | None]:
         """Quantize without a state change; return the tensor and its absolute maximum or None.
 
         The other arguments are as in `Quantizer.quantize`.
@@ -171,7 +192,12 @@ class Quantizer:
             assert quantized.codes is not None and quantized.scale is not None
             tensors.append(
                 self._tensor(
-                    quantized.codes.reshape(shape), quantized.scale, quantized.amax, dtype, False, axis
+                    quantized.codes.reshape(shape),
+                    quantized.scale,
+                    quantized.amax,
+                    dtype,
+                    False,
+                    axis,
                 )
             )
         if spec.columnwise:
@@ -201,7 +227,9 @@ class Quantizer:
         """Settings for the quantization primitive."""
         form = self.scaling_mode.format
         if form is None:
-            raise ValueError(f"scaling_mode={self.scaling_mode} does not quantize; choose another mode")
+            raise ValueError(
+                f"scaling_mode={self.scaling_mode} does not quantize; choose another mode"
+            )
         return QuantizeSpec(
             form,
             find_element(self.q_dtype),
@@ -294,7 +322,9 @@ class DelayedScaleQuantizer(Quantizer):
         return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
 
     def cast(self) -> Cast | None:
-        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier())
+        return Cast(
+            self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier()
+        )
 
     def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         return {"multiplier": self._multiplier()}
@@ -367,7 +397,9 @@ class NVFP4Quantizer(Quantizer):
         rows, columns = jax.random.split(random_key(state))
         # Explicit, because under jax_enable_x64 the default is float64: other numbers, which no kernel reads.
         uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
-        return {"random": (uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis])))}
+        return {
+            "random": (uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis])))
+        }
 
 
 def advanced_together(
@@ -441,7 +473,9 @@ def as_cotangent(tree: Any) -> Any:
 
     def leaf(value: Array) -> Any:
         return (
-            value if jnp.issubdtype(value.dtype, jnp.floating) else np.zeros(value.shape, jax.dtypes.float0)
+            value
+            if jnp.issubdtype(value.dtype, jnp.floating)
+            else np.zeros(value.shape, jax.dtypes.float0)
         )
 
     return jax.tree.map(leaf, tree)

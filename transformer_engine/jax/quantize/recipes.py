@@ -97,7 +97,9 @@ def _block_mode(recipe: recipes.Float8BlockScaling, source: TensorSource) -> Sca
 
 def _nvfp4_mode(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> ScalingMode:
     square = _params(recipe, source).fp4_2d_quantization
-    to_256 = bool(_four_over_six(recipe, source)) and _concerns(recipe.nvfp4_4over6_e4m3_use_256, source)
+    to_256 = bool(_four_over_six(recipe, source)) and _concerns(
+        recipe.nvfp4_4over6_e4m3_use_256, source
+    )
     if recipe.row_scaled_activation and source is X:
         return ScalingMode.NVFP4_ROWS_256_SCALING if to_256 else ScalingMode.NVFP4_ROWS_SCALING
     if square:
@@ -107,7 +109,10 @@ def _nvfp4_mode(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> Scal
 
 def _concerns(scope: str, source: TensorSource) -> bool:
     """Whether a scope in the recipe's 4over6 holds for a tensor; no scope holds for gradients."""
-    return source is not DGRAD and scope in ("all", "weights" if source is KERNEL else "activations")
+    return source is not DGRAD and scope in (
+        "all",
+        "weights" if source is KERNEL else "activations",
+    )
 
 
 def _four_over_six(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> str:
@@ -158,7 +163,11 @@ FAMILIES: dict[type[recipes.Recipe], RecipeFamily] = {
             "fp8 recipe",
         ),
         RecipeFamily(
-            "block", recipes.Float8BlockScaling, _block_mode, _scale_options, "fp8_block_scaling recipe"
+            "block",
+            recipes.Float8BlockScaling,
+            _block_mode,
+            _scale_options,
+            "fp8_block_scaling recipe",
         ),
         RecipeFamily(
             "mxfp8",
@@ -299,7 +308,5 @@ def unsupported_reason(family: RecipeFamily, gpu_id: int = 0) -> str | None:
     elif is_older(gpu, least) or below is None:
         limit = f"needs compute capability {least.architecture}, this GPU has {gpu.architecture}"
     else:
-        limit = (
-            f"is unsupported from compute capability {below.architecture} on, this GPU has {gpu.architecture}"
-        )
+        limit = f"is unsupported from compute capability {below.architecture} on, this GPU has {gpu.architecture}"
     return f"{name} {limit}; set TE_EMULATE=1 to compute it by emulation"

@@ -20,9 +20,12 @@ _ROWS, _BLOCKS = 128, 4
 
 
 def apply_padding_to_scale_inv(
-    scale_inv: Array, scaling_mode: ScalingMode, data_shape: Sequence[int], is_colwise: bool = False,
+    scale_inv: Array,
+    scaling_mode: ScalingMode,
+    data_shape: Sequence[int],
+    is_colwise: bool = False,
     flatten_axis: int = -1,
-) -> Array:  # fmt: skip
+) -> Array:
     """Append zero bits to block scales, up to multiples of 128 rows and 4 blocks.
 
     Args:
@@ -43,7 +46,10 @@ def apply_padding_to_scale_inv(
             f"scale_inv has shape {scale_inv.shape} for data {tuple(data_shape)}; pass scales {shape} without padding"
         )
     multiples = _multiples(scaling_mode, is_colwise)
-    padded = [(0, round_up(size, multiple) - size) for size, multiple in zip(shape, multiples, strict=True)]
+    padded = [
+        (0, round_up(size, multiple) - size)
+        for size, multiple in zip(shape, multiples, strict=True)
+    ]
     if scale_inv.dtype.itemsize > 1:
         return jnp.pad(scale_inv, padded)
     # The bits are zeros: float8_e8m0fnu has no value 0.
@@ -51,9 +57,12 @@ def apply_padding_to_scale_inv(
 
 
 def remove_padding_from_scale_inv(
-    scale_inv: Array, scaling_mode: ScalingMode, data_shape: Sequence[int], is_colwise: bool = False,
+    scale_inv: Array,
+    scaling_mode: ScalingMode,
+    data_shape: Sequence[int],
+    is_colwise: bool = False,
     flatten_axis: int = -1,
-) -> Array:  # fmt: skip
+) -> Array:
     """Slice an array's block scales from padded ones; the inverse of `apply_padding_to_scale_inv`.
 
     Args:
@@ -69,7 +78,9 @@ def remove_padding_from_scale_inv(
     shape = _shape(scale_inv, scaling_mode, data_shape, is_colwise, flatten_axis)
     if shape is None:
         return scale_inv
-    if scale_inv.ndim != 2 or any(have < need for have, need in zip(scale_inv.shape, shape, strict=True)):
+    if scale_inv.ndim != 2 or any(
+        have < need for have, need in zip(scale_inv.shape, shape, strict=True)
+    ):
         raise ValueError(
             f"scale_inv has shape {scale_inv.shape} for data {tuple(data_shape)}; pass at least {shape}"
         )
@@ -77,7 +88,11 @@ def remove_padding_from_scale_inv(
 
 
 def _shape(
-    scale_inv: Array, mode: ScalingMode, data_shape: Sequence[int], is_colwise: bool, flatten_axis: int
+    scale_inv: Array,
+    mode: ScalingMode,
+    data_shape: Sequence[int],
+    is_colwise: bool,
+    flatten_axis: int,
 ) -> tuple[int, int] | None:
     """Scale shape without padding; None for one scale per tensor."""
     check_array("scale_inv", scale_inv)

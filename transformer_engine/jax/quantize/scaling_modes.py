@@ -188,7 +188,9 @@ class AmaxComputeAlgo(enum.Enum):
 
 
 def should_use_rht(
-    scaling_mode: ScalingMode, is_colwise: bool | None = None, q_layout: QuantizeLayout | None = None
+    scaling_mode: ScalingMode,
+    is_colwise: bool | None = None,
+    q_layout: QuantizeLayout | None = None,
 ) -> bool:
     """Whether the NVFP4 recipe applies the random Hadamard transform (RHT) before it quantizes.
 

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import check_option, described, epsilon, exponent, member, switch, text_or_none
+from ...common.checks import (
+    check_option,
+    described,
+    epsilon,
+    exponent,
+    member,
+    switch,
+    text_or_none,
+)
 from ...common.formats import E2M1, E4M3, E5M2, Element
 from ..primitives.scale_update import advance_scales
 from ..runtime.checks import check_array, check_dtype
@@ -58,7 +66,11 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 def _check_state(name: str, value: Any, kind: Any) -> None:
     """Raise TypeError or ValueError unless a state is an array with this number type and at least one axis."""
     check_array(name, value)
-    if not jnp.issubdtype(value.dtype, kind) or jnp.dtype(value.dtype).itemsize < 2 or not value.ndim:
+    if (
+        not jnp.issubdtype(value.dtype, kind)
+        or jnp.dtype(value.dtype).itemsize < 2
+        or not value.ndim
+    ):
         expected = "float32" if kind is jnp.floating else "uint32, such as jax.random.key_data(key)"
         raise ValueError(f"{name} is {described(value)}; give an array [n] of {expected}")
 
@@ -106,7 +118,12 @@ def compute_scale_from_amax(
     amax = _one_number("amax", amax)
     old = jnp.ones(1, jnp.float32) if scale is None else _one_number("scale", scale)
     _, computed = advance_scales(
-        jnp.zeros((1, 1), jnp.float32), old, amax, "most_recent", (find_element(q_dtype).maximum,), margin
+        jnp.zeros((1, 1), jnp.float32),
+        old,
+        amax,
+        "most_recent",
+        (find_element(q_dtype).maximum,),
+        margin,
     )
     return computed
 
@@ -115,7 +132,11 @@ def _one_number(name: str, value: Any) -> Array:
     """Convert a number to float32 [1]; raise TypeError unless value is one real number, or a one-element array."""
     dtype = getattr(value, "dtype", None)
     kinds = (jnp.floating, jnp.integer)
-    real = isinstance(value, Real) if dtype is None else any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    real = (
+        isinstance(value, Real)
+        if dtype is None
+        else any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    )
     if not real or np.size(value) != 1:
         raise TypeError(f"{name}={described(value)}; give one number, or an array [1] of it")
     return jnp.asarray(value, jnp.float32).reshape(1)

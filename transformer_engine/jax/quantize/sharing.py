@@ -119,7 +119,11 @@ def _copies(n: int, certain: bool) -> Any:
         return (state,) * n, state
 
     def backward(state: Any, following: tuple[Any, ...]) -> tuple[Any]:
-        return (_map_quantizers(lambda one, *copies: _merge_states(one, copies, certain), state, *following),)
+        return (
+            _map_quantizers(
+                lambda one, *copies: _merge_states(one, copies, certain), state, *following
+            ),
+        )
 
     copies.defvjp(forward, backward, symbolic_zeros=True)
     return copies
@@ -171,9 +175,12 @@ def _share_states(state: Any, axes: tuple[str, ...], first: Array, merges: bool)
         # The cotangent from a device that did not read the state (in a lax.cond) is 0, which does not count.
         scale = lax.pmin(jnp.where(state.scale > 0, state.scale, jnp.inf), axes)
         merged = {
-            "scale": jnp.where(jnp.isinf(scale), 0, scale), "amax_history": lax.pmax(state.amax_history, axes),
-        }  # fmt: skip
-    return dataclasses.replace(state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()})
+            "scale": jnp.where(jnp.isinf(scale), 0, scale),
+            "amax_history": lax.pmax(state.amax_history, axes),
+        }
+    return dataclasses.replace(
+        state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()}
+    )
 
 
 def _merge_states(state: Any, following: Sequence[Any], certain: bool) -> Any:

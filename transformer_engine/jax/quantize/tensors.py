@@ -154,13 +154,19 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         operand = self.operand()
         values = dequantize(operand)
         if self.has_rht_applied:
-            values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
+            values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(
+                values.shape
+            )
         return turned(values, operand.axis) if self.is_colwise and not self.transposed else values
 
     def values(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Compute the values in a dtype, in the original axis order."""
         values = replace(self, dq_dtype=jnp.dtype(dtype)).dequantize()
-        return turned(values, positive_axis(self.flatten_axis, self.ndim)) if self.transposed else values
+        return (
+            turned(values, positive_axis(self.flatten_axis, self.ndim))
+            if self.transposed
+            else values
+        )
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """Return this tensor.
@@ -171,7 +177,9 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         member("usage", usage, TensorUsage)
         columnwise = self.scaling_mode.get_quantize_layout(usage).has_colwise
         if columnwise is not self.is_colwise:
-            have, needed = (("column-wise" if c else "row-wise") for c in (self.is_colwise, columnwise))
+            have, needed = (
+                ("column-wise" if c else "row-wise") for c in (self.is_colwise, columnwise)
+            )
             raise ValueError(
                 f"{usage} needs a {needed} tensor, this one is {have}; quantize with q_layout=ROWWISE_COLWISE"
             )
@@ -197,7 +205,9 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["rowwise_tensor", "colwise_tensor"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["rowwise_tensor", "colwise_tensor"],
+    meta_fields=[],
 )
 @dataclass
 class ScaledTensor2x(ScaledTensor):
@@ -306,8 +316,14 @@ class Dequantizer:
             ValueError: The tensor has another scaling mode.
         """
         check_instance("scaled_tensor", scaled_tensor, AbstractBaseTensor)
-        one = scaled_tensor.rowwise_tensor if isinstance(scaled_tensor, ScaledTensor2x) else scaled_tensor
-        mode = getattr(one, "scaling_mode", ScalingMode.NO_SCALING)  # plain-value containers have no mode
+        one = (
+            scaled_tensor.rowwise_tensor
+            if isinstance(scaled_tensor, ScaledTensor2x)
+            else scaled_tensor
+        )
+        mode = getattr(
+            one, "scaling_mode", ScalingMode.NO_SCALING
+        )  # plain-value containers have no mode
         if mode is not self.scaling_mode:
             raise ValueError(
                 f"scaled_tensor has {mode}; this is the dequantizer of {self.scaling_mode}; call dequantize() of the "
@@ -356,9 +372,13 @@ class ScaledTensorFactory:
         check_array("scale_inv", scale_inv)
         member("scaling_mode", scaling_mode, ScalingMode)
         if scaling_mode.format is None:
-            raise ValueError(f"scaling_mode={scaling_mode} has no scales; use another mode, or NoScaleTensor")
+            raise ValueError(
+                f"scaling_mode={scaling_mode} has no scales; use another mode, or NoScaleTensor"
+            )
         if data_layout not in ("N", "T"):
-            raise ValueError(f"data_layout={data_layout!r}; choose 'N' (not transposed) or 'T' (transposed)")
+            raise ValueError(
+                f"data_layout={data_layout!r}; choose 'N' (not transposed) or 'T' (transposed)"
+            )
         amax = jnp.zeros(0, jnp.float32) if amax is None else amax
         axis = positive_axis(flatten_axis, data.ndim)
         return ScaledTensor1x(
@@ -391,8 +411,9 @@ class ScaledTensorFactory:
         member("q_layout", q_layout, QuantizeLayout)
         tensors = []
         for name, tensor, present in (
-            ("rowwise", rowwise, q_layout.has_rowwise), ("colwise", colwise, q_layout.has_colwise),
-        ):  # fmt: skip
+            ("rowwise", rowwise, q_layout.has_rowwise),
+            ("colwise", colwise, q_layout.has_colwise),
+        ):
             if present and tensor is None:
                 raise ValueError(
                     f"{name}=None with q_layout={q_layout.name}; pass the tensor of that direction"

@@ -24,7 +24,10 @@ class ReusableContext(ContextDecorator):
         _entered.set((*_entered.get(), (self, one)))
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool | None:
         entered = _entered.get()
         last = max(index for index, (block, _) in enumerate(entered) if block is self)

@@ -29,7 +29,9 @@ def check_values(name: str, array: Any) -> None:
             raise TypeError(
                 f"{name} is {described(array)}, which JAX does not read; convert it by jnp.asarray"
             )
-        raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
+        raise TypeError(
+            f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it"
+        )
 
 
 def check_shaped(name: str, array: Any, shape: Sequence[int]) -> None:
@@ -47,7 +49,9 @@ def check_dtype(name: str, dtype: Any) -> Any:
         found = None  # NumPy's message does not contain the argument name
     # NumPy converts {} and [] to structured dtypes without fields.
     if found is None or found.kind in "OSUMm" or found.type is np.void:
-        raise TypeError(f"{name}={described(dtype)} is not a dtype of arrays; pass one such as jnp.float32")
+        raise TypeError(
+            f"{name}={described(dtype)} is not a dtype of arrays; pass one such as jnp.float32"
+        )
     return found
 
 
@@ -55,14 +59,18 @@ def check_floating(name: str, dtype: Any) -> Any:
     """Convert as `check_dtype`; raise TypeError unless the dtype is floating-point."""
     found = check_dtype(name, dtype)
     if not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"{name}={found.name} is not a floating-point dtype; pass one such as jnp.float32")
+        raise TypeError(
+            f"{name}={found.name} is not a floating-point dtype; pass one such as jnp.float32"
+        )
     return found
 
 
 def check_axis_pairs(name: str, dims: Any) -> None:
     """Raise TypeError or ValueError unless dims is a pair of integer sequences, one per array."""
     if not isinstance(dims, (tuple, list)) or len(dims) != 2:
-        raise ValueError(f"{name}={described(dims)}; give two sequences of axes, such as ((1,), (0,))")
+        raise ValueError(
+            f"{name}={described(dims)}; give two sequences of axes, such as ((1,), (0,))"
+        )
     for side in dims:
         integers(name, side)
 
@@ -92,9 +100,13 @@ def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
         return
     found = np.asarray(sizes).astype(np.int64)
     if found.min(initial=0) < 0:
-        raise ValueError(f"{name} holds {found.min()}, which is below 0; give 0 for a group without rows")
+        raise ValueError(
+            f"{name} holds {found.min()}, which is below 0; give 0 for a group without rows"
+        )
     if found.sum() > rows:
-        raise ValueError(f"{name} add up to {found.sum()} of {rows} rows; give sizes of at most {rows} rows")
+        raise ValueError(
+            f"{name} add up to {found.sum()} of {rows} rows; give sizes of at most {rows} rows"
+        )
 
 
 def is_known(array: Any) -> bool:
@@ -169,7 +181,9 @@ def check_bias(bias: Array | None, features: Sequence[int]) -> None:
 
 def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
     """Whether a shape has these extents, or 1 instead."""
-    return len(shape) == len(extents) and all(n in (1, m) for n, m in zip(shape, extents, strict=True))
+    return len(shape) == len(extents) and all(
+        n in (1, m) for n, m in zip(shape, extents, strict=True)
+    )
 
 
 def check_rate(name: str, value: Any) -> None:

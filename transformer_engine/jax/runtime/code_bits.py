@@ -43,7 +43,9 @@ def name_leaves(tree: Tree, name: str | None) -> Tree:
     """Name the leaves of a pytree for recomputation policies; float8 and float4 leaves are named as integers."""
     if name is None:
         return tree
-    return bits_to_codes(jax.tree.map(lambda leaf: checkpoint_name(leaf, name), codes_to_bits(tree)))
+    return bits_to_codes(
+        jax.tree.map(lambda leaf: checkpoint_name(leaf, name), codes_to_bits(tree))
+    )
 
 
 def _to_bits(leaf: Array) -> Any:

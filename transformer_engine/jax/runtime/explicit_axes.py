@@ -72,7 +72,9 @@ def unique_axes(entries: Sequence[Entry]) -> PartitionSpec:
     visited: set[str] = set()
     spec: list[Entry] = []
     for entry in entries:
-        names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None)
+        names = tuple(
+            name for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None
+        )
         new = tuple(name for name in names if name not in visited)
         visited.update(new)
         spec.append(new if len(new) > 1 else new[0] if new else None)

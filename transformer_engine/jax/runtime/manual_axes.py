@@ -30,7 +30,9 @@ def cast_varying(axes: frozenset[str], arrays: Any) -> Any:
 
 def varying_axes(arrays: Any) -> frozenset[str]:
     """Manual axes over which an array in a pytree varies, if shard_map tracks them (check_vma)."""
-    return frozenset[str]().union(*(manual_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
+    return frozenset[str]().union(
+        *(manual_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays))
+    )
 
 
 def manual_axes(aval: Any) -> frozenset[str]:

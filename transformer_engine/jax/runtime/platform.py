@@ -78,14 +78,18 @@ def hardware(gpu_id: int = 0) -> Hardware:
     if not gpus:
         return WITHOUT_GPU
     if gpu_id >= len(gpus):
-        raise ValueError(f"gpu_id={gpu_id}; this process has GPUs 0 to {len(gpus) - 1}, choose one of them")
+        raise ValueError(
+            f"gpu_id={gpu_id}; this process has GPUs 0 to {len(gpus) - 1}, choose one of them"
+        )
     return _hardware(gpu_id)
 
 
 @functools.cache
 def _hardware(gpu_id: int) -> Hardware:
     architecture = str(_gpus()[gpu_id].compute_capability)
-    return hardware_named("amd" if architecture.startswith("gfx") else "nvidia", architecture.split(":")[0])
+    return hardware_named(
+        "amd" if architecture.startswith("gfx") else "nvidia", architecture.split(":")[0]
+    )
 
 
 def is_emulating() -> bool:

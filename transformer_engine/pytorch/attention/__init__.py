@@ -3,7 +3,11 @@
 from ..functions.split_heads import SplitAlongDim as _SplitAlongDim
 from .dot_product_attention import DotProductAttention
 from .inference import InferenceParams
-from .linear_attention import GatedDeltaNet2Attention, GatedDeltaNetAttention, GatedDeltaProductAttention
+from .linear_attention import (
+    GatedDeltaNet2Attention,
+    GatedDeltaNetAttention,
+    GatedDeltaProductAttention,
+)
 from .mla_projection import FusedMLAQUpProjRopeQuant
 from .multi_head_attention import MultiheadAttention
 from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb

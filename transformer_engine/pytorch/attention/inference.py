@@ -171,7 +171,9 @@ class InferenceParams:
         total_num_pages = size_or_none("total_num_pages", total_num_pages)
         is_paged = to_bool("is_paged", is_paged)
         tensor_dtype("dtype", dtype)
-        if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
+        if custom_cache_manager is not None and not isinstance(
+            custom_cache_manager, KVCacheManager
+        ):
             raise TypeError(
                 f"custom_cache_manager={described(custom_cache_manager)} is not a KVCacheManager; give an instance of "
                 "a subclass, or None"
@@ -198,7 +200,9 @@ class InferenceParams:
         self._foreseen: dict[int, Foreseen] = {}
         self._set_batch_size(0)
 
-    def _pages(self, page_size: int | None, total_num_pages: int | None) -> tuple[int | None, int | None]:
+    def _pages(
+        self, page_size: int | None, total_num_pages: int | None
+    ) -> tuple[int | None, int | None]:
         """Return tokens per page and page count, checked; None without pages."""
         if not self.is_paged:
             return None, None
@@ -229,7 +233,11 @@ class InferenceParams:
             ValueError: A limit would be exceeded, or no page is free. Nothing has changed.
         """
         step_dict = whole_step(
-            step_dict, self.sequences, self.max_batch_size, self.max_ctx_len, self.max_sequence_length
+            step_dict,
+            self.sequences,
+            self.max_batch_size,
+            self.max_ctx_len,
+            self.max_sequence_length,
         )
         starts = [self.sequences.get(sequence, 0) for sequence in step_dict]
         news = list(step_dict.values())
@@ -245,7 +253,9 @@ class InferenceParams:
             filled.extend(row)
             filled.extend([0] * (end * self._section - len(filled)))
         # The host memory is not pinned: the copy is staged before the call returns, and does not wait for the device.
-        self._lengths.copy_(torch.tensor(filled, dtype=torch.int32, device="cpu"), non_blocking=True)
+        self._lengths.copy_(
+            torch.tensor(filled, dtype=torch.int32, device="cpu"), non_blocking=True
+        )
 
     def _set_batch_size(self, size: int) -> None:
         """Slice the lengths to the batch, once per batch size instead of in every layer and step."""
@@ -270,7 +280,9 @@ class InferenceParams:
         """Cumulative sequence tokens including this step, int32 [b + 1]."""
         return self._cu_total
 
-    def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> CachedKeysValues:
+    def step(
+        self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
+    ) -> CachedKeysValues:
         """Append a layer's new keys and values, and return all keys and values with the lengths that mask them.
 
         The cache has no gradient.
@@ -318,7 +330,10 @@ class InferenceParams:
         return self._with_lengths(k[: self.batch_size], v[: self.batch_size], None)
 
     def foreseen(
-        self, layer_number: int, qkv_format: str, describe: Callable[[CachedKeysValues, StepLimits], Any]
+        self,
+        layer_number: int,
+        qkv_format: str,
+        describe: Callable[[CachedKeysValues, StepLimits], Any],
     ) -> Foreseen | None:
         """Return `upcoming` and describe(upcoming, limits), cached for equal steps; not while a compiler traces."""
         manager = self.cache_manager
@@ -345,7 +360,9 @@ class InferenceParams:
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append new keys and values that `upcoming` has described; return keys, values and page table."""
-        return self.cache_manager.step(layer_number, new_k, new_v, self._cu_new, self._cu_total, qkv_format)
+        return self.cache_manager.step(
+            layer_number, new_k, new_v, self._cu_new, self._cu_total, qkv_format
+        )
 
     def _with_lengths(self, k: Tensor, v: Tensor, table: Tensor | None) -> CachedKeysValues:
         page_size = 0 if table is None else k.shape[1]

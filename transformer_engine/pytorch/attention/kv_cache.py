@@ -79,9 +79,13 @@ class KVCacheManager(ABC):
 
     def described(self) -> list[str]:
         """Lines for print_cache."""
-        lines = [f"{type(self).__name__}: layers {sorted(self.cache)}, {len(self.sequences)} sequences"]
+        lines = [
+            f"{type(self).__name__}: layers {sorted(self.cache)}, {len(self.sequences)} sequences"
+        ]
         for row, (sequence, tokens) in enumerate(self.sequences.items()):
-            lines.append(f"  row {row}: sequence {sequence!r}, {tokens} tokens{self._find_place(sequence)}")
+            lines.append(
+                f"  row {row}: sequence {sequence!r}, {tokens} tokens{self._find_place(sequence)}"
+            )
         return lines
 
     def _find_place(self, sequence: Any) -> str:
@@ -176,7 +180,10 @@ class NonPagedKVCacheManager(KVCacheManager):
         super().__init__()
         self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
         self.num_heads, self.dtype = num_heads, dtype
-        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
+        self.head_dim_k, self.head_dim_v = (
+            head_dim_k,
+            head_dim_k if head_dim_v is None else head_dim_v,
+        )
         self.device = canonical_device(device)
         self.longest_step = max_seqlen
 
@@ -194,7 +201,13 @@ class NonPagedKVCacheManager(KVCacheManager):
             step_dict, self.sequences, self.max_batch_size, self.max_seqlen, self.max_seqlen
         )
         row = {sequence: index for index, sequence in enumerate(self.sequences)}
-        self._move([(row[s], target) for target, s in enumerate(step_dict) if s in row and row[s] != target])
+        self._move(
+            [
+                (row[s], target)
+                for target, s in enumerate(step_dict)
+                if s in row and row[s] != target
+            ]
+        )
         self._advance(step_dict)
         self.longest_step = max(step_dict.values(), default=0)
         return self.sequences
@@ -223,7 +236,19 @@ class NonPagedKVCacheManager(KVCacheManager):
             check_layer(self.cache, layer_number)
             check_batch(self.sequences, cu_new_seqlens)
         k, v = self.cache[layer_number]
-        check_append(new_k, k, None, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)
-        append(new_k, new_v, k, v, None, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)
+        check_append(
+            new_k, k, None, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step
+        )
+        append(
+            new_k,
+            new_v,
+            k,
+            v,
+            None,
+            cu_new_seqlens,
+            cu_cached_seqlens,
+            qkv_format,
+            self.longest_step,
+        )
         batch = cu_new_seqlens.shape[0] - 1
         return k[:batch], v[:batch], None

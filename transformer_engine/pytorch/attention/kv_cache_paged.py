@@ -42,7 +42,10 @@ class PagedKVCacheManager(KVCacheManager):
         self.total_num_pages, self.page_size = total_num_pages, page_size
         self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
         self.num_heads, self.dtype = num_heads, dtype
-        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
+        self.head_dim_k, self.head_dim_v = (
+            head_dim_k,
+            head_dim_k if head_dim_v is None else head_dim_v,
+        )
         self.device = canonical_device(device)
         self.longest_step = max_seqlen
         self.max_pages_per_seq = ceil_div(max_seqlen, page_size)
@@ -50,7 +53,9 @@ class PagedKVCacheManager(KVCacheManager):
         self.page_table = lasting_zeros(*table, dtype=torch.int32, device=self.device)
         self._table = lasting_zeros(*table, dtype=torch.int32, device=torch.device("cpu"))
         self._pages: dict[Any, list[int]] = {}
-        self._free = list(range(total_num_pages - 1, -1, -1))  # used from its end: the lowest page first
+        self._free = list(
+            range(total_num_pages - 1, -1, -1)
+        )  # used from its end: the lowest page first
 
     def allocate_memory(self, layer_number: int) -> None:
         if layer_number not in self.cache:
@@ -121,7 +126,10 @@ class PagedKVCacheManager(KVCacheManager):
         return table.reshape(len(rows), self.max_pages_per_seq)
 
     def described(self) -> list[str]:
-        return [*super().described(), f"  {len(self._free)} of {self.total_num_pages} pages are free"]
+        return [
+            *super().described(),
+            f"  {len(self._free)} of {self.total_num_pages} pages are free",
+        ]
 
     def _find_place(self, sequence: Any) -> str:
         return f", pages {self._pages[sequence]}"
@@ -146,5 +154,15 @@ class PagedKVCacheManager(KVCacheManager):
         table = self.page_table[: cu_new_seqlens.shape[0] - 1]
         lengths = (cu_new_seqlens, cu_cached_seqlens)
         check_append(new_k, k, table, *lengths, qkv_format, self.longest_step, own_table=True)
-        append(new_k, new_v, k, v, table, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)
+        append(
+            new_k,
+            new_v,
+            k,
+            v,
+            table,
+            cu_new_seqlens,
+            cu_cached_seqlens,
+            qkv_format,
+            self.longest_step,
+        )
         return k, v, table

@@ -99,7 +99,9 @@ class LayerKey(NamedTuple):
                 check_rotation(heads, angles, Positions(), spec, heads.shape[-1])  # pyright: ignore[reportArgumentType]
         if self.core is None:
             return None
-        tensors: Any = [x[index] for index in range(3) for x in (q, k, v)]  # shapes, dtypes, devices
+        tensors: Any = [
+            x[index] for index in range(3) for x in (q, k, v)
+        ]  # shapes, dtypes, devices
         return PlanKey(
             self.core, *self[2:7], None, None, self.given, self.cached, self.same_lengths, *tensors
         )
@@ -115,7 +117,10 @@ def plan_layer(key: Key) -> AttentionPlan | None:
 
 
 def check_weight_fusion(
-    fuse_wgrad_accumulation: bool, fuse_qkv_params: bool, return_layernorm_output: bool, input_layernorm: bool
+    fuse_wgrad_accumulation: bool,
+    fuse_qkv_params: bool,
+    return_layernorm_output: bool,
+    input_layernorm: bool,
 ) -> None:
     """Check constructor options that depend on each other, and warn once about one without effect.
 
@@ -242,7 +247,9 @@ def check_encoder(config: MultiheadAttentionConfig, encoder_output: Any) -> Any:
     """
     if config.attention_type == "cross":
         if encoder_output is None:
-            raise ValueError("attention_type='cross' needs encoder_output, which is None; match the two")
+            raise ValueError(
+                "attention_type='cross' needs encoder_output, which is None; match the two"
+            )
         return encoder_output
     if encoder_output is not None:
         warn_once(
@@ -276,7 +283,11 @@ def _rotation_of_call(
         piece = piece_of_rank(sequence_lengths(cu_seqlens), starts, tokens, context.rank)
         before = (context.rank * tokens - starts[:-1]).clamp(min=0)
         spec = RopeSpec(config.qkv_format, config.rotary_pos_interleaved)._replace(clamps=True)
-        tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        tables = (
+            rotary_pos_emb
+            if isinstance(rotary_pos_emb, tuple)
+            else (rotary_pos_emb, rotary_pos_emb)
+        )
         return Rotation(tables, spec, before, (piece.starts_q, piece.starts_q))
     ranks = (1, 0) if context is None else (context.size, context.rank)
     return plan_rotation(

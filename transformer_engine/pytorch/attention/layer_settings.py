@@ -49,7 +49,13 @@ STORED_ARGUMENTS = (
 # Settings that determined which children and parameters exist; they cannot be assigned.
 FIXED = frozenset(
     {
-        *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
+        *(
+            "attention_type",
+            "fuse_qkv_params",
+            "hidden_size",
+            "input_layernorm",
+            "num_attention_heads",
+        ),
         *("num_gqa_groups", "qk_norm_type", "qkv_weight_interleaved"),
     }
 )
@@ -130,7 +136,9 @@ class MultiheadAttentionConfig(Config):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attn_mask_type", canonical_name(self.attn_mask_type))
-        object.__setattr__(self, "returns_norm", self.return_layernorm_output and self.input_layernorm)
+        object.__setattr__(
+            self, "returns_norm", self.return_layernorm_output and self.input_layernorm
+        )
 
     def check(self) -> None:
         warn_without_norm(self.return_layernorm_output, self.input_layernorm)

@@ -73,11 +73,25 @@ class FusedMLAQUpProjFunction:
 
     @staticmethod
     def apply(
-        x: Tensor, gamma: Tensor, w_q: Tensor, cos: Tensor, sin: Tensor, wgrad_store: WeightGradStore | None,
-        fuse_wgrad_accumulation: bool, nh: int, q_head_dim: int, qk_head_dim: int, qk_pos_emb_head_dim: int,
-        s: int, b: int, tp_group: dist_group_type | None, sequence_parallel: bool, eps: float, normalization: str,
+        x: Tensor,
+        gamma: Tensor,
+        w_q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        wgrad_store: WeightGradStore | None,
+        fuse_wgrad_accumulation: bool,
+        nh: int,
+        q_head_dim: int,
+        qk_head_dim: int,
+        qk_pos_emb_head_dim: int,
+        s: int,
+        b: int,
+        tp_group: dist_group_type | None,
+        sequence_parallel: bool,
+        eps: float,
+        normalization: str,
         zero_centered_gamma: bool,
-    ) -> MXFP8Tensor:  # fmt: skip
+    ) -> MXFP8Tensor:
         """Compute rotate(RMSNorm(x) gamma w_q^T) for each head, in MXFP8; differentiable in x, gamma and w_q.
 
         The first `qk_head_dim` channels of a head are not rotated. The other `qk_pos_emb_head_dim` channels are
@@ -121,7 +135,9 @@ class FusedMLAQUpProjFunction:
             tp_group,
             normalization,
         )
-        y = normalize(x.reshape(s * b, -1), gamma, None, Norm("RMSNorm", eps, bool(zero_centered_gamma)))
+        y = normalize(
+            x.reshape(s * b, -1), gamma, None, Norm("RMSNorm", eps, bool(zero_centered_gamma))
+        )
         spec = _product_spec(y, w_q, wgrad_store, bool(fuse_wgrad_accumulation))
         q = linear(y, w_q, None, spec).view(s, b, nh, q_head_dim)
         rotated = _rotate(q[..., qk_head_dim:], cos, sin)
@@ -147,7 +163,11 @@ def _check(
         raise RuntimeError(
             f'FusedMLAQUpProjFunction: normalization={normalization!r}; only "RMSNorm" is supported'
         )
-    if x.shape[-1] != w_q.shape[-1] or x.numel() != s * b * x.shape[-1] or w_q.shape[0] != nh * q_head_dim:
+    if (
+        x.shape[-1] != w_q.shape[-1]
+        or x.numel() != s * b * x.shape[-1]
+        or w_q.shape[0] != nh * q_head_dim
+    ):
         raise ValueError(
             f"x is {list(x.shape)} and w_q {list(w_q.shape)} for s={s}, b={b}, nh={nh}, q_head_dim={q_head_dim}; give "
             "[s, b, r] and [nh * q_head_dim, r]"
@@ -170,7 +190,9 @@ def _product_spec(y: Tensor, w_q: Tensor, store: Any, fused: bool) -> LinearSpec
     delayed = store if store is not None and store.delay_wgrad_compute() else None
     if fused and records and w_q.requires_grad:
         find_main_grad(w_q)  # pyright: ignore[reportArgumentType] - raises without a buffer
-    x, weight, grad = (MXFP8Quantizer(DType.kFloat8E4M3) if quantized else IDENTITY for _ in range(3))
+    x, weight, grad = (
+        MXFP8Quantizer(DType.kFloat8E4M3) if quantized else IDENTITY for _ in range(3)
+    )
     return LinearSpec(
         y.dtype,
         x,
@@ -193,10 +215,13 @@ def _rotate(pairs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate interleaved pairs [s, b, nh, rope] into halves, in float32."""
     s, rope = pairs.shape[0], pairs.shape[-1]
     (cos_l, cos_r), (sin_l, sin_r) = (
-        table.to(torch.bfloat16).float().view(s, 1, 1, rope).chunk(2, dim=-1) for table in (cos, sin)
+        table.to(torch.bfloat16).float().view(s, 1, 1, rope).chunk(2, dim=-1)
+        for table in (cos, sin)
     )
     even, odd = pairs[..., 0::2].float(), pairs[..., 1::2].float()
-    return torch.cat((even * cos_l - odd * sin_l, odd * cos_r + even * sin_r), dim=-1).to(pairs.dtype)
+    return torch.cat((even * cos_l - odd * sin_l, odd * cos_r + even * sin_r), dim=-1).to(
+        pairs.dtype
+    )
 
 
 class _QuantizeQuery(Function):

@@ -12,7 +12,13 @@ from ...common.memory import Memory
 from ...common.numbers import to_bool
 from ..compat.argument_orders import accepts_older_orders, declare_call
 from ..compat.replaceable import is_unintercepted
-from ..constants import AttentionType, CPLoadBalancingStrategy, NormalizationName, SoftmaxType, TensorFormat
+from ..constants import (
+    AttentionType,
+    CPLoadBalancingStrategy,
+    NormalizationName,
+    SoftmaxType,
+    TensorFormat,
+)
 from ..functions.attention.autograd import Projection
 from ..functions.split_heads import split_views
 from ..module.arguments import accepts
@@ -31,7 +37,13 @@ from .dot_product_attention.plan import AttentionPlan
 from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pack_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
-from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_weight_fusion, plan_layer
+from .layer_plan import (
+    MAX_LAYER_PLANS,
+    check_encoder,
+    check_layer_call,
+    check_weight_fusion,
+    plan_layer,
+)
 from .layer_settings import (
     CHILD_ATTRIBUTES,
     CORE_ARGUMENTS,
@@ -98,24 +110,52 @@ class MultiheadAttention(CheckedLoading):
     @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap"))
     @accepts(**RULES)
     def __init__(
-        self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
-        attention_dropout: float = 0.1, layernorm_epsilon: float = 1e-5,
-        init_method: Callable | None = None, output_layer_init_method: Callable | None = None,
-        layer_number: int | None = None, attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        softcap: float = 0.0, tp_group: Any = None, tp_size: int = 1, num_gqa_groups: int | None = None,
-        fuse_wgrad_accumulation: bool = False, get_rng_state_tracker: Callable | None = None,
-        sequence_parallel: bool = False, params_dtype: torch.dtype | None = None,
-        return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
-        attention_type: AttentionType = "self", set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
-        zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True,
-        rotary_pos_interleaved: bool = False, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-        bias: bool = True, normalization: NormalizationName = "LayerNorm", device: torch.device | str | int = "cuda",
-        qkv_format: TensorFormat = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, seq_length: int | None = None,
-        micro_batch_size: int | None = None, softmax_type: SoftmaxType = "vanilla",
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: AttentionType = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: NormalizationName = "LayerNorm",
+        device: torch.device | str | int = "cuda",
+        qkv_format: TensorFormat = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: SoftmaxType = "vanilla",
+    ) -> None:
         arguments = dict(locals())
         super().__init__()
         check_weight_fusion(
@@ -138,7 +178,9 @@ class MultiheadAttention(CheckedLoading):
             sequence_parallel=sequence_parallel and tp_size > 1,
             heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
         )
-        self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(plan_layer, MAX_LAYER_PLANS)
+        self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(
+            plan_layer, MAX_LAYER_PLANS
+        )
         projection = {name: arguments[name] for name in PROJECTION_ARGUMENTS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
         norm = {"eps": layernorm_epsilon, **{name: arguments[name] for name in NORM_ARGUMENTS}}
@@ -162,7 +204,9 @@ class MultiheadAttention(CheckedLoading):
             name=child_name(name, "core_attention"),
             **{name: arguments[name] for name in CORE_ARGUMENTS},
         )
-        if softmax_type == "learnable":  # the core's one tensor; its constructor has no argument `device`
+        if (
+            softmax_type == "learnable"
+        ):  # the core's one tensor; its constructor has no argument `device`
             self.core_attention.make_softmax_offset(device)
         self.proj = Linear(
             q_size,
@@ -177,23 +221,38 @@ class MultiheadAttention(CheckedLoading):
         hand_down_settings(self, tp_size)
 
     def _create_projections(
-        self, hidden: int, pieces: dict[str, int], columns: dict[str, Any], norm: dict[str, Any],
+        self,
+        hidden: int,
+        pieces: dict[str, int],
+        columns: dict[str, Any],
+        norm: dict[str, Any],
         name: str | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create the children that compute q, k and v, under their names in checkpoints."""
-        self.layernorm_qkv = self.qkv = self.layernorm_query = self.query_layer = self.key_value = None
+        self.layernorm_qkv = self.qkv = self.layernorm_query = self.query_layer = self.key_value = (
+            None
+        )
         of_input = pieces if self.attention_type == "self" else {"query": pieces["query"]}
         plain, normed = (
-            ("qkv", "layernorm_qkv") if self.attention_type == "self" else ("query_layer", "layernorm_query")
+            ("qkv", "layernorm_qkv")
+            if self.attention_type == "self"
+            else ("query_layer", "layernorm_query")
         )
         split = None if self.fuse_qkv_params else of_input
         width = sum(of_input.values())
         if self.input_layernorm:
             child: nn.Module = LayerNormLinear(
-                hidden, width, parameters_split=split, name=child_name(name, normed), **columns, **norm
+                hidden,
+                width,
+                parameters_split=split,
+                name=child_name(name, normed),
+                **columns,
+                **norm,
             )
         else:
-            child = Linear(hidden, width, parameters_split=split, name=child_name(name, plain), **columns)
+            child = Linear(
+                hidden, width, parameters_split=split, name=child_name(name, plain), **columns
+            )
         setattr(self, normed if self.input_layernorm else plain, child)
         if self.attention_type == "cross":
             of_encoder = {"key": pieces["key"], "value": pieces["value"]}
@@ -206,15 +265,25 @@ class MultiheadAttention(CheckedLoading):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel process group for every projection and the attention."""
         self.tp_group = tp_group
-        inputs = (self.layernorm_qkv, self.qkv, self.layernorm_query, self.query_layer, self.key_value)
+        inputs = (
+            self.layernorm_qkv,
+            self.qkv,
+            self.layernorm_query,
+            self.query_layer,
+            self.key_value,
+        )
         for child in (*inputs, self.core_attention, self.proj):
             if child is not None:
                 child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        self,
+        cp_group: Any,
+        cp_global_ranks: list[int] | None,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
         load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set the ranks that share the sequence, see `DotProductAttention`."""
         self.core_attention.set_context_parallel_group(
             cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
@@ -222,19 +291,32 @@ class MultiheadAttention(CheckedLoading):
 
     @accepts_older_orders(v2_11=("bottom_right_diagonal",))
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-        encoder_output: Tensor | None = None, attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None, core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
-        pad_between_seqs: bool | None = None, thd_attention_policies: list[dict[str, Any]] | None = None,
-        thd_attention_policy_dispatch: str = "auto", softcap: float | None = None,
-    ) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
         Args:
@@ -247,14 +329,26 @@ class MultiheadAttention(CheckedLoading):
 
         The other arguments are as in `DotProductAttention.forward`.
         """
-        # fmt: off
         arguments = pack_arguments(
-            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-            core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
-            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
-            thd_attention_policies, thd_attention_policy_dispatch,
+            attention_mask,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            core_attention_bias,
+            alibi_slopes,
+            inference_params,
+            max_seqlen_q,
+            max_seqlen_kv,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            core_attention_bias_type,
+            pad_between_seqs,
+            softcap,
+            thd_attention_policies,
+            thd_attention_policy_dispatch,
         )
-        # fmt: on
         return self.attend(
             hidden_states,
             arguments,
@@ -300,7 +394,9 @@ class MultiheadAttention(CheckedLoading):
         """
         config = self._config
         if checkpoint_core_attention is not False:
-            checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
+            checkpoint_core_attention = to_bool(
+                "checkpoint_core_attention", checkpoint_core_attention
+            )
         if encoder_output is not None and config.attention_type == "self":
             encoder_output = check_encoder(config, encoder_output)
         tracing = torch.compiler.is_compiling() or export_mode.onnx
@@ -326,7 +422,12 @@ class MultiheadAttention(CheckedLoading):
         # The core attention reads and returns FP8 codes.
         uses_codes = state.enabled and not (uses_cache or export_mode.onnx) and outputs_codes(state)
         qkv, norm_output, residual = self._project(
-            config, hidden_states, is_first_microbatch, rotation, state if uses_codes else None, uses_residual
+            config,
+            hidden_states,
+            is_first_microbatch,
+            rotation,
+            state if uses_codes else None,
+            uses_residual,
         )
         # An attention over a cache reads keys that the projection has not produced.
         joins_gradients = checked_arguments is not None and not uses_cache
@@ -335,13 +436,22 @@ class MultiheadAttention(CheckedLoading):
         )
         if checked_arguments is not None:
             context = core.attend_checked(
-                (q, k, v), checked_arguments, checkpoint_core_attention, uses_codes, joint_projection
+                (q, k, v),
+                checked_arguments,
+                checkpoint_core_attention,
+                uses_codes,
+                joint_projection,
             )
         elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or uses_codes):
             context = core(q, k, v)
         else:
-            options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": uses_codes}
-            context = core(q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords())
+            options = {
+                "checkpoint_core_attention": checkpoint_core_attention,
+                "fp8_output": uses_codes,
+            }
+            context = core(
+                q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords()
+            )
         output = modules["proj"](context, is_first_microbatch=is_first_microbatch)
         if not (config.return_bias or config.returns_norm):
             return output, residual
@@ -354,7 +464,14 @@ class MultiheadAttention(CheckedLoading):
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
         """Raise the errors of `attend` without effects."""
-        inputs = (hidden_states, arguments, encoder_output, None, current(), torch.compiler.is_compiling())
+        inputs = (
+            hidden_states,
+            arguments,
+            encoder_output,
+            None,
+            current(),
+            torch.compiler.is_compiling(),
+        )
         check_layer_call(self._plans, self._config, self._modules["core_attention"], *inputs)
 
     def _project(
@@ -380,9 +497,16 @@ class MultiheadAttention(CheckedLoading):
         """
         switches: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
         get: Any = self._modules.get
-        projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
+        projection = (
+            get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
+        )
         assert projection is not None
-        if fp8_state is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
+        if (
+            fp8_state is not None
+            and rotation is None
+            and get("key_value") is None
+            and get("q_norm") is None
+        ):
             switches["fp8_output"] = projects_codes(projection, fp8_state, hidden_states)
         if uses_residual and is_unintercepted(projection, LayerNormLinear):
             qkv, hidden_states = projection.forward_with_residual(hidden_states, **switches)

@@ -30,7 +30,11 @@ class L2Normalization(nn.Module):
 
 
 def query_key_norm(
-    norm: str | None, size: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | int
+    norm: str | None,
+    size: int,
+    eps: float,
+    dtype: torch.dtype | None,
+    device: torch.device | str | int,
 ) -> nn.Module | None:
     """Return the norm called `norm` over heads with `size` features; None for None."""
     if norm is None:

@@ -83,7 +83,9 @@ class RotaryPositionEmbedding(nn.Module):
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
         self.interleaved = interleaved
-        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=canonical_device("cuda")) / dim
+        exponent = (
+            torch.arange(0, dim, 2, dtype=torch.float32, device=canonical_device("cuda")) / dim
+        )
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponent))
 
     def forward(self, max_seq_len: int, offset: float = 0) -> Tensor:
@@ -129,7 +131,12 @@ class ApplyRope(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, angles: Tensor, start: Tensor | None, cu_seqlens: Tensor | None, spec: RopeSpec
+        ctx: Any,
+        x: Tensor,
+        angles: Tensor,
+        start: Tensor | None,
+        cu_seqlens: Tensor | None,
+        spec: RopeSpec,
     ) -> Tensor:
         ctx.save_for_backward(angles, start, cu_seqlens)
         ctx.spec = spec
@@ -172,7 +179,9 @@ class ApplyPackedRope(Function):
         return rope_qkv_forward(qkv, q_angles, k_angles, Positions(start, cu_seqlens), *rest)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
         positions = Positions(start, cu_seqlens)
         rest = (q_angles, k_angles, positions, *ctx.rest)
@@ -242,7 +251,9 @@ class FusedQKVRoPEFunc(Function):
         return ApplyPackedRope.forward(ctx, qkv, *angles, start_positions, cu_seqlens, sizes, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
         return ApplyPackedRope.backward(ctx, grad_q, grad_k, grad_v)[0], *[None] * 9
 
 

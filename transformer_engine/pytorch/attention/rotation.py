@@ -54,9 +54,13 @@ class Rotation(NamedTuple):
         each = heads.queries // heads.groups
         sizes = (each * heads.size, heads.size, heads.size)
         positions = Positions(self.before, self.bounds[0])
-        separate = not heads.interleaved and heads.groups > 1  # one group has the same order in both layouts
+        separate = (
+            not heads.interleaved and heads.groups > 1
+        )  # one group has the same order in both layouts
         count = heads.queries + 2 * heads.groups if separate else heads.groups
-        return rotate_qkv(x.unflatten(-1, (count, -1)), self.angles, sizes, self.spec, positions, separate)
+        return rotate_qkv(
+            x.unflatten(-1, (count, -1)), self.angles, sizes, self.spec, positions, separate
+        )
 
 
 def plan_rotation(
@@ -77,10 +81,15 @@ def plan_rotation(
         bounds: cu_seqlens for queries and keys.
         padded: Query and key sequence starts, if there are tokens between them.
     """
-    angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+    angles = (
+        rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+    )
     before = None
     if cache is not None:
-        longest, positions = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
+        longest, positions = (
+            max(cache.sequences.values(), default=0),
+            min(x.shape[0] for x in angles),
+        )
         if longest > positions:
             raise ValueError(
                 f"a sequence of the step has {longest} tokens, cached ones included, > {positions} positions of "

@@ -70,7 +70,10 @@ class _Order(NamedTuple):
         """Return whether the arguments have the types in this order, and none is passed twice."""
         if len(args) > len(self.names) or not kwargs.keys().isdisjoint(self.names[: len(args)]):
             return False
-        return all(any(test(value) for test in tests) for value, tests in zip(args, self.tests, strict=False))
+        return all(
+            any(test(value) for test in tests)
+            for value, tests in zip(args, self.tests, strict=False)
+        )
 
 
 def _make_tests(annotation: str) -> tuple[Test, ...]:
@@ -145,7 +148,9 @@ def accepts_older_orders(
                             f"{function.__qualname__} is called by position in the argument order of release "
                             f"{candidate.release}; pass the arguments from {names[shared]!r} on by keyword",
                         )
-                        return call(self, **dict(zip(candidate.names, args, strict=False)), **kwargs)
+                        return call(
+                            self, **dict(zip(candidate.names, args, strict=False)), **kwargs
+                        )
             return call(self, *args, **kwargs)
 
         if is_method:

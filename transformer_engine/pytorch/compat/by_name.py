@@ -64,9 +64,15 @@ class NormByName:
         )
 
     def backward(
-        self, dy: Tensor, x: Tensor, mean: Tensor | None, rstdev: Tensor, gamma: Tensor,
-        add: Tensor | None = None, rounds_first: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor | None,
+        rstdev: Tensor,
+        gamma: Tensor,
+        add: Tensor | None = None,
+        rounds_first: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.norm.backward(dy, x, mean, rstdev, gamma, add, rounds_first)
 
 
@@ -78,7 +84,9 @@ class _Products(NamedTuple):
     bias: Tensor | None
 
 
-def _product(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, file: ModuleType) -> Tensor:
+def _product(
+    inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, file: ModuleType
+) -> Tensor:
     """Compute y [M, N] = inp [M, K] @ weight.T + bias, with tensor-parallel communication."""
     x = spec.parallel.enter_forward(inp)
     y = file.general_gemm(weight, x, out_dtype=spec.dtype, layout="TN", bias=bias)[0]
@@ -135,9 +143,15 @@ class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, inp: Tensor, ln_weight: Tensor, ln_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-        spec: NormLinearSpec, file: ModuleType,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        inp: Tensor,
+        ln_weight: Tensor,
+        ln_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: NormLinearSpec,
+        file: ModuleType,
+    ) -> Any:
         flat = inp.reshape(-1, inp.shape[-1])
         normed, mean, rstdev = NormByName(spec.norm, file).forward(flat, ln_weight, ln_bias)
         weight = weight.to(spec.linear.dtype)
@@ -172,7 +186,9 @@ class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
     """y [sum M_i, N] from GroupedLinear, weights before biases. ctx is None where no gradient is recorded."""
 
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, spec: Any, file: ModuleType, *weights_and_biases: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, inp: Tensor, spec: Any, file: ModuleType, *weights_and_biases: Tensor
+    ) -> Tensor:
         count = len(spec.rows)
         weights = [weight.to(spec.groups[0].dtype) for weight in weights_and_biases[:count]]
         biases = weights_and_biases[count:]
@@ -188,8 +204,12 @@ class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
     def backward(ctx, grad_output):
         inp, *weights = ctx.saved_tensors
         spec = ctx.spec
-        parts = zip(grad_output.split(spec.rows), inp.split(spec.rows), weights, spec.groups, strict=True)
-        grads = [_gradients(dy, x, weight, group, ctx.file, ctx.dtypes) for dy, x, weight, group in parts]
+        parts = zip(
+            grad_output.split(spec.rows), inp.split(spec.rows), weights, spec.groups, strict=True
+        )
+        grads = [
+            _gradients(dy, x, weight, group, ctx.file, ctx.dtypes) for dy, x, weight, group in parts
+        ]
         inputs = [grad.input for grad in grads if grad.input is not None]
         dx = torch.cat(inputs) if inputs else None
         return dx, None, None, *(grad.weight for grad in grads), *(grad.bias for grad in grads)

@@ -57,7 +57,9 @@ def combine_and_quantize(
     assert isinstance(storage, Float8TensorStorage) and storage._data is not None
     codes = [
         part.view(x.shape)
-        for part, x in zip(storage._data[0].split([x.numel() for x in buffers]), buffers, strict=True)
+        for part, x in zip(
+            storage._data[0].split([x.numel() for x in buffers]), buffers, strict=True
+        )
     ]
     if shared:
         codes[-1:] = codes[-1].unbind(axis)
@@ -73,7 +75,10 @@ def _tensor(codes: Tensor, storage: Float8TensorStorage, dtype: torch.dtype) -> 
 def _sharing(qkv_layout: str) -> tuple[int, int]:
     """Return (how many of the three share a buffer: 3, 2 or 0; the axis with that number, counted from the end)."""
     for tensor_format in _FORMATS:
-        for packed, axis in ((tensor_format[:-2] + "{n}hd", -3), (tensor_format[:-2] + "h{n}d", -2)):
+        for packed, axis in (
+            (tensor_format[:-2] + "{n}hd", -3),
+            (tensor_format[:-2] + "h{n}d", -2),
+        ):
             if qkv_layout == packed.format(n=3):
                 return 3, axis
             if qkv_layout == f"{tensor_format}_{packed.format(n=2)}":

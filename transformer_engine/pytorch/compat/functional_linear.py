@@ -61,7 +61,13 @@ def functional_forward(
     bias = None if bias is None else bias.to(computed)
     shape = (*input.shape[:-1], weight.shape[0])
     y = _product(
-        _operand(input, ROWWISE), _operand(weight, ROWWISE), computed, bias, out, alpha, accumulate_into_out
+        _operand(input, ROWWISE),
+        _operand(weight, ROWWISE),
+        computed,
+        bias,
+        out,
+        alpha,
+        accumulate_into_out,
     )
     y = y.view(shape)
     return (y if output_quantizer is None else output_quantizer(y)), input, weight
@@ -112,7 +118,13 @@ def functional_backward(
         w = _quantized("weight", weight, weight_quantizer) if with_quantized_compute else weight
         operands = _operand(dy, ROWWISE), _operand(w, COLUMNWISE)
         result = _product(
-            *operands, computed, None, grad_input, grad_input_alpha, accumulate_into_grad_input, True
+            *operands,
+            computed,
+            None,
+            grad_input,
+            grad_input_alpha,
+            accumulate_into_grad_input,
+            True,
         )
         dx = result.view(*dy.shape[:-1], w.shape[-1])
         dx = dx if grad_input_quantizer is None else grad_input_quantizer(dx)
@@ -120,7 +132,13 @@ def functional_backward(
         x = _quantized("input", input, input_quantizer) if with_quantized_compute else input
         operands = _operand(dy, COLUMNWISE), _operand(x, COLUMNWISE)
         dw = _product(
-            *operands, computed, None, grad_weight, grad_weight_alpha, accumulate_into_grad_weight, True
+            *operands,
+            computed,
+            None,
+            grad_weight,
+            grad_weight_alpha,
+            accumulate_into_grad_weight,
+            True,
         )
     return dx, dw
 

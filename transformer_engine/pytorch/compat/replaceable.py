@@ -69,7 +69,9 @@ class ReplaceableFunction(type(torch.autograd.Function)):
         original = steps._originals[name]
         steps.assigned(name, original if value == original else value)
         for replaced in cls.watchers:
-            (replaced.names.add if steps.names else replaced.names.discard)(f"{cls.__name__}.{name}")
+            (replaced.names.add if steps.names else replaced.names.discard)(
+                f"{cls.__name__}.{name}"
+            )
 
 
 # Runs the hooks and `forward`. Tracers such as torch.fx replace it in torch.nn.Module.

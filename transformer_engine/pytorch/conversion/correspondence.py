@@ -42,7 +42,9 @@ class Correspondence:
     def of(family: CheckpointFamily, config: DecoderConfig) -> Correspondence:
         """Match each model tensor with its row in the family's table."""
         content = Decoder(config, device="meta").state_dict()
-        shapes = {name: tuple(v.shape) for name, v in content.items() if not name.endswith(EXTRA_STATE)}
+        shapes = {
+            name: tuple(v.shape) for name, v in content.items() if not name.endswith(EXTRA_STATE)
+        }
         matches = []
         for row in family.rows:
             for number in range(config.layers) if "{i}" in row.ours else (0,):
@@ -52,7 +54,9 @@ class Correspondence:
                     matches.append(TensorMatch(ours, theirs, row.layout(config), shapes[ours]))
         unmatched = set(shapes).symmetric_difference(match.ours for match in matches)
         if unmatched:
-            raise RuntimeError(f"the table of {family.model_type} does not match {sorted(unmatched)}")
+            raise RuntimeError(
+                f"the table of {family.model_type} does not match {sorted(unmatched)}"
+            )
         return Correspondence(family, tuple(matches))
 
     @property
@@ -61,14 +65,18 @@ class Correspondence:
 
     @property
     def theirs(self) -> Shapes:
-        return {name: shape for match in self.matches for name, shape in match.their_shapes().items()}
+        return {
+            name: shape for match in self.matches for name, shape in match.their_shapes().items()
+        }
 
     def their_names(self, found: Mapping[str, object]) -> dict[str, str]:
         """Return {name in the table: name in a file}; files may omit the prefix, and derived tensors are skipped."""
         prefix = self.family.prefix
         names = {}
         for name in found:
-            full_name = name if name.startswith(prefix) or name == self.family.head else prefix + name
+            full_name = (
+                name if name.startswith(prefix) or name == self.family.head else prefix + name
+            )
             if not self.family.derived.fullmatch(full_name):
                 names[full_name] = name
         return names
@@ -81,7 +89,9 @@ def check_tensors(found: Mapping[str, Described], expected: Shapes, source: str)
     if missing:
         raise ValueError(f"{source} lacks {_list_names(missing)}; {remedy}")
     if over:
-        raise ValueError(f"{source} also holds {_list_names(over)}, which its model lacks; {remedy}")
+        raise ValueError(
+            f"{source} also holds {_list_names(over)}, which its model lacks; {remedy}"
+        )
     for name, shape in expected.items():
         if found[name].shape != shape:
             raise ValueError(

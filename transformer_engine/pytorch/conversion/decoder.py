@@ -50,23 +50,32 @@ class Decoder(CheckedLoading):
         factory_kwargs: dict[str, Any] = {"device": canonical_device(device), "dtype": dtype}
         fill = init_method or (lambda weight: nn.init.normal_(weight, std=0.02))
         self.config, self.source = config, source
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
+        self.embedding_scale = torch.tensor(
+            config.embedding_scale, dtype=dtype, device="cpu"
+        ).item()
         self.embedding = _embedding(config.vocabulary, config.hidden, fill, factory_kwargs)
         self.rotary = self.position_embedding = None
         if config.rotary is None:
-            self.position_embedding = _embedding(config.positions, config.hidden, fill, factory_kwargs)
+            self.position_embedding = _embedding(
+                config.positions, config.hidden, fill, factory_kwargs
+            )
         else:
             self.rotary = _rotary(config.rotary, config.head_size, factory_kwargs["device"])
         self.layers = nn.ModuleList(
             _layer(config, number, fill, factory_kwargs) for number in range(1, config.layers + 1)
         )
         self.norm = _NORMS[config.norm](
-            config.hidden, eps=config.epsilon, zero_centered_gamma=config.zero_centered, **factory_kwargs
+            config.hidden,
+            eps=config.epsilon,
+            zero_centered_gamma=config.zero_centered,
+            **factory_kwargs,
         )
         self.head = None
         if not config.tied:
             self.head = nn.Linear(config.hidden, config.vocabulary, bias=False, device="meta")
-            self.head.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden, **factory_kwargs))
+            self.head.weight = nn.Parameter(
+                torch.empty(config.vocabulary, config.hidden, **factory_kwargs)
+            )
             fill(self.head.weight)
 
     def forward(self, tokens: Tensor, cache: InferenceParams | None = None) -> Tensor:
@@ -103,7 +112,13 @@ class Decoder(CheckedLoading):
 
     @torch.no_grad()
     def generate(
-        self, prompt: Tensor, count: int, *, temperature: float = 1.0, seed: int = 0, cached: bool = True
+        self,
+        prompt: Tensor,
+        count: int,
+        *,
+        temperature: float = 1.0,
+        seed: int = 0,
+        cached: bool = True,
     ) -> Tensor:
         """Return tokens [b, p + count]: prompt [b, p], continued by draws from softmax(logits / temperature).
 
@@ -139,7 +154,9 @@ class Decoder(CheckedLoading):
                 if temperature == 0:
                     drawn = logits.argmax(dim=-1, keepdim=True)
                 else:
-                    drawn = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+                    drawn = torch.multinomial(
+                        torch.softmax(logits / temperature, -1), 1, generator=generator
+                    )
                 fresh = drawn.to(prompt)
                 tokens = torch.cat([tokens, fresh], dim=1)
             return tokens
@@ -168,7 +185,10 @@ def _embedding(
 
 
 def _layer(
-    config: DecoderConfig, number: int, fill: Callable[[Tensor], Any], factory_kwargs: dict[str, Any]
+    config: DecoderConfig,
+    number: int,
+    fill: Callable[[Tensor], Any],
+    factory_kwargs: dict[str, Any],
 ) -> TransformerLayer:
     window = config.windows[number - 1]
     precision = {"device": factory_kwargs["device"], "params_dtype": factory_kwargs["dtype"]}
@@ -214,7 +234,12 @@ def _layer(
         attention.add_module("layernorm_qkv", projection)
     if config.output_bias != config.mlp_bias:
         attention.proj = Linear(
-            attended, config.hidden, init_method=fill, bias=config.output_bias, return_bias=True, **precision
+            attended,
+            config.hidden,
+            init_method=fill,
+            bias=config.output_bias,
+            return_bias=True,
+            **precision,
         )
     return layer
 

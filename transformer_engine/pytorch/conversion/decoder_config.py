@@ -81,7 +81,15 @@ class DecoderConfig:
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "hidden", "feed_forward", "layers", "heads", "groups", "head_size"):
+        for name in (
+            "vocabulary",
+            "hidden",
+            "feed_forward",
+            "layers",
+            "heads",
+            "groups",
+            "head_size",
+        ):
             whole(name, getattr(self, name))
         whole("positions", self.positions)
         check_option("norm", self.norm, NORMS)
@@ -93,7 +101,9 @@ class DecoderConfig:
                 f"groups={self.groups} does not divide heads={self.heads}; every group serves equally many heads"
             )
         if len(self.windows) != self.layers:
-            raise ValueError(f"windows names {len(self.windows)} of {self.layers} layers; give one for each")
+            raise ValueError(
+                f"windows names {len(self.windows)} of {self.layers} layers; give one for each"
+            )
         for window in self.windows:
             if window is not None:
                 whole("window", window)

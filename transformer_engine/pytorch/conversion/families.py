@@ -79,7 +79,9 @@ class CheckpointFamily:
             if "{i}" in row.ours
         }
         prefix = "" if ours else self.prefix
-        pattern = re.compile(rf"(?:{re.escape(prefix)})?{re.escape(begin.removeprefix(prefix))}(\d+)\.")
+        pattern = re.compile(
+            rf"(?:{re.escape(prefix)})?{re.escape(begin.removeprefix(prefix))}(\d+)\."
+        )
         found = (pattern.match(name) for name in names)
         return len({match[1] for match in found if match is not None})
 
@@ -126,7 +128,9 @@ LLAMA_ROWS = (
 def _llama_settings(settings: Settings) -> DecoderConfig:
     """Read the Llama 1 to 3.3 config: RMSNorm, SwiGLU, rotary halves, grouped keys and values."""
     bias = settings.switch("attention_bias", False)
-    return llama_like(settings, qkv_bias=bias, output_bias=bias, mlp_bias=settings.switch("mlp_bias", False))
+    return llama_like(
+        settings, qkv_bias=bias, output_bias=bias, mlp_bias=settings.switch("mlp_bias", False)
+    )
 
 
 def _mistral_settings(settings: Settings) -> DecoderConfig:
@@ -134,13 +138,18 @@ def _mistral_settings(settings: Settings) -> DecoderConfig:
     window = settings.content.get("sliding_window")
     if window is not None:
         window = settings.integer("sliding_window")
-    return llama_like(settings, windows=windows(settings, window, settings.integer("num_hidden_layers")))
+    return llama_like(
+        settings, windows=windows(settings, window, settings.integer("num_hidden_layers"))
+    )
 
 
 def _upper_windows(settings: Settings) -> tuple[int | None, ...]:
     """Return the windows of Qwen: with use_sliding_window, the layers from max_window_layers on have one."""
     layers = settings.integer("num_hidden_layers")
-    if not settings.switch("use_sliding_window", False) or settings.content.get("sliding_window") is None:
+    if (
+        not settings.switch("use_sliding_window", False)
+        or settings.content.get("sliding_window") is None
+    ):
         return (None,) * layers
     window = settings.integer("sliding_window")
     if settings.content.get("layer_types") is not None:
@@ -263,10 +272,12 @@ FAMILIES = {
             (
                 *LLAMA_ROWS,
                 TensorNames(
-                    "layers.{i}.self_attention.q_norm.weight", ("model.layers.{i}.self_attn.q_norm.weight",)
+                    "layers.{i}.self_attention.q_norm.weight",
+                    ("model.layers.{i}.self_attn.q_norm.weight",),
                 ),
                 TensorNames(
-                    "layers.{i}.self_attention.k_norm.weight", ("model.layers.{i}.self_attn.k_norm.weight",)
+                    "layers.{i}.self_attention.k_norm.weight",
+                    ("model.layers.{i}.self_attn.k_norm.weight",),
                 ),
             ),
         ),

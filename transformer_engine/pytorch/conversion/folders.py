@@ -67,7 +67,9 @@ class Checkpoint:
             raise ValueError(f"there is no folder {folder}; give one that holds a checkpoint")
         ours = (folder / OURS).is_file()
         if not ours and not (folder / THEIRS).is_file():
-            raise ValueError(f"{folder} holds neither {THEIRS} nor {OURS}; give the folder of a checkpoint")
+            raise ValueError(
+                f"{folder} holds neither {THEIRS} nor {OURS}; give the folder of a checkpoint"
+            )
         shards: Shards | QuantizedShards = Shards.open(folder)
         if ours:
             path = folder / OURS
@@ -96,7 +98,9 @@ class Checkpoint:
         if not ours and config.tied:
             # Remove a stored head that equals the embedding's weight.
             head = correspondence.family.head
-            (embedding,) = next(m.theirs for m in correspondence.matches if m.ours == "embedding.weight")
+            (embedding,) = next(
+                m.theirs for m in correspondence.matches if m.ours == "embedding.weight"
+            )
             if head in names and embedding in names:
                 stored, embedded = shards.read(names[head]), shards.read(names[embedding])
                 if stored.dtype != embedded.dtype or not torch.equal(stored, embedded):
@@ -133,14 +137,18 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding, and the default in `load_model`."""
-        match = next(match for match in self.correspondence.matches if match.ours == "embedding.weight")
+        match = next(
+            match for match in self.correspondence.matches if match.ours == "embedding.weight"
+        )
         return self.shards.described(self.names[match.ours if self.ours else match.theirs[0]]).dtype
 
     def source(self) -> dict[str, Any]:
         return {"family": self.correspondence.family.model_type, "config": self.settings}
 
 
-def _check_config(settings: Settings, shards: Shards | QuantizedShards, ours: bool) -> DecoderConfig:
+def _check_config(
+    settings: Settings, shards: Shards | QuantizedShards, ours: bool
+) -> DecoderConfig:
     """Convert settings to a config; raise ValueError for sizes that the stored tensors cannot have.
 
     The config's sizes determine time and memory for all further steps.
@@ -153,7 +161,9 @@ def _check_config(settings: Settings, shards: Shards | QuantizedShards, ours: bo
             f"{settings.source}: {family.layers}={layers}, but the weights have {stored} layers; {remedy}"
         )
     config = family.settings(settings)
-    longest = max((max(shards.described(name).shape, default=1) for name in shards.files), default=1)
+    longest = max(
+        (max(shards.described(name).shape, default=1) for name in shards.files), default=1
+    )
     for name in ("vocabulary", "hidden", "feed_forward", "heads", "groups", "head_size"):
         if getattr(config, name) > longest:
             raise ValueError(
@@ -251,7 +261,9 @@ def convert(
     _check_dtype(dtype)
     whole("shard_bytes", shard_bytes)
     writes_theirs = checkpoint.ours or form is not None
-    dtypes = {name: checkpoint.shards.described(file).dtype for name, file in checkpoint.names.items()}
+    dtypes = {
+        name: checkpoint.shards.described(file).dtype for name, file in checkpoint.names.items()
+    }
     plan: dict[str, Described] = {}
     for match in checkpoint.correspondence.matches:
         made_of = (match.ours,) if checkpoint.ours else match.theirs
@@ -271,13 +283,23 @@ def convert(
                 write_shards(made, plan, tensors, shard_bytes)
             else:
                 linear = linear_weights(checkpoint.correspondence)
-                write_quantized(made, settings, form, plan, tensors, linear, SampledMaxima(), shard_bytes)
+                write_quantized(
+                    made, settings, form, plan, tensors, linear, SampledMaxima(), shard_bytes
+                )
         else:
             _write_our_settings(made, checkpoint.source())
             write_shards(made, plan, tensors, shard_bytes)
-        for path in sorted(checkpoint.folder.iterdir()):  # tokenizers and other files without weights
-            written = path.name in (OURS, THEIRS, MODELOPT_FILE) or path.name.endswith(".index.json")
-            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not written:
+        for path in sorted(
+            checkpoint.folder.iterdir()
+        ):  # tokenizers and other files without weights
+            written = path.name in (OURS, THEIRS, MODELOPT_FILE) or path.name.endswith(
+                ".index.json"
+            )
+            if (
+                path.is_file()
+                and path.suffix in (".json", ".txt", ".model", ".jinja")
+                and not written
+            ):
                 shutil.copyfile(path, made / path.name)
     return checkpoint
 

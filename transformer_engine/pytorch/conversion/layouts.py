@@ -65,7 +65,9 @@ class Grouped(WeightLayout):
     size: int
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(
+            0, 1
+        )
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         sizes = [self.heads // self.groups * self.size, self.size, self.size]

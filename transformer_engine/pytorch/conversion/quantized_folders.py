@@ -80,7 +80,9 @@ def save_quantized(
     if isinstance(model, Decoder):
         correspondence, settings = _decoder_source(model)
         linear = linear_weights(correspondence)
-        maxima = SampledMaxima() if sample is None else _sample_maxima(model, correspondence, sample)
+        maxima = (
+            SampledMaxima() if sample is None else _sample_maxima(model, correspondence, sample)
+        )
         parameters = dict(model.named_parameters())
         shapes = {
             name: Described(parameters[match.ours].dtype, shape)
@@ -96,7 +98,9 @@ def save_quantized(
             )
         settings, states, linear = _transformers_source(model)
         maxima = SampledMaxima()
-        shapes = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in states.items()}
+        shapes = {
+            name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in states.items()
+        }
         tensors = ((name, high_precision(tensor)) for name, tensor in states.items())
     with new_folder(Path(folder)) as created:
         write_quantized(created, settings, form, shapes, tensors, linear, maxima, shard_bytes)
@@ -105,7 +109,9 @@ def save_quantized(
 def serving_format(quantization: str, sampled: bool) -> ServingFormat:
     """Find a format by name; raise ValueError if it is unknown or requires a sample that is missing."""
     if quantization not in FORMATS:
-        raise ValueError(f"quantization={described(quantization)} is unknown; choose {', '.join(FORMATS)}")
+        raise ValueError(
+            f"quantization={described(quantization)} is unknown; choose {', '.join(FORMATS)}"
+        )
     form = FORMATS[quantization]
     if form.calibrated and not sampled:
         raise ValueError(
@@ -150,7 +156,11 @@ def write_quantized(
     plan: dict[str, Described] = {}
     for step in steps:
         for name in step:
-            plan |= _layout(form, name, shapes[name], maxima) if name in quantized else {name: shapes[name]}
+            plan |= (
+                _layout(form, name, shapes[name], maxima)
+                if name in quantized
+                else {name: shapes[name]}
+            )
     plan |= {name: Described(torch.float32, (1,)) for name in _cache_scales(maxima)}
     sampled = bool(maxima.inputs)
     config = dict(settings) | {SETTINGS: form.settings(unquantized, sampled)}
@@ -192,7 +202,9 @@ def _steps(names: list[str], quantized: set[str], joint: bool) -> list[Step]:
     return steps
 
 
-def _layout(form: ServingFormat, name: str, weight: Described, maxima: SampledMaxima) -> dict[str, Described]:
+def _layout(
+    form: ServingFormat, name: str, weight: Described, maxima: SampledMaxima
+) -> dict[str, Described]:
     base = name.removesuffix("weight")
     scale = form.input_scale(maxima.inputs[name]) if name in maxima.inputs else {}
     inputs = {suffix: Described(value.dtype, tuple(value.shape)) for suffix, value in scale.items()}
@@ -230,11 +242,17 @@ def _quantized(
     encoded = form.encode(
         torch.cat(list(weights.values())) if len(rows) > 1 else next(iter(weights.values()))
     )
-    per_row = {suffix for suffix, entry in form.layout(shape).items() if entry.shape[:1] == (shape[0],)}
+    per_row = {
+        suffix for suffix, entry in form.layout(shape).items() if entry.shape[:1] == (shape[0],)
+    }
     for number, name in enumerate(weights):
         base, begin = name.removesuffix("weight"), sum(rows[:number])
         for suffix, tensor in encoded.items():
-            part = tensor[begin : begin + rows[number]] if suffix in per_row and len(rows) > 1 else tensor
+            part = (
+                tensor[begin : begin + rows[number]]
+                if suffix in per_row and len(rows) > 1
+                else tensor
+            )
             yield base + suffix, part
         if name in maxima.inputs:
             for suffix, value in form.input_scale(maxima.inputs[name]).items():
@@ -255,7 +273,9 @@ def _decoder_source(model: Decoder) -> tuple[Correspondence, dict[str, Any]]:
         raise ValueError(
             f"model={described(model)} was not loaded by load_model, so the settings of its checkpoint are unknown"
         )
-    return Correspondence.of(family_named(model.source["family"]), model.config), model.source["config"]
+    return Correspondence.of(family_named(model.source["family"]), model.config), model.source[
+        "config"
+    ]
 
 
 def _their_tensors(
@@ -296,7 +316,9 @@ def _transformers_source(model: nn.Module) -> tuple[dict[str, Any], dict[str, Te
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Linear)) and module not in outputs and f"{name}.weight" in tensors
+        if isinstance(module, (nn.Linear, Linear))
+        and module not in outputs
+        and f"{name}.weight" in tensors
     }
     return settings, tensors, linear
 
@@ -319,7 +341,11 @@ def _sample_maxima(model: Decoder, correspondence: Correspondence, sample: Tenso
     was_training = model.training
     try:
         model.eval()
-        with observe(model, every=1) as observation, torch.no_grad(), autocast(recipe=Float8CurrentScaling()):
+        with (
+            observe(model, every=1) as observation,
+            torch.no_grad(),
+            autocast(recipe=Float8CurrentScaling()),
+        ):
             model(sample)
             observation.step()
     finally:
@@ -328,7 +354,9 @@ def _sample_maxima(model: Decoder, correspondence: Correspondence, sample: Tenso
             handle.remove()
     inputs: dict[str, float] = {}
     for report in observation.reports[-1].tensors:
-        inputs |= {report.name: report.maximum} if not report.nonfinite else {report.name: float("nan")}
+        inputs |= (
+            {report.name: report.maximum} if not report.nonfinite else {report.name: float("nan")}
+        )
     return _name_maxima(
         correspondence, inputs, {name: [v.item() for v in pair] for name, pair in cache.items()}
     )

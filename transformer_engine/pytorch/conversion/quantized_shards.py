@@ -26,7 +26,14 @@ CODES, PACKED = "weight", "weight_packed"
 SCALES = ("weight_scale", "weight_scale_inv")
 FACTORS = ("weight_global_scale", "weight_scale_2")
 # Input and cache scales, which only a server uses.
-SERVING_SCALES = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+SERVING_SCALES = (
+    "input_scale",
+    "input_global_scale",
+    "output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+)
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
@@ -128,10 +135,14 @@ def dequantized(shards: Shards, settings: Mapping[str, Any]) -> Shards | Quantiz
             parts.add(name)
     unquantized = {name: file for name, file in shards.files.items() if name not in parts}
     left = [
-        name for name in unquantized if name.rpartition(".")[2] in (*SCALES, *FACTORS, "weight_zero_point")
+        name
+        for name in unquantized
+        if name.rpartition(".")[2] in (*SCALES, *FACTORS, "weight_zero_point")
     ]
     if left:
-        raise ValueError(f"{source}: {left[0]} belongs to no quantized weight; download the checkpoint again")
+        raise ValueError(
+            f"{source}: {left[0]} belongs to no quantized weight; download the checkpoint again"
+        )
     return QuantizedShards(shards, weights, unquantized | dict.fromkeys(weights), _dtype(settings))
 
 
@@ -187,5 +198,7 @@ def _float_scales(scales: Tensor) -> Tensor:
 
 def _dtype(settings: Mapping[str, Any]) -> torch.dtype:
     """Dtype of the decoded weights: as in config.json, by default bfloat16."""
-    named = getattr(torch, str(settings.get("dtype") or settings.get("torch_dtype") or "bfloat16"), None)
+    named = getattr(
+        torch, str(settings.get("dtype") or settings.get("torch_dtype") or "bfloat16"), None
+    )
     return named if isinstance(named, torch.dtype) else torch.bfloat16

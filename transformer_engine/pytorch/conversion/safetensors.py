@@ -84,7 +84,9 @@ class SafetensorsFile(NamedTuple):
                     )
                 tensors[name] = Described(dtype, tuple(entry.get_shape()))
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as safetensors: {error}; download it again") from None
+            raise ValueError(
+                f"{path} cannot be read as safetensors: {error}; download it again"
+            ) from None
         return SafetensorsFile(path, tensors, file)
 
     def read(self, name: str) -> Tensor:
@@ -187,7 +189,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}; download it again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {with_article(type(content))}, not an object; download it again")
+        raise ValueError(
+            f"{path} holds {with_article(type(content))}, not an object; download it again"
+        )
     return content
 
 
@@ -213,7 +217,9 @@ def write_shards(
         "metadata": {"total_size": sum(described.bytes for described in plan.values())},
         "weight_map": places,
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 @contextmanager

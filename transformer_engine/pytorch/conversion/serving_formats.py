@@ -107,7 +107,13 @@ class _CompressedTensors(ServingFormat):
 
 def _float_arguments(bits: int, strategy: str, **others: Any) -> dict[str, Any]:
     """`QuantizationArgs` of compressed-tensors for static symmetric floating-point codes."""
-    arguments = {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    arguments = {
+        "num_bits": bits,
+        "type": "float",
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+    }
     return arguments | others
 
 
@@ -122,9 +128,14 @@ class Float8PerTensor(_CompressedTensors):
         return {"weight": Described(E4M3, shape), "weight_scale": Described(torch.float32, (1,))}
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=weight.device, columnwise=False)
+        quantizer = Float8CurrentScalingQuantizer(
+            DType.kFloat8E4M3, device=weight.device, columnwise=False
+        )
         quantized: Any = quantizer(weight)
-        return {"weight": quantized._data.view(E4M3), "weight_scale": quantized._scale_inv.reshape(1)}
+        return {
+            "weight": quantized._data.view(E4M3),
+            "weight_scale": quantized._scale_inv.reshape(1),
+        }
 
     def weights(self) -> dict[str, Any]:
         return _float_arguments(8, "tensor")
@@ -143,7 +154,10 @@ class Float8PerChannel(_CompressedTensors):
     layout_name = "float-quantized"
 
     def layout(self, shape: Shape) -> Layout:
-        return {"weight": Described(E4M3, shape), "weight_scale": Described(torch.float32, (shape[0], 1))}
+        return {
+            "weight": Described(E4M3, shape),
+            "weight_scale": Described(torch.float32, (shape[0], 1)),
+        }
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
         values = weight.float()
@@ -168,7 +182,10 @@ class Float8Blocks(ServingFormat):
 
     def layout(self, shape: Shape) -> Layout:
         blocks = (-(-shape[0] // self.side), -(-shape[1] // self.side))
-        return {"weight": Described(E4M3, shape), "weight_scale_inv": Described(torch.float32, blocks)}
+        return {
+            "weight": Described(E4M3, shape),
+            "weight_scale_inv": Described(torch.float32, blocks),
+        }
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
         quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, columnwise=False, block_scaling_dim=2)
@@ -234,14 +251,20 @@ class NVFP4(_CompressedTensors):
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
         packed, scales, maximum = _nvfp4(weight, self.block)
         factor = torch.where(maximum > 0.0, E4M3_MAXIMUM * E2M1_MAXIMUM / maximum, 1.0)
-        return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": factor.reshape(1)}
+        return {
+            "weight_packed": packed,
+            "weight_scale": scales,
+            "weight_global_scale": factor.reshape(1),
+        }
 
     def input_scale(self, maximum: float) -> dict[str, Tensor]:
         factor = E4M3_MAXIMUM * E2M1_MAXIMUM / maximum if maximum > 0.0 else 1.0
         return {"input_global_scale": torch.tensor([factor], device="cpu")}
 
     def weights(self) -> dict[str, Any]:
-        return _float_arguments(4, "tensor_group", group_size=self.block, scale_dtype="torch.float8_e4m3fn")
+        return _float_arguments(
+            4, "tensor_group", group_size=self.block, scale_dtype="torch.float8_e4m3fn"
+        )
 
     def inputs(self, sampled: bool) -> dict[str, Any] | None:
         return self.weights() | {"dynamic": "local"} if sampled else None
@@ -270,7 +293,11 @@ class NVFP4ModelOpt(ServingFormat):
         return {"weight": packed, "weight_scale": scales, "weight_scale_2": factor.reshape(())}
 
     def input_scale(self, maximum: float) -> dict[str, Tensor]:
-        return {"input_scale": torch.tensor(maximum / (E4M3_MAXIMUM * E2M1_MAXIMUM) or 1.0, device="cpu")}
+        return {
+            "input_scale": torch.tensor(
+                maximum / (E4M3_MAXIMUM * E2M1_MAXIMUM) or 1.0, device="cpu"
+            )
+        }
 
     def settings(self, unquantized: list[str], sampled: bool) -> dict[str, Any]:
         arguments = {"num_bits": 4, "type": "float", "group_size": self.block, "dynamic": False}
@@ -278,7 +305,11 @@ class NVFP4ModelOpt(ServingFormat):
             "quant_method": self.library,
             "quant_algo": self.algorithm,
             "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": arguments, "input_activations": arguments}
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": arguments,
+                    "input_activations": arguments,
+                }
             },
             "ignore": unquantized,
             "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
@@ -310,5 +341,12 @@ def _nvfp4(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
 
 FORMATS: dict[str, ServingFormat] = {
     form.name: form
-    for form in (Float8PerTensor(), Float8PerChannel(), Float8Blocks(), MXFP8(), NVFP4(), NVFP4ModelOpt())
+    for form in (
+        Float8PerTensor(),
+        Float8PerChannel(),
+        Float8Blocks(),
+        MXFP8(),
+        NVFP4(),
+        NVFP4ModelOpt(),
+    )
 }

@@ -57,7 +57,9 @@ class Settings:
                 f"{self.source} has no {name!r}; take the config.json that belongs to the weights"
             )
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ValueError(f"{self.source}: {name}={described(value)} is not {expected}; repair it")
+            raise ValueError(
+                f"{self.source}: {name}={described(value)} is not {expected}; repair it"
+            )
         return value
 
 
@@ -86,7 +88,9 @@ def llama_like(settings: Settings, **different: Any) -> DecoderConfig:
 
 def rotary(settings: Settings) -> RotaryConfig:
     """Read rope_theta and rope_scaling, or rope_parameters, which replaces both in later transformers releases."""
-    parameters = settings.content.get("rope_parameters") or settings.content.get("rope_scaling") or {}
+    parameters = (
+        settings.content.get("rope_parameters") or settings.content.get("rope_scaling") or {}
+    )
     if not isinstance(parameters, Mapping):
         raise ValueError(
             f"{settings.source}: rope_scaling={described(parameters)} is not an object; repair it"
@@ -94,7 +98,10 @@ def rotary(settings: Settings) -> RotaryConfig:
     scaling = Settings(parameters, f"{settings.source}, rope_scaling")
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if parameters.get("partial_rotary_factor", settings.content.get("partial_rotary_factor", 1.0)) != 1.0:
+    if (
+        parameters.get("partial_rotary_factor", settings.content.get("partial_rotary_factor", 1.0))
+        != 1.0
+    ):
         raise ValueError(
             f"{settings.source}: partial_rotary_factor is not 1; all features of a head turn here"
         )
@@ -121,7 +128,11 @@ def windows(settings: Settings, window: int | None, layers: int) -> tuple[int | 
     if kinds is None or window is None:
         return (window,) * layers
     lookup = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in lookup for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in lookup for kind in kinds)
+    ):
         raise ValueError(
             f"{settings.source}: layer_types={described(kinds)} does not name {layers} layers as full_attention or "
             "sliding_attention"

@@ -33,7 +33,9 @@ def _member_names(kind: Any) -> dict[str, Any]:
     return {member.name.removeprefix("NVTE_").lower(): member for member in kind}
 
 
-QKVFormat = {name: member for name, member in _member_names(NVTE_QKV_Format).items() if "not_set" not in name}
+QKVFormat = {
+    name: member for name, member in _member_names(NVTE_QKV_Format).items() if "not_set" not in name
+}
 QKVLayout = _member_names(NVTE_QKV_Layout)
 AttnBiasType = {
     "no_bias": NVTE_Bias_Type.NVTE_NO_BIAS,
@@ -82,20 +84,39 @@ _LAYOUT: Any = _Own("sbh3d")
 
 @accepts_older_orders(v2_11=("o_format", "qkv_scale_inv_format"))
 def fused_attn_fwd(
-    is_training: bool, max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor, q: Any, k: Any, v: Any, fake_dtype: torch.dtype,
-    fused_attention_backend: NVTE_Fused_Attn_Backend | int, attn_bias: Tensor | None = None,
-    cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
-    page_table_k: Tensor | None = None, page_table_v: Tensor | None = None, s_quantizer: Any = None,
-    o_quantizer: Any = None, attn_scale: float | None = None, dropout: float = 0.0,
-    fast_zero_fill: bool = True, qkv_layout: str = "sbh3d",
+    is_training: bool,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
+    fake_dtype: torch.dtype,
+    fused_attention_backend: NVTE_Fused_Attn_Backend | int,
+    attn_bias: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    page_table_k: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    s_quantizer: Any = None,
+    o_quantizer: Any = None,
+    attn_scale: float | None = None,
+    dropout: float = 0.0,
+    fast_zero_fill: bool = True,
+    qkv_layout: str = "sbh3d",
     o_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = _ORDER,
     qkv_scale_inv_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = None,
-    attn_bias_type: str = "no_bias", attn_mask_type: str = "padding", softmax_type: str = "vanilla",
-    window_size: tuple[int, int] = (-1, -1), rng_gen: torch.Generator | None = None,
-    softmax_offset: Tensor | None = None, return_max_logit: bool = False, cuda_graph: bool = False,
+    attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding",
+    softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1),
+    rng_gen: torch.Generator | None = None,
+    softmax_offset: Tensor | None = None,
+    return_max_logit: bool = False,
+    cuda_graph: bool = False,
     bottom_right_diagonal: bool | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Compute attention without autograd; see `transformer_engine_torch.fused_attn_fwd`.
 
     Args:
@@ -151,20 +172,41 @@ def fused_attn_fwd(
 
 @accepts_older_orders(v2_11=(("dqkv_dtype", 10), "o_format", "do_format", "dqkv_layout"))
 def fused_attn_bwd(
-    max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, q: Any, k: Any,
-    v: Any, o: Any, d_o: Any, fake_dtype: torch.dtype, aux_ctx_tensors: Sequence[Tensor],
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    d_o: Any,
+    fake_dtype: torch.dtype,
+    aux_ctx_tensors: Sequence[Tensor],
     fused_attention_backend: NVTE_Fused_Attn_Backend | int,
-    cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
-    s_quantizer: Any = None, dp_quantizer: Any = None, dqkv_quantizer: Any = None,
-    attn_scale: float | None = None, dropout: float = 0.0, fast_zero_fill: bool = True,
-    qkv_layout: str = "sbh3d", o_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = _ORDER,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    s_quantizer: Any = None,
+    dp_quantizer: Any = None,
+    dqkv_quantizer: Any = None,
+    attn_scale: float | None = None,
+    dropout: float = 0.0,
+    fast_zero_fill: bool = True,
+    qkv_layout: str = "sbh3d",
+    o_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = _ORDER,
     do_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = _ORDER,
-    dqkv_layout: str | None = _LAYOUT, attn_bias_type: str = "no_bias", attn_mask_type: str = "padding",
-    softmax_type: str = "vanilla", window_size: tuple[int, int] = (-1, -1), deterministic: bool = False,
-    cuda_graph: bool = False, bottom_right_diagonal: bool | None = None,
-    qkv_scale_inv_format: str | None = None, do_scale_inv_format: str | None = None,
+    dqkv_layout: str | None = _LAYOUT,
+    attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding",
+    softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    cuda_graph: bool = False,
+    bottom_right_diagonal: bool | None = None,
+    qkv_scale_inv_format: str | None = None,
+    do_scale_inv_format: str | None = None,
     dqkv_dtype: torch.dtype | DType | int | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Compute the gradients of `fused_attn_fwd`; see `transformer_engine_torch.fused_attn_bwd`.
 
     Args:
@@ -238,7 +280,11 @@ def _enums(
 ) -> tuple[Any, Any, Any, Any]:
     """Return the names in a call as the extension's enumerations, in argument order."""
     return (
-        _one(QKVLayout, "qkv_layout", qkv_layout.lower() if isinstance(qkv_layout, str) else qkv_layout),
+        _one(
+            QKVLayout,
+            "qkv_layout",
+            qkv_layout.lower() if isinstance(qkv_layout, str) else qkv_layout,
+        ),
         _one(AttnBiasType, "attn_bias_type", attn_bias_type),
         _one(AttnMaskType, "attn_mask_type", attn_mask_type),
         _one(SoftmaxType, "softmax_type", softmax_type),

@@ -29,12 +29,26 @@ def get_cublas_workspace_size_bytes() -> int:
 
 
 def general_gemm(
-    A: Any, B: Any, out_dtype: torch.dtype | None = None, quantization_params: Any = None,
-    gelu: bool = False, gelu_in: Tensor | None = None, alpha: float = 1.0, beta: float | None = None,
-    accumulate: bool = False, layout: str = "TN", out: Tensor | None = None, bias: Tensor | None = None,
-    use_split_accumulator: bool = False, grad: bool = False, ub: Any = None, ub_type: Any = None,
-    extra_output: Tensor | None = None, bulk_overlap: bool = False, workspace: Tensor | None = None,
-) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    A: Any,
+    B: Any,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Any = None,
+    gelu: bool = False,
+    gelu_in: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+    workspace: Tensor | None = None,
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """Multiply plain or quantized matrices.
 
     Args:
@@ -51,7 +65,9 @@ def general_gemm(
         `(out, bias gradient, GELU's input, extra_output)`.
     """
     if ub is None and ub_type is not None:
-        raise ValueError(f"ub_type={described(ub_type)} without ub; give the buffer, or leave both out")
+        raise ValueError(
+            f"ub_type={described(ub_type)} without ub; give the buffer, or leave both out"
+        )
     trans_a, trans_b = _transposes(layout)
     done = tex.generic_gemm(
         A,
@@ -81,13 +97,22 @@ def general_gemm(
 
 
 def general_grouped_gemm(
-    A: Sequence[Any], B: Sequence[Any], out: Sequence[Tensor],
-    quantization_params: Sequence[Any] | None = None, out_dtype: torch.dtype | None = None,
-    layout: str = "TN", m_splits: Sequence[int] | None = None, gelu: bool = False, grad: bool = False,
-    accumulate: bool = False, bias: Sequence[Tensor] | None = None, use_bias: bool = False,
-    use_split_accumulator: bool = False, D_dtype: torch.dtype | None = None,
+    A: Sequence[Any],
+    B: Sequence[Any],
+    out: Sequence[Tensor],
+    quantization_params: Sequence[Any] | None = None,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: torch.dtype | None = None,
     single_output: bool = False,
-) -> tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[Tensor] | None]:  # fmt: skip
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[Tensor] | None]:
     """Compute the products of A[i] and B[i] in the layout of `general_gemm`.
 
     Args:
@@ -102,7 +127,11 @@ def general_grouped_gemm(
         `(out, bias gradients or the biases, GELU's inputs)`.
     """
     trans_a, trans_b = _transposes(layout)
-    gelu, grad, use_bias = to_bool("gelu", gelu), to_bool("grad", grad), to_bool("use_bias", use_bias)
+    gelu, grad, use_bias = (
+        to_bool("gelu", gelu),
+        to_bool("grad", grad),
+        to_bool("use_bias", use_bias),
+    )
     accumulate = to_bool("accumulate", accumulate)
     for name, value in (("A", A), ("B", B), ("out", out)):
         sequence(name, value)
@@ -117,7 +146,9 @@ def general_grouped_gemm(
             "afterwards",
         )
     if gelu and grad:
-        raise NotImplementedError("gelu=True with grad=True; multiply by GELU's derivative afterwards")
+        raise NotImplementedError(
+            "gelu=True with grad=True; multiply by GELU's derivative afterwards"
+        )
     if use_bias and bias is None:
         if not grad:
             raise ValueError(f"use_bias={use_bias} with bias=None; give one [N] for each product")
@@ -150,10 +181,19 @@ def general_grouped_gemm(
 
 
 def general_grouped_gemm_for_grouped_tensor(
-    A: Any, B: Any, out: Any, *, layout: str = "TN", accumulate: bool = False,
-    use_split_accumulator: bool = False, bias: Any = None, bias_scale: Tensor | None = None,
-    grad: bool = False, alpha: Tensor | None = None, beta: Tensor | None = None,
-) -> Any:  # fmt: skip
+    A: Any,
+    B: Any,
+    out: Any,
+    *,
+    layout: str = "TN",
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    bias: Any = None,
+    bias_scale: Tensor | None = None,
+    grad: bool = False,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+) -> Any:
     """Compute out_i = alpha_i * (A_i B_i product) + beta_i * out_i + bias_i * bias_scale, for GroupedTensors.
 
     Args:
@@ -177,7 +217,9 @@ def general_grouped_gemm_for_grouped_tensor(
         ValueError: A and out are lists, `bias` is given with a list `out`, or `bias_scale` without `bias`.
     """
     if grad:
-        raise NotImplementedError("grad=True; compute the gradient of the bias with tex.bgrad_group_quantize")
+        raise NotImplementedError(
+            "grad=True; compute the gradient of the bias with tex.bgrad_group_quantize"
+        )
     if any(is_row_scaled(group) for group in (A, B)):
         raise NotImplementedError("operands are NVFP4 with a scale per row; multiply their members")
     lists = [isinstance(group, (list, tuple)) for group in (A, out)]
@@ -197,7 +239,9 @@ def general_grouped_gemm_for_grouped_tensor(
     alpha = torch.ones(count, dtype=torch.float32, device=device) if alpha is None else alpha
     if beta is None:
         beta = torch.full((count,), float(accumulate), dtype=torch.float32, device=device)
-    split = use_split_accumulator or any(map(_in_blocks, [*(A if lists[0] else A.members()), *B.members()]))
+    split = use_split_accumulator or any(
+        map(_in_blocks, [*(A if lists[0] else A.members()), *B.members()])
+    )
     arguments = (A, trans_a, B, trans_b, out, bias, bias_scale, alpha, beta, None, None, split, 0)
     if lists[0]:
         return tex.te_general_grouped_gemm_for_discrete_in(*arguments)

@@ -62,13 +62,17 @@ def custom_gemm(
         if not getattr(operand, "custom", False):
             raise TypeError(f"{name}={described(operand)} is not a custom tensor; use general_gemm")
     if quantization_params is not None or gelu or gelu_in is not None:
-        raise ValueError("custom_gemm has no GELU and no quantized result; apply them to its result")
+        raise ValueError(
+            "custom_gemm has no GELU and no quantized result; apply them to its result"
+        )
     kind = _KINDS.get(layout, GEMMType.FPROP)
     if bias is not None and kind is not GEMMType.FPROP:
         raise ValueError(f"bias is only added with layout='TN', not with {layout!r}; leave it out")
     quantizer = getattr(A, "_quantizer", None) or getattr(B, "_quantizer", None)
     if quantizer is None:
-        raise ValueError("neither A nor B has a quantizer; quantize them with one that has a method qgemm")
+        raise ValueError(
+            "neither A nor B has a quantizer; quantize them with one that has a method qgemm"
+        )
     # result = x @ w.T, both contracted along their last axis: column-wise data is stored transposed.
     x_columns, w_columns = kind is GEMMType.WGRAD, kind is not GEMMType.FPROP
     x, x_scale = (B.data_t, B.scale_t) if x_columns else (B.data, B.scale)

@@ -106,9 +106,13 @@ def _recipe_quantizer(kind: type[Recipe], role: QuantizerRole | None) -> Quantiz
     assert make is not None
     tensor = getattr(role, "tensor_type", "")
     if role is not None and not tensor:  # the role of a slot, which equals a string
-        tensor = next((t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), "")
+        tensor = next(
+            (t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), ""
+        )
     tensor = tensor or "input"
-    return make(recipe, "backward" if tensor in _GRADIENTS else "forward", tensor, canonical_device())
+    return make(
+        recipe, "backward" if tensor in _GRADIENTS else "forward", tensor, canonical_device()
+    )
 
 
 # In attention, too: the gradients of output, probabilities, and query, key and value.

@@ -10,7 +10,12 @@ from typing import Any
 
 from ...common import absent
 from ..constants import DType
-from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, QuantizerRole
+from ..quantization.roles import (
+    BACKWARD_TENSORS,
+    FORWARD_TENSORS,
+    DelayedScalingRequest,
+    QuantizerRole,
+)
 from ..runtime.device import canonical_device
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer
 from ..tensor.hybrid_tensor import HybridQuantizer
@@ -38,7 +43,9 @@ def _tensor_type(role: QuantizerRole | None) -> str:
     """Return the tensor of a role, "input" if it names none."""
     tensor_type = getattr(role, "tensor_type", "")
     if role is not None and not tensor_type:  # the role of a slot, which equals a string
-        tensor_type = next((t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), "")
+        tensor_type = next(
+            (t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), ""
+        )
     return tensor_type or "input"
 
 
@@ -59,7 +66,9 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     if tensor in BACKWARD_TENSORS:
         return nvfp4_factory(role)
     if tensor == "weight":
-        return HybridQuantizer(mxfp8_factory(role), NVFP4Quantizer(), columnwise_source=_DEQUANTIZED)
+        return HybridQuantizer(
+            mxfp8_factory(role), NVFP4Quantizer(), columnwise_source=_DEQUANTIZED
+        )
     transformed = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
     return HybridQuantizer(mxfp8_factory(role), transformed)
 
@@ -86,7 +95,10 @@ def _row_scaled(role: QuantizerRole | None) -> Quantizer:
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """Compute the forward pass of grouped linear layers in row-scaled NVFP4, and everything else in MXFP8."""
-    if getattr(role, "module_type", "") != "grouped_linear" or _tensor_type(role) in BACKWARD_TENSORS:
+    if (
+        getattr(role, "module_type", "") != "grouped_linear"
+        or _tensor_type(role) in BACKWARD_TENSORS
+    ):
         return mxfp8_factory(role)
     return HybridQuantizer(_row_scaled(role), mxfp8_factory(role))
 
@@ -107,7 +119,9 @@ def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Any:
     name = getattr(role, "name", "")
     module, tensor = getattr(role, "module_type", ""), _tensor_type(role)
     boundary = (
-        next((end for end in ("dpa_output", "dpa_grad_input") if end in name), "") if not module else ""
+        next((end for end in ("dpa_output", "dpa_grad_input") if end in name), "")
+        if not module
+        else ""
     )
     if module != "dpa" and not boundary:
         return nvfp4_factory(role)

@@ -115,7 +115,9 @@ class CurrentScalingQuantizerRef(Quantizer):
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if dtype not in _ELEMENTS:
-            raise ValueError(f"dtype={dtype} is not FP8; give torch.float8_e4m3fn or torch.float8_e5m2")
+            raise ValueError(
+                f"dtype={dtype} is not FP8; give torch.float8_e4m3fn or torch.float8_e5m2"
+            )
         self.dtype, self.pow_2_scales, self.eps = dtype, pow_2_scales, eps
 
     def quantize_impl(self, tensor: Tensor) -> CurrentScalingTensorRef:
@@ -123,7 +125,9 @@ class CurrentScalingQuantizerRef(Quantizer):
         element = _ELEMENTS[self.dtype]
         matrix = tensor.detach().reshape(-1, tensor.shape[-1]).float()
         amax = matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
-        scale = scale_from_amax(amax, element.maximum, power_of_two=self.pow_2_scales, epsilon=self.eps)
+        scale = scale_from_amax(
+            amax, element.maximum, power_of_two=self.pow_2_scales, epsilon=self.eps
+        )
         codes, factor = cast(matrix * scale, element), scale.reciprocal()
         rows, columns = self.rowwise_usage, self.columnwise_usage
         return CurrentScalingTensorRef(
@@ -138,10 +142,20 @@ class CurrentScalingQuantizerRef(Quantizer):
         )
 
     def qgemm(
-        self, qx: Tensor, qw: Tensor, m_params: Any, out_dtype: torch.dtype, sx: Tensor, sw: Tensor,
-        bias: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False, gemm_type: Any = None,
-        qresult_x: Any = None, qresult_w: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        qx: Tensor,
+        qw: Tensor,
+        m_params: Any,
+        out_dtype: torch.dtype,
+        sx: Tensor,
+        sw: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: Any = None,
+        qresult_x: Any = None,
+        qresult_w: Any = None,
+    ) -> Tensor:
         """Compute qx @ qw.T * (sx * sw) + bias in float32.
 
         Args:

@@ -147,7 +147,9 @@ class NVFP4TensorRef(CurrentScalingTensorRef):
         if self.data is not None:
             values = quantizer.decoded(self.data, self.scale, self.global_amax_row)
         elif quantizer.inner.with_rht:
-            raise ValueError("the column direction holds transformed values; quantize with rowwise=True")
+            raise ValueError(
+                "the column direction holds transformed values; quantize with rowwise=True"
+            )
         else:
             values = quantizer.decoded(self.data_t, self.scale_t, self.global_amax_col).t()
         return values.to(dtype).reshape(self.original_shape)
@@ -179,11 +181,21 @@ class NVFP4QuantizerRef(Quantizer):
     custom = True
 
     def __init__(
-        self, dtype: Any = None, rowwise: bool = True, columnwise: bool = True, pow_2_scales: bool = False,
-        eps: float = 0.0, quant_tile_shape: tuple[int, int] = (1, 16), row_scaled_nvfp4: bool = False,
-        nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448, nvfp4_4over6_err_mode: str = "MAE",
-        nvfp4_4over6_err_use_fast_math: bool = False, with_rht: bool = False, with_random_sign_mask: bool = True,
-    ):  # fmt: skip
+        self,
+        dtype: Any = None,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        pow_2_scales: bool = False,
+        eps: float = 0.0,
+        quant_tile_shape: tuple[int, int] = (1, 16),
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        nvfp4_4over6_err_use_fast_math: bool = False,
+        with_rht: bool = False,
+        with_random_sign_mask: bool = True,
+    ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if pow_2_scales or eps:
             raise NotImplementedError(
@@ -238,10 +250,20 @@ class NVFP4QuantizerRef(Quantizer):
         return values * blocks * torch.div(largest, torch.full_like(largest, unit))
 
     def qgemm(
-        self, qx: Tensor, qw: Tensor, m_params: Any, out_dtype: torch.dtype, sx: Tensor, sw: Tensor,
-        bias: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False, gemm_type: Any = None,
-        qresult_x: Any = None, qresult_w: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        qx: Tensor,
+        qw: Tensor,
+        m_params: Any,
+        out_dtype: torch.dtype,
+        sx: Tensor,
+        sw: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: Any = None,
+        qresult_x: Any = None,
+        qresult_w: Any = None,
+    ) -> Tensor:
         """Multiply decoded operands in float32; the arguments are as in `CurrentScalingQuantizerRef.qgemm`.
 
         Raises:
@@ -252,7 +274,9 @@ class NVFP4QuantizerRef(Quantizer):
         columns = (gemm_type is GEMMType.WGRAD, gemm_type in (GEMMType.WGRAD, GEMMType.DGRAD))
         given = ((qx, sx, qresult_x), (qw, sw, qresult_w))
         operands = [
-            self.decoded(codes, scale, quantized.global_amax_col if column else quantized.global_amax_row)
+            self.decoded(
+                codes, scale, quantized.global_amax_col if column else quantized.global_amax_row
+            )
             for (codes, scale, quantized), column in zip(given, columns, strict=True)
         ]
         return high_precision_gemm_ref(

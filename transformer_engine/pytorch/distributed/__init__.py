@@ -114,7 +114,9 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
         )
     wrapped = [m for m in fsdp_root.modules() if isinstance(m, FullyShardedDataParallel)]
     # Layers with quantizers, and linear attention, which has none.
-    layers = [(wrapper, wrapper.module) for wrapper in wrapped if hasattr(wrapper.module, "fast_setattr")]
+    layers = [
+        (wrapper, wrapper.module) for wrapper in wrapped if hasattr(wrapper.module, "fast_setattr")
+    ]
     for _, layer in layers:
         if getattr(layer, "primary_weights_in_fp8", False):
             raise RuntimeError(

@@ -146,7 +146,9 @@ def gather_rows(
     function_or_none("quantizer", quantizer)
     _check_output(inp, process_group, quantized or quantizer is not None, output_tensor)
     if (async_op or external_coalescing) and (quantized or quantizer is not None):
-        return _gather_later(inp, process_group, async_op, quantizer, output_tensor, external_coalescing)
+        return _gather_later(
+            inp, process_group, async_op, quantizer, output_tensor, external_coalescing
+        )
     if quantized:
         full: Any = inp
         if world_size(process_group) > 1:
@@ -167,7 +169,10 @@ def gather_rows(
 
 
 def _check_output(
-    inp: Tensor | QuantizedTensorStorage, group: dist_group_type | None, quantized: bool, output: Any
+    inp: Tensor | QuantizedTensorStorage,
+    group: dist_group_type | None,
+    quantized: bool,
+    output: Any,
 ) -> None:
     """Raise an error, before any communication, unless output can hold the gathered rows of inp."""
     if output is None:
@@ -220,7 +225,9 @@ def _gather_later(
     gathered, handle = _gather(inp, group, async_op)
     if output is None:
         output = quantizer.make_empty(gathered.shape, dtype=inp.dtype, device=inp.device)
-    return output, DeferredGather(lambda: quantizer.update_quantized(gathered, output), output, handle)
+    return output, DeferredGather(
+        lambda: quantizer.update_quantized(gathered, output), output, handle
+    )
 
 
 def _fill_output(output: Any, gathered: Any) -> Any:
@@ -271,7 +278,10 @@ def _gather(
 
 
 def reduce_scatter_along_first_dim(
-    inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False, output: Tensor | None = None
+    inp: Tensor,
+    tp_group: dist_group_type | None,
+    async_op: bool = False,
+    output: Tensor | None = None,
 ) -> tuple[Tensor, NamedWork | None]:
     """Sum inp [M, ...] over n ranks and return this rank's rows [M / n, ...].
 
@@ -305,7 +315,9 @@ def reduce_scatter_along_first_dim(
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
-        reduced = functional.wait_tensor(functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group)))
+        reduced = functional.wait_tensor(
+            functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group))
+        )
         return (reduced if output is None else output.copy_(reduced)), None
     scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:])) if output is None else output
     return scattered, started(
@@ -375,7 +387,9 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: dist_group_type | None) -> 
     return _gather(tensor.reshape(-1), tp_group, False)[0]
 
 
-def _check(inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group") -> None:
+def _check(
+    inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group"
+) -> None:
     """Raise TypeError for invalid collective arguments."""
     tensor("inp", inp)
     group_or_none(group_name, group)

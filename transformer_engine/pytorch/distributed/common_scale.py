@@ -28,7 +28,9 @@ def with_common_scale(operands: Operands, group: dist_group_type | None) -> Oper
         operands: Codes and scales of this rank's rows. Formats without a whole-tensor scale are unchanged.
         group: The process group. Every rank must call the function with operands in the same format.
     """
-    return Operands(*[_common(part, group) if isinstance(part, Operand) else part for part in operands])  # pyright: ignore[reportArgumentType]
+    return Operands(
+        *[_common(part, group) if isinstance(part, Operand) else part for part in operands]  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _common(operand: Operand, group: dist_group_type | None) -> Operand:
@@ -94,7 +96,9 @@ def rescale_codes(
     ]
 
 
-def _rescale_blocks(blocks: Tensor, amax: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:
+def _rescale_blocks(
+    blocks: Tensor, amax: Tensor, group: dist_group_type | None
+) -> tuple[Tensor, Tensor]:
     """Return NVFP4 block scales for the largest maximum of the ranks, and this maximum.
 
     Rounding the E4M3 scales changes values less than rounding the FP4 codes again would.
@@ -111,5 +115,7 @@ def _maximum(local: Tensor, group: dist_group_type | None) -> Tensor:
 
         ranks: dist_group_type = dist.group.WORLD if group is None else group  # pyright: ignore
         return functional.wait_tensor(functional.all_reduce(local, "max", ranks))
-    started("all_reduce", local, group, lambda: dist.all_reduce(local, dist.ReduceOp.MAX, group=group))
+    started(
+        "all_reduce", local, group, lambda: dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
+    )
     return local

@@ -114,9 +114,14 @@ def gather_choices(
 
 
 def route(
-    gathered: Tensor, local_tokens: int, top_k: int, placement: ExpertPlacement, alignment: int,
-    capacity: int | None, drop: bool,
-) -> ExpertRouting:  # fmt: skip
+    gathered: Tensor,
+    local_tokens: int,
+    top_k: int,
+    placement: ExpertPlacement,
+    alignment: int,
+    capacity: int | None,
+    drop: bool,
+) -> ExpertRouting:
     """Compute the routing on this rank from the choices of all ranks.
 
     Rows are ordered by expert, then by rank, token and choice. Without a capacity the host waits once for the sizes.
@@ -150,8 +155,12 @@ def route(
     valid = ordered < experts
     if capacity is not None:
         valid = valid & (row < capacity)
-    rows = torch.empty_like(row).scatter_(0, order, torch.where(valid, row, _NONE)).view(choices.shape)
-    owner = torch.where(rows >= 0, choices.div(placement.local_experts, rounding_mode="floor"), size)
+    rows = (
+        torch.empty_like(row).scatter_(0, order, torch.where(valid, row, _NONE)).view(choices.shape)
+    )
+    owner = torch.where(
+        rows >= 0, choices.div(placement.local_experts, rounding_mode="floor"), size
+    )
     ranks = torch.arange(size, device=gathered.device)
     sends = (owner[rank, :local_tokens, :, None] == ranks).any(1)  # [T, size]
     receives = (owner == rank).any(2)  # [size, tokens]
@@ -171,7 +180,9 @@ def route(
         slots_sent = slots_received = size * slots
         first_sent = first_received = ranks * slots
     slot_sent = torch.where(sends, first_sent + sends.cumsum(0) - 1, _NONE)
-    slot_received = torch.where(receives, first_received[:, None] + receives.cumsum(1) - 1, slots_received)
+    slot_received = torch.where(
+        receives, first_received[:, None] + receives.cumsum(1) - 1, slots_received
+    )
     # The last row collects choices for tokens that are not received.
     row_of_slot = torch.full((slots_received + 1, top_k), _NONE, device=gathered.device)
     local_rows = torch.where(owner == rank, rows, _NONE).view(-1, top_k)
@@ -208,7 +219,11 @@ def _check_capacity(tokens: Tensor, totals: Tensor, capacity: int, drop: bool) -
     """Report invalid arguments of a rank, and rows beyond the capacity, on every rank."""
     if tokens.is_cpu:
         _check_ranks(tokens.tolist())
-        over = [] if drop else [(rank, rows) for rank, rows in enumerate(totals.tolist()) if rows > capacity]
+        over = (
+            []
+            if drop
+            else [(rank, rows) for rank, rows in enumerate(totals.tolist()) if rows > capacity]
+        )
         if over:
             needed = ", ".join(f"{rows} on rank {rank}" for rank, rows in over)
             raise RuntimeError(
@@ -221,7 +236,9 @@ def _check_capacity(tokens: Tensor, totals: Tensor, capacity: int, drop: bool) -
     torch._assert_async(valid, "a rank of the expert-parallel group called with invalid arguments")
     if not drop:
         enough = (totals <= capacity).all()
-        torch._assert_async(enough, f"recv_capacity_per_rank={capacity} rows do not suffice; increase it")
+        torch._assert_async(
+            enough, f"recv_capacity_per_rank={capacity} rows do not suffice; increase it"
+        )
 
 
 def exchange(parts: Sequence[Tensor], wire: Wire) -> list[Tensor]:
@@ -233,7 +250,9 @@ def exchange(parts: Sequence[Tensor], wire: Wire) -> list[Tensor]:
         part = part.contiguous()
         rows = part.shape[0] if wire.receives is None else sum(wire.receives)
         out = part.new_empty(rows, *part.shape[1:])
-        sizes = (None, None) if wire.receives is None else (list(wire.receives), list(wire.sends or ()))
+        sizes = (
+            (None, None) if wire.receives is None else (list(wire.receives), list(wire.sends or ()))
+        )
         works.append(dist.all_to_all_single(out, part, *sizes, group=wire.group, async_op=True))
         received.append(out)
     for work in works:

@@ -41,7 +41,9 @@ from .progress import watch
 MAXIMUM_CHECKS = 256
 CHECKED_REDUCTIONS = 16  # for delayed-scaling maxima
 OPTIMIZER_STEPS = "optimizer steps"
-RESPONSE_SECONDS = 5.0  # how long a rank that has failed waits for the others to report that they have
+RESPONSE_SECONDS = (
+    5.0  # how long a rank that has failed waits for the others to report that they have
+)
 _requested = env.watch("TE_CHECK")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NAMED = "failed on rank"  # in every message that names the missing ranks
@@ -77,7 +79,11 @@ def checks_step(group: dist_group_type, x: Any) -> bool:
     The result is the same on all ranks in the group. Nothing is checked for the fake tensors of a
     dry run, while a compiler traces, or in a CUDA graph.
     """
-    if group is None or torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+    if (
+        group is None
+        or torch.compiler.is_compiling()
+        or isinstance(x, torch._subclasses.FakeTensor)
+    ):
         return False
     record = _checks.get(group)
     return _continues(record is not None and record.finished)
@@ -105,7 +111,9 @@ def transport_device(group: dist_group_type | None, device: torch.device) -> tor
     return device
 
 
-def check_step(group: dist_group_type, settings: Mapping[str, object], device: torch.device) -> None:
+def check_step(
+    group: dist_group_type, settings: Mapping[str, object], device: torch.device
+) -> None:
     """Compare settings over the ranks of a group; every rank must call it (see `checks_step`).
 
     Args:
@@ -119,17 +127,23 @@ def check_step(group: dist_group_type, settings: Mapping[str, object], device: t
     record = _record(group)
     updates = _updates.count - record.first_update
     level = env.get("TE_CHECK")
-    _compare(group, {**settings, OPTIMIZER_STEPS: updates if level != "0" else min(updates, 1)}, device)
+    _compare(
+        group, {**settings, OPTIMIZER_STEPS: updates if level != "0" else min(updates, 1)}, device
+    )
     record.count += 1
     record.finished = record.finished or updates > 0 or record.count >= MAXIMUM_CHECKS
 
 
 def _compare(
-    group: Any, settings: Mapping[str, object], device: torch.device, warned_about: str | None = None
+    group: Any,
+    settings: Mapping[str, object],
+    device: torch.device,
+    warned_about: str | None = None,
 ) -> None:
     """Raise RuntimeError on every rank if settings of the ranks differ; warn once if only `warned_about` does."""
     local_settings = {
-        name: _ADDRESS.sub("", str(value)) for name, value in {**settings, **common_settings}.items()
+        name: _ADDRESS.sub("", str(value))
+        for name, value in {**settings, **common_settings}.items()
     }
     local_settings["TE_CHECK"] = str(env.get("TE_CHECK"))
     digest = hashlib.sha256(repr(sorted(local_settings.items())).encode()).digest()
@@ -185,11 +199,17 @@ def check_backward(group: dist_group_type, grad: Tensor) -> None:
         grad: Output gradient on this rank.
     """
     if checks_step(group, grad):
-        settings = {"collective": "gradients of an attention", "pass": "backward", "gradient": form(grad)}
+        settings = {
+            "collective": "gradients of an attention",
+            "pass": "backward",
+            "gradient": form(grad),
+        }
         check_step(group, settings, grad.device)
 
 
-def _check_reduction(group: dist_group_type, forward: bool, columns: int, device: torch.device) -> None:
+def _check_reduction(
+    group: dist_group_type, forward: bool, columns: int, device: torch.device
+) -> None:
     """Compare the first delayed-scaling maxima reductions of a group over its ranks, all reductions with TE_CHECK.
 
     Unlike the collectives of a layer, they may involve ranks that run no optimizer: these are warned about.
@@ -219,7 +239,11 @@ def form(x: Any) -> str:
     if isinstance(x, Operand):
         name = "values" if x.format is None else x.format.name
         return f"{name} codes {str(x.codes.dtype).removeprefix('torch.')} {list(x.codes.shape)}"
-    kind = type(x).__name__ if isinstance(x, QuantizedTensorStorage) else str(x.dtype).removeprefix("torch.")
+    kind = (
+        type(x).__name__
+        if isinstance(x, QuantizedTensorStorage)
+        else str(x.dtype).removeprefix("torch.")
+    )
     return f"{kind} {list(x.shape)}"
 
 
@@ -252,7 +276,9 @@ def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
         for number, description in zip(ranks, descriptions, strict=True):
             values.setdefault(description.get(name, "(none)"), []).append(number)
         if len(values) > 1:
-            found = "; ".join([f"{_list_ranks(members)}: {value}" for value, members in values.items()])
+            found = "; ".join(
+                [f"{_list_ranks(members)}: {value}" for value, members in values.items()]
+            )
             lines.append(f"{name}: {found}")
     remedy = (
         "give every rank the same number of micro-batches per step"
@@ -313,12 +339,16 @@ def named_failures(group: dist_group_type | None = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        failed = isinstance(error, dist.DistError) or any(name in text for name in _BACKENDS_IN_MESSAGES)
+        failed = isinstance(error, dist.DistError) or any(
+            name in text for name in _BACKENDS_IN_MESSAGES
+        )
         if not failed or not dist.is_initialized() or _NAMED in text:
             raise
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         missing = missing_ranks(ranks, rank)
-        raise type(error)(f"a collective over ranks {ranks} {_NAMED} {rank}: {missing}. {text}") from error
+        raise type(error)(
+            f"a collective over ranks {ranks} {_NAMED} {rank}: {missing}. {text}"
+        ) from error
 
 
 class NamedWork:
@@ -362,9 +392,7 @@ def missing_ranks(ranks: list[int], own: int) -> str:
     Every rank whose collective has failed writes a key to the store of the default process group. A
     rank that has ended, or waits elsewhere, does not.
     """
-    gone = (
-        "the store of the process group does not respond; the rank that holds it, usually rank 0, has ended"
-    )
+    gone = "the store of the process group does not respond; the rank that holds it, usually rank 0, has ended"
     store: Any = dist.distributed_c10d._get_default_store()
     missing: list[int] = []
     try:
@@ -377,7 +405,9 @@ def missing_ranks(ranks: list[int], own: int) -> str:
             store.wait([f"transformer_engine/failed/{rank}"], timedelta(seconds=seconds))
         except dist.DistNetworkError:
             return gone
-        except RuntimeError:  # DistStoreError, or a plain one from a FileStore: the key has not been written
+        except (
+            RuntimeError
+        ):  # DistStoreError, or a plain one from a FileStore: the key has not been written
             missing.append(rank)
     if not missing:
         return "every rank reports a failure"

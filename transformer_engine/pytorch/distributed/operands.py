@@ -57,7 +57,9 @@ class PendingOperand:
 
     __slots__ = ("_axis", "_codes", "_operand", "_ranks", "_scale")
 
-    def __init__(self, shard: Operand, codes: _Received, scale: _Received | None, ranks: int, axis: int):
+    def __init__(
+        self, shard: Operand, codes: _Received, scale: _Received | None, ranks: int, axis: int
+    ):
         # Without the codes of the shard: the caller frees them while the collective runs.
         self._operand = (None if scale is not None else shard.scale, *shard[2:])
         self._codes, self._scale = codes, scale
@@ -72,7 +74,9 @@ class PendingOperand:
         return Operand(codes, scale, form, amax, dtype)
 
 
-def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 0) -> PendingOperand:
+def gather_operand(
+    operand: Operand, group: dist_group_type | None, axis: int = 0
+) -> PendingOperand:
     """Start to gather a quantized operand from all ranks in a group.
 
     Args:

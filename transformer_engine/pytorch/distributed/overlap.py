@@ -146,7 +146,9 @@ def peer_buffers(operation: str, device: torch.device, size: int, group: Any) ->
     return None
 
 
-def _first_buffers(operation: str, device: torch.device, size: int, group: Any) -> GroupBuffers | Request:
+def _first_buffers(
+    operation: str, device: torch.device, size: int, group: Any
+) -> GroupBuffers | Request:
     """Return buffers for a group that has none yet, or a request with the reason why it cannot have them."""
     backends = dist.get_backend_config(group)
     request = Request(operation, device.type, backends, size, _reserved.size, 0, "")
@@ -155,7 +157,9 @@ def _first_buffers(operation: str, device: torch.device, size: int, group: Any) 
     cached = _group_buffers(group, device)
     if isinstance(cached, GroupBuffers):
         return cached
-    in_graph = "the first use of the group is in a CUDA graph; run the layer once before its capture"
+    in_graph = (
+        "the first use of the group is in a CUDA graph; run the layer once before its capture"
+    )
     return request._replace(problem=cached or in_graph)
 
 
@@ -170,11 +174,15 @@ def _group_buffers(group: Any, device: torch.device) -> GroupBuffers | str | Non
     try:
         # Each pair is a buffer of this rank and its peers. Other modes cannot write to tensors of inference mode.
         with torch.inference_mode(False):
-            pairs = [allocate_together(_reserved.size, torch.uint8, device, group) for _ in range(2)]
+            pairs = [
+                allocate_together(_reserved.size, torch.uint8, device, group) for _ in range(2)
+            ]
         buffers = PeerBuffers(pairs, torch.cuda.Stream(device, priority=-1))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except RuntimeError as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
+    except (
+        RuntimeError
+    ) as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
         problem = f"symmetric memory is not available, {error}"
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
@@ -182,7 +190,9 @@ def _group_buffers(group: Any, device: torch.device) -> GroupBuffers | str | Non
     created = (
         problem
         if buffers is None or problem
-        else GroupBuffers(buffers, dist.get_backend_config(group), load_thresholds(buffers, group, device))
+        else GroupBuffers(
+            buffers, dist.get_backend_config(group), load_thresholds(buffers, group, device)
+        )
     )
     _reserved.groups[group] = created
     return created

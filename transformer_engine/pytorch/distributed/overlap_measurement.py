@@ -60,9 +60,7 @@ def load_thresholds(buffers: PeerBuffers, group: Any, device: torch.device) -> T
 
 def _path(buffers: PeerBuffers, device: torch.device) -> Path | None:
     largest = buffers.capacity.bit_length()  # sizes above it are not measured
-    name = (
-        f"{torch.cuda.get_device_name(device)} {buffers.ranks} {largest} torch {torch.__version__} {_VERSION}"
-    )
+    name = f"{torch.cuda.get_device_name(device)} {buffers.ranks} {largest} torch {torch.__version__} {_VERSION}"
     return MEASUREMENTS.path_of(name)
 
 
@@ -88,7 +86,9 @@ def _measure_sizes(buffers: PeerBuffers, group: Any, device: torch.device) -> li
     return least
 
 
-def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int) -> tuple[float, float]:
+def _gather_ms(
+    buffers: PeerBuffers, group: Any, device: torch.device, size: int
+) -> tuple[float, float]:
     """Return the milliseconds for multiplying gathered rows: by parts, and after the process group's gather."""
     rows = size // (_WIDTH * torch.bfloat16.itemsize)
     x, weight = _random(device, rows, _WIDTH), _random(device, _WIDTH, _WIDTH // buffers.ranks)
@@ -109,7 +109,9 @@ def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int
     return _milliseconds(overlapped, group), _milliseconds(plain, group)
 
 
-def _scatter_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int) -> tuple[float, float]:
+def _scatter_ms(
+    buffers: PeerBuffers, group: Any, device: torch.device, size: int
+) -> tuple[float, float]:
     """Return the milliseconds for a product whose rows are summed: by parts, and before the process group's sum."""
     peer_count = buffers.ranks - 1
     rows = max(size // (_WIDTH * torch.bfloat16.itemsize * peer_count), 1)

@@ -72,7 +72,9 @@ class SharedBuffer:
         if cached is None:
             if len(self._messages) >= _MAX_CACHED_LAYOUTS:
                 self._messages.clear()
-            with torch.inference_mode(False):  # other modes cannot write to views made in inference mode
+            with torch.inference_mode(
+                False
+            ):  # other modes cannot write to views made in inference mode
                 cached = self._messages[layout] = self._views(layout)
         return cached
 
@@ -143,7 +145,11 @@ class PeerBuffers:
 
     def follow(self, current: Any) -> None:
         """Let the current stream wait for the stream of the last collective, if that is another one."""
-        if self._last_stream is not None and current != self._last_stream and not is_captured(current):
+        if (
+            self._last_stream is not None
+            and current != self._last_stream
+            and not is_captured(current)
+        ):
             current.wait_stream(self._last_stream)
         self._last_stream = current
 
@@ -270,7 +276,9 @@ class ScatteredRows:
         captured: The product is part of a CUDA graph.
     """
 
-    def __init__(self, buffers: PeerBuffers, layout: Layout, multiply: Callable[[int, Tensor], object]):
+    def __init__(
+        self, buffers: PeerBuffers, layout: Layout, multiply: Callable[[int, Tensor], object]
+    ):
         self._buffers = buffers
         self._sum: Tensor | None = None
         current = buffers.current_stream()

@@ -84,7 +84,9 @@ def missing_ranks(name: str, count: int, reports: dict[int, Report], now: float)
     for rank, report in reports.items():
         silent = now - report.arrived
         if silent > MISSED * PERIOD:
-            found.append(f"rank {rank} has ended or does not respond, it has not reported for {silent:.0f} s")
+            found.append(
+                f"rank {rank} has ended or does not respond, it has not reported for {silent:.0f} s"
+            )
         elif report.queued.get(name, count) < count:
             found.append(f"rank {rank} has queued {report.queued[name]} and does not take part")
     return "; ".join(found)
@@ -109,7 +111,9 @@ class Monitor:
             self._groups[group] = Progress(group, time.monotonic())
             if self._thread is None:
                 self._stop.clear()
-                self._thread = threading.Thread(target=self._run, name="progress of ranks", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="progress of ranks", daemon=True
+                )
                 self._thread.start()
                 atexit.register(self.stop)
 
@@ -145,7 +149,9 @@ class Monitor:
         store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
         with self._lock:
             known = dist.distributed_c10d._world.pg_map
-            groups = [(group, progress) for group, progress in self._groups.items() if group in known]
+            groups = [
+                (group, progress) for group, progress in self._groups.items() if group in known
+            ]
         for group, progress in groups:
             progress.update(group, now)
         self._number += 1

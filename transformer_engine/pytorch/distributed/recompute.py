@@ -106,7 +106,9 @@ def state_without_gradients(
     checkpoint = type(torch._C._current_autograd_node()).__name__
     if "Checkpoint" not in checkpoint:
         return before
-    first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
+    first, second = (
+        type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state)
+    )
     raise RuntimeError(
         f"{checkpoint} runs {kind} again under {second}, its first run was under {first}: the gradients would be of "
         "another function; use torch.utils.checkpoint or transformer_engine.pytorch.checkpoint, which repeat the "
@@ -122,7 +124,9 @@ def has_te_modules(network: Callable[..., Any]) -> bool:
     """
     if not isinstance(network, torch.nn.Module):
         return True
-    return any(base.__module__.startswith(_PACKAGE) for m in network.modules() for base in type(m).__mro__)
+    return any(
+        base.__module__.startswith(_PACKAGE) for m in network.modules() for base in type(m).__mro__
+    )
 
 
 def checkpoint(
@@ -180,7 +184,11 @@ def checkpoint(
         return function(*args, **kwargs)
     if not use_reentrant:
         check_option("determinism_check", determinism_check, ("default", "none"))
-        if torch.compiler.is_compiling() and context_fn is noop_context_fn and get_rng_state_tracker is None:
+        if (
+            torch.compiler.is_compiling()
+            and context_fn is noop_context_fn
+            and get_rng_state_tracker is None
+        ):
             # The compiler traces no other settings; its graphs restore random states.
             return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         return torch_checkpoint(
@@ -193,7 +201,10 @@ def checkpoint(
             **kwargs,
         )
     needs_ours = (
-        distribute or get_rng_state_tracker is not None or kwargs or context_fn is not noop_context_fn
+        distribute
+        or get_rng_state_tracker is not None
+        or kwargs
+        or context_fn is not noop_context_fn
     )
     if not needs_ours and not has_te_modules(function):
         return torch_checkpoint(function, *map(_wrap_torch_argument, args), use_reentrant=True)
@@ -298,7 +309,11 @@ class _Region:
 
 def _wrap_torch_argument(argument: Any) -> Any:
     """Wrap a torch reentrant checkpoint's argument, whose gradient has no graph, to reject double backward."""
-    if torch.compiler.is_compiling() or not isinstance(argument, Tensor) or not argument.requires_grad:
+    if (
+        torch.compiler.is_compiling()
+        or not isinstance(argument, Tensor)
+        or not argument.requires_grad
+    ):
         return argument
     return _OfTorchs.apply(argument)
 
@@ -352,9 +367,12 @@ class _Checkpoint(TorchFunction):
             gathered, _ = gather_along_first_dim(saved[0], region.shard.group)
             saved[0] = gathered[: ctx.first_shape.numel()].view(ctx.first_shape)
         tensors = tuple(
-            tensor.detach().requires_grad_(needed) for tensor, needed in zip(saved, ctx.wanted, strict=True)
+            tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(saved, ctx.wanted, strict=True)
         )
-        torch_autocast = _JoinedContexts(*(torch.autocast(*state) for state in region.torch_autocast))
+        torch_autocast = _JoinedContexts(
+            *(torch.autocast(*state) for state in region.torch_autocast)
+        )
         restored = _JoinedContexts(
             region.random_states, region.second_run, torch_autocast, region.contexts[1]
         )

@@ -73,7 +73,9 @@ class CudaRNGStatesTracker:
     def set_states(self, states: Mapping[Hashable, RngState]) -> None:
         """Continue with states that `get_states` returned."""
         if not isinstance(states, Mapping):
-            raise TypeError(f"states={described(states)} is not a dict; give the result of get_states()")
+            raise TypeError(
+                f"states={described(states)} is not a dict; give the result of get_states()"
+            )
         for name, state in states.items():
             if not isinstance(state, (torch.Generator, Tensor)):
                 raise TypeError(
@@ -96,7 +98,9 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_:
             raise ValueError(f"seed {seed} is in use already; give each state its own seed")
         if name in self.states_:
-            raise ValueError(f"random state {name!r} exists already; choose another name or reset() first")
+            raise ValueError(
+                f"random state {name!r} exists already; choose another name or reset() first"
+            )
         self.seeds_.add(seed)
         if has_cuda():
             self.states_[name] = _default_cuda_generator().clone_state().manual_seed(seed)

@@ -93,11 +93,15 @@ def allocate_together(
     return values, symmetric.rendezvous(values, group)
 
 
-def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> _SharedBuffer:
+def _buffer(
+    numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any
+) -> _SharedBuffer:
     key = (numel, dtype, device, group.group_name, tag)
     cached = _buffers.get(key)
     if cached is None or cached.group is not group:
-        cached = _buffers[key] = _SharedBuffer(*allocate_together(numel, dtype, device, group), group)
+        cached = _buffers[key] = _SharedBuffer(
+            *allocate_together(numel, dtype, device, group), group
+        )
     return cached
 
 
@@ -160,7 +164,9 @@ def symmetric_all_reduce(
     )
     if ALL_REDUCE.choose(key) == SYMMETRIC:
         # The process has one buffer for all sizes up to a power of two.
-        buffer = _buffer(1 << (inp.numel() - 1).bit_length(), inp.dtype, inp.device, group, "all_reduce")
+        buffer = _buffer(
+            1 << (inp.numel() - 1).bit_length(), inp.dtype, inp.device, group, "all_reduce"
+        )
         values = inp.contiguous()
         reduce_values(buffer.peers, buffer.values, values.view(-1), algorithm == "two_shot")
         return (inp if values is inp else inp.copy_(values)), None
@@ -191,13 +197,18 @@ def reduce_values(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool)
         peers.barrier()  # no rank writes the next values before all have read these
         return
     share = -(-count // peers.world_size)
-    bounds = [(min(rank * share, count), min((rank + 1) * share, count)) for rank in range(peers.world_size)]
+    bounds = [
+        (min(rank * share, count), min((rank + 1) * share, count))
+        for rank in range(peers.world_size)
+    ]
     start, stop = bounds[peers.rank]
     if stop > start:
         buffer[start:stop].copy_(_sum_parts(peers, dtype, start, stop - start))
     peers.barrier()
     for step in range(peers.world_size):
-        rank = (peers.rank + step) % peers.world_size  # at every step the ranks read from different peers
+        rank = (
+            peers.rank + step
+        ) % peers.world_size  # at every step the ranks read from different peers
         start, stop = bounds[rank]
         if stop > start:
             values[start:stop].copy_(peers.get_buffer(rank, (stop - start,), dtype, start))
@@ -242,7 +253,9 @@ def symm_mem_alloc(
     group_or_none("ep_group", ep_group)
     switch("use_pool", use_pool)
     values_dtype("dtype", dtype)
-    buffer = torch.empty(extents("shape", shape), dtype=dtype, device=canonical_device(device, "device"))
+    buffer = torch.empty(
+        extents("shape", shape), dtype=dtype, device=canonical_device(device, "device")
+    )
     for address in [address for address, storage in _symmetric.items() if storage.expired()]:
         del _symmetric[address]
     _symmetric[buffer.untyped_storage().data_ptr()] = StorageWeakRef(buffer.untyped_storage())

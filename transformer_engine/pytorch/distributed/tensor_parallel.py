@@ -24,7 +24,12 @@ from ...common.numbers import to_bool, to_int
 from ..constants import GemmParallelModes, dist_group_type
 from ..runtime import checks
 from ..runtime.warn_once import warn_once
-from .collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim, world_size
+from .collectives import (
+    allreduce,
+    gather_along_first_dim,
+    reduce_scatter_along_first_dim,
+    world_size,
+)
 from .rng import CudaRNGStatesTracker
 from .symmetric_memory import symmetric_all_reduce
 
@@ -115,7 +120,12 @@ class TensorParallel:
     @property
     def sums_symmetrically(self) -> bool:
         """Whether the output of the layer is summed by `symmetric_all_reduce`."""
-        return self.mode == "row" and self.symmetric is not None and self.size > 1 and not self.sequence
+        return (
+            self.mode == "row"
+            and self.symmetric is not None
+            and self.size > 1
+            and not self.sequence
+        )
 
     def enter_forward(self, x: Tensor) -> Tensor:
         """Return x for this rank's product: gathered along the sequence for a column-parallel layer."""
@@ -173,7 +183,9 @@ def tensor_parallel_size(tp_group: dist_group_type | None, tp_size: int) -> int:
         return tp_size
     ranks = world_size(tp_group)
     if ranks < 1:
-        raise ValueError("this rank does not belong to tp_group; give the tensor-parallel group of this rank")
+        raise ValueError(
+            "this rank does not belong to tp_group; give the tensor-parallel group of this rank"
+        )
     if tp_size not in (1, ranks):
         warn_once(
             "tp_size",
@@ -199,7 +211,9 @@ def check_tensor_parallel_group(tp_group: dist_group_type, tp_size: int, kind: s
         )
 
 
-def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+def set_tensor_model_parallel_attributes(
+    tensor: Tensor, is_parallel: bool, dim: int, stride: int
+) -> None:
     """Mark a parameter with the axis that it is sharded along, under the attribute names that Megatron-LM reads.
 
     Args:
@@ -252,5 +266,8 @@ def initialize_affine_weight_gpu(
     partition_dim, stride = to_int("partition_dim", partition_dim), to_int("stride", stride, 1)
     if to_bool("set_tp_attributes", set_tp_attributes):
         set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
-    with torch.no_grad(), nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork():
+    with (
+        torch.no_grad(),
+        nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork(),
+    ):
         init_method(weight)

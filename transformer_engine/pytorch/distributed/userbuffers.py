@@ -30,11 +30,19 @@ class UserBufferQuantizationMode(Enum):
 
 RING, PIPELINE, BULK, EXTERNAL = "ring_exchange", "pipeline", "bulk", "external"
 _METHODS = {
-    "qkv_fprop": RING, "qkv_dgrad": BULK, "qkv_wgrad": BULK,
-    "proj_fprop": PIPELINE, "proj_dgrad": RING, "proj_wgrad": EXTERNAL,
-    "fc1_fprop": RING, "fc1_dgrad": BULK, "fc1_wgrad": BULK,
-    "fc2_fprop": PIPELINE, "fc2_dgrad": RING, "fc2_wgrad": EXTERNAL,
-}  # fmt: skip
+    "qkv_fprop": RING,
+    "qkv_dgrad": BULK,
+    "qkv_wgrad": BULK,
+    "proj_fprop": PIPELINE,
+    "proj_dgrad": RING,
+    "proj_wgrad": EXTERNAL,
+    "fc1_fprop": RING,
+    "fc1_dgrad": BULK,
+    "fc1_wgrad": BULK,
+    "fc2_fprop": PIPELINE,
+    "fc2_dgrad": RING,
+    "fc2_wgrad": EXTERNAL,
+}
 _SCATTERS = frozenset({"proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad"})
 _SETTINGS = frozenset(
     [
@@ -137,7 +145,9 @@ def initialize_ub(
             f"bootstrap_backend={described(bootstrap_backend)} is unknown; choose one of {_BACKENDS}"
         )
     modes = _check_modes(use_fp8, quantization_modes)
-    configs = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    configs = (
+        [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    )
     if len(configs) != len(modes):
         raise ValueError(
             f"ub_cfgs holds {len(configs)} configurations for {len(modes)} quantization modes; give one per mode, or "
@@ -202,7 +212,9 @@ def _check_modes(
     if not modes:
         return [UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE]
     if not isinstance(modes, list):
-        raise TypeError(f"quantization_modes={described(modes)} is not a list; give a list of modes")
+        raise TypeError(
+            f"quantization_modes={described(modes)} is not a list; give a list of modes"
+        )
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
             raise TypeError(
@@ -258,7 +270,9 @@ def _communicator(
         )
     reduces = to_bool("is_reduce_scatter", settings.get("is_reduce_scatter", reduces))
     if method == PIPELINE and not reduces:
-        raise ValueError(f"ub_cfgs[{name!r}]: a pipeline reduces and scatters only; use {RING!r} to gather")
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: a pipeline reduces and scatters only; use {RING!r} to gather"
+        )
     if (method == EXTERNAL) != (methods[name] == EXTERNAL):
         raise ValueError(
             f"ub_cfgs[{name!r}]: method {EXTERNAL!r} is that of proj_wgrad and fc2_wgrad and of no other product"
@@ -266,9 +280,13 @@ def _communicator(
     fp8 = mode is UserBufferQuantizationMode.FP8
     atomic = to_bool("atomic_gemm", settings.get("atomic_gemm", False))
     if atomic and not fp8:
-        raise ValueError(f"ub_cfgs[{name!r}]: atomic_gemm=True requires the FP8 mode; set it to False")
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: atomic_gemm=True requires the FP8 mode; set it to False"
+        )
     if atomic and method == BULK:
-        warnings.warn(f"ub_cfgs[{name!r}]: atomic_gemm has no effect with method {BULK!r}", stacklevel=4)
+        warnings.warn(
+            f"ub_cfgs[{name!r}]: atomic_gemm has no effect with method {BULK!r}", stacklevel=4
+        )
         atomic = False
     gathers_codes = fp8 and (not reduces or bool(settings.get("fp8_buf", False)))
     return Communicator(name, method, reduces, tp_size, gathers_codes, atomic)

@@ -63,7 +63,9 @@ def register_value_opaque_quantizer(cls: Kind) -> Kind:
         parts = typing.get_args(kind) or (kind,)
         if typing.get_origin(kind) is ClassVar or kind is ClassVar:
             continue
-        if not all(isinstance(part, type) and issubclass(part, (*_LITERALS, type(None))) for part in parts):
+        if not all(
+            isinstance(part, type) and issubclass(part, (*_LITERALS, type(None))) for part in parts
+        ):
             raise TypeError(
                 f"{cls.__name__}.{name} is annotated as {kind}; a constant of a graph has fields of int, bool, float, "
                 "str or enum only"

@@ -98,7 +98,9 @@ class TensorSpec:
         """Everything but the inner tensors, as `Quantizer.create_metadata` returns it; empty for a plain tensor."""
         if self.quantizer is None:
             return {}
-        return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+        return self.quantizer.create_metadata(
+            self.shape, dtype=self.dtype, requires_grad=self.requires_grad
+        )
 
     def create_inner_tensors(self) -> list[Tensor]:
         """Return new uninitialized inner tensors, ordered like `inner_names`."""
@@ -122,7 +124,9 @@ class TensorSpec:
             return inner_tensors[0].requires_grad_(self.requires_grad)
         storage = self._storage("meta")
         remaining = iter(inner_tensors)
-        tensors = [None if getattr(storage, name) is None else next(remaining) for name in storage.TENSORS]
+        tensors = [
+            None if getattr(storage, name) is None else next(remaining) for name in storage.TENSORS
+        ]
         _, rebuild = storage.flatten()
         rebuilt = rebuild(tensors)
         return (

@@ -49,11 +49,18 @@ if TYPE_CHECKING:
 absent.install_getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
 
 
-@run_eagerly("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
+@run_eagerly(
+    "expert parallelism exchanges tokens between ranks, in numbers that are read on the host"
+)
 def ep_dispatch(
-    buffer: EpBuffer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, *,
-    recv_tokens: Tensor | None = None, recv_topk_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    buffer: EpBuffer,
+    tokens: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    *,
+    recv_tokens: Tensor | None = None,
+    recv_topk_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Send each token to the ranks of its experts.
 
     Rows are ordered by local expert, then by rank, token and choice. Each expert's rows are padded with zeros
@@ -107,7 +114,9 @@ def _check_tokens(buffer: EpBuffer, topk_idx: Tensor, tokens: Tensor, weights: T
         )
     tensor("topk_weights", weights)
     if weights.dtype != torch.float32:
-        raise TypeError(f"topk_weights is {weights.dtype}; pass float32, for example topk_weights.float()")
+        raise TypeError(
+            f"topk_weights is {weights.dtype}; pass float32, for example topk_weights.float()"
+        )
     if weights.shape != topk_idx.shape:
         raise ValueError(
             f"topk_weights is {list(weights.shape)}; pass the shape of topk_idx, {list(topk_idx.shape)}"
@@ -148,10 +157,16 @@ def _check_receive_buffers(
         )
 
 
-@run_eagerly("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
+@run_eagerly(
+    "expert parallelism exchanges tokens between ranks, in numbers that are read on the host"
+)
 def ep_combine(
-    buffer: EpBuffer, expert_out: Tensor, *, num_local_tokens: int | None = None, grad_out: Tensor | None = None
-) -> Tensor:  # fmt: skip
+    buffer: EpBuffer,
+    expert_out: Tensor,
+    *,
+    num_local_tokens: int | None = None,
+    grad_out: Tensor | None = None,
+) -> Tensor:
     """Send the experts' outputs back and sum the k rows of each token, without weights.
 
     The rows of a token on one rank are summed in float32 and sent in the dtype of expert_out; the
@@ -175,7 +190,9 @@ def ep_combine(
     check_buffer(buffer)
     routing = buffer._routing
     if routing is None:
-        raise RuntimeError("ep_combine reverses a dispatch; call ep_dispatch with this buffer first")
+        raise RuntimeError(
+            "ep_combine reverses a dispatch; call ep_dispatch with this buffer first"
+        )
     whole_or_none("num_local_tokens", num_local_tokens, 0)
     floating("expert_out", expert_out)
     if isinstance(expert_out, QuantizedTensor):

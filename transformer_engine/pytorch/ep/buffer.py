@@ -57,14 +57,23 @@ class EpBuffer:
     """
 
     def __init__(
-        self, top_k: int, max_tokens_per_rank: int, hidden_dim: int, num_local_experts: int,
-        recv_capacity_per_rank: int | None = None, alignment: int = 0, payload_dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | None = None, dispatch_fwd_quant_recipe: Recipe | None = None,
+        self,
+        top_k: int,
+        max_tokens_per_rank: int,
+        hidden_dim: int,
+        num_local_experts: int,
+        recv_capacity_per_rank: int | None = None,
+        alignment: int = 0,
+        payload_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        dispatch_fwd_quant_recipe: Recipe | None = None,
         combine_bwd_quant_recipe: Recipe | None = None,
-    ):  # fmt: skip
+    ):
         settings = current_settings()
         if settings is None:
-            raise RuntimeError("EpBuffer requires the placement of experts; call ep_bootstrap first")
+            raise RuntimeError(
+                "EpBuffer requires the placement of experts; call ep_bootstrap first"
+            )
         whole("top_k", top_k)
         whole("max_tokens_per_rank", max_tokens_per_rank)
         whole("hidden_dim", hidden_dim)
@@ -103,7 +112,9 @@ class EpBuffer:
         )
         self._routing: ExpertRouting | None = None
         self.handle_mem: Tensor = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.tokens_per_expert: Tensor = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
+        self.tokens_per_expert: Tensor = torch.zeros(
+            num_local_experts, dtype=torch.int64, device=self.device
+        )
         on_host = self.recv_capacity_per_rank is None
         device = "cpu" if on_host else self.device
         self.total_recv_tokens: Tensor = torch.zeros(1, dtype=torch.int64, device=device)
@@ -120,7 +131,9 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
     if recipe is None:
         return None
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{name}={described(recipe)} is {with_article(type(recipe))}; pass a recipe, or None")
+        raise TypeError(
+            f"{name}={described(recipe)} is {with_article(type(recipe))}; pass a recipe, or None"
+        )
     make = find_family(recipe).quantizer
     slot = "input" if mode == "forward" else "grad_output"
     quantizer = None if make is None else make(recipe, mode, slot, canonical_device())
@@ -138,7 +151,9 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
     )
 
 
-@run_eagerly("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
+@run_eagerly(
+    "expert parallelism exchanges tokens between ranks, in numbers that are read on the host"
+)
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Exchange the routing of all ranks and store it in the buffer; `ep_dispatch` does the same first.
 
@@ -163,10 +178,14 @@ def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
 
 def check_buffer(buffer: EpBuffer) -> None:
     if not isinstance(buffer, EpBuffer):
-        raise TypeError(f"buffer={described(buffer)} is {with_article(type(buffer))}; pass an EpBuffer")
+        raise TypeError(
+            f"buffer={described(buffer)} is {with_article(type(buffer))}; pass an EpBuffer"
+        )
 
 
-def exchange_routing(buffer: EpBuffer, topk_idx: Tensor, check: Callable[[], None]) -> ExpertRouting:
+def exchange_routing(
+    buffer: EpBuffer, topk_idx: Tensor, check: Callable[[], None]
+) -> ExpertRouting:
     """Check the arguments, gather the choices of all ranks and store the routing.
 
     `check` raises an error for further invalid caller arguments.
@@ -198,8 +217,13 @@ def exchange_routing(buffer: EpBuffer, topk_idx: Tensor, check: Callable[[], Non
     choices = topk_idx.detach().reshape(-1, buffer.top_k)
     gathered = gather_choices(choices, *sizes)
     routing = route(
-        gathered, choices.shape[0], buffer.top_k, buffer.placement, max(1, buffer.alignment),
-        buffer.recv_capacity_per_rank, buffer.drop_on_overflow,
-    )  # fmt: skip
+        gathered,
+        choices.shape[0],
+        buffer.top_k,
+        buffer.placement,
+        max(1, buffer.alignment),
+        buffer.recv_capacity_per_rank,
+        buffer.drop_on_overflow,
+    )
     buffer._store(routing)
     return routing

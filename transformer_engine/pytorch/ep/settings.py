@@ -95,7 +95,9 @@ def ep_bootstrap(
     switch("drop_on_overflow", drop_on_overflow)
     values_dtype("max_token_dtype", max_token_dtype)
     if is_ep_bootstrapped():
-        raise RuntimeError("ep_bootstrap was called before; call ep_finalize before another ep_bootstrap")
+        raise RuntimeError(
+            "ep_bootstrap was called before; call ep_finalize before another ep_bootstrap"
+        )
     if recv_capacity_per_rank is None and (zero_copy or drop_on_overflow):
         name = "zero_copy" if zero_copy else "drop_on_overflow"
         raise ValueError(
@@ -128,9 +130,10 @@ def ep_bootstrap(
             f"num_experts={num_experts} is not a multiple of the {size} ranks of ep_group; pass a multiple"
         )
     for name, value, default in (
-        ("max_num_sms", max_num_sms, 0), ("zero_copy", zero_copy, False),
+        ("max_num_sms", max_num_sms, 0),
+        ("zero_copy", zero_copy, False),
         ("max_token_dtype", max_token_dtype, torch.bfloat16),
-    ):  # fmt: skip
+    ):
         if value != default:
             warn_once(
                 f"ep_bootstrap({name}=)",

@@ -79,10 +79,14 @@ class CompiledPass:
 
     __slots__ = ("device", "evaluate", "kinds", "quantizers")
 
-    def __init__(self, evaluate: Evaluate, device: torch.device | None, quantizers: Sequence[Quantizer]):
+    def __init__(
+        self, evaluate: Evaluate, device: torch.device | None, quantizers: Sequence[Quantizer]
+    ):
         self.evaluate = evaluate
         self.device = device
-        self.quantizers = tuple([quantizer for quantizer in quantizers if not quantizer.is_identity])
+        self.quantizers = tuple(
+            [quantizer for quantizer in quantizers if not quantizer.is_identity]
+        )
         self.kinds: Memory[Any, Kind] = Memory(_kind, _MAX_KINDS)
 
     def __call__(
@@ -220,7 +224,9 @@ class CompiledLayer:
         if kind.generated is None or intervened or (ctx.hooked and offloading.used):
             return self._backward.run_uncompiled(inputs, (spec, ctx))[0]
         key: list[Any] = [kind, requirements.batch_invariant]
-        compared = inputs if ctx.hooked else [*inputs[:grads], *[inputs[i] for i in kind.input_results]]
+        compared = (
+            inputs if ctx.hooked else [*inputs[:grads], *[inputs[i] for i in kind.input_results]]
+        )
         for tensor in compared:
             if tensor is None:
                 key.append(None)

@@ -58,7 +58,9 @@ class _Writer:
     def __init__(self, instructions: Instructions, results: Sequence[Symbol | None]):
         self.instructions = instructions
         # Tensors that the pass returns: a buffer, in its original layout or in another one.
-        self.results = [None if result is None else (result.buffer, result.layout) for result in results]
+        self.results = [
+            None if result is None else (result.buffer, result.layout) for result in results
+        ]
         self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": instructions.device}
         self.num_inputs = len(instructions.inputs)
         self.handles = _handles(instructions)
@@ -72,7 +74,9 @@ class _Writer:
         returned = {result[0] for result in self.results if result is not None}
         last: dict[int, int] = {}
         for number, step in enumerate(self.instructions.steps):
-            last.update((buffer, number) for buffer in _buffers_used(step) if buffer not in returned)
+            last.update(
+                (buffer, number) for buffer in _buffers_used(step) if buffer not in returned
+            )
         return last
 
     def _allocation_layouts(self) -> dict[int, TensorLayout]:
@@ -104,7 +108,11 @@ class _Writer:
         }
         small: list[Lifetime] = []
         for number, step in enumerate(self.instructions.steps):
-            if not isinstance(step, Allocate) or step.make is not None or step.buffer not in self.last:
+            if (
+                not isinstance(step, Allocate)
+                or step.make is not None
+                or step.buffer not in self.last
+            ):
                 continue
             size = _span(step.layout) * step.layout.dtype.itemsize
             if step.buffer not in passed_as_tensors and size <= _MAX_SCRATCH // 4:
@@ -113,7 +121,9 @@ class _Writer:
         return ({}, 0) if len(small) < 2 or total > _MAX_SCRATCH else (offsets, total)
 
     def compile(self) -> Generated:
-        delete_lines: dict[int, list[str]] = {}  # lines that delete buffers, by the instruction before them
+        delete_lines: dict[
+            int, list[str]
+        ] = {}  # lines that delete buffers, by the instruction before them
         for buffer, number in self.last.items():
             if buffer not in self.scratch:
                 delete_lines.setdefault(number, []).append(f"del b{buffer}")
@@ -122,7 +132,9 @@ class _Writer:
             body += [*self._emit(step), *delete_lines.get(number, ())]
         input_names = [f"b{i}" for i in range(self.num_inputs)]
         return_values = ", ".join([self._return_value(result) for result in self.results])
-        present_inputs = [i for i in range(self.num_inputs) if self.instructions.layouts[i] is not None]
+        present_inputs = [
+            i for i in range(self.num_inputs) if self.instructions.layouts[i] is not None
+        ]
         source = "\n    ".join(
             [
                 "def generated(given):",
@@ -135,7 +147,10 @@ class _Writer:
                 f"return ({return_values},)",
             ]
         )
-        exec(compile(source, f"<a pass of {len(self.instructions.steps)} instructions>", "exec"), self.names)
+        exec(
+            compile(source, f"<a pass of {len(self.instructions.steps)} instructions>", "exec"),
+            self.names,
+        )
         generated = self.names.pop("generated")
         generated.source = source
         return generated
@@ -158,7 +173,10 @@ class _Writer:
             checks += [f"if ({' | '.join(addresses)}) & {alignment - 1}:", "    return None"]
         if self.instructions.device.type == "cuda" and not only_device():
             self.names["current_device"] = torch._C._cuda_getDevice
-            checks += [f"if current_device() != {self.instructions.device.index}:", "    return None"]
+            checks += [
+                f"if current_device() != {self.instructions.device.index}:",
+                "    return None",
+            ]
         return checks
 
     def _emit_context(self) -> list[str]:
@@ -167,8 +185,14 @@ class _Writer:
         plans = [step.plan for step in self.instructions.steps if isinstance(step, Multiply)]
         if not launches and not plans:
             return self._emit_scalars()
-        calls = [step.plan.library_call() for step in self.instructions.steps if isinstance(step, Multiply)]
-        current_stream = calls[0].current_stream if calls else self.handles[id(launches[0])].current_stream
+        calls = [
+            step.plan.library_call()
+            for step in self.instructions.steps
+            if isinstance(step, Multiply)
+        ]
+        current_stream = (
+            calls[0].current_stream if calls else self.handles[id(launches[0])].current_stream
+        )
         self.names["current_stream"] = current_stream
         index = plans[0].problem.device if plans else self.instructions.device.index
         lines = [f"stream = current_stream({index})"]
@@ -177,7 +201,9 @@ class _Writer:
             lines.append(f"workspace = workspace_of({index}, stream)")
         if self.scratch_bytes:
             self.names["uint8"] = torch.uint8
-            lines.append(f"scratch = empty(({self.scratch_bytes},), (1,), dtype=uint8, device=device)")
+            lines.append(
+                f"scratch = empty(({self.scratch_bytes},), (1,), dtype=uint8, device=device)"
+            )
             lines.append("of_scratch = scratch.data_ptr()")
         return lines + self._emit_scalars()
 
@@ -189,7 +215,9 @@ class _Writer:
         if buffers:
             self.names["numbers"] = numbers
             zeroed = tuple([zero for step in steps for zero in step.zeroed])
-            lines.append(f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})")
+            lines.append(
+                f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})"
+            )
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
 
     def _emit(self, step: Any) -> list[str]:
@@ -222,7 +250,9 @@ class _Writer:
         result_names = "".join([f"b{buffer}, " for buffer in step.results])
         call = f"{self._name(step.function)}({', '.join(arguments)})"
         tensors = [
-            buffer for buffer, is_tensor in zip(step.results, step.is_tensor, strict=True) if is_tensor
+            buffer
+            for buffer, is_tensor in zip(step.results, step.is_tensor, strict=True)
+            if is_tensor
         ]
         return [
             f"{result_names}= {call}" if result_names else call,
@@ -273,7 +303,9 @@ class _Writer:
         if layout == allocated_layout:
             return f"b{buffer}"
         same_size = allocated_layout.dtype.itemsize == layout.dtype.itemsize
-        as_dtype = "" if layout.dtype is allocated_layout.dtype else f".view({self._name(layout.dtype)})"
+        as_dtype = (
+            "" if layout.dtype is allocated_layout.dtype else f".view({self._name(layout.dtype)})"
+        )
         if same_size and allocated_layout == layout._replace(dtype=allocated_layout.dtype):
             return f"b{buffer}{as_dtype}"  # codes, as bytes or as FP8
         if same_size and layout == TensorLayout(
@@ -282,7 +314,10 @@ class _Writer:
             # Column-wise codes of a cached weight, which are stored by rows.
             return f"b{buffer}.t(){as_dtype}"
         tensor = torch.empty_strided(
-            allocated_layout.shape, allocated_layout.strides, dtype=allocated_layout.dtype, device="meta"
+            allocated_layout.shape,
+            allocated_layout.strides,
+            dtype=allocated_layout.dtype,
+            device="meta",
         )
         try:
             is_view = TensorLayout.of(tensor.view(layout.shape)) == layout
@@ -341,7 +376,9 @@ def _buffers_used(step: Any) -> list[int]:
     if isinstance(step, Multiply):
         return [b for b in (step.left, step.right, step.result, *step.pointers) if b is not None]
     if isinstance(step, Apply):
-        return [argument[0] for argument in step.arguments if argument is not None] + list(step.results)
+        return [argument[0] for argument in step.arguments if argument is not None] + list(
+            step.results
+        )
     return list(step.buffers) if isinstance(step, AllocateScalars) else [step.buffer]
 
 

@@ -83,7 +83,9 @@ def record_begin(
         axis: Axis that an all_gather joins.
     """
     sent, join_sent = split_symbols(x)
-    (started,) = sent[0].instructions.apply(lambda *tensors: (begin(join_sent(tensors)),), sent, [None])
+    (started,) = sent[0].instructions.apply(
+        lambda *tensors: (begin(join_sent(tensors)),), sent, [None]
+    )
     received, join = sent[:1], join_sent
     if isinstance(x, Operand):
         has_block_scales = x.has_block_scales
@@ -113,7 +115,9 @@ def _result_layout(collective: str, layout: TensorLayout, ranks: int, axis: int)
 def record_wait(wait: Callable[[Any], Any], pending: RecordedPending) -> Any:
     """Append the second half of a collective, which returns the result of a pending object."""
     instructions = pending.started.instructions
-    results = instructions.apply(lambda started: _parts(wait(started)), [pending.started], pending.layouts)
+    results = instructions.apply(
+        lambda started: _parts(wait(started)), [pending.started], pending.layouts
+    )
     return pending.join(results)
 
 
@@ -144,7 +148,9 @@ def record_gathered_product(
         y, and the gathered matrix.
     """
     other, join_other = split_symbols(b)
-    layout = TensorLayout.contiguous((math.prod(pending.layouts[0].shape[:-1]), columns), epilogue.dtype)
+    layout = TensorLayout.contiguous(
+        (math.prod(pending.layouts[0].shape[:-1]), columns), epilogue.dtype
+    )
 
     def call(started: Any, bias: Any, *tensors: Any) -> tuple[Any, ...]:
         y, gathered = multiply(started, join_other(tensors), bias)

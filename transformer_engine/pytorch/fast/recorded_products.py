@@ -42,7 +42,9 @@ class SymbolicOperand(OwnedOperand):
         plan = getattr(call, "__self__", None)
         if not isinstance(plan, CublasPlan):
             return _apply(call, self, b, epilogue, 1)[0]
-        result = instructions.allocate(TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
+        result = instructions.allocate(
+            TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
+        )
         scales = _scales(b, self)
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
         return result  # pyright: ignore[reportReturnType]
@@ -73,7 +75,9 @@ class SymbolicOperand(OwnedOperand):
         plan = find_plan(call)
         if plan is None or plan.problem.swizzled:
             return _apply(call, self, b, epilogue, 1, x)[0]
-        result = instructions.allocate(TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
+        result = instructions.allocate(
+            TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
+        )
         instructions.multiply(plan, b.codes, self.codes, result, (*_scales(b, self), None, x))
         return result
 
@@ -89,16 +93,24 @@ def _symbolic(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
     codes, scale, amax = (instructions.symbol(part) for part in (b.codes, b.scale, b.amax))
-    return instructions, SymbolicOperand(*b._replace(codes=codes, scale=scale, amax=amax))  # pyright: ignore
+    return instructions, SymbolicOperand(*b._replace(codes=codes, scale=scale, amax=amax))
 
 
 def _is_composed(call: Callable[..., Any]) -> bool:
     """Whether a bound product with GELU is a product followed by the activation."""
-    return isinstance(call, functools.partial) and call.func in (composed.gelu, composed.gelu_gradient)
+    return isinstance(call, functools.partial) and call.func in (
+        composed.gelu,
+        composed.gelu_gradient,
+    )
 
 
 def _apply(
-    call: Callable[..., Any], a: SymbolicOperand, b: Operand, epilogue: Epilogue, count: int, *others: Any
+    call: Callable[..., Any],
+    a: SymbolicOperand,
+    b: Operand,
+    epilogue: Epilogue,
+    count: int,
+    *others: Any,
 ) -> Sequence[Any]:
     """Append a call to a bound backend; return the symbols for its first `count` results, each [M, N].
 
@@ -169,7 +181,7 @@ def _block_scales(operand: Operand) -> Any:
     codes: Any = operand.codes
     instructions: Instructions = codes.instructions
     scale: Any = instructions.symbol(operand.scale)
-    settings = operand._replace(codes=None, scale=None, amax=None)  # pyright: ignore
+    settings = operand._replace(codes=None, scale=None, amax=None)
     shape = (operand.rows, operand.depth)
 
     def to_library_layout(scale: Tensor) -> tuple[Tensor]:

@@ -45,4 +45,6 @@ def plan_scratch(lifetimes: Sequence[Lifetime]) -> tuple[dict[int, int], int]:
             offset = max(offset, round_up(end, _SCRATCH_ALIGNMENT))
         offsets[lifetime.buffer] = offset
         placed.append(lifetime)
-    return offsets, max((offsets[lifetime.buffer] + lifetime.bytes for lifetime in placed), default=0)
+    return offsets, max(
+        (offsets[lifetime.buffer] + lifetime.bytes for lifetime in placed), default=0
+    )

@@ -177,7 +177,9 @@ class Instructions:
         symbols = [self.symbol(argument) for argument in arguments]
         self.steps.append(Start(launch, tuple([None if s is None else s.buffer for s in symbols])))
 
-    def multiply(self, plan: Any, left: Any, right: Any, result: Symbol, pointers: Sequence[Any]) -> None:
+    def multiply(
+        self, plan: Any, left: Any, right: Any, result: Symbol, pointers: Sequence[Any]
+    ) -> None:
         """Append a cuBLASLt product."""
         symbols = [self.symbol(tensor) for tensor in (left, right, *pointers)]
         buffers = [None if symbol is None else symbol.buffer for symbol in symbols]
@@ -293,7 +295,9 @@ class Symbol:
         raise NotRecordable(f"torch computes with a tensor of the pass ({name})")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotRecordable(
             f"torch computes with a tensor of the pass ({getattr(function, '__name__', function)})"
         )

@@ -19,7 +19,7 @@ from ..runtime.double_backward import is_recorded, replay
 
 def activation(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:
     """y in x's dtype, by a name in `primitives.activation.ACTIVATIONS`; saves x only."""
-    return _Activation.apply(x, name, params)  # pyright: ignore[reportReturnType]
+    return _Activation.apply(x, name, params)
 
 
 class _Activation(Function):
@@ -35,9 +35,9 @@ class _Activation(Function):
         return y.view(y.shape)
 
     @staticmethod
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         if is_recorded():
             program = partial(reference.value, ctx.name, constants=ctx.params.constants)
-            return *replay(program, (x,), dy), None, None  # pyright: ignore[reportArgumentType]
+            return *replay(program, (x,), dy), None, None
         return activation_backward(ctx.name, dy, x, ctx.params), None, None

@@ -36,7 +36,9 @@ class CallerBuffers(NamedTuple):
 NO_BUFFERS = CallerBuffers()
 
 
-def check_buffers(name: str, buffer: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor | None:
+def check_buffers(
+    name: str, buffer: Tensor | None, shape: torch.Size, like: Tensor
+) -> Tensor | None:
     """Return the buffer as a matrix [total, last dimension].
 
     Args:
@@ -68,7 +70,9 @@ def check_buffers(name: str, buffer: Tensor | None, shape: torch.Size, like: Ten
     return buffer.view(matrix)
 
 
-def check_separate(name: str, buffer: Tensor | None, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+def check_separate(
+    name: str, buffer: Tensor | None, tensors: Iterable[tuple[str, Tensor | None]]
+) -> None:
     """Raise ValueError if the buffer shares memory with any named tensor, which the layer reads."""
     if buffer is None:
         return

@@ -67,7 +67,9 @@ class Pending(NamedTuple):
         """Wait for the result on the current stream."""
         work, parallel, overlaps, dense = self
         if type(work) is RecordedPending:
-            return record_wait(lambda started: Pending(started, parallel, overlaps, dense).wait(), work)
+            return record_wait(
+                lambda started: Pending(started, parallel, overlaps, dense).wait(), work
+            )
         if isinstance(work, (PendingOperand, GatheredRows, ScatteredRows)):
             result = work.wait()
         else:
@@ -95,10 +97,14 @@ def begin(
         axis: Axis that an operand all_gather joins: 0, or 1 for the column direction [K, M] of sharded rows.
         overlaps, dense: See `Pending`.
     """
-    return Pending(_begin_collective(collective, x, parallel, axis, overlaps), parallel, overlaps, dense)
+    return Pending(
+        _begin_collective(collective, x, parallel, axis, overlaps), parallel, overlaps, dense
+    )
 
 
-def _begin_collective(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
+def _begin_collective(
+    collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool
+) -> Any:
     """`Pending.work` for a collective."""
     if is_symbolic(x):
         return record_begin(
@@ -188,7 +194,7 @@ def multiply_and_scatter(a: Any, b: Any, epilogue: Epilogue, parallel: TensorPar
 
 def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:
     """Gather x [M, ...] from all ranks in the group in rank order; gradients from all ranks are summed."""
-    return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
+    return _GatherSequence.apply(x, group)
 
 
 class _GatherSequence(Function):
@@ -199,5 +205,5 @@ class _GatherSequence(Function):
 
     @staticmethod
     @once_differentiable("the gathering of a sequence over ranks")
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         return reduce_scatter_along_first_dim(dy, ctx.group)[0], None

@@ -44,7 +44,7 @@ def cross_entropy(x: Tensor, targets: Tensor, how: CrossEntropy) -> Tensor:
     """Return the losses float32 [M], or their mean [], for x [M, V] and targets int64 [M], both contiguous."""
     if how.overwrites and (torch.compiler.is_compiling() or is_part(x)):
         how = how._replace(overwrites=False)
-    return _CrossEntropy.apply(x, targets, how)  # pyright: ignore[reportReturnType]
+    return _CrossEntropy.apply(x, targets, how)
 
 
 def is_part(x: Tensor) -> bool:
@@ -66,14 +66,16 @@ class _CrossEntropy(Function):
 
     @staticmethod
     @once_differentiable("parallel_cross_entropy")
-    def backward(ctx, grad_loss):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_loss):
         x, targets, statistics, count = ctx.saved_tensors
         factor = grad_loss.to(torch.float32)
         factor = factor.contiguous() if count is None else factor / count
         in_place = ctx.how.overwrites
         with torch.no_grad():
             plain = x.detach()
-            grad_x = cross_entropy_gradient(plain, targets, statistics, factor, ctx.how.labels, in_place)
+            grad_x = cross_entropy_gradient(
+                plain, targets, statistics, factor, ctx.how.labels, in_place
+            )
         if in_place:
             # A second backward pass, or one through another operation that saved the logits, then raises RuntimeError.
             increment_version(x)
@@ -85,7 +87,7 @@ def row_losses(x: Tensor, targets: Tensor, how: CrossEntropy) -> tuple[Tensor, T
     partials = cross_entropy_statistics(x, targets, how.labels)
     if how.group is not None:
         partials, _ = gather_along_first_dim(partials, how.group)
-    return cross_entropy_losses(partials, targets, how.labels)  # pyright: ignore[reportArgumentType]
+    return cross_entropy_losses(partials, targets, how.labels)
 
 
 def counted(targets: Tensor, labels: Labels) -> Tensor:

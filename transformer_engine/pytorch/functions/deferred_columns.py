@@ -109,7 +109,12 @@ INPUT_COLUMNS: Table[OperandColumns] = Table(
 
 
 def with_deferred_columns(
-    spec: LinearSpec, rows: int, weight: torch.Size, keeps_weight: bool, keeps_input: bool, caches: bool
+    spec: LinearSpec,
+    rows: int,
+    weight: torch.Size,
+    keeps_weight: bool,
+    keeps_input: bool,
+    caches: bool,
 ) -> LinearSpec:
     """Return the spec with the modes for its weight and input columns.
 
@@ -121,13 +126,17 @@ def with_deferred_columns(
         keeps_input: Another operation saves the input values.
         caches: The call quantizes the weight into a cache, or reads the cache.
     """
-    if spec.plain or spec.traced:  # a compiler must see writes to the scaling state, and no size guards
+    if (
+        spec.plain or spec.traced
+    ):  # a compiler must see writes to the scaling state, and no size guards
         return spec
     if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not interventions:
         return spec  # saved, without spending time on a choice
     found: dict[str, str] = {}
     if spec.needs_grad_input:
-        request = _columns(spec, spec.weight, (weight.numel(), rows), keeps_weight)._replace(cached=caches)
+        request = _columns(spec, spec.weight, (weight.numel(), rows), keeps_weight)._replace(
+            cached=caches
+        )
         found["weight_columns"] = WEIGHT_COLUMNS.choose(request)
     if spec.needs_grad_weight and keeps_input:
         request = _columns(spec, spec.input, (rows * weight[-1], rows), not spec.keep_input)

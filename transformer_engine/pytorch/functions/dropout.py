@@ -24,20 +24,24 @@ from ..tensor.storage.quantized_tensor_storage import plain_values
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
     """y like x; the mask comes from one generator draw (None: the device's default one)."""
     _check_export(p)
-    return _Dropout.apply(x, draw_seed(x.device, generator), p)  # pyright: ignore[reportReturnType]
+    return _Dropout.apply(x, draw_seed(x.device, generator), p)
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, generator: torch.Generator | None = None
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """y [.., H] = residual + dropout(x + bias [H]), in one pass over x and residual; p = 0 draws nothing."""
     _check_export(p)
     if p == 0.0 and export_mode.onnx and bias is not None:
         return residual + (x + bias)
     if p == 0.0:
-        return residual + x if bias is None else _BiasAdd.apply(x, bias, residual)  # pyright: ignore[reportReturnType]
+        return residual + x if bias is None else _BiasAdd.apply(x, bias, residual)
     seed = draw_seed(x.device, generator)
-    return _BiasDropoutAdd.apply(x, bias, residual, seed, p)  # pyright: ignore[reportReturnType]
+    return _BiasDropoutAdd.apply(x, bias, residual, seed, p)
 
 
 def _check_export(p: float) -> None:
@@ -59,7 +63,7 @@ class _Dropout(Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         (mask,) = ctx.saved_tensors
         return _masked(dy, mask, ctx.p), None, None
 
@@ -69,14 +73,16 @@ class _BiasDropoutAdd(Function):
 
     @staticmethod
     def forward(ctx, x, bias, residual, seed, p):
-        y, mask = bias_dropout_add_forward(plain_values(x), bias, plain_values(residual), p, seed=seed)
+        y, mask = bias_dropout_add_forward(
+            plain_values(x), bias, plain_values(residual), p, seed=seed
+        )
         ctx.save_for_backward(mask)
         ctx.p = p
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         (mask,) = ctx.saved_tensors
         dx = _masked(dy, mask, ctx.p)
         return dx, _bias_gradient(ctx, dx), dy, None, None
@@ -93,7 +99,7 @@ class _BiasAdd(Function):
         return bias_add(x, bias, residual)
 
     @staticmethod
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         return dy, _bias_gradient(ctx, dy), dy
 
 

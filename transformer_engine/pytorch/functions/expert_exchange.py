@@ -39,7 +39,7 @@ def dispatch(
     sent = tokens if quantizer is None else quantizer(tokens)
     slots = permute(sent, routing.sent, routing.slots_sent)[0]  # pyright: ignore[reportArgumentType]
     slot_weights = permute(weights, routing.sent, routing.slots_sent)[0]
-    slots, slot_weights = _RowExchange.apply(routing.wire, slots, slot_weights)  # pyright: ignore[reportGeneralTypeIssues]
+    slots, slot_weights = _RowExchange.apply(routing.wire, slots, slot_weights)
     rows = permute(slots, routing.received, routing.rows)[0]
     row = routing.received.map.view(weights.shape[1], routing.slots_received).t().reshape(-1).long()
     # The last element collects weights for choices without a row.
@@ -57,16 +57,20 @@ def combine(rows: Tensor, routing: ExpertRouting, gradient_quantizer: Quantizer 
         gradient_quantizer: Quantizes the gradient before the backward pass sends it; None sends it unquantized.
     """
     sums = unpermute(rows, routing.received)
-    (slots,) = _RowExchange.apply(routing.wire.reversed(), sums)  # pyright: ignore[reportGeneralTypeIssues]
+    (slots,) = _RowExchange.apply(routing.wire.reversed(), sums)
     result = unpermute(slots, routing.sent)
-    return result if gradient_quantizer is None else _QuantizedGradient.apply(result, gradient_quantizer)  # pyright: ignore[reportReturnType]
+    return (
+        result
+        if gradient_quantizer is None
+        else _QuantizedGradient.apply(result, gradient_quantizer)
+    )
 
 
 def through_buffers(x: Tensor, result: Tensor | None, gradient: Tensor | None) -> Tensor:
     """Return x, written into the buffer `result`; the backward pass writes its gradient into the buffer `gradient`."""
     if result is None and gradient is None:
         return x
-    return _ThroughBuffers.apply(x, _Buffers(result, gradient))  # pyright: ignore[reportReturnType]
+    return _ThroughBuffers.apply(x, _Buffers(result, gradient))
 
 
 def exchange_any(parts: tuple[Tensor, ...], wire: Wire) -> list[Tensor]:
@@ -94,7 +98,9 @@ def _sent_quantized(
     plain.extend(tensors)
 
     def join(received: list[Tensor]) -> Tensor:
-        return kind.from_storage(join_payload(received[start : start + len(tensors)], payload, dtype))
+        return kind.from_storage(
+            join_payload(received[start : start + len(tensors)], payload, dtype)
+        )
 
     return join
 
@@ -109,7 +115,7 @@ class _RowExchange(Function):
 
     @staticmethod
     @once_differentiable("expert parallelism")
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[1:]
         sent = tuple(g for g, needed in zip(gradients, wanted, strict=True) if needed)
         returned = iter(exchange_any(sent, ctx.wire.reversed()))
@@ -130,7 +136,7 @@ class _QuantizedGradient(Function):
 
     @staticmethod
     @once_differentiable("expert parallelism")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:
         return ctx.quantizer(gradient), None
 
 
@@ -149,7 +155,7 @@ class _ThroughBuffers(Function):
 
     @staticmethod
     @once_differentiable("expert parallelism")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _write_alias(gradient, ctx.buffers.gradient), None
 
 

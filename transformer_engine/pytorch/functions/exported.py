@@ -67,7 +67,9 @@ def _(quantizer: MXFP8Quantizer, x: Tensor) -> Tensor:
     return tex.mxfp8_dequantize(*tex.mxfp8_quantize(x, float8_dtype(quantizer.dtype)))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Quantizer, Quantizer]) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Quantizer, Quantizer]
+) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight.T + bias in the dtype of x.
 
     Args:
@@ -86,7 +88,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Qua
             "load te.plain_state_dict(model) into a model made outside of quantized_model_init, and export that one"
         )
     if of_input.is_identity and of_weight.is_identity:
-        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return torch.nn.functional.linear(
+            x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        )
     y = torch.nn.functional.linear(
         x.float() if of_input.is_identity else round_trip(of_input, x),
         weight.float() if of_weight.is_identity else round_trip(of_weight, weight),

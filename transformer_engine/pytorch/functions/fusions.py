@@ -124,9 +124,7 @@ def unsupported_gradient_cast(activation: str, one_scale: bool, separate_sums: b
     if one_scale and ACTIVATIONS[activation].gated:
         # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a
         # gated unit that is the peak in the whole layer, and separate steps free dy in between.
-        return (
-            "the scale of the tensor needs all of dy first, which would be in memory at the peak of the layer"
-        )
+        return "the scale of the tensor needs all of dy first, which would be in memory at the peak of the layer"
     if separate_sums:
         return "a separate cast to blocks of rows, together with the column sums, is faster"
     return None

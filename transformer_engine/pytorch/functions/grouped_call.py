@@ -30,7 +30,10 @@ class GroupedQuantizers(NamedTuple):
 
     @classmethod
     def merged(
-        cls, inputs: Sequence[Quantizer], weights: Sequence[Quantizer], grad_outputs: Sequence[Quantizer]
+        cls,
+        inputs: Sequence[Quantizer],
+        weights: Sequence[Quantizer],
+        grad_outputs: Sequence[Quantizer],
     ) -> GroupedQuantizers:
         """Return the quantizers per tensor for all groups as one; none if some tensor's quantizers cannot be merged."""
         groups = cls(grouped(inputs, False), grouped(weights, True), grouped(grad_outputs, False))
@@ -195,5 +198,7 @@ class StackMember:
     @grad.setter
     def grad(self, gradient: Tensor) -> None:
         if self.whole.grad is None:
-            self.whole.grad = torch.zeros(self.whole.shape, dtype=gradient.dtype, device=gradient.device)
+            self.whole.grad = torch.zeros(
+                self.whole.shape, dtype=gradient.dtype, device=gradient.device
+            )
         self.whole.grad[self._index] = gradient

@@ -60,7 +60,12 @@ from .saving import wait_for_saved
 
 
 def grouped_linear_forward(
-    x: Tensor, weights: Any, biases: Any, call: GroupedCall, saves: bool = True, compute_y: bool = True
+    x: Tensor,
+    weights: Any,
+    biases: Any,
+    call: GroupedCall,
+    saves: bool = True,
+    compute_y: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for each group g.
 
@@ -103,7 +108,9 @@ def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any
         rows = columns = x
     else:
         # One kernel reads x once for both directions.
-        quantizes_columns = layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
+        quantizes_columns = (
+            layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
+        )
         rows, columns = cast_groups(x, call, "input", rowwise=True, columnwise=quantizes_columns)
     if not (saves and layer.needs_grad_weight):
         return rows, None
@@ -130,7 +137,9 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
         rows = columns = convert_weights(weights, call)
     else:
         quantizes_columns = layer.needs_grad_input and layer.backward == QUANTIZED
-        rows, columns = cast_groups(weights, call, "weight", rowwise=True, columnwise=quantizes_columns)
+        rows, columns = cast_groups(
+            weights, call, "weight", rowwise=True, columnwise=quantizes_columns
+        )
     if not (saves and layer.needs_grad_input):
         return rows, None
     saved = columns
@@ -159,13 +168,21 @@ def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]
     layer = call.spec.layer
     dy = dense_values(dy)
     # db_g [N] = sum of dy_g [M_g, N] over M_g.
-    db = bias_gradients(dy, call, layer.grad_bias_dtype or layer.dtype) if layer.needs_grad_bias else None
+    db = (
+        bias_gradients(dy, call, layer.grad_bias_dtype or layer.dtype)
+        if layer.needs_grad_bias
+        else None
+    )
     rows = columns = dy
     quantizes = layer.backward == QUANTIZED and not layer.plain
     if quantizes and (layer.needs_grad_input or layer.needs_grad_weight):
         # dy_g [M_g, N] row-wise for dx_g, and column-wise [N, M_g] for dw_g.
         rows, columns = cast_groups(
-            dy, call, "grad_output", rowwise=layer.needs_grad_input, columnwise=layer.needs_grad_weight
+            dy,
+            call,
+            "grad_output",
+            rowwise=layer.needs_grad_input,
+            columnwise=layer.needs_grad_weight,
         )
     del dy
     dx = None
@@ -242,16 +259,23 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
-        return run_and_save(GROUPED_LINEAR_FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+        return run_and_save(
+            GROUPED_LINEAR_FUNCTIONS,
+            ctx,
+            call,  # pyright: ignore[reportArgumentType]
+            _tensors(x, weights, biases, call),
+        )[0]
 
     @staticmethod
     @once_differentiable("GroupedLinear")
-    def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         call: GroupedCall = ctx.spec
         buffer = call.buffers.grad_input
         if buffer is not None:  # the caller's buffer for dx, which may share memory with dy
             grad_output = copy_if_overlapping(grad_output, buffer)
-        grad_input, *parameter_gradients = run_backward(GROUPED_LINEAR_FUNCTIONS, ctx, (grad_output,))
+        grad_input, *parameter_gradients = run_backward(
+            GROUPED_LINEAR_FUNCTIONS, ctx, (grad_output,)
+        )
         grads: list[Tensor | None] = []
         for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
             if isinstance(gradient, list):

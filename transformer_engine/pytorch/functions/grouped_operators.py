@@ -96,8 +96,14 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
     """
     name = type(owner).__name__
     for what, found in (
-        ("delayed weight gradients", any(g.weight_gradient.store is not None for g in kernel.spec.groups)),
-        ("gradients accumulated into main_grad", any(g.weight_gradient.fused for g in kernel.spec.groups)),
+        (
+            "delayed weight gradients",
+            any(g.weight_gradient.store is not None for g in kernel.spec.groups),
+        ),
+        (
+            "gradients accumulated into main_grad",
+            any(g.weight_gradient.fused for g in kernel.spec.groups),
+        ),
         ("inspected results", any(g.inspector is not None for g in kernel.spec.groups)),
         ("quantizers that cannot quantize twice", not all(map(_repeats, _quantizers(kernel.spec)))),
     ):
@@ -106,7 +112,9 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
                 f"{name}: {what} in a compiled graph with numbers of rows in a tensor need eager mode; give the "
                 "module te.GroupedLinear a list of numbers, or leave the layer out of the graph"
             )
-    key = f"{name} {next(_serial)}:{''.join(['1' if present else '0' for present in kernel.present])}"
+    key = (
+        f"{name} {next(_serial)}:{''.join(['1' if present else '0' for present in kernel.present])}"
+    )
     _kernels[key] = kernel
     _held.setdefault(owner, []).append(kernel)
     return key
@@ -173,7 +181,11 @@ def _with_states(
 
 @torch.library.custom_op("transformer_engine::grouped_linear_forward", mutates_args=())
 def _forward_op(
-    x: torch.Tensor, rows: torch.Tensor, tensors: list[torch.Tensor], scales: list[torch.Tensor], key: str
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    tensors: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    key: str,
 ) -> list[torch.Tensor]:
     """Return y, and the maxima that the casts record for each state."""
     kernel = _kernels[key]
@@ -210,7 +222,9 @@ def _backward_op(
         if gradient is not None:
             gradient = gradient.to(tensor.dtype).reshape(tensor.shape)
             # Operator results share no memory.
-            owns_storage = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+            owns_storage = (
+                gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+            )
             made.append(gradient if owns_storage and gradient.is_contiguous() else gradient.clone())
     # The forward pass recorded the maxima for the casts that are repeated here.
     return [*made, *maxima[len(forward_scales) :]]
@@ -288,7 +302,7 @@ class TracedGroups(Function):
 
     @staticmethod
     @once_differentiable("GroupedLinear")
-    def backward(ctx: Any, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output):
         x, rows, *rest = ctx.saved_tensors
         saved = grad_output, x, rows, rest[: ctx.count]
         dx, *grads = backward_in_graph(ctx.key, saved, rest[ctx.count :], ctx.states)

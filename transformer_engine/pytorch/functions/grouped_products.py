@@ -43,7 +43,9 @@ from .main_grad import find_main_grad
 from .weight_gradient import WeightGradient, overwrite_once
 
 
-def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
+def cast_groups(
+    x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwise: bool
+) -> tuple[Any, Any]:
     """Quantize x [M, K], dy [M, N] or the weights [N, K] in the requested directions.
 
     Args:
@@ -65,12 +67,18 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
         )
         return (
             GroupedMatrices(None, False, codes, scale, quantizer.format, amax) if rowwise else None,
-            GroupedMatrices(None, False, codes_t, scale_t, quantizer.format, amax_t) if columnwise else None,
+            GroupedMatrices(None, False, codes_t, scale_t, quantizer.format, amax_t)
+            if columnwise
+            else None,
         )
-    codes, scale, codes_t, scale_t, amax, amax_t = quantizer.rows(x.contiguous(), layout, rowwise, columnwise)
+    codes, scale, codes_t, scale_t, amax, amax_t = quantizer.rows(
+        x.contiguous(), layout, rowwise, columnwise
+    )
     return (
         GroupedRows(codes, scale, quantizer.format, amax) if rowwise else None,
-        GroupedColumns(codes_t, scale_t, quantizer.format.columnwise, amax_t) if columnwise else None,
+        GroupedColumns(codes_t, scale_t, quantizer.format.columnwise, amax_t)
+        if columnwise
+        else None,
     )
 
 
@@ -101,7 +109,10 @@ def _cast_each_group(
 def convert_weights(weights: Any, call: GroupedCall) -> Any:
     """Weight values in the layer dtype."""
     dtype = call.groups[0].dtype
-    if call.layout is not None and (weights[0] if isinstance(weights, list) else weights).dtype is dtype:
+    if (
+        call.layout is not None
+        and (weights[0] if isinstance(weights, list) else weights).dtype is dtype
+    ):
         return weights  # one launch reads weights with the input's dtype only
     if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensorStorage):
         return weights.to(dtype)
@@ -155,7 +166,14 @@ def product_of_groups(a: Any, b: Any, call: GroupedCall, kind: str, biases: Any 
             matrices = GroupedMatrices(Matrices.of(stack_members(b)), transposed)
         stack = torch.stack(biases) if isinstance(biases, list) else biases
         y = product_of_rows(
-            rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer, clears=call.clears
+            rows,
+            matrices,
+            call.layout,
+            first.dtype,
+            bias=stack,
+            exact=exact,
+            out=buffer,
+            clears=call.clears,
         )
     return y if buffer is None else alias_buffer(y)
 

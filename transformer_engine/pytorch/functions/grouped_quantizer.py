@@ -29,7 +29,9 @@ from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..tensor.quantizer import Quantizer
 
-ROW_MULTIPLE = 32  # for group rows with one-byte block scales; equal to common/kernels/grouped_scaled
+ROW_MULTIPLE = (
+    32  # for group rows with one-byte block scales; equal to common/kernels/grouped_scaled
+)
 
 
 class GroupedQuantizer:
@@ -99,7 +101,9 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
     first = quantizers[0]
     if isinstance(first, Float8Quantizer):
         # A strided kernel needs slots in one state at equal distances.
-        slots = [(q._state, q._index, q.dtype) for q in quantizers if isinstance(q, Float8Quantizer)]
+        slots = [
+            (q._state, q._index, q.dtype) for q in quantizers if isinstance(q, Float8Quantizer)
+        ]
         state, offset, dtype = slots[0]
         stride = slots[1][1] - offset if len(slots) > 1 else 1
         regular = [(state, offset + i * stride, dtype) for i in range(len(quantizers))]

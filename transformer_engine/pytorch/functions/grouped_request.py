@@ -32,7 +32,9 @@ IRREGULAR = "groups whose parameters differ"
 FLAGGED_WEIGHTS = "weights whose quantization a flag on the device controls"
 SCALED_BIAS = "biases that are multiplied by a scale per row"
 UNASSIGNED_ROWS = "rows that belong to no group"
-UNFIT_ROWS = "groups whose rows are not multiples of the format's blocks, or are known to the device only"
+UNFIT_ROWS = (
+    "groups whose rows are not multiples of the format's blocks, or are known to the device only"
+)
 _FEATURES = frozenset(
     {
         QUANTIZED_PARAMETERS,
@@ -154,4 +156,7 @@ def runs_together(
     """
     if not interventions:
         return supported and not features and has_rows
-    return TABLE.choose(request._replace(features=request.features + features, has_rows=has_rows)) == TOGETHER
+    return (
+        TABLE.choose(request._replace(features=request.features + features, has_rows=has_rows))
+        == TOGETHER
+    )

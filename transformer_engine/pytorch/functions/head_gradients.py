@@ -36,12 +36,16 @@ class RowFacts(NamedTuple):
     def part(self, rows: slice) -> RowFacts:
         """Return the facts for some rows."""
         factor = self.factor if self.factor.shape[0] == 1 else self.factor[rows]
-        return self._replace(targets=self.targets[rows], statistics=self.statistics[rows], factor=factor)
+        return self._replace(
+            targets=self.targets[rows], statistics=self.statistics[rows], factor=factor
+        )
 
     def gradient(self, logits: Tensor, first: int = 0, in_place: bool = False) -> Tensor:
         """Compute the logit gradient [M, n] for ids from `first` on."""
         labels = self.labels._replace(first=first)
-        return cross_entropy_gradient(logits, self.targets, self.statistics, self.factor, labels, in_place)
+        return cross_entropy_gradient(
+            logits, self.targets, self.statistics, self.factor, labels, in_place
+        )
 
 
 @dataclass

@@ -51,7 +51,9 @@ class LayerFunctions(NamedTuple):
 runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...], int | None], Any]] = []
 
 
-def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+def run_without_saving(
+    functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]
+) -> Sequence[Any]:
     """Run the forward pass without saving; return its results."""
     check_transforms(functions.name, tensors)
     if spec.compiled is not None:
@@ -70,7 +72,7 @@ def run_and_save(
         spec: Call settings.
         tensors: Input and parameters; None for absent ones.
     """
-    ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
+    ctx.spec, ctx.input_shape = spec, tensors[0].shape
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
         save_tensors(ctx, outputs[functions.num_results :])
@@ -82,7 +84,9 @@ def run_and_save(
     return results
 
 
-def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+def run_backward(
+    functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]
+) -> Sequence[Any]:
     """Run the backward pass of a node; return the gradients of its tensors.
 
     With delayed scaling, `scale_update` queues a callback for the end of the backward pass through
@@ -133,7 +137,9 @@ def forward_results(
 _forward_without_autocast = disable_autocast(forward_results)
 
 
-def compile_layer(functions: LayerFunctions, spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
+def compile_layer(
+    functions: LayerFunctions, spec: LayerSpec, device: torch.device
+) -> CompiledLayer | None:
     """Create the compiled passes of a layer; None on a CPU, in a graph and for quantized results.
 
     A compiled pass repeats launches of kernels, products and collectives. It is compiled in the second call
@@ -173,11 +179,16 @@ def compiled_passes(
         device: Tensor device.
         forward, backward: Functions that run the steps of the passes, on tensors or on symbols.
     """
-    forward_quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
-    backward_quantizers = [quantizer for linear in linears for quantizer in _backward_quantizers(linear)]
+    forward_quantizers = [
+        quantizer for linear in linears for quantizer in (linear.input, linear.weight)
+    ]
+    backward_quantizers = [
+        quantizer for linear in linears for quantizer in _backward_quantizers(linear)
+    ]
     # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
     returns_gradients = all(
-        not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
+        not linear.weight_gradient.fused and linear.weight_gradient.store is None
+        for linear in linears
     )
     return CompiledLayer(
         CompiledPass(forward, device, forward_quantizers),

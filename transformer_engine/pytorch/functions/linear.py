@@ -121,7 +121,11 @@ from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, LinearSpec
 
 
 def linear_forward(
-    x: Any, weight: Tensor, bias: Tensor | None, spec: LinearSpec, accumulate_into: Tensor | None = None
+    x: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LinearSpec,
+    accumulate_into: Tensor | None = None,
 ) -> tuple[Any, Any, Any]:
     """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N].
 
@@ -192,7 +196,9 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     """
     if spec.weight_columns == RECOMPUTED:
         return cast_rows(weight, spec.weight)
-    w_rows, w_columns = weight_operands(weight, spec, spec.needs_grad_input and spec.backward == QUANTIZED)
+    w_rows, w_columns = weight_operands(
+        weight, spec, spec.needs_grad_input and spec.backward == QUANTIZED
+    )
     if not spec.needs_grad_input:
         return w_rows, None
     saved: Any = w_columns
@@ -242,13 +248,19 @@ def linear_backward(
             weight = cast_columns(weight, spec.weight)
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
-        is_product = not (spec.communicates or spec.inspector is not None or spec.grad_input is not None)
+        is_product = not (
+            spec.communicates or spec.inspector is not None or spec.grad_input is not None
+        )
         if is_product and not gelu_input:
             dx = multiply(to_operand(dy_rows), to_operand(weight), epilogue)
             del weight
         else:
             product_operands = [dy_rows, weight, *gelu_input]
-            del dy_rows, weight, gelu_input  # the list has the last references, and is emptied by the product
+            del (
+                dy_rows,
+                weight,
+                gelu_input,
+            )  # the list has the last references, and is emptied by the product
             # dx may be a `Pending`: it is summed over the ranks while dw is computed, and awaited at the end.
             dx, dy_rows = begin_input_gradient(product_operands, epilogue, spec)
     if produce_input is not None:
@@ -259,7 +271,9 @@ def linear_backward(
             dy_columns = gather_columns(dy_columns, dy_rows)
         del dy_rows
         # By default x is the saved column-wise operand, which needs no call.
-        recomputes = spec.keep_input or spec.backward != QUANTIZED or spec.input_columns == RECOMPUTED
+        recomputes = (
+            spec.keep_input or spec.backward != QUANTIZED or spec.input_columns == RECOMPUTED
+        )
         if recomputes or spec.communicates or offloading.used:
             x = column_operand(x, spec)
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
@@ -277,9 +291,15 @@ def linear_backward(
 
 def prepare_gradient(dy: Any, spec: LinearSpec) -> GradientOperands:
     """Return dy [M, N] as the products for dx and dw read it, and db [N], the sum of dy over M."""
-    if spec.communicates and spec.parallel.gathers_gradient and not isinstance(dy, GradientOperands):
+    if (
+        spec.communicates
+        and spec.parallel.gathers_gradient
+        and not isinstance(dy, GradientOperands)
+    ):
         dy = begin_gather_gradient(dy, spec)
-    if isinstance(dy, GradientOperands):  # from the kernel that computed dy, or from the other ranks
+    if isinstance(
+        dy, GradientOperands
+    ):  # from the kernel that computed dy, or from the other ranks
         return dy
     dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
     db = None
@@ -291,10 +311,14 @@ def prepare_gradient(dy: Any, spec: LinearSpec) -> GradientOperands:
             codes, db = column_sums(as_matrix(dy), dtype, cast)
             return GradientOperands(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)
-    return GradientOperands(cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
+    return GradientOperands(
+        cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db
+    )
 
 
-def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool) -> Epilogue:
+def _epilogue(
+    spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool
+) -> Epilogue:
     """Return the epilogue y + bias, or accumulate_into += y + bias.
 
     `exact`, a field in `spec.accumulation`, requests that the product promotes partial sums to float32, a "split
@@ -305,13 +329,15 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, num_results=1, num_gradients=1)
+LINEAR_FUNCTIONS = LayerFunctions(
+    "Linear", linear_forward, linear_backward, num_results=1, num_gradients=1
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad:
-        return _LinearNode.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+        return _LinearNode.apply(x, weight, bias, spec)
     return run_without_saving(LINEAR_FUNCTIONS, spec, (x, weight, bias))[0]
 
 
@@ -324,5 +350,5 @@ class _LinearNode(Function):
 
     @staticmethod
     @once_differentiable("Linear")
-    def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         return *run_backward(LINEAR_FUNCTIONS, ctx, (grad_output,)), None  # no gradient for spec

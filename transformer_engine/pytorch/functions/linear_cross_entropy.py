@@ -52,8 +52,8 @@ def linear_cross_entropy(
         precise: Round the weight's gradient less often, but compute most logits twice.
     """
     if mean:
-        return _Mean.apply(hidden, weight, bias, targets, labels, precise)  # pyright: ignore[reportReturnType]
-    return _Rows.apply(hidden, weight, bias, targets, labels)  # pyright: ignore[reportReturnType]
+        return _Mean.apply(hidden, weight, bias, targets, labels, precise)
+    return _Rows.apply(hidden, weight, bias, targets, labels)
 
 
 def chunk_rows(rows: int) -> int:
@@ -88,7 +88,7 @@ class _Mean(Function):
 
     @staticmethod
     @once_differentiable("fused_linear_cross_entropy")
-    def backward(ctx, grad_loss):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_loss):
         factor = grad_loss.to(torch.float32).view(1)
         scaled = _product if is_needed_again() else cross_entropy_rescaled
         return (
@@ -116,7 +116,7 @@ class _Rows(Function):
 
     @staticmethod
     @once_differentiable("fused_linear_cross_entropy")
-    def backward(ctx, grad_loss):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_loss):
         hidden, weight, bias, targets, statistics = ctx.saved_tensors
         facts = RowFacts(targets, statistics, grad_loss.to(torch.float32).contiguous(), ctx.labels)
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
@@ -134,7 +134,12 @@ class _Rows(Function):
 
 
 def _group_by_ids(
-    gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None, lend: bool, rest: bool
+    gradients: HeadGradients,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lend: bool,
+    rest: bool,
 ) -> Iterator[tuple[slice, LogitsByIds]]:
     """Yield the first rows, in groups that accumulate into the weight's gradient once each.
 

@@ -75,7 +75,9 @@ def copied(number: Tensor, like: Any) -> Any:
     """
     if type(like) is not Symbol:
         return number.clone()
-    return like.instructions.apply(_clone, [number], [TensorLayout.contiguous((1,), number.dtype)])[0]
+    return like.instructions.apply(_clone, [number], [TensorLayout.contiguous((1,), number.dtype)])[
+        0
+    ]
 
 
 def _clone(tensor: Tensor) -> tuple[Tensor]:
@@ -91,7 +93,9 @@ def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Ope
         _check_shard(shards, x)
     if isinstance(x, QuantizedTensorStorage):
         return input_operands(x, spec.input, columnwise, shards, spec.parallel.size > 1)  # pyright: ignore
-    return product_operands(spec.input, as_matrix(x), rowwise, columnwise, split=spec.parallel.size > 1)
+    return product_operands(
+        spec.input, as_matrix(x), rowwise, columnwise, split=spec.parallel.size > 1
+    )
 
 
 def product_operands(
@@ -112,7 +116,9 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
     if spec.communicates and gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
-    return product_operands(spec.grad_output, matrix, rowwise, columnwise, split=spec.parallel.size > 1)
+    return product_operands(
+        spec.grad_output, matrix, rowwise, columnwise, split=spec.parallel.size > 1
+    )
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
@@ -169,7 +175,11 @@ def readable_weight(weight: Any, spec: LinearSpec) -> Any:
 
 def converted(weight: Any, dtype: torch.dtype) -> Tensor:
     """Values of a weight in the dtype of its layer."""
-    return weight.dequantize(dtype=dtype) if isinstance(weight, QuantizedTensorStorage) else weight.to(dtype)
+    return (
+        weight.dequantize(dtype=dtype)
+        if isinstance(weight, QuantizedTensorStorage)
+        else weight.to(dtype)
+    )
 
 
 def dense_values(x: Any) -> Tensor:
@@ -193,8 +203,12 @@ def _with_contiguous_axis(x: Tensor) -> Tensor:
 
 
 def input_operands(
-    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None, split: bool = False
-) -> Operands:  # fmt: skip
+    x: Tensor,
+    quantizer: Quantizer,
+    columnwise: bool,
+    shards: TensorParallel | None = None,
+    split: bool = False,
+) -> Operands:
     """Return x as the products read it; a quantized input is used without another quantization.
 
     A quantized input is quantized again if only one of the two column-wise operands of dw, x and dy, is
@@ -220,7 +234,9 @@ def input_operands(
 def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
     """Return whether x has no codes for a direction that products read, and cannot compute them from the other one."""
     usages = x.get_usages()
-    return not x.transposable and not (usages["rowwise"] and (usages["columnwise"] or not columnwise))
+    return not x.transposable and not (
+        usages["rowwise"] and (usages["columnwise"] or not columnwise)
+    )
 
 
 def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:

@@ -39,7 +39,9 @@ def compute_output(operands: list[Any], epilogue: Epilogue, spec: LinearSpec) ->
     return y if spec.output is None else _quantized(y, spec, spec.output)
 
 
-def begin_input_gradient(operands: list[Any], epilogue: Epilogue, spec: LinearSpec) -> tuple[Any, Any]:
+def begin_input_gradient(
+    operands: list[Any], epilogue: Epilogue, spec: LinearSpec
+) -> tuple[Any, Any]:
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], and begin its sum over the ranks if it is a partial sum.
 
     Args:
@@ -64,7 +66,9 @@ def end_input_gradient(dx: Pending, spec: LinearSpec) -> Any:
     return summed if spec.grad_input is None else _quantized(summed, spec, spec.grad_input)
 
 
-def _multiply(operands: list[Any], epilogue: Epilogue, spec: LinearSpec, result: Result) -> tuple[Any, Any]:
+def _multiply(
+    operands: list[Any], epilogue: Epilogue, spec: LinearSpec, result: Result
+) -> tuple[Any, Any]:
     """Compute epilogue(a @ b.T) from the operands [a, b] or [a, b, u]; the list is emptied.
 
     Returns:
@@ -77,7 +81,7 @@ def _multiply(operands: list[Any], epilogue: Epilogue, spec: LinearSpec, result:
     if isinstance(a, Pending) and (gelu_input or cast is not None or epilogue.out is not None):
         a = a.wait()  # these products read all rows at once
     if gelu_input:
-        return gemm_gelu_gradient(to_operand(a), to_operand(b), gelu_input[0], epilogue), a  # pyright: ignore[reportArgumentType]
+        return gemm_gelu_gradient(to_operand(a), to_operand(b), gelu_input[0], epilogue), a
     if isinstance(a, Pending):
         return gather_and_multiply(a, b, epilogue)
     # A row-parallel layer adds its bias after the sum. A bias that is passed here is added on each rank, in the
@@ -99,14 +103,18 @@ def _begin_sum(y: Any, spec: LinearSpec, result: Result) -> Any:
 
 
 def _is_partial_sum(spec: LinearSpec, result: Result) -> bool:
-    return spec.communicates and sums_over_ranks(spec.parallel, "row" if result == "output" else "column")
+    return spec.communicates and sums_over_ranks(
+        spec.parallel, "row" if result == "output" else "column"
+    )
 
 
 def _scatters(spec: LinearSpec, result: Result) -> bool:
     """Whether reduce-scattering a partial sum overlaps with its product."""
     parallel = spec.parallel
     overlaps = parallel.overlap.scatter and parallel.sequence
-    return overlaps and _is_partial_sum(spec, result) and not (spec.traced or inspects(spec, result))
+    return (
+        overlaps and _is_partial_sum(spec, result) and not (spec.traced or inspects(spec, result))
+    )
 
 
 def _cast_of_product(spec: LinearSpec, result: Result) -> Cast | None:

@@ -204,7 +204,9 @@ def build_linear_spec(
 _ANY_ROWS = 128  # a row count that every format supports
 
 
-def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
+def unsupported_product_reason(
+    product: ProductQuantizers | LinearSpec, m: int, k: int, n: int
+) -> str | None:
     """Reason why a format does not support x [m, k], w [n, k] or dy [m, n]; None if all three are supported.
 
     The precision of a row must not depend on m under te.batch_invariant(): a cast of m rows then raises the error of a
@@ -255,11 +257,15 @@ def with_gathering(
     parallel = spec.parallel
     if parallel.gathers_input:
         as_tensor = quantized_as is not None and (
-            spec.backward != "quantized" or spec.keep_input or not spec.input.can_join_shards(quantized_as)
+            spec.backward != "quantized"
+            or spec.keep_input
+            or not spec.input.can_join_shards(quantized_as)
         )
         way = plan_gather(spec.input, shard, spec.needs_grad_weight, spec.traced or as_tensor)
         return replace_fields(
-            spec, gather_input=way, input=_shard_quantizer(spec.input, way, parallel, histories_agree)
+            spec,
+            gather_input=way,
+            input=_shard_quantizer(spec.input, way, parallel, histories_agree),
         )
     if parallel.gathers_gradient and not spec.needs_grad_bias:
         way = plan_gather(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)

@@ -54,14 +54,23 @@ class LogitsByIds:
 
     @classmethod
     def create_in_gradients(
-        cls, room: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: HeadGradients
+        cls,
+        room: int,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradients: HeadGradients,
     ) -> LogitsByIds:
         """Return the logits for the first rows, with memory for about `room` logits in addition to the gradients."""
         assert gradients.weight is not None
         (count, features), of_hidden = hidden.shape, gradients.hidden
         wide = 4 // hidden.itemsize  # number of logits in the memory of one float32 sum
         if of_hidden is not None and count * wide <= of_hidden.shape[0]:
-            sums = of_hidden.view(-1)[: count * wide * features].view(torch.float32).view(count, features)
+            sums = (
+                of_hidden.view(-1)[: count * wide * features]
+                .view(torch.float32)
+                .view(count, features)
+            )
             width = whole_tiles(room // count)
             return cls(hidden, weight, bias, gradients.weight, True, width, count, sums)
         rows = min(_rows_per_sum(room, hidden), count)
@@ -77,7 +86,9 @@ class LogitsByIds:
             return
         features = hidden.shape[1]
         most = min(_rows_per_sum(room, hidden), among.stop - among.start)
-        width = min(whole_tiles((room - most * features * (4 // hidden.itemsize)) // most), weight.shape[0])
+        width = min(
+            whole_tiles((room - most * features * (4 // hidden.itemsize)) // most), weight.shape[0]
+        )
         memory = hidden.new_empty(most * width)
         for start in range(among.start, among.stop, most):
             rows = slice(start, min(start + most, among.stop))
@@ -86,7 +97,9 @@ class LogitsByIds:
     def losses(self, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
         """Return (loss [m], statistics [m, 2])."""
         partials = [
-            cross_entropy_statistics(self._make(ids, logits), targets, labels._replace(first=ids.start))
+            cross_entropy_statistics(
+                self._make(ids, logits), targets, labels._replace(first=ids.start)
+            )
             for ids, logits in self._blocks()
         ]
         return cross_entropy_losses(torch.cat(partials), targets, labels)
@@ -116,7 +129,9 @@ class LogitsByIds:
         assert gradients.hidden is not None
         total = self.sums
         if total is None:
-            total = self.hidden.new_empty(rows.stop - rows.start, self.hidden.shape[1], dtype=torch.float32)
+            total = self.hidden.new_empty(
+                rows.stop - rows.start, self.hidden.shape[1], dtype=torch.float32
+            )
         for ids, logits in self._blocks():
             of_logits = self._gradient(ids, logits[rows], facts)
             summed = Epilogue(total.dtype, out=total, accumulate=ids.start > 0)
@@ -135,7 +150,9 @@ class LogitsByIds:
 
     def _make(self, ids: slice, logits: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias[ids]
-        return gemm(plain(self.hidden), plain(self.weight[ids]), Epilogue(logits.dtype, bias, logits))
+        return gemm(
+            plain(self.hidden), plain(self.weight[ids]), Epilogue(logits.dtype, bias, logits)
+        )
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (ids, memory for their logits [m, n]), block by block."""

@@ -18,7 +18,7 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tens
     x may have no rows and any strides; beta is None for a norm without beta.
     """
     if torch.is_grad_enabled():
-        return _Normalize.apply(x, gamma, beta, norm)  # pyright: ignore[reportReturnType]
+        return _Normalize.apply(x, gamma, beta, norm)
     check_transforms(_Normalize.OPERATION, x, gamma, beta)
     return normalize_forward(x, gamma, beta, norm)[0]
 
@@ -61,13 +61,15 @@ class _Normalize(Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         x, gamma, mean, rstdev = ctx.saved_tensors
         if is_recorded():
             # Functions on dy, x and gamma, for a backward pass through the backward pass.
             rows = (-1, gamma.numel())
             dx, dgamma = replay(
-                lambda x, gamma: ctx.norm.by_torch(x.reshape(rows), gamma.reshape(-1)).view(x.shape),
+                lambda x, gamma: ctx.norm.by_torch(x.reshape(rows), gamma.reshape(-1)).view(
+                    x.shape
+                ),
                 (x, gamma),
                 dy,
             )

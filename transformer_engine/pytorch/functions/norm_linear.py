@@ -124,7 +124,9 @@ def norm_forward(
     produces = linear.input_columns == PRODUCED
     # The cast describes row-wise codes, which y reads, and column-wise codes if dw is needed and reads them.
     cast = linear.input.cast(rowwise=True, columnwise=False) if produces else input_cast(linear)
-    assert cast is not None, "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
+    assert cast is not None, (
+        "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
+    )
     codes, mean, rstdev = norm.forward(x, gamma, beta, cast)
     multiplier_or_amax = save_multiplier_or_amax(cast, codes, x) if produces else None
     return linear.input.adopt(codes, x.dtype), mean, rstdev, multiplier_or_amax
@@ -188,11 +190,18 @@ def norm_backward(
     if grad_residual is None:
         return norm.backward(dh, x, mean, rstdev, gamma)
     # The kernel rounds dx before it adds: bit-equal to autograd, which adds two rounded gradients.
-    return norm.backward(dh, x, mean, rstdev, gamma, add=as_matrix(grad_residual), rounds_first=True)
+    return norm.backward(
+        dh, x, mean, rstdev, gamma, add=as_matrix(grad_residual), rounds_first=True
+    )
 
 
 def norm_linear_forward(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: NormLinearSpec,
 ) -> tuple[Any, ...]:
     """Compute y [M, N] = norm(x) [M, K] @ weight [N, K].T + bias [N].
 
@@ -211,7 +220,9 @@ def norm_linear_forward(
         the rows on this rank; the module gathers them if requested (`ProductsModule.pack_outputs`).
     """
     # h [M, K] = norm(x [M, K])
-    h, mean, rstdev, multiplier_or_amax = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
+    h, mean, rstdev, multiplier_or_amax = norm_forward(
+        x, gamma, beta, spec.norm, spec.linear, spec.norm_mode
+    )
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
     y, saved_h, saved_weight = linear_forward(h, weight, bias, spec.linear)
     if multiplier_or_amax is not None:
@@ -250,7 +261,11 @@ NORM_LINEAR_FUNCTIONS = LayerFunctions(
 
 
 def residual_unsupported_reason(
-    linear: LinearSpec, norm_input: Tensor, layer_input: Tensor, returns_norm_output: bool, is_patched: bool
+    linear: LinearSpec,
+    norm_input: Tensor,
+    layer_input: Tensor,
+    returns_norm_output: bool,
+    is_patched: bool,
 ) -> str | None:
     """Reason why the norm's backward kernel cannot add the gradient of the residual; None if it can.
 
@@ -291,25 +306,31 @@ def norm_linear(
         two gradients.
     """
     if not spec.needs_grad:
-        y, norm_output = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias))
+        y, norm_output = run_without_saving(
+            NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias)
+        )
         return y, norm_output
     node = _NormLinearWithResidual if returns_residual else _NormLinear
     outputs = node.apply(x, gamma, beta, weight, bias, spec)
-    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
+    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
 
 
 class _NormLinear(Function):
     """Node in autograd's graph that returns y, or (y, norm(x)) with `returns_norm_output`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        y, norm_output = run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
+    def forward(
+        ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec
+    ) -> Any:
+        y, norm_output = run_and_save(
+            NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias)
+        )
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:
         grads = (grad_output, grad_norm_output, None)
         dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
         # beta is None in an RMSNorm; the spec has no gradient.
@@ -320,12 +341,14 @@ class _NormLinearWithResidual(Function):
     """Node in autograd's graph that returns (y, x); x is the residual."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
+    def forward(
+        ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec
+    ) -> Any:
         return run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:
         grads = (grad_output, None, grad_residual)
         dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
         # beta is None in an RMSNorm; the spec has no gradient.

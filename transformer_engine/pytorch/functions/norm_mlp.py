@@ -122,10 +122,14 @@ class NormMLPSpec(LayerSpec):
         if not self.needs_grad:
             return spec
         gradient = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
-        columns = fusions.choose_columns_mode(activation_mode, gradient, self.fc1, self.fc2, self.checkpoint)
+        columns = fusions.choose_columns_mode(
+            activation_mode, gradient, self.fc1, self.fc2, self.checkpoint
+        )
         saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
         input_mode = fusions.MLP_INPUT.choose(saved)
-        return replace_fields(spec, gradient_mode=gradient, columns_mode=columns, input_mode=input_mode)
+        return replace_fields(
+            spec, gradient_mode=gradient, columns_mode=columns, input_mode=input_mode
+        )
 
     def with_patched_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
@@ -137,9 +141,16 @@ class NormMLPSpec(LayerSpec):
 
 
 def norm_mlp_forward(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor, fc2_bias: Tensor | None, spec: NormMLPSpec, repeats: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    spec: NormMLPSpec,
+    repeats: bool = False,
+) -> tuple[Any, ...]:
     """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
 
     Args:
@@ -158,7 +169,9 @@ def norm_mlp_forward(
     """
     fc1, fc2 = spec.fc1, spec.fc2
     saves = spec.needs_grad and (repeats or not spec.checkpoint)
-    h, mean, rstdev, h_multiplier_or_amax = norm_forward(x, gamma, beta, spec.norm, fc1, spec.norm_mode)
+    h, mean, rstdev, h_multiplier_or_amax = norm_forward(
+        x, gamma, beta, spec.norm, fc1, spec.norm_mode
+    )
     returned = h if spec.returns_norm_output else None
     if spec.activation_mode == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
@@ -255,7 +268,9 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     produce_a = None
     if spec.gradient_mode == IN_PRODUCT:  # du = da * gelu'(u) in the epilogue of the product
         fc2_operands.append(u)
-    elif spec.columns_mode == RECOMPUTED:  # one kernel computes du and the columns of a, before dfc2
+    elif (
+        spec.columns_mode == RECOMPUTED
+    ):  # one kernel computes du and the columns of a, before dfc2
         produce_a = _gradient_and_columns(u, saved_a, spec)
     fc2_returns_du = spec.gradient_mode == IN_PRODUCT or spec.columns_mode == RECOMPUTED
     if fc2_returns_du:
@@ -277,7 +292,13 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_h)
     if dh is None:
         return [None, None, None, dw1, db1, dw2, db2]
-    return [*norm_backward(dh, grad_norm_output, grad_residual, saved_by_norm, spec.norm), dw1, db1, dw2, db2]
+    return [
+        *norm_backward(dh, grad_norm_output, grad_residual, saved_by_norm, spec.norm),
+        dw1,
+        db1,
+        dw2,
+        db2,
+    ]
 
 
 def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
@@ -363,7 +384,7 @@ def norm_mlp(
         y, norm_output = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
     outputs = (_NormMLPWithResidual if returns_residual else _NormMLP).apply(spec, *tensors)
-    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
+    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
 
 
 def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
@@ -388,7 +409,10 @@ def _checkpointed_backward(
     fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
-    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[functions.num_results :]]
+    operands = [
+        *grads,
+        *norm_mlp_forward(*inputs, spec=spec, repeats=True)[functions.num_results :],
+    ]
     del inputs
     gradients = backward_results(functions, spec, operands, ctx.input_shape)
     if spec.scale_update is not None:
@@ -404,7 +428,9 @@ def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequen
     """
     if not spec.checkpoint:
         return run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
-    states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
+    states = [
+        state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()
+    ]
     results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
     save_tensors(ctx, (*tensors, *states))
     ctx.spec, ctx.input_shape = spec, tensors[0].shape
@@ -422,9 +448,11 @@ class _NormMLP(Function):
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:
         run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
-        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, (grad_output, grad_norm_output, None))
+        dx, dgamma, dbeta, *others = run(
+            NORM_MLP_FUNCTIONS, ctx, (grad_output, grad_norm_output, None)
+        )
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others
 
 
@@ -437,7 +465,9 @@ class _NormMLPWithResidual(Function):
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:
         run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
-        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, (grad_output, None, grad_residual))
+        dx, dgamma, dbeta, *others = run(
+            NORM_MLP_FUNCTIONS, ctx, (grad_output, None, grad_residual)
+        )
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others

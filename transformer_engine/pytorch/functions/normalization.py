@@ -56,9 +56,15 @@ class Norm:
         return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
-        self, dy: Tensor, x: Tensor, mean: Tensor | None, rstdev: Tensor, gamma: Tensor,
-        add: Tensor | None = None, rounds_first: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor | None,
+        rstdev: Tensor,
+        gamma: Tensor,
+        add: Tensor | None = None,
+        rounds_first: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute (dx + add, dgamma, dbeta), in one kernel on a GPU.
 
         Args:

@@ -80,9 +80,13 @@ def scatter_over_peers(
     """
     check_collective(parallel, "reduce_scatter", left)
     rows, block = left.rows, None if left.format is None else left.format.block
-    if rows % (parallel.size * (1 if block is None else block[0])) or isinstance(left, OwnedOperand):
+    if rows % (parallel.size * (1 if block is None else block[0])) or isinstance(
+        left, OwnedOperand
+    ):
         return None
-    layout = ((torch.Size((rows // parallel.size, right.rows)), epilogue.dtype),) * (parallel.size - 1)
+    layout = ((torch.Size((rows // parallel.size, right.rows)), epilogue.dtype),) * (
+        parallel.size - 1
+    )
     device = left.codes.device
     buffers = peer_buffers(SCATTER, device, message_bytes(layout), parallel.checked_group())
     if buffers is None:
@@ -100,8 +104,12 @@ def _rows_of_ranks(operand: Operand, ranks: int) -> list[Operand]:
     """Return the operand rows of each rank."""
     operand = row_major(operand)
     codes, scale, form, amax, dtype = operand
-    scales = [scale] * ranks if scale is None or not operand.has_block_scales else scale.chunk(ranks)
-    maxima = [amax] * ranks if amax is None or amax.numel() == 1 else amax.chunk(ranks)  # one per row
+    scales = (
+        [scale] * ranks if scale is None or not operand.has_block_scales else scale.chunk(ranks)
+    )
+    maxima = (
+        [amax] * ranks if amax is None or amax.numel() == 1 else amax.chunk(ranks)
+    )  # one per row
     return [
         Operand(rows, of_rank, form, maximum, dtype)
         for rows, of_rank, maximum in zip(codes.chunk(ranks), scales, maxima, strict=True)

@@ -16,7 +16,15 @@ from torch import Tensor
 from ...common.numbers import with_article
 from ..primitives.grouped_gemm.groups import cached_on_device
 from ..primitives.operand import ROWWISE
-from ..primitives.permutation import INDEX, MASK, Routes, collect, rows_of_segments, send, send_weighted
+from ..primitives.permutation import (
+    INDEX,
+    MASK,
+    Routes,
+    collect,
+    rows_of_segments,
+    send,
+    send_weighted,
+)
 from ..primitives.quantize import Quantized
 from ..primitives.scale_order import row_major
 from ..runtime.autograd import Function
@@ -34,15 +42,15 @@ def permute(
     columns] is 0 where a token has no such route.
     """
     if probs is None:
-        return _Permute.apply(x, routes, rows, every_row), None  # pyright: ignore[reportReturnType]
-    return _PermuteWithProbs.apply(x, probs, routes, rows, every_row)  # pyright: ignore[reportReturnType]
+        return _Permute.apply(x, routes, rows, every_row), None
+    return _PermuteWithProbs.apply(x, probs, routes, rows, every_row)
 
 
 def unpermute(y: Tensor, routes: Routes, probs: Tensor | None = None) -> Tensor:
     """x [T, H] = sum over a token's rows of probs[t, column] * y[row], in float32, in y's dtype."""
     if probs is None:
-        return _Unpermute.apply(y, routes)  # pyright: ignore[reportReturnType]
-    return _Merge.apply(y, probs, routes)  # pyright: ignore[reportReturnType]
+        return _Unpermute.apply(y, routes)
+    return _Merge.apply(y, probs, routes)
 
 
 def unsupported_rows_reason(x: Tensor) -> str | None:
@@ -125,7 +133,7 @@ class _Permute(Function):
 
     @staticmethod
     @once_differentiable("moe_permute")
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         routes, _ = _load_routes(ctx)
         return collect(_plain("moe_permute", dy), routes)[0], None, None, None
 
@@ -138,7 +146,7 @@ class _PermuteWithProbs(Function):
 
     @staticmethod
     @once_differentiable("moe_permute_with_probs")
-    def backward(ctx, dy, row_gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy, row_gradient):
         routes, _ = _load_routes(ctx)
         dx, dprobs = collect(_plain("moe_permute_with_probs", dy), routes, None, row_gradient)
         return dx, dprobs, None, None, None
@@ -153,7 +161,7 @@ class _Unpermute(Function):
 
     @staticmethod
     @once_differentiable("moe_unpermute")
-    def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dx):
         routes, _ = _load_routes(ctx)
         return _sent(dx, routes, ctx.rows, None, False)[0], None
 
@@ -168,7 +176,7 @@ class _Merge(Function):
 
     @staticmethod
     @once_differentiable("moe_unpermute")
-    def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dx):
         routes, (probs, y) = _load_routes(ctx)
         dy, dprobs = send_weighted(_plain("moe_unpermute", dx), routes, ctx.rows, probs, y)
         return dy, dprobs, None

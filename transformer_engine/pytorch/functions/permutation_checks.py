@@ -50,7 +50,9 @@ def check_counts(expected: list[int], counted: list[int] | None) -> None:
 def check_chunks(splits: list[int], order: list[int], rows: int) -> None:
     """Raise ValueError unless the sizes fit the rows and the order holds each chunk once."""
     if min(splits, default=0) < 0 or sum(splits) > rows:
-        raise ValueError(f"split_sizes={splits} must be numbers >= 0 that add up to at most the {rows} rows")
+        raise ValueError(
+            f"split_sizes={splits} must be numbers >= 0 that add up to at most the {rows} rows"
+        )
     if sorted(order) != list(range(len(splits))):
         raise ValueError(
             f"sorted_index={order} is not an order of {len(splits)} chunks; give each of 0..{len(splits) - 1} once"
@@ -73,13 +75,17 @@ def _dense(name: str, value: Any) -> None:
     """Raise TypeError unless the value is a tensor with strides, plain or quantized."""
     tensor(name, value)
     if value.layout != torch.strided:
-        raise TypeError(f"{name} is a {value.layout} tensor; give a dense one, for example {name}.to_dense()")
+        raise TypeError(
+            f"{name} is a {value.layout} tensor; give a dense one, for example {name}.to_dense()"
+        )
 
 
 def _check_tokens(inp: Tensor) -> None:
     _dense("inp", inp)
     if inp.dim() != 2:
-        raise ValueError(f"inp is {list(inp.shape)}; give tokens [T, H], for example inp.flatten(0, -2)")
+        raise ValueError(
+            f"inp is {list(inp.shape)}; give tokens [T, H], for example inp.flatten(0, -2)"
+        )
     reason = unsupported_rows_reason(inp)
     if reason is not None:
         raise ValueError(f"inp is {with_article(type(inp))}: {reason}")
@@ -98,12 +104,16 @@ def check_rows(inp: Tensor, row_id_map: Tensor, pad_offsets: Tensor | None) -> N
     floating("inp", inp)
     _dense("inp", inp)
     if isinstance(inp, QuantizedTensor):
-        raise TypeError(f"inp is {with_article(type(inp))}, whose rows cannot be added up; dequantize() it")
+        raise TypeError(
+            f"inp is {with_article(type(inp))}, whose rows cannot be added up; dequantize() it"
+        )
     if inp.dim() != 2:
         raise ValueError(f"inp is {list(inp.shape)}; give permuted tokens [rows, H]")
     _dense("row_id_map", row_id_map)
     if row_id_map.numel() and row_id_map.dtype != torch.int32:
-        raise TypeError(f"row_id_map is {row_id_map.dtype}; give the int32 map that moe_permute made")
+        raise TypeError(
+            f"row_id_map is {row_id_map.dtype}; give the int32 map that moe_permute made"
+        )
     same_device("row_id_map", row_id_map, "inp", inp.device)
     tensor_or_none("pad_offsets", pad_offsets)
     if pad_offsets is not None:
@@ -117,7 +127,9 @@ def read_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple
     for name, value in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
         _dense(name, value)
         if value.dim() != 1:
-            raise TypeError(f"{name} is {value.dtype} {list(value.shape)}; give int32 or int64 [chunks]")
+            raise TypeError(
+                f"{name} is {value.dtype} {list(value.shape)}; give int32 or int64 [chunks]"
+            )
         same_device(name, value, "inp", inp.device)
         found.append(value if value.dtype in (torch.int32, torch.int64) else value.to(torch.int64))
     if split_sizes.shape != sorted_index.shape:

@@ -19,12 +19,14 @@ def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, 
 
     One autograd node serves both; its backward pass returns gradient slices.
     """
-    if torch.compiler.is_compiling() or any(type(piece) not in _NATIVE for piece in (*weights, *biases)):
+    if torch.compiler.is_compiling() or any(
+        type(piece) not in _NATIVE for piece in (*weights, *biases)
+    ):
         return torch.cat(list(weights)), torch.cat(list(biases)) if biases else None
     if not torch.is_grad_enabled():
         check_transforms(_JoinPieces.OPERATION, weights, biases)
         return _join_pieces(weights), _join_pieces(biases) if biases else None
-    return _JoinPieces.apply(len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
+    return _JoinPieces.apply(len(weights), *weights, *biases)
 
 
 def _join_pieces(pieces: Sequence[Tensor]) -> Tensor:
@@ -40,7 +42,9 @@ def _join_pieces(pieces: Sequence[Tensor]) -> Tensor:
     if not neighbours:
         return torch.cat(list(pieces))
     rows = sum(piece.shape[0] for piece in pieces)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    return first.detach().as_strided(
+        (rows, *first.shape[1:]), first.stride(), first.storage_offset()
+    )
 
 
 class _JoinPieces(Function):
@@ -62,11 +66,12 @@ class _JoinPieces(Function):
         return tuple(joined)
 
     @staticmethod
-    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, *grads):
         # Autograd detects writes to the first piece only. Pieces that were made together count writes together;
         # unpickled pieces count separately.
         first, *rest = [
-            piece._version != version for piece, version in zip(ctx.weights, ctx.versions, strict=True)
+            piece._version != version
+            for piece, version in zip(ctx.weights, ctx.versions, strict=True)
         ]
         if any(rest) and not first:
             piece = ctx.weights[1 + rest.index(True)]

@@ -40,9 +40,15 @@ class ChosenExperts(Function):
 
     @staticmethod
     @once_differentiable("the router")
-    def backward(ctx, grad_probs, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_probs, _):
         map, scores = ctx.saved_tensors
-        return choose_backward(map, scores, grad_probs, ctx.choice, ctx.dtype), None, None, None, None
+        return (
+            choose_backward(map, scores, grad_probs, ctx.choice, ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class BalancingLoss(Function):
@@ -56,6 +62,6 @@ class BalancingLoss(Function):
 
     @staticmethod
     @once_differentiable("fused_moe_aux_loss")
-    def backward(ctx, grad_loss):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_loss):
         tokens, total = ctx.saved_tensors
         return balancing_gradient(grad_loss, tokens, ctx.factor, total, ctx.shape), None, None, None

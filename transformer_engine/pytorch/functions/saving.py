@@ -77,7 +77,9 @@ def wait_for_saved(*saved: Saved) -> None:
             if isinstance(operand, list):
                 wait_for_saved(*operand)
                 continue
-            for tensor in operand.tensors() if isinstance(operand, CustomOperand) else list_tensors(operand):
+            for tensor in (
+                operand.tensors() if isinstance(operand, CustomOperand) else list_tensors(operand)
+            ):
                 await_values(tensor)
 
 
@@ -91,7 +93,9 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             tensors += (codes, scale, amax)
             forms.append((tensor_format, dtype))
         else:
-            parts, form = operand.split_tensors() if isinstance(operand, _OWNED) else _pack_other(operand)  # pyright: ignore
+            parts, form = (
+                operand.split_tensors() if isinstance(operand, _OWNED) else _pack_other(operand)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            )
             tensors += parts
             forms.append(form)
     return tensors, forms

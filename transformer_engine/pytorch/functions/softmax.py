@@ -9,9 +9,11 @@ from ..runtime.autograd import Function
 from ..runtime.double_backward import is_recorded
 
 
-def scaled_softmax(x: Tensor, scale: float, mask: Tensor | None = None, causal: str | None = None) -> Tensor:
+def scaled_softmax(
+    x: Tensor, scale: float, mask: Tensor | None = None, causal: str | None = None
+) -> Tensor:
     """y in x's dtype; mask and causal as `primitives.softmax.scaled_softmax_forward` takes them; saves y only."""
-    return _ScaledSoftmax.apply(x, scale, mask, causal)  # pyright: ignore[reportReturnType]
+    return _ScaledSoftmax.apply(x, scale, mask, causal)
 
 
 class _ScaledSoftmax(Function):
@@ -25,7 +27,7 @@ class _ScaledSoftmax(Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy):
         (y,) = ctx.saved_tensors
         if is_recorded():  # a function of y, which depends on x through this node
             return reference.backward(dy, y, ctx.scale, ctx.causal), None, None, None

@@ -77,9 +77,14 @@ class _SplitHeads(Function):
         ctx.interleaved = interleaved
         if isinstance(x, Float8Tensor):
             if x._data is None:
-                raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
+                raise ValueError(
+                    "the projection's codes are column-wise alone; keep rowwise_usage=True"
+                )
             # Contiguous, as FP8 attention kernels require; a copy moves one byte per value.
-            codes = (part.contiguous() for part in split_views(x._data, queries, groups, size, interleaved))
+            codes = (
+                part.contiguous()
+                for part in split_views(x._data, queries, groups, size, interleaved)
+            )
             return tuple(
                 Float8Tensor.from_storage(Float8TensorStorage(part, x._scale_inv, **x.constants()))
                 for part in codes
@@ -87,7 +92,7 @@ class _SplitHeads(Function):
         return split_views(x, queries, groups, size, interleaved)
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dq, dk, dv):
         return join_gradients(dq, dk, dv, ctx.interleaved), None, None, None, None
 
 
@@ -98,7 +103,7 @@ class SplitAlongDim(Function):
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any, mixed: Tensor, dim: int, sizes: int | Sequence[int], squeeze: bool = False
     ) -> tuple[Tensor, ...]:
         ctx.dim, ctx.squeeze = dim, squeeze
@@ -106,7 +111,7 @@ class SplitAlongDim(Function):
         return tuple(part.squeeze(dim) for part in parts) if squeeze else tuple(parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         parts = [grad.unsqueeze(ctx.dim) for grad in grads] if ctx.squeeze else list(grads)
         joined = None if is_recorded() else _adjacent(parts, ctx.dim)
         return (torch.cat(parts, dim=ctx.dim) if joined is None else joined), None, None, None
@@ -117,7 +122,11 @@ def _adjacent(parts: list[Tensor], dim: int) -> Tensor | None:
     first = parts[0]
     if type(first) is not Tensor or torch.compiler.is_compiling():
         return None
-    offset, strides, memory = first.storage_offset(), first.stride(), first.untyped_storage().data_ptr()
+    offset, strides, memory = (
+        first.storage_offset(),
+        first.stride(),
+        first.untyped_storage().data_ptr(),
+    )
     for part in parts:
         if (
             type(part) is not Tensor

@@ -83,7 +83,9 @@ class WeightGradStore:
             RuntimeError: The store was made with delay_wgrad_compute=False.
         """
         if not self.enabled:
-            raise RuntimeError("this WeightGradStore delays nothing; make it with delay_wgrad_compute=True")
+            raise RuntimeError(
+                "this WeightGradStore delays nothing; make it with delay_wgrad_compute=True"
+            )
         if self._last.number == _OUTSIDE or self._last.number != torch._C._current_graph_task_id():
             self._last = _Pass.running()
         self.context.append((tensor_list, func))
@@ -100,7 +102,9 @@ class WeightGradStore:
         """
         self._drop_failed()
         if not self.context:
-            raise RuntimeError("no weight gradient waits; call backward_dw() once after each backward pass")
+            raise RuntimeError(
+                "no weight gradient waits; call backward_dw() once after each backward pass"
+            )
         tensor_list, func = self.context.popleft()
         self._passes.popleft()
         self._drop_failed()
@@ -165,7 +169,7 @@ def begin_first_microbatch(parameters: Sequence[Any]) -> None:
         if other is None or other is parameter or _memory_of_main_grad(other) != memory:
             continue
         entry: Any = _unwritten.get(other)
-        if entry and len(entry) == len(_unwritten[parameter]):  # pyright: ignore[reportArgumentType]
+        if entry and len(entry) == len(_unwritten[parameter]):
             _unwritten[parameter] = entry
 
 
@@ -182,7 +186,9 @@ def _memory_of_main_grad(parameter: Any) -> tuple[torch.device, int] | None:
 
 
 # The last parameter whose first microbatch began with each main_grad.
-_parameters: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = weakref.WeakValueDictionary()
+_parameters: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
@@ -246,7 +252,12 @@ class WeightGradient:
         return self.parameters[0] if self.parameters else None
 
     def compute(
-        self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype, inspector: Inspector | None = None
+        self,
+        dy: Operand,
+        x: Operand,
+        exact: bool,
+        dtype: torch.dtype,
+        inspector: Inspector | None = None,
     ) -> Tensor | None:
         """Compute dw [N, K] in dtype, from dy.T [N, M] and x.T [K, M].
 
@@ -257,12 +268,16 @@ class WeightGradient:
         """
         if inspector is not None and "grad_weight" in inspector.results:
             dtype = find_main_grad(self.parameter).dtype if self.fused else dtype
-            return self.place(inspector.inspect("grad_weight", multiply(dy, x, Epilogue(dtype, exact=exact))))
+            return self.place(
+                inspector.inspect("grad_weight", multiply(dy, x, Epilogue(dtype, exact=exact)))
+            )
         if self.fused or self.store is not None:
             return self._accumulate_or_delay(dy, x, exact, dtype)
         return multiply(dy, x, Epilogue(dtype, exact=exact))
 
-    def _accumulate_or_delay(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> Tensor | None:
+    def _accumulate_or_delay(
+        self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype
+    ) -> Tensor | None:
         if self.store is not None:
             self.store.put((dy, x, exact, dtype), self._late)
             return self._placeholder(dtype) if self.fused else None
@@ -349,14 +364,18 @@ class WeightGradient:
     def _accumulate(self, dy: Operand, x: Operand, exact: bool) -> None:
         main_grad = find_main_grad(self.parameter)
         overwrite = self.begins_accumulation()
-        multiply(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
+        multiply(
+            dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact)
+        )
 
     def _placeholder(self, dtype: torch.dtype) -> Tensor | None:
         """Return a placeholder for a gradient that was accumulated into main_grad, or None.
 
         Data-parallel wrapper hooks fire only if autograd receives a tensor. These wrappers set the attribute below.
         """
-        if not hasattr(self.parameter, "grad_added_to_main_grad") or is_distributed_weight(self.parameter):
+        if not hasattr(self.parameter, "grad_added_to_main_grad") or is_distributed_weight(
+            self.parameter
+        ):
             return None
         if not torch.compiler.is_compiling():
             self.parameter.grad_added_to_main_grad = True
@@ -366,7 +385,11 @@ class WeightGradient:
 
 def _add_to_grads(parameters: tuple[Any, ...], grad: Tensor) -> None:
     """Add a gradient [N, K] to the .grad of the parameters that make up a weight."""
-    parts = (grad,) if len(parameters) == 1 else grad.split([parameter.shape[0] for parameter in parameters])
+    parts = (
+        (grad,)
+        if len(parameters) == 1
+        else grad.split([parameter.shape[0] for parameter in parameters])
+    )
     for parameter, part in zip(parameters, parts, strict=True):
         if parameter.requires_grad:
             parameter.grad = part if parameter.grad is None else parameter.grad + part

@@ -40,7 +40,9 @@ class RenamedOption(NamedTuple):
             raise ValueError(
                 f"{self.name} and its earlier name {self.earlier_name} are both set; leave the latter out"
             )
-        warnings.warn(f"{self.earlier_name} is deprecated; use {self.name}", DeprecationWarning, stacklevel=4)
+        warnings.warn(
+            f"{self.earlier_name} is deprecated; use {self.name}", DeprecationWarning, stacklevel=4
+        )
         return self.earlier
 
 
@@ -152,7 +154,9 @@ def list_samples(
         or not all(isinstance(a, (tuple, list)) for a in args)
     ):
         if single and not isinstance(sample_args, (tuple, list)):
-            raise TypeError(f"sample_args is {with_article(type(sample_args))}; give a tuple of tensors")
+            raise TypeError(
+                f"sample_args is {with_article(type(sample_args))}; give a tuple of tensors"
+            )
         raise ValueError(
             f"sample_args must be {count} tuples of tensors, one for each callable and microbatch"
         )
@@ -240,7 +244,9 @@ def build_schedule(
     found = [to_float(f"_order[{index}]", entry) for index, entry in enumerate(listed)]
     for index, entry in enumerate(found):
         if not math.isfinite(entry):
-            raise ValueError(f"_order[{index}]={entry} is not finite; give the number of a model chunk")
+            raise ValueError(
+                f"_order[{index}]={entry} is not finite; give the number of a model chunk"
+            )
     order = [int(entry) if entry.is_integer() else entry for entry in found]
     chunks = list_chunks(order, callables, layers_per_chunk)
     number = callables * chunks.microbatches
@@ -258,7 +264,9 @@ def list_hooks(hooks: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
     for entry in hooks:
         for kind in entry or ():
             if kind not in HOOKS:
-                raise ValueError(f"capture_time_hooks holds {kind!r}; its keys are {', '.join(HOOKS)}")
+                raise ValueError(
+                    f"capture_time_hooks holds {kind!r}; its keys are {', '.join(HOOKS)}"
+                )
     return tuple(entry or {} for entry in hooks)
 
 

@@ -58,7 +58,9 @@ class Situation(NamedTuple):
 def describe_situation(obstacle: str | None, entry: Any, graphs: Any) -> Situation:
     """Return the situation of a call: its obstacle, the entry of its signature, and the graph counts."""
     calls = min(entry.calls, graphs.after)
-    return Situation(obstacle, entry.graph is not None, calls, graphs.after, graphs.kept, graphs.signatures)
+    return Situation(
+        obstacle, entry.graph is not None, calls, graphs.after, graphs.kept, graphs.signatures
+    )
 
 
 def free_graphs(entries: dict[Any, Any]) -> None:
@@ -82,7 +84,9 @@ def unsupported_reason(call: Situation) -> str | None:
 
 
 TABLE: Table[Situation] = Table(
-    "graphed", (Backend(CAPTURED, unsupported_reason=unsupported_reason), Backend(EAGER)), describe=Situation
+    "graphed",
+    (Backend(CAPTURED, unsupported_reason=unsupported_reason), Backend(EAGER)),
+    describe=Situation,
 )
 
 
@@ -103,7 +107,9 @@ class AutomaticGraph:
         reason: Why the last call ran eagerly; None if it replayed a graph.
     """
 
-    def __init__(self, call: Callable[..., Any], module: torch.nn.Module | None, after: int, signatures: int):
+    def __init__(
+        self, call: Callable[..., Any], module: torch.nn.Module | None, after: int, signatures: int
+    ):
         self.call = call
         self.module = module
         self.after = after
@@ -112,11 +118,15 @@ class AutomaticGraph:
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         try:
             names = list(inspect.signature(call).parameters)
-        except ValueError:  # a function written in C may have no signature, and has no such argument
+        except (
+            ValueError
+        ):  # a function written in C may have no signature, and has no such argument
             names = []
         self._first_at = names.index(_FIRST) if _FIRST in names else None
         self.name = (
-            getattr(call, "__name__", type(call).__name__) if module is None else type(module).__name__
+            getattr(call, "__name__", type(call).__name__)
+            if module is None
+            else type(module).__name__
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +143,9 @@ class AutomaticGraph:
         status = module_standing(self.module)
         thread = here()
         obstacle = (
-            unsupported_leaf_reason(leaves) or status.obstacle or capture_obstacle(leaves, thread.recomputes)
+            unsupported_leaf_reason(leaves)
+            or status.obstacle
+            or capture_obstacle(leaves, thread.recomputes)
         )
         entry = _Entry()
         if obstacle is None:
@@ -141,9 +153,7 @@ class AutomaticGraph:
             entry = self._entry(signature)
             obstacle = entry.failure
             if obstacle is None and entry.graph is not None and entry.graph.waits:
-                obstacle = (
-                    "an earlier call waits for its backward, whose saved tensors a replay would overwrite"
-                )
+                obstacle = "an earlier call waits for its backward, whose saved tensors a replay would overwrite"
         situation = describe_situation(obstacle, entry, self)
         self.reason = unsupported_reason(situation)
         chosen = TABLE.choose(situation)
@@ -170,7 +180,9 @@ class AutomaticGraph:
         entry = self._entries.get(signature)
         if entry is None:
             counting = [
-                key for key, known in self._entries.items() if known.graph is None and known.failure is None
+                key
+                for key, known in self._entries.items()
+                if known.graph is None and known.failure is None
             ]
             if len(counting) >= EAGER_SIGNATURES:
                 del self._entries[counting[0]]
@@ -192,9 +204,16 @@ class AutomaticGraph:
             or (self.module is not None and any(p.requires_grad for p in self.module.parameters()))
         )
         block = StaticBlock(
-            self.call, self.module, leaves.structure, inputs, state, caches=first is not None, training=wants,
-            positions=leaves.positions, constants=leaves.constants,
-        )  # fmt: skip
+            self.call,
+            self.module,
+            leaves.structure,
+            inputs,
+            state,
+            caches=first is not None,
+            training=wants,
+            positions=leaves.positions,
+            constants=leaves.constants,
+        )
         graph = RecordedBlock(block, clones_outputs=True)
         modules = [] if self.module is None else [self.module]
         try:
@@ -231,7 +250,9 @@ class AutomaticGraph:
         )
 
 
-def _rebuilt(module: torch.nn.Module | None, call: Any, after: int, signatures: int) -> AutomaticGraph:
+def _rebuilt(
+    module: torch.nn.Module | None, call: Any, after: int, signatures: int
+) -> AutomaticGraph:
     if module is not None:
         call = functools.partial(type(module).forward, module)
     return AutomaticGraph(call, module, after, signatures)

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 from ..distributed.rng import get_all_rng_states
-from ..runtime.capture import CudaRecorder, Recorder, alias_unowned, set_capture_end, set_capture_start
+from ..runtime.capture import (
+    CudaRecorder,
+    Recorder,
+    alias_unowned,
+    set_capture_end,
+    set_capture_start,
+)
 from ..runtime.device import has_cuda
 from .arguments import CaptureRequest
 from .order import ScheduledStep, StepKind
@@ -52,7 +58,9 @@ class CapturePlan:
         )
 
 
-def recorded(graphs: list[RecordedBlock], plan: CapturePlan, recorder: Recorder) -> list[RecordedBlock]:
+def recorded(
+    graphs: list[RecordedBlock], plan: CapturePlan, recorder: Recorder
+) -> list[RecordedBlock]:
     """Record the graphs and return them; the state that the warm-up changed is restored."""
     blocks = [graph.block for graph in graphs]
     hooks = plan.hooks or [{}] * len(graphs)
@@ -77,7 +85,12 @@ def recorded(graphs: list[RecordedBlock], plan: CapturePlan, recorder: Recorder)
         for step in plan.steps:
             number = step.callable
             _record(
-                graphs[number], step.kind, hooks[number], recorder, plan.reuses_buffers, number in separate
+                graphs[number],
+                step.kind,
+                hooks[number],
+                recorder,
+                plan.reuses_buffers,
+                number in separate,
             )
     return graphs
 
@@ -135,7 +148,9 @@ def _inputs(request: CaptureRequest) -> list[list[Tensor]]:
     buffers: dict[int, list[Tensor]] = {}
     for step in request.steps:
         sample = request.samples[step.callable]
-        kind = tuple((t.shape, t.dtype, t.layout, t.device, t.requires_grad) for t in sample.leaves.tensors)
+        kind = tuple(
+            (t.shape, t.dtype, t.layout, t.device, t.requires_grad) for t in sample.leaves.tensors
+        )
         if step.kind is StepKind.FORWARD:
             buffers[step.callable] = (
                 free[kind].pop() if free[kind] else [_leaf(t) for t in sample.leaves.tensors]
@@ -171,15 +186,21 @@ def _record(
     """Record a step. With `separate`, delayed weight gradients have their own step."""
     block = graph.block
     if kind is StepKind.FORWARD:
-        graph.forward = _between_hooks(hooks, "forward", block, lambda: recorder.record(block.forward))
+        graph.forward = _between_hooks(
+            hooks, "forward", block, lambda: recorder.record(block.forward)
+        )
     elif kind is StepKind.BACKWARD and block.training:
         block.prepare_grad_outputs()
-        graph.backward = _between_hooks(hooks, "backward", block, lambda: recorder.record(block.backward))
+        graph.backward = _between_hooks(
+            hooks, "backward", block, lambda: recorder.record(block.backward)
+        )
         if reuses_buffers:
             # Later recordings may overwrite the outputs of this block, which replays in schedule order have read.
             for recording in (graph.forward, graph.backward):
                 if recording is not None and hasattr(recording, "graph"):
-                    recording.results = [None if r is None else alias_unowned(r) for r in recording.results]  # pyright: ignore
+                    recording.results = [
+                        None if r is None else alias_unowned(r) for r in recording.results
+                    ]  # pyright: ignore
         if block.delayed and not separate:
             graph.weight_gradients = recorder.record(block.weight_gradients)
     elif kind is StepKind.WEIGHT_GRADIENT and block.delayed:

@@ -50,13 +50,17 @@ class Arguments:
         """
         for name in self.names:
             if name not in kwargs:
-                raise TypeError(f"keyword {name} was captured and is missing; pass it in every call")
+                raise TypeError(
+                    f"keyword {name} was captured and is missing; pass it in every call"
+                )
         if len(args) != self.count:
             raise TypeError(f"{len(args)} positional arguments; {self.count} were captured")
         if self.is_flat:
             leaves: Sequence[Any] = args
         else:
-            leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.names}))
+            leaves, structure = pytree.tree_flatten(
+                (args, {name: kwargs[name] for name in self.names})
+            )
             if structure != self.structure:
                 raise TypeError(
                     "the arguments are nested differently from the captured ones; pass the same structure"
@@ -71,7 +75,9 @@ class Arguments:
                 leaves = [leaves[i] for i in self.positions]
         for i, (leaf, facts) in enumerate(zip(leaves, self.facts, strict=True)):
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"argument {i} is {with_article(type(leaf))}; a tensor was captured")
+                raise TypeError(
+                    f"argument {i} is {with_article(type(leaf))}; a tensor was captured"
+                )
             if (leaf.shape, leaf.dtype, leaf.device) != facts:
                 leaves = list(leaves)
                 leaves[i] = _as_captured(i, leaf, *facts)
@@ -145,7 +151,11 @@ class Keywords:
         except (TypeError, ValueError):
             return Keywords({}, True)
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = {parameter.name: parameter.default for parameter in parameters if parameter.kind in _NAMED}
+        named = {
+            parameter.name: parameter.default
+            for parameter in parameters
+            if parameter.kind in _NAMED
+        }
         return Keywords(named, takes_any)
 
 
@@ -176,7 +186,9 @@ class GraphedCallable:
         **kwargs: Any,
     ) -> Any:
         if self.module is not None and self.module.training != self.training:
-            first = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+            first = (
+                {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+            )
             return self.original(*args, **kwargs, **first)
         tensors = self.arguments.tensors(args, kwargs)
         if len(kwargs) > len(self.arguments.names):

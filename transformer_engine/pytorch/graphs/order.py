@@ -66,7 +66,9 @@ def list_chunks(
 ) -> ModelChunks:
     """Return the chunks of an order; raise ValueError unless its counts fit the layers."""
     if not order:
-        raise ValueError("_order is empty; name the forward and the backward of each chunk and microbatch")
+        raise ValueError(
+            "_order is empty; name the forward and the backward of each chunk and microbatch"
+        )
     integral = [step for step in order if step == int(step)]
     if any(step == 0 for step in order):
         raise ValueError(
@@ -89,7 +91,9 @@ def list_chunks(
             )
         sizes = (layers // count,) * count
     else:
-        listed = layers_per_chunk.tolist() if hasattr(layers_per_chunk, "tolist") else layers_per_chunk  # pyright: ignore
+        listed = (
+            layers_per_chunk.tolist() if hasattr(layers_per_chunk, "tolist") else layers_per_chunk  # pyright: ignore[reportAttributeAccessIssue]
+        )
         if isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)):
             sizes = tuple(to_int("an entry of _num_layers_per_chunk", size) for size in listed)
         else:
@@ -111,7 +115,9 @@ def order_steps(order: Sequence[float], chunks: ModelChunks) -> list[ScheduledSt
     steps: list[ScheduledStep] = []
     for entry in order:
         if entry == int(entry):
-            kind, before = (StepKind.FORWARD, None) if entry > 0 else (StepKind.BACKWARD, StepKind.FORWARD)
+            kind, before = (
+                (StepKind.FORWARD, None) if entry > 0 else (StepKind.BACKWARD, StepKind.FORWARD)
+            )
         elif math.ceil(entry) - entry == 0.5:
             kind, before = StepKind.WEIGHT_GRADIENT, StepKind.BACKWARD
         else:
@@ -126,6 +132,7 @@ def order_steps(order: Sequence[float], chunks: ModelChunks) -> list[ScheduledSt
         done[kind][chunk] += 1
         callables = chunks.callables(chunk, microbatch)
         steps += [
-            ScheduledStep(kind, i) for i in (callables if kind is StepKind.FORWARD else reversed(callables))
+            ScheduledStep(kind, i)
+            for i in (callables if kind is StepKind.FORWARD else reversed(callables))
         ]
     return steps

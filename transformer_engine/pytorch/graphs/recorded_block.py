@@ -37,7 +37,9 @@ class RecordedBlock:
         clones_outputs: Also copy outputs and input gradients.
     """
 
-    def __init__(self, block: StaticBlock, clones_gradients: bool = True, clones_outputs: bool = False):
+    def __init__(
+        self, block: StaticBlock, clones_gradients: bool = True, clones_outputs: bool = False
+    ):
         self.block = block
         self.clones_gradients = clones_gradients
         self.clones_outputs = clones_outputs
@@ -50,7 +52,9 @@ class RecordedBlock:
         self._states: object = None
         self._updates_scales = False
         modules = () if block.module is None else block.module.modules()
-        self._quantized = [m for m in modules if isinstance(m, (TransformerEngineBaseModule, RecipeSlots))]
+        self._quantized = [
+            m for m in modules if isinstance(m, (TransformerEngineBaseModule, RecipeSlots))
+        ]
         self._announcing = [p for p in block.parameters if hasattr(p, "grad_added_to_main_grad")]
 
     def clear_announcements(self) -> None:
@@ -60,11 +64,17 @@ class RecordedBlock:
 
     def note_side_effects(self) -> None:
         """Note which backward-pass Python side effects the warm-up had: scale updates, main_grad flags."""
-        self._updates_scales = any(find_delayed_states(layer, "scaling_bwd") for layer in self._quantized)
+        self._updates_scales = any(
+            find_delayed_states(layer, "scaling_bwd") for layer in self._quantized
+        )
         self._announcing = [p for p in self._announcing if p.grad_added_to_main_grad]  # pyright: ignore
 
     def run(
-        self, tensors: Sequence[Tensor], first: bool | None = None, stream: Any = None, event: Any = None
+        self,
+        tensors: Sequence[Tensor],
+        first: bool | None = None,
+        stream: Any = None,
+        event: Any = None,
     ) -> Any:
         """Compute the callable for input tensors with the recorded shapes."""
         if self.forward is None:
@@ -101,7 +111,9 @@ class RecordedBlock:
     ) -> list[Any]:
         """Return the input and parameter gradients from the output gradients."""
         if self.backward is None:
-            raise RuntimeError("this graph has been reset, or has no backward; capture it in training mode")
+            raise RuntimeError(
+                "this graph has been reset, or has no backward; capture it in training mode"
+            )
         if number != self.number:
             raise RuntimeError(
                 "the graph's forward has been replayed since, over what this backward would read; run each backward "
@@ -115,7 +127,10 @@ class RecordedBlock:
                     static.copy_(value)
         # As without a graph, weight gradient sums restart with the first gradient of a step.
         restart_sums(
-            p for layer in self.block.layers if layer.fuse_wgrad_accumulation for p in layer.parameters()
+            p
+            for layer in self.block.layers
+            if layer.fuse_wgrad_accumulation
+            for p in layer.parameters()
         )
         self.backward.replay(stream, event)
         for parameter in self._announcing:
@@ -131,7 +146,9 @@ class RecordedBlock:
             if grad is None:
                 owned.append(None)
             elif i < count:
-                owned.append(grad.clone() if self._leaf_inputs[i] or self.clones_outputs else grad.detach())
+                owned.append(
+                    grad.clone() if self._leaf_inputs[i] or self.clones_outputs else grad.detach()
+                )
             else:
                 late = getattr(self.block.parameters[i - count], "skip_backward_post_hook", False)
                 owned.append(grad.clone() if self.clones_gradients and not late else grad.detach())
@@ -142,7 +159,9 @@ class RecordedBlock:
         if self.weight_gradients is None:
             return
         self.weight_gradients.replay()
-        for parameter, grad in zip(self.block.parameters, self.weight_gradients.results, strict=True):
+        for parameter, grad in zip(
+            self.block.parameters, self.weight_gradients.results, strict=True
+        ):
             if grad is not None:
                 parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
         for layer in self.block.delayed:
@@ -168,9 +187,13 @@ class _GraphReplay(Function):
         graph.forward.replay(stream, event)
         graph.number += 1
         if graph.clones_outputs:
-            outputs = [None if result is None else result.clone() for result in graph.forward.results]
+            outputs = [
+                None if result is None else result.clone() for result in graph.forward.results
+            ]
         else:
-            outputs = [None if result is None else result.detach() for result in graph.forward.results]
+            outputs = [
+                None if result is None else result.detach() for result in graph.forward.results
+            ]
         ctx.ticket = graph.ticket()
         ctx.graph, ctx.number, ctx.stream, ctx.event = graph, graph.number, stream, event
         ctx.set_materialize_grads(False)

@@ -60,13 +60,19 @@ class EntryGradients:
         """
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
             if gradient is not None:
-                parameter.grad = self._watched[id(parameter)] = gradient.as_subclass(_WatchedGradient)
-        handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._unwatch(optimizer))
+                parameter.grad = self._watched[id(parameter)] = gradient.as_subclass(
+                    _WatchedGradient
+                )
+        handle = register_optimizer_step_pre_hook(
+            lambda optimizer, args, kwargs: self._unwatch(optimizer)
+        )
         try:
             yield
         finally:
             handle.remove()
-        for parameter, gradient, replaced in zip(self.parameters, self.before, self.replaced, strict=True):
+        for parameter, gradient, replaced in zip(
+            self.parameters, self.before, self.replaced, strict=True
+        ):
             watched = self._watched.get(id(parameter))
             if not replaced:
                 parameter.grad = gradient
@@ -84,11 +90,15 @@ class EntryGradients:
                 and parameter.grad is not self._watched.get(id(parameter), gradient)
                 for parameter, gradient in zip(self.parameters, self.before, strict=True)
             ]
-        return [p.grad if new else None for p, new in zip(self.parameters, self.replaced, strict=True)]
+        return [
+            p.grad if new else None for p, new in zip(self.parameters, self.replaced, strict=True)
+        ]
 
     def _unwatch(self, optimizer: torch.optim.Optimizer) -> None:
         """Return the plain gradients to an optimizer, whose step reads them."""
-        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameter_ids = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
             watched = self._watched.get(id(parameter))
             if id(parameter) in parameter_ids and watched is not None and parameter.grad is watched:
@@ -104,7 +114,11 @@ class RecordedStep:
     """
 
     def __init__(
-        self, function: Callable[..., Any], leaves: ArgumentLeaves, state: StepState, recorder: Recorder
+        self,
+        function: Callable[..., Any],
+        leaves: ArgumentLeaves,
+        state: StepState,
+        recorder: Recorder,
     ):
         """Record the step; the device computes nothing.
 
@@ -173,7 +187,9 @@ class RecordedStep:
         results = self._recording.results
         for index in self._replaced:
             self._parameters[index].grad = results[self._outputs + index]
-        outputs = iter([result.clone() for result in results[: self._outputs] if result is not None])
+        outputs = iter(
+            [result.clone() for result in results[: self._outputs] if result is not None]
+        )
         leaves = [next(outputs) if leaf is _TENSOR else leaf for leaf in self.constants]
         return pytree.tree_unflatten(leaves, self._structure)
 

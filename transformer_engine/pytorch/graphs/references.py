@@ -62,7 +62,9 @@ class References:
     def _read_function(self, name: str, function: Any) -> None:
         """Read the variables of a callable; `name` belongs to an object with a `__call__` method."""
         if isinstance(function, functools.partial):
-            self._read("an argument of functools.partial", (function.args, function.keywords), _LEVELS)
+            self._read(
+                "an argument of functools.partial", (function.args, function.keywords), _LEVELS
+            )
             self._read_function(name, function.func)
         elif isinstance(function, types.MethodType):
             self._read("self", function.__self__, _LEVELS)
@@ -83,7 +85,9 @@ class References:
         for path in paths:
             if path[0] in function.__globals__:
                 self._read_path(function.__globals__[path[0]], path)
-        self._read("a default of the function", (function.__defaults__, function.__kwdefaults__), _LEVELS)
+        self._read(
+            "a default of the function", (function.__defaults__, function.__kwdefaults__), _LEVELS
+        )
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._read_function("self", wrapped)
@@ -94,7 +98,9 @@ class References:
         while length < len(path) and isinstance(value, types.ModuleType | type):
             if isinstance(value, types.ModuleType) and _is_library(value.__name__):
                 return
-            if path[length] not in (vars(value) if isinstance(value, types.ModuleType) else dir(value)):
+            if path[length] not in (
+                vars(value) if isinstance(value, types.ModuleType) else dir(value)
+            ):
                 return
             value = getattr(value, path[length])
             length += 1
@@ -116,7 +122,11 @@ class References:
             read.update(waiting)
             for owner, name in waiting:
                 member = vars(owner)[name]
-                member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                member = (
+                    member.fget
+                    if isinstance(member, property)
+                    else getattr(member, "__func__", member)
+                )
                 if isinstance(member, types.FunctionType) and not _is_library(member.__module__):
                     self._read_variables(member)
 
@@ -127,14 +137,18 @@ class References:
             self.facts.append((name, (kind, value)))
         elif isinstance(value, Tensor):
             # A step that replaces a tensor passes a value to the next step; a replay would read the first one.
-            self.facts.append((name, (SameObject(value), tensor_addresses(value), value.shape, value.dtype)))
+            self.facts.append(
+                (name, (SameObject(value), tensor_addresses(value), value.shape, value.dtype))
+            )
         elif isinstance(value, types.ModuleType | type):
             self.facts.append((name, SameObject(value)))
         elif is_generator(getattr(value, "__self__", None)):
             self._read(name, value.__self__, levels)
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             self.facts.append((name, _identity(value)))
-            if not _is_library(getattr(value, "__module__", None)) or isinstance(value, functools.partial):
+            if not _is_library(getattr(value, "__module__", None)) or isinstance(
+                value, functools.partial
+            ):
                 self._read_function(name, value)
         elif id(value) in self._seen:
             self.facts.append((name, SameObject(value)))
@@ -158,7 +172,9 @@ class References:
         for layer in module.modules():
             if not _is_library(type(layer).__module__):
                 self._classes[type(layer)] = None
-                drawing = [(key, value) for key, value in vars(layer).items() if is_generator(value)]
+                drawing = [
+                    (key, value) for key, value in vars(layer).items() if is_generator(value)
+                ]
                 self.generators += [(f"{name}.{key}", value) for key, value in drawing]
 
     def _read_container(self, name: str, value: Any, levels: int) -> None:
@@ -192,7 +208,9 @@ def is_generator(value: Any) -> bool:
     if isinstance(value, torch.Generator):
         return value.device.type == "cpu"
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
+    return numpy is not None and isinstance(
+        value, numpy.random.Generator | numpy.random.RandomState
+    )
 
 
 def _is_library(module: str | None) -> bool:

@@ -51,7 +51,9 @@ class _Scales:
                 state.inherit(self.states[number])
 
 
-def find_delayed_states(layer: TransformerEngineBaseModule | RecipeSlots, direction: str) -> tuple[Any, ...]:
+def find_delayed_states(
+    layer: TransformerEngineBaseModule | RecipeSlots, direction: str
+) -> tuple[Any, ...]:
     """Return the delayed-scaling states of a layer or operation in a direction, "scaling_fwd" or "scaling_bwd"."""
     if isinstance(layer, RecipeSlots):
         return layer.delayed_states("forward" if direction == "scaling_fwd" else "backward")
@@ -84,9 +86,13 @@ class _RandomStates:
         self.cuda = torch.cuda.get_rng_state() if has_cuda() else None
         states = get_all_rng_states()
         self.generators = [
-            (state, state.get_state()) for state in states.values() if isinstance(state, torch.Generator)
+            (state, state.get_state())
+            for state in states.values()
+            if isinstance(state, torch.Generator)
         ]
-        self.tensors = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
+        self.tensors = {
+            name: state.clone() for name, state in states.items() if isinstance(state, Tensor)
+        }
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)

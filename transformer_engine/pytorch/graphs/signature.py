@@ -92,7 +92,10 @@ def unsupported_leaf_reason(leaves: ArgumentLeaves) -> str | None:
         if not isinstance(leaf, CONSTANTS):
             return f"an argument is of type {type(leaf).__name__}, whose present content a graph would keep"
     for tensor in leaves.tensors:
-        if isinstance(tensor, QuantizedTensorStorage) or type(tensor) not in (Tensor, torch.nn.Parameter):
+        if isinstance(tensor, QuantizedTensorStorage) or type(tensor) not in (
+            Tensor,
+            torch.nn.Parameter,
+        ):
             return f"an argument is {with_article(type(tensor))}; graphs take plain tensors"
     return None
 
@@ -117,7 +120,9 @@ def module_standing(module: torch.nn.Module | None) -> Standing:
             )
         facts.append(_layer(layer, visited, 1))
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            facts.append(None if tensor is None else (tensor_addresses(tensor), tensor.requires_grad))
+            facts.append(
+                None if tensor is None else (tensor_addresses(tensor), tensor.requires_grad)
+            )
         waiting += [child for child in attributes["_modules"].values() if child is not None]
     return Standing(tuple(facts), None)
 
@@ -214,7 +219,13 @@ def call_signature(
         tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in leaves.tensors]),
         status.facts,
         caches,
-        (state.enabled, state.calibrating, type(state.recipe), recipe_description(state.recipe), state.group),
+        (
+            state.enabled,
+            state.calibrating,
+            type(state.recipe),
+            recipe_description(state.recipe),
+            state.group,
+        ),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple([autocast_dtype(kind) for kind in sorted(kinds)]),

@@ -99,13 +99,18 @@ class StaticBlock:
         return [
             layer
             for layer in (() if self.module is None else self.module.modules())
-            if isinstance(layer, (TransformerEngineBaseModule, GroupedOperation)) and layer.need_backward_dw()
+            if isinstance(layer, (TransformerEngineBaseModule, GroupedOperation))
+            and layer.need_backward_dw()
         ]
 
-    def arguments(self, tensors: Sequence[Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, tensors: Sequence[Tensor] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with the given tensors, by default the static inputs."""
         leaves = list(self.constants)
-        for position, tensor in zip(self.positions, self.inputs if tensors is None else tensors, strict=True):
+        for position, tensor in zip(
+            self.positions, self.inputs if tensors is None else tensors, strict=True
+        ):
             leaves[position] = tensor
         return pytree.tree_unflatten(leaves, self.structure)
 
@@ -118,11 +123,15 @@ class StaticBlock:
         state = self.quantization
         args, kwargs = self.arguments()
         if self.caches and first is not None and isinstance(self.module, ProductsModule):
-            args, kwargs = with_first_microbatch(first, self.module, args, kwargs)  # no hook sees its call
+            args, kwargs = with_first_microbatch(
+                first, self.module, args, kwargs
+            )  # no hook sees its call
         with ExitStack() as blocks:
             blocks.enter_context(torch.set_grad_enabled(self.training))
             blocks.enter_context(flagged(self.caches))
-            blocks.enter_context(microbatch(self.module, self.layers, first if self.caches else None))
+            blocks.enter_context(
+                microbatch(self.module, self.layers, first if self.caches else None)
+            )
             blocks.enter_context(
                 autocast(state.enabled, state.calibrating, state.recipe, state.group, _graph=True)
             )

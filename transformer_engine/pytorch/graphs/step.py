@@ -136,7 +136,9 @@ class TrainingStep:
     def _entry(self, signature: Any) -> _StepEntry:
         """Return the entry of a signature, and limit how many entries only count calls."""
         entry = self._entries.pop(signature, None) or _StepEntry()
-        counting = [key for key, e in self._entries.items() if e.graph is None and e.failure is None]
+        counting = [
+            key for key, e in self._entries.items() if e.graph is None and e.failure is None
+        ]
         if len(counting) >= automatic.EAGER_SIGNATURES:
             del self._entries[counting[0]]
         self._entries[signature] = entry
@@ -168,7 +170,9 @@ class TrainingStep:
         drawn = change_between(random, host_random_state(state.generators))
         if change is None and drawn is not None:
             change = f"a random generator of the host ({drawn}); draw on the GPU, or pass the numbers as an argument"
-        constants = tuple([leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, Tensor)])
+        constants = tuple(
+            [leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, Tensor)]
+        )
         if change is None and entry.constants is not None and constants != entry.constants:
             change = f"its result {constants}, which is no tensor; return a tensor"
         entry.constants = constants
@@ -187,7 +191,9 @@ class TrainingStep:
         assert recorder is not None, "without a GPU there is an obstacle"
         return recorder
 
-    def _capture(self, entry: _StepEntry, leaves: ArgumentLeaves, state: StepState) -> RecordedStep | None:
+    def _capture(
+        self, entry: _StepEntry, leaves: ArgumentLeaves, state: StepState
+    ) -> RecordedStep | None:
         """Capture the graph of a signature; if the capture fails, warn once and return None."""
         recorder = self._recorder()
         try:
@@ -259,7 +265,9 @@ def _find_written_argument(
 
 def detach_result(result: Any) -> Any:
     """Return the result of an eager call without its autograd graph, which a replay does not have either."""
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach() if leaf.requires_grad else leaf, result)
+    return pytree.tree_map_only(
+        Tensor, lambda leaf: leaf.detach() if leaf.requires_grad else leaf, result
+    )
 
 
 def _result_tensors(result: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -272,9 +280,13 @@ def _describe_error(error: BaseException) -> str:
     """Return the first line of an error, the line in the caller's code, and the remedy."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     cause = error.__cause__ or error
-    frames = [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(_OWN)]
+    frames = [
+        f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(_OWN)
+    ]
     location = (
-        f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+        f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`"
+        if frames
+        else ""
     )
     remedy = f"; {_NO_WAITING}" if "captur" in text else ""
     return f"{text}{location}{remedy}"

@@ -48,7 +48,9 @@ class StepState:
     obstacle: str | None
 
     @staticmethod
-    def of(function: Callable[..., Any], observed: Sequence[torch.optim.Optimizer] = ()) -> StepState:
+    def of(
+        function: Callable[..., Any], observed: Sequence[torch.optim.Optimizer] = ()
+    ) -> StepState:
         """Read the state of a function.
 
         Args:
@@ -56,17 +58,24 @@ class StepState:
             observed: Optimizers that earlier calls stepped; the variables of the function need not hold them.
         """
         found = References.of(function)
-        optimizers = [*found.optimizers, *(o for o in observed if not any(o is f for f in found.optimizers))]
+        optimizers = [
+            *found.optimizers,
+            *(o for o in observed if not any(o is f for f in found.optimizers)),
+        ]
         facts = list(found.facts)
         obstacle: str | None = None
         for module in found.modules:
             status = module_standing(module)
             if any(module.__dict__[kind] for kind in MODULE_HOOKS):
                 obstacle = (
-                    obstacle or f"{with_article(type(module))} has hooks, which a replay would not call"
+                    obstacle
+                    or f"{with_article(type(module))} has hooks, which a replay would not call"
                 )
             obstacle = obstacle or status.obstacle
-            facts += [(f"a setting, parameter or buffer of {type(module).__name__}", f) for f in status.facts]
+            facts += [
+                (f"a setting, parameter or buffer of {type(module).__name__}", f)
+                for f in status.facts
+            ]
             facts += _result_facts(module)
         for optimizer in optimizers:
             obstacle = obstacle or _optimizer_obstacle(optimizer)
@@ -79,7 +88,9 @@ class StepState:
         if any(getattr(p, kind, None) for p in parameters for kind in PARAMETER_HOOKS):
             obstacle = obstacle or "a parameter has hooks, which a replay would not call"
         sums = [getattr(parameter, "main_grad", None) for parameter in parameters]
-        facts += [("main_grad of a parameter", tensor_addresses(s)) for s in sums if isinstance(s, Tensor)]
+        facts += [
+            ("main_grad of a parameter", tensor_addresses(s)) for s in sums if isinstance(s, Tensor)
+        ]
         return StepState(facts, found.modules, optimizers, found.generators, parameters, obstacle)
 
     @property
@@ -201,7 +212,9 @@ class SavedHostState:
 
     def __init__(self, state: StepState):
         self._gradients = [(parameter, parameter.grad) for parameter in state.parameters]
-        layers = {id(layer): layer for module in state.modules for layer in module.modules()}.values()
+        layers = {
+            id(layer): layer for module in state.modules for layer in module.modules()
+        }.values()
         self._dictionaries: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
             (layer._buffers, dict(layer._buffers)) for layer in layers
         ]

@@ -72,7 +72,9 @@ def _cast_launch(shape: tuple[int, int], element: Element, conversion: str, tran
     return replace(launch, constants=(*launch.constants[:-1], conversion), handles={})
 
 
-def encoded(x: Tensor, element: Element, name: str, multiplier: float, transposed: bool = False) -> Tensor:
+def encoded(
+    x: Tensor, element: Element, name: str, multiplier: float, transposed: bool = False
+) -> Tensor:
     """Convert x [M, K] * multiplier to codes [M, K] by one conversion; with `transposed`, to transposed codes [K, M].
 
     Args:
@@ -106,7 +108,9 @@ ROWS = 32  # in norm results: NVFP4 packs row pairs, MXFP8 scales 32 rows togeth
 def _rmsnorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
     # A row of ones has norm one, so that each result row is the weight.
     weight = x.reshape(-1)
-    return rmsnorm_forward(torch.ones_like(weight).expand(ROWS, -1).contiguous(), weight, 0.0, False, cast)[0]
+    return rmsnorm_forward(
+        torch.ones_like(weight).expand(ROWS, -1).contiguous(), weight, 0.0, False, cast
+    )[0]
 
 
 def _layernorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
@@ -118,7 +122,11 @@ def _layernorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
 
 def _relu_gradient(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
     gradient = activation_backward("relu", x, torch.ones_like(x), DEFAULT_PARAMS, cast)
-    return gradient[0] if isinstance(gradient, tuple) and not isinstance(gradient, Quantized) else gradient
+    return (
+        gradient[0]
+        if isinstance(gradient, tuple) and not isinstance(gradient, Quantized)
+        else gradient
+    )
 
 
 def _relu(x: Tensor, cast: Cast | None) -> Quantized | Tensor:

@@ -99,7 +99,9 @@ class CastVerification:
 
     def as_dict(self) -> dict[str, Any]:
         """The certificate as plain data."""
-        results = [asdict(result) | {"seconds": round(result.seconds, 2)} for result in self.results]
+        results = [
+            asdict(result) | {"seconds": round(result.seconds, 2)} for result in self.results
+        ]
         return {
             "machine": self.machine,
             "complete": self.complete,
@@ -204,7 +206,10 @@ def _digest(data: Tensor) -> int:
 
 def _comparisons(numbers: Numbers) -> Iterator[tuple[str, Callable[[], Pairs]]]:
     for element in (E4M3, E5M2, E2M1):
-        yield f"reference {element.name}, every float32", partial(_reference_codes, numbers, element)
+        yield (
+            f"reference {element.name}, every float32",
+            partial(_reference_codes, numbers, element),
+        )
     on_gpu = numbers.device.type == "cuda"
     for element in (E4M3, E5M2):
         for way in conversions(element, numbers.device):
@@ -212,9 +217,7 @@ def _comparisons(numbers: Numbers) -> Iterator[tuple[str, Callable[[], Pairs]]]:
             for name, multiplier in MULTIPLIERS.items():
                 title = f"kernel {element.name}, {way}, multiplier {name}, every float32"
                 yield title, partial(_kernel_codes, numbers, element, way, multiplier)
-            title = (
-                f"kernel {element.name}, {way}, every bfloat16 and float16, every exponent of the multiplier"
-            )
+            title = f"kernel {element.name}, {way}, every bfloat16 and float16, every exponent of the multiplier"
             yield title, partial(_halves, numbers, element, way)
             yield (
                 f"kernel {element.name}, {way}, random multipliers",
@@ -227,7 +230,9 @@ def _comparisons(numbers: Numbers) -> Iterator[tuple[str, Callable[[], Pairs]]]:
             yield f"codes of {name}, every float32", partial(_block_codes, numbers, spec)
             yield f"codes of {name}, scale 1", partial(_anchor_codes, numbers, spec)
     if on_gpu:
-        for name, pairs in producers(numbers.halves, EXPONENTS if numbers.complete else EXPONENTS[::16]):
+        for name, pairs in producers(
+            numbers.halves, EXPONENTS if numbers.complete else EXPONENTS[::16]
+        ):
             yield name, pairs
 
 
@@ -260,7 +265,9 @@ def _halves(numbers: Numbers, element: Element, way: str) -> Pairs:
         x = numbers.halves(dtype)
         for exponent in EXPONENTS:
             multiplier = 2.0**exponent
-            expected = cast_oracle.element_codes(cast_oracle.products(x.float(), multiplier), element)
+            expected = cast_oracle.element_codes(
+                cast_oracle.products(x.float(), multiplier), element
+            )
             yield flat_bytes(encoded(x, element, way, multiplier)), expected.view(-1)
 
 
@@ -273,7 +280,9 @@ def _products(numbers: Numbers, element: Element, way: str) -> Pairs:
         )
         multiplier = bits.view(torch.float32).item()
         # Products within the range of the codes: numbers around the inverse multiplier.
-        normal = torch.randn(1 << 10, 1 << 10, generator=generator, dtype=torch.float64, device="cpu")
+        normal = torch.randn(
+            1 << 10, 1 << 10, generator=generator, dtype=torch.float64, device="cpu"
+        )
         x = (normal * 64 / multiplier).float().to(numbers.device)
         expected = cast_oracle.element_codes(cast_oracle.products(x, multiplier), element)
         yield flat_bytes(encoded(x, element, way, multiplier)), expected.view(-1)
@@ -281,7 +290,9 @@ def _products(numbers: Numbers, element: Element, way: str) -> Pairs:
 
 def _quantized(x: Tensor, spec: QuantizeSpec) -> Pairs:
     """Compare the kernel with the reference: codes and scales in both directions."""
-    for found, expected in zip(_quantize(TRITON, x, spec), _quantize(REFERENCE, x, spec), strict=True):
+    for found, expected in zip(
+        _quantize(TRITON, x, spec), _quantize(REFERENCE, x, spec), strict=True
+    ):
         if found is not None and expected is not None:
             yield flat_bytes(found), flat_bytes(expected)
 
@@ -317,7 +328,9 @@ def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
 
 def _has_oracle(spec: QuantizeSpec) -> bool:
     """Return whether `_define_scales` knows the scales of a format."""
-    return spec.format.has_exponent_scales or (spec.format.scale == "float32" and not spec.power_of_two)
+    return spec.format.has_exponent_scales or (
+        spec.format.scale == "float32" and not spec.power_of_two
+    )
 
 
 def _define_scales(amax: Tensor, spec: QuantizeSpec) -> Tensor:
@@ -333,7 +346,9 @@ def _block_codes(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
     for patterns in (numbers.ordered(), numbers.mixed()):
         for bits in patterns:
             x = bits.view(torch.float32)
-            if spec.format.levels is not None:  # one such value would decide the scale of the matrix
+            if (
+                spec.format.levels is not None
+            ):  # one such value would decide the scale of the matrix
                 x = torch.where(x.isfinite(), x, 0.0)
             yield from _quantized(x, spec)
 

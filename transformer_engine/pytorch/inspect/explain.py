@@ -12,7 +12,14 @@ from torch import Tensor
 from ...common.checks import function as checked_function
 from ...common.checks import switch
 from ...common.dispatch import observing, tables
-from ...common.explanation import Decision, Explanation, PassReport, PassStepReport, chosen_name, explain_call
+from ...common.explanation import (
+    Decision,
+    Explanation,
+    PassReport,
+    PassStepReport,
+    chosen_name,
+    explain_call,
+)
 from ..functions.layer import runners
 from .pass_trace import PassTrace
 
@@ -20,7 +27,11 @@ __all__ = ["Decision", "Explanation", "PassReport", "PassStepReport", "explain"]
 
 
 def explain(
-    function: Callable[..., Any], *args: Any, backward: bool = True, steps: bool = False, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    backward: bool = True,
+    steps: bool = False,
+    **kwargs: Any,
 ) -> Explanation:
     """Run function(*args, **kwargs) and report which backend each operation uses.
 
@@ -45,7 +56,9 @@ def explain(
         result = _call_function(function, args, kwargs)
         first = result[0] if isinstance(result, (tuple, list)) else result
         if backward and isinstance(first, Tensor) and first.requires_grad:
-            leaves = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+            leaves = [
+                t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad
+            ]
             if isinstance(function, torch.nn.Module):
                 leaves += [p for p in function.parameters() if p.requires_grad]
             if leaves:
@@ -84,7 +97,9 @@ class _PassWatcher:
             self._asked.append(name)
 
 
-def _call_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_function(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call the function. If a module class was passed by mistake, the error says so."""
     if not (isinstance(function, type) and issubclass(function, torch.nn.Module)):
         return function(*args, **kwargs)

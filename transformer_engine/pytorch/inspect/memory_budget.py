@@ -49,7 +49,9 @@ class Options(NamedTuple):
         names = [name or "(model)" for name, _ in norm_mlps(model)]
         found: list[str] = []
         if self.recomputed:
-            backends = ", ".join(f'{name}="{backend}"' for name, backend in self._backends().items())
+            backends = ", ".join(
+                f'{name}="{backend}"' for name, backend in self._backends().items()
+            )
             found.append(f"te.use_backend({backends})")
         if self.caches_inputs:
             found.append(f"cache_quantized_activation_input=True of {', '.join(names)}")

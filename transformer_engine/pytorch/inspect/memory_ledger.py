@@ -35,14 +35,18 @@ class Ledger(TorchDispatchMode):
         events: (number, allocated or freed) in order.
     """
 
-    def __init__(self, location: Callable[[], str], scratch: Callable[[Any, Any], int] = lambda *_: 0):
+    def __init__(
+        self, location: Callable[[], str], scratch: Callable[[Any, Any], int] = lambda *_: 0
+    ):
         super().__init__()
         self.place = location
         self.scratch = scratch
         self.sizes: dict[int, int] = {}
         self.places: dict[int, str] = {}
         self.events: list[tuple[int, bool]] = []
-        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._count = itertools.count()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -138,7 +142,8 @@ def sum_over_rows(rows: int, columns: int, processors: int) -> int:
     if not splits_rows or values < _MOST_VALUES or blocks > target:
         return 0
     shares = max(
-        min(ceil_div(target, blocks), ceil_div(values, _FEWEST_VALUES)), ceil_div(values, _MOST_VALUES)
+        min(ceil_div(target, blocks), ceil_div(values, _FEWEST_VALUES)),
+        ceil_div(values, _MOST_VALUES),
     )
     return 4 * columns * shares * width * vector if shares > 1 else 0
 

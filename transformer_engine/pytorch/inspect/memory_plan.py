@@ -93,7 +93,9 @@ class MemoryPlan:
             f"{'module':{width}}  {'kind':20} {'parameters':>12} {'saved':>12} {'weight copies':>14}  MiB"
         ]
         for m in self.modules:
-            figures = f"{m.parameters / MIB:12.1f} {m.saved / MIB:12.1f} {m.weight_copies / MIB:14.1f}"
+            figures = (
+                f"{m.parameters / MIB:12.1f} {m.saved / MIB:12.1f} {m.weight_copies / MIB:14.1f}"
+            )
             lines.append(f"{m.name:{width}}  {m.kind:20} {figures}")
         lines.append("")
         lines.append(f"saved after the forward pass {self.saved / MIB:.1f} MiB; at the peak:")
@@ -106,7 +108,9 @@ class MemoryPlan:
             "transient",
             "workspace",
         )
-        lines += [f"  {part.replace('_', ' '):14} {getattr(self, part) / MIB:12.1f} MiB" for part in parts]
+        lines += [
+            f"  {part.replace('_', ' '):14} {getattr(self, part) / MIB:12.1f} MiB" for part in parts
+        ]
         lines.append(f"  {'peak':14} {self.peak / MIB:12.1f} MiB")
         if self.fits is not None:
             lines += ["", f"{'within' if self.fits else 'above'} the budget with these options:"]
@@ -156,7 +160,9 @@ def memory_plan(
     switch("input_gradient", input_gradient)
     check_block(True, recipe)
     _check(model)
-    plan_with = functools.partial(_plan_copy, model, recipe, tokens, inputs, input_gradient, keywords)
+    plan_with = functools.partial(
+        _plan_copy, model, recipe, tokens, inputs, input_gradient, keywords
+    )
     if budget is None:
         return plan_with(Options())
     number("budget", budget)
@@ -184,9 +190,14 @@ def _plan_copy(
     planned = _copy_without_memory(model, device, mode)
     options.apply(planned)
     with mode:
-        arguments, keywords = _example(planned, tokens, device) if inputs is None else inputs, dict(keywords)
+        arguments, keywords = (
+            _example(planned, tokens, device) if inputs is None else inputs,
+            dict(keywords),
+        )
         arguments = tuple(_empty_like(x, device) if isinstance(x, Tensor) else x for x in arguments)
-        keywords = {k: _empty_like(v, device) if isinstance(v, Tensor) else v for k, v in keywords.items()}
+        keywords = {
+            k: _empty_like(v, device) if isinstance(v, Tensor) else v for k, v in keywords.items()
+        }
         first = arguments[0]
         if input_gradient and isinstance(first, Tensor) and first.is_floating_point():
             first.requires_grad_()
@@ -212,7 +223,9 @@ class _TrainingStep:
         self.entered: list[str] = []
         self.ledger = Ledger(
             lambda: self.entered[-1] if self.entered else "",
-            lambda operation, arguments: scratch_bytes(operation, arguments, processors) if processors else 0,
+            lambda operation, arguments: (
+                scratch_bytes(operation, arguments, processors) if processors else 0
+            ),
         )
         self.owners: dict[int, str] = {}
         self.weight_copies: dict[int, str] = {}
@@ -266,7 +279,10 @@ class _TrainingStep:
 
         handles = []
         for module in self.model.modules():
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+            handles += [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave),
+            ]
         try:
             yield
         finally:
@@ -315,7 +331,9 @@ class _TrainingStep:
 
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={described(model)} is {with_article(type(model))}; give a torch.nn.Module")
+        raise TypeError(
+            f"model={described(model)} is {with_article(type(model))}; give a torch.nn.Module"
+        )
     for name, module in model.named_modules():
         if getattr(module, "tp_size", 1) > 1:
             raise NotImplementedError(
@@ -328,7 +346,9 @@ def _device(model: nn.Module) -> torch.device:
     """Return the device of the parameters; for meta parameters, the GPU if there is one."""
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.is_meta:
-        return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+        )
     return parameter.device
 
 
@@ -354,7 +374,9 @@ def _copy_without_memory(model: nn.Module, device: torch.device, mode: FakeTenso
     return copied
 
 
-def _empty_like(tensor: Tensor, device: torch.device, storages: dict[int, Tensor] | None = None) -> Tensor:
+def _empty_like(
+    tensor: Tensor, device: torch.device, storages: dict[int, Tensor] | None = None
+) -> Tensor:
     """Return a fake copy of a tensor; with `storages`, copies of tensors that share a storage share one too."""
     if isinstance(tensor, QuantizedTensor):
         codes = tensor.as_storage().mapped(
@@ -362,7 +384,10 @@ def _empty_like(tensor: Tensor, device: torch.device, storages: dict[int, Tensor
         )
         empty = type(tensor).from_storage(codes, shape=tensor.shape)
     elif storages is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:
-        storage, elements = tensor.untyped_storage(), tensor.untyped_storage().nbytes() // tensor.itemsize
+        storage, elements = (
+            tensor.untyped_storage(),
+            tensor.untyped_storage().nbytes() // tensor.itemsize,
+        )
         if storage._cdata not in storages:
             storages[storage._cdata] = torch.empty(elements, dtype=tensor.dtype, device=device)
         geometry = tensor.shape, tensor.stride(), tensor.storage_offset()

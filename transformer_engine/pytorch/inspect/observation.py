@@ -35,7 +35,9 @@ from .observed_rows import ObservedRows
 _ROLES = ("input", "weight", "output", "grad_output", "grad_input")
 _OF_FORWARD = frozenset({"input", "weight", "output"})
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_COMPILED = "{name} is compiled, and a compiled graph shows no tensors; observe the model in eager mode"
+_COMPILED = (
+    "{name} is compiled, and a compiled graph shows no tensors; observe the model in eager mode"
+)
 _KEPT = 1000  # reports that an observation holds
 
 
@@ -99,7 +101,9 @@ class Observation:
                     writer.add_scalar(f"saturation/{tensor.name}", tensor.saturation, report.step)
                 if tensor.sqnr is not None and math.isfinite(tensor.sqnr):
                     writer.add_scalar(f"sqnr/{tensor.name}", tensor.sqnr, report.step)
-            writer.add_scalar("nonfinite", sum(tensor.nonfinite for tensor in report.tensors), report.step)
+            writer.add_scalar(
+                "nonfinite", sum(tensor.nonfinite for tensor in report.tensors), report.step
+            )
         return report
 
     @contextmanager
@@ -149,9 +153,13 @@ class Observation:
         assert self._model is not None
         for name, module in self._model.named_modules():
             if isinstance(module, ProductsModule):
-                module.numerics.observe(self._observers.setdefault(name, partial(self._observe_recipe, name)))
+                module.numerics.observe(
+                    self._observers.setdefault(name, partial(self._observe_recipe, name))
+                )
             if isinstance(module, ProductsModule) or not any(True for _ in module.children()):
-                self._hooks.append(module.register_forward_hook(_OutputHook(partial(self._see_output, name))))
+                self._hooks.append(
+                    module.register_forward_hook(_OutputHook(partial(self._see_output, name)))
+                )
 
     def _end(self, model: nn.Module) -> None:
         self._observes = False
@@ -174,7 +182,8 @@ class Observation:
         for index, product in enumerate(recipe.products):
             prefix = f"{index + 1}." if len(recipe.products) > 1 else ""
             quantizers = [
-                Observing(getattr(product, role), partial(record, role, prefix + role)) for role in _ROLES
+                Observing(getattr(product, role), partial(record, role, prefix + role))
+                for role in _ROLES
             ]
             products.append(ProductQuantizers(*quantizers))
         return recipe.with_products(tuple(products))
@@ -237,13 +246,17 @@ def observe(
         ValueError: The model is compiled or already observed.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={described(model)} is {with_article(type(model))}; give an nn.Module")
+        raise TypeError(
+            f"model={described(model)} is {with_article(type(model))}; give an nn.Module"
+        )
     whole("every", every)
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(_COMPILED.format(name=name or "the model"))
         if isinstance(module, ProductsModule) and module.numerics.observer is not None:
-            raise ValueError(f"{name or 'the model'} is observed already; close that observation first")
+            raise ValueError(
+                f"{name or 'the model'} is observed already; close that observation first"
+            )
     if log is not None:
         path = Path(log)
         if path.is_dir():
@@ -261,6 +274,10 @@ def observe(
 
 def _plain_tensor(value: object) -> Tensor | None:
     """Return the value if it is a tensor with statistics, else None."""
-    if not isinstance(value, Tensor) or isinstance(value, QuantizedTensor) or torch.compiler.is_compiling():
+    if (
+        not isinstance(value, Tensor)
+        or isinstance(value, QuantizedTensor)
+        or torch.compiler.is_compiling()
+    ):
         return None
     return value if value.dtype in _DTYPES and value.dim() > 0 else None

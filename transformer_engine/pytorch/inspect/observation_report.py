@@ -116,7 +116,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align cell rows as text lines."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     ]
 
 
@@ -133,7 +134,9 @@ def table(report: StepReport) -> Any:
     demand("rich", "a table", "pip install rich, or print the report itself")
     from rich.table import Table
 
-    result = Table(title=f"step {report.step}", caption=sentence(report), box=None, padding=(0, 1, 0, 0))
+    result = Table(
+        title=f"step {report.step}", caption=sentence(report), box=None, padding=(0, 1, 0, 0)
+    )
     columns = len(COLUMNS) if report.first_nonfinite else len(COLUMNS) - 1
     for index, heading in enumerate(COLUMNS[:columns]):
         justify = "left" if index < _TEXT_COLUMNS else "right"
@@ -168,10 +171,18 @@ def plot(reports: Sequence[StepReport], path: Path) -> None:
     for index, (title, worst) in enumerate(_PANELS, start=1):
         axes = figure.add_subplot(1, len(_PANELS), index)
         for kind in kinds:
-            of_kind = [(report.step, [t for t in report.quantized if _kind(t) == kind]) for report in reports]
+            of_kind = [
+                (report.step, [t for t in report.quantized if _kind(t) == kind])
+                for report in reports
+            ]
             points = [(step, worst(tensors)) for step, tensors in of_kind if tensors]
             visible = [(step, value) for step, value in points if value is not None]
-            axes.plot([step for step, _ in visible], [value for _, value in visible], marker=".", label=kind)
+            axes.plot(
+                [step for step, _ in visible],
+                [value for _, value in visible],
+                marker=".",
+                label=kind,
+            )
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         if kinds and index == 1:

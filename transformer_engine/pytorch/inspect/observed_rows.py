@@ -41,7 +41,9 @@ class TakenRows(NamedTuple):
     def read(self) -> tuple[TensorReport, ...]:
         """Read the reports; only this call waits for the devices."""
         values = {device: rows.tolist() for device, rows in self.held.items()}
-        return tuple(_report(*key, slot, values[slot.place[0]][slot.place[1]]) for key, slot in self.slots)
+        return tuple(
+            _report(*key, slot, values[slot.place[0]][slot.place[1]]) for key, slot in self.slots
+        )
 
 
 @dataclass(eq=False)
@@ -64,15 +66,15 @@ class ObservedRows:
             slot.format = None
             if operand.format is not None:
                 name = str(operand.codes.dtype).removeprefix("torch.float8_").removesuffix("fn")
-                slot.format = (
-                    f"{'e2m1' if operand.codes.dtype == torch.uint8 else name} {operand.format.name}"
-                )
+                slot.format = f"{'e2m1' if operand.codes.dtype == torch.uint8 else name} {operand.format.name}"
         with torch.no_grad():
             take_in_statistics(x, operand, slot.row)
 
     def take_out(self) -> TakenRows:
         """Return a copy of the rows of the step, made in stream order."""
-        values = {device: torch.cat(rows.chunks) for device, rows in self._devices.items() if rows.chunks}
+        values = {
+            device: torch.cat(rows.chunks) for device, rows in self._devices.items() if rows.chunks
+        }
         return TakenRows(values, [(key, replace(self._slots[key])) for key in self._order])
 
     def clear(self) -> None:
@@ -89,7 +91,9 @@ class ObservedRows:
         number = rows.taken
         if number % _CHUNK == 0:
             with torch.inference_mode(False):
-                rows.chunks.append(torch.zeros(_CHUNK, len(FIELDS), dtype=torch.float64, device=device))
+                rows.chunks.append(
+                    torch.zeros(_CHUNK, len(FIELDS), dtype=torch.float64, device=device)
+                )
         rows.taken += 1
         return _TensorRow(rows.chunks[-1][number % _CHUNK], (device, number))
 
@@ -100,7 +104,13 @@ def _report(module: str, tensor: str, slot: _TensorRow, row: list[float]) -> Ten
     sqnr = None  # in decibels
     if slot.format is not None:
         signal, noise = values["signal"], values["noise"]
-        sqnr = math.inf if noise == 0.0 else 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+        sqnr = (
+            math.inf
+            if noise == 0.0
+            else 10.0 * math.log10(signal / noise)
+            if signal > 0.0
+            else -math.inf
+        )
     return TensorReport(
         module,
         tensor,

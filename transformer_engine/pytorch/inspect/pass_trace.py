@@ -17,17 +17,43 @@ from typing import Any
 from torch import Tensor
 
 from ...common.explanation import PassReport, PassStepReport
-from ..functions import gathered_operands, grouped_linear, linear, linear_results, norm_linear, norm_mlp
-from ..ops.passes import activation, bias, collectives, elementwise, extra_tensors, grouped, normalization
+from ..functions import (
+    gathered_operands,
+    grouped_linear,
+    linear,
+    linear_results,
+    norm_linear,
+    norm_mlp,
+)
+from ..ops.passes import (
+    activation,
+    bias,
+    collectives,
+    elementwise,
+    extra_tensors,
+    grouped,
+    normalization,
+)
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 
 # The modules whose functions are passes and their parts.
 PASSES = (
-    linear, linear_results, gathered_operands, norm_linear, norm_mlp, grouped_linear,
-    activation, bias, collectives, elementwise, extra_tensors, grouped, normalization,
-)  # fmt: skip
+    linear,
+    linear_results,
+    gathered_operands,
+    norm_linear,
+    norm_mlp,
+    grouped_linear,
+    activation,
+    bias,
+    collectives,
+    elementwise,
+    extra_tensors,
+    grouped,
+    normalization,
+)
 _FILES = frozenset([module.__file__ for module in PASSES])
 
 
@@ -36,7 +62,11 @@ def form(value: Any) -> str:
     if isinstance(value, Matrix):
         value = value.values
     if isinstance(value, Operand):
-        name = str(value.codes.dtype).removeprefix("torch.") if value.format is None else value.format.name
+        name = (
+            str(value.codes.dtype).removeprefix("torch.")
+            if value.format is None
+            else value.format.name
+        )
         return f"{name} {[value.rows, value.depth]}"
     if isinstance(value, tuple):  # codes and scales that a kernel has quantized
         return ", ".join([form(buffer) for buffer in _buffers(value)])
@@ -96,7 +126,9 @@ class PassTrace:
         """
         steps: list[PassStepReport] = []
         # Buffers by identity, which are reported once. They are kept alive, so that no identity is used twice.
-        known: dict[int, tuple[str, Any]] = {id(buffer): ("", buffer) for buffer in _buffers(arguments)}
+        known: dict[int, tuple[str, Any]] = {
+            id(buffer): ("", buffer) for buffer in _buffers(arguments)
+        }
         before = sys.gettrace()
         self.asked.clear()
         sys.settrace(functools.partial(self._entered, steps, known))

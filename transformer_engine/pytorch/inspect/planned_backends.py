@@ -79,16 +79,24 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
     if spec.format.block is None:
         return result._replace(amax=torch.empty(1, dtype=torch.float32, device=device))
     both_alike = spec.transposes or not spec.hadamard
-    return result._replace(amax_t=result.amax) if spec.rowwise and spec.columnwise and both_alike else result
+    return (
+        result._replace(amax_t=result.amax)
+        if spec.rowwise and spec.columnwise and both_alike
+        else result
+    )
 
 
 def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
     """Plan one cuBLASLt call if it would be used, else the product and the operations after it."""
     product = request.product
     available = (
-        product.device == "cuda" and product.hardware.has("cublaslt") and cublaslt_library.missing() is None
+        product.device == "cuda"
+        and product.hardware.has("cublaslt")
+        and cublaslt_library.missing() is None
     )
-    widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes per operand element
+    widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[
+        request.kind
+    ]  # bytes per operand element
     if available and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
         return _results(table, request)
     return composed.bind(request)
@@ -102,7 +110,9 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
 
         def codes(x: Tensor, *_: Any) -> tuple[Any, ...]:
             result = _cast(x, x.shape[1], cast, fuses)
-            return result, *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(statistics))
+            return result, *(
+                x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(statistics)
+            )
 
         return codes
     if not request.operation.endswith("backward"):
@@ -170,7 +180,9 @@ def _activation(table: Table[ActivationRequest], request: ActivationRequest) -> 
     return gradient
 
 
-def _cross_entropy(table: Table[CrossEntropyRequest], request: CrossEntropyRequest) -> Callable[..., Any]:
+def _cross_entropy(
+    table: Table[CrossEntropyRequest], request: CrossEntropyRequest
+) -> Callable[..., Any]:
     """Plan the results; a gradient in place of the logits allocates nothing."""
     return (lambda x, *_: x) if request.in_place else _results(table, request)
 
@@ -190,7 +202,9 @@ class PlannedAttention(nn.Module):
         super().__init__()
         self.softmax_offset = attention.softmax_offset
 
-    def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **_: Any) -> Tensor:
+    def forward(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **_: Any
+    ) -> Tensor:
         return _PlannedAttentionFunction.apply(query_layer, key_layer, value_layer)
 
 

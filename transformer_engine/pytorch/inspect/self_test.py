@@ -50,7 +50,9 @@ def self_test(
         seconds: Time after which the remaining cases are reported as not run.
         progress: Called with a line per path, before and after its cases.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+    )
     if sizes is None:
         sizes = SelfTestSizes() if has_cuda() else SAMPLE
     start = time.perf_counter()
@@ -81,13 +83,19 @@ def self_test(
     return test
 
 
-def _examine_case(case: SelfTestCase, device: torch.device, times: dict[Any, float]) -> list[SelfTestResult]:
+def _examine_case(
+    case: SelfTestCase, device: torch.device, times: dict[Any, float]
+) -> list[SelfTestResult]:
     """Run a case with every backend for its operation."""
     table, reference = tables[case.operation], REFERENCES.get(case.operation, "reference")
     try:
         request = first_request(case)
-    except Exception as error:  # a fault in the backend that the table chooses is a result in this test
-        return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=failure_message(error))]
+    except (
+        Exception
+    ) as error:  # a fault in the backend that the table chooses is a result in this test
+        return [
+            SelfTestResult(case.path, case.name, "chosen", "failed", reason=failure_message(error))
+        ]
     if request is None:
         reason = f"{case.operation} is not used on this machine"
         return [SelfTestResult(case.path, case.name, reference, "unsupported", reason=reason)]
@@ -99,19 +107,25 @@ def _examine_case(case: SelfTestCase, device: torch.device, times: dict[Any, flo
         if reason is None and backend.name in LEFT_OUT:
             reason, status = LEFT_OUT[backend.name], "left out"
         if reason is not None:
-            results.append(SelfTestResult(case.path, case.name, backend.name, status, reason=reason))
+            results.append(
+                SelfTestResult(case.path, case.name, backend.name, status, reason=reason)
+            )
             continue
         try:
             expected = _expected_results(case, backend.name, reference, expected)
             results.append(_compare_results(case, table, backend.name, expected, device, times))
         except Exception as error:  # every library fault is a result in this test
             results.append(
-                SelfTestResult(case.path, case.name, backend.name, "failed", reason=failure_message(error))
+                SelfTestResult(
+                    case.path, case.name, backend.name, "failed", reason=failure_message(error)
+                )
             )
     return results
 
 
-def _expected_results(case: SelfTestCase, backend: str, reference: str, computed: Tensors | None) -> Tensors:
+def _expected_results(
+    case: SelfTestCase, backend: str, reference: str, computed: Tensors | None
+) -> Tensors:
     """Expected results: the case's own, or the reference's; `computed` are another backend's."""
     steps = case.expected is not None and case.operation not in ("quantize", "gemm")
     if computed is not None and not steps:
@@ -122,7 +136,9 @@ def _expected_results(case: SelfTestCase, backend: str, reference: str, computed
     if not steps:
         return case.expected()
     # The producer's own values, quantized by the reference.
-    with use_backend(**{case.operation: backend}, quantize="reference", absolute_maximum="reference"):
+    with use_backend(
+        **{case.operation: backend}, quantize="reference", absolute_maximum="reference"
+    ):
         return case.expected()
 
 
@@ -152,7 +168,9 @@ def _compare_results(
     reason = difference_reason(equal, error, case.bound)
     status = "failed" if reason else "passed"
     reported = equal if case.bound is None else None
-    return SelfTestResult(case.path, case.name, backend, status, reason, reported, error, elapsed, ratio)
+    return SelfTestResult(
+        case.path, case.name, backend, status, reason, reported, error, elapsed, ratio
+    )
 
 
 def _equal(results: Tensors, expected: Tensors) -> float:

@@ -47,10 +47,14 @@ def attention_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
         k, v = (draw(2, sizes.tokens, groups, depth, seed=seed, spread=False) for seed in (1, 2))
         name = f"2 x {sizes.tokens}, {heads} and {groups} heads of {depth}, causal"
         shared = {"bound": ATTENTION_BOUND, "baseline": partial(_torch_attention, q, k, v)}
-        yield SelfTestCase("attention", name, "attention", partial(_attend, q, k, v, None, True), **shared)
+        yield SelfTestCase(
+            "attention", name, "attention", partial(_attend, q, k, v, None, True), **shared
+        )
         if groups == heads:
             forward = partial(_attend, q, k, v, None, False)
-            yield SelfTestCase("attention", f"{name}, forward", "attention", forward, ATTENTION_BOUND)
+            yield SelfTestCase(
+                "attention", f"{name}, forward", "attention", forward, ATTENTION_BOUND
+            )
             for path, scaling, recipe in fp8_attention_recipes():
                 yield SelfTestCase(
                     path,
@@ -63,7 +67,9 @@ def attention_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, recipe: Any, backward: bool) -> Tensors:
-    layer = DotProductAttention(q.shape[2], q.shape[3], num_gqa_groups=k.shape[2], qkv_format="bshd")
+    layer = DotProductAttention(
+        q.shape[2], q.shape[3], num_gqa_groups=k.shape[2], qkv_format="bshd"
+    )
     query, key, value = (x.clone().requires_grad_(backward) for x in (q, k, v))
     with autocast(enabled=recipe is not None, recipe=recipe), torch.set_grad_enabled(backward):
         out = layer(query, key, value, attn_mask_type="causal")
@@ -98,7 +104,9 @@ def linear_attention_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTes
         for title, (module, gates) in modules.items():
             compute = partial(_delta_rule, module, (q, k, v, *gates))
             name = f"{title}, 2 x {sizes.tokens}, 4 heads of {size}"
-            yield SelfTestCase("linear attention", name, "linear_attention", compute, LINEAR_ATTENTION_BOUND)
+            yield SelfTestCase(
+                "linear attention", name, "linear_attention", compute, LINEAR_ATTENTION_BOUND
+            )
 
 
 def _delta_rule(module: torch.nn.Module, tensors: Tensors) -> Tensors:

@@ -111,7 +111,9 @@ def compile_ahead(sizes: SelfTestSizes, progress: Callable[[str], None]) -> None
         errors.seek(0)
         message = errors.read().decode(errors="replace").strip()
     failed = sum(process.returncode != 0 for process in processes)
-    progress(f"compiled in {time.perf_counter() - start:.1f} s; {parts - failed} of {parts} processes ended")
+    progress(
+        f"compiled in {time.perf_counter() - start:.1f} s; {parts - failed} of {parts} processes ended"
+    )
     if message:
         progress(message[-500:])
 

@@ -124,7 +124,11 @@ def uneven_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
         call = partial(quantize, x, spec, random=_random(x, spec))
         path = f"{name} casts of uneven sizes"
         yield SelfTestCase(
-            path, f"{extent} x {extent}", "quantize", lambda call=call: _tensors(call()), baseline=x.clone
+            path,
+            f"{extent} x {extent}",
+            "quantize",
+            lambda call=call: _tensors(call()),
+            baseline=x.clone,
         )
 
 
@@ -153,13 +157,19 @@ def _casts(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
             f"{name} casts",
             f"{shape}, decoded",
             "quantize",
-            lambda call=call, spec=spec: (dequantize(_operand(call(), spec)._replace(dtype=torch.float32)),),
+            lambda call=call, spec=spec: (
+                dequantize(_operand(call(), spec)._replace(dtype=torch.float32)),
+            ),
             bound=ROUNDING_BOUNDS[spec.element.name],
             expected=lambda: (x.float(),),
         )
     multiplier = Cast(SPECS["fp8"], torch.full((1,), 8.0, device=x.device))
     yield SelfTestCase(
-        "fp8 casts", "given scale", "quantize", lambda: _tensors(quantize_as(x, multiplier)), baseline=x.clone
+        "fp8 casts",
+        "given scale",
+        "quantize",
+        lambda: _tensors(quantize_as(x, multiplier)),
+        baseline=x.clone,
     )
 
 
@@ -181,7 +191,9 @@ class _Matrix:
 
 def _operand(quantized: Quantized, spec: QuantizeSpec) -> Operand:
     assert quantized.codes is not None
-    return Operand(quantized.codes, quantized.scale, spec.operand_format, quantized.amax, torch.bfloat16)
+    return Operand(
+        quantized.codes, quantized.scale, spec.operand_format, quantized.amax, torch.bfloat16
+    )
 
 
 def _matrix(x: Tensor, spec: QuantizeSpec | None) -> _Matrix:
@@ -206,7 +218,9 @@ def _products(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     stored = _matrix(x, spec)
     transposed = _Matrix((n, k), lambda: stored.operand._replace(codes=stored.operand.codes.t()))
     baseline = partial(torch.mm, x.t(), w.t())
-    yield _product("fp8 products in all layouts", transposed, _matrix(w, spec), "", draw(n, seed=2), baseline)
+    yield _product(
+        "fp8 products in all layouts", transposed, _matrix(w, spec), "", draw(n, seed=2), baseline
+    )
 
 
 def _product(
@@ -240,7 +254,10 @@ def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     multiplier = torch.full((1,), 8.0, device=x.device)
     producers: dict[str, tuple[str, Callable[[Cast | None], Any]]] = {
         "rmsnorm": ("norm", lambda cast: rmsnorm_forward(x, weight, 1e-5, False, cast)[0]),
-        "layernorm": ("norm", lambda cast: layernorm_forward(x, weight, bias, 1e-5, False, cast)[0]),
+        "layernorm": (
+            "norm",
+            lambda cast: layernorm_forward(x, weight, bias, 1e-5, False, cast)[0],
+        ),
         "swiglu": (
             "activation",
             lambda cast: activation_forward("swiglu", x, DEFAULT_PARAMS, cast),
@@ -299,7 +316,12 @@ def _fused_products(draw: Draw, sizes: SelfTestSizes, multiplier: Tensor) -> Ite
     }
     for name, (call, bound) in calls.items():
         yield SelfTestCase(
-            "fp8 products with fused epilogues", name, "gemm_epilogue", call, bound, baseline=baseline
+            "fp8 products with fused epilogues",
+            name,
+            "gemm_epilogue",
+            call,
+            bound,
+            baseline=baseline,
         )
 
 

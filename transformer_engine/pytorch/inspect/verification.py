@@ -128,7 +128,9 @@ def verify(
     switch("sequence_parallel", sequence_parallel)
     rank_place = find_rank_place(mesh, sequence_parallel, sequence_dim, batch_dim)
     parallel, exact, single = model_fn(mesh), model_fn(None), model_fn(None)
-    quantized = [name for name, p in unwrap_model(exact).named_parameters() if isinstance(p, QuantizedTensor)]
+    quantized = [
+        name for name, p in unwrap_model(exact).named_parameters() if isinstance(p, QuantizedTensor)
+    ]
     if quantized:
         raise ValueError(
             f"model_fn(None) returns the quantized parameter {quantized[0]}, which float32 cannot replace; use "
@@ -148,11 +150,13 @@ def verify(
     stateful = recipe is not None and find_family(recipe).stateful
     steps = 2 if stateful else 1
     eps = max(
-        [torch.finfo(p.dtype).eps for p in single.parameters() if p.is_floating_point()], default=2 * _EPS
+        [torch.finfo(p.dtype).eps for p in single.parameters() if p.is_floating_point()],
+        default=2 * _EPS,
     )
     noisy = [
         _finish_record(
-            single, record_run(single, batch, loss_fn, _block(recipe, None), steps, noise=(eps, seed))
+            single,
+            record_run(single, batch, loss_fn, _block(recipe, None), steps, noise=(eps, seed)),
         )
         for seed in range(NOISE_RUNS)
     ]
@@ -160,7 +164,9 @@ def verify(
     if group is None and stateful and world_size() > 1:
         group = dist.group.WORLD
     local_batch = (
-        tree_map_only(Tensor, rank_place.shard_batch, batch) if shard_fn is None else shard_fn(batch, mesh)
+        tree_map_only(Tensor, rank_place.shard_batch, batch)
+        if shard_fn is None
+        else shard_fn(batch, mesh)
     )
     scale = 1 / rank_place.tensor[1] if sequence_parallel else 1.0
     record = record_run(parallel, local_batch, loss_fn, _block(recipe, group), steps, scale)
@@ -177,7 +183,10 @@ def verify(
     checks |= {_parameter_key(name): difference for name, difference in differences.items()}
     checks |= dict(comparison.tensors())
     return _gather_report(
-        checks, "no recipe" if recipe is None else type(recipe).__name__, record.loss, reference.loss
+        checks,
+        "no recipe" if recipe is None else type(recipe).__name__,
+        record.loss,
+        reference.loss,
     )
 
 
@@ -192,7 +201,12 @@ class _Comparison:
         noisy: Sequence[RunRecord],
         record: RunRecord,
     ) -> None:
-        self._place, self._reference, self._noisy, self._record = rank_place, reference, noisy, record
+        self._place, self._reference, self._noisy, self._record = (
+            rank_place,
+            reference,
+            noisy,
+            record,
+        )
         self._modules = dict(exact.named_modules())
         self._parameters = model_parameters(exact)
 
@@ -220,7 +234,9 @@ class _Comparison:
         if key.kind != "grad_input":
             module = self._modules[key.module]
             names = getattr(module, "weight_names", ())
-            rows = tuple([getattr(module, name).shape[0] for name in names]) if len(names) > 1 else ()
+            rows = (
+                tuple([getattr(module, name).shape[0] for name in names]) if len(names) > 1 else ()
+            )
             parts = rows if sum(rows) == features else (features,)
         shards = [self._place.shard_activation(run, actual.shape, parts) for run in runs]
         if any(shard is None for shard in shards):
@@ -248,7 +264,9 @@ class _Comparison:
             losses: list[float] = [0.0] * world_size()
             dist.all_gather_object(losses, self._record.loss)
             loss = torch.tensor(losses, dtype=torch.float64, device="cpu").mean()
-        exact, *noisy = [torch.tensor([run.loss], device="cpu") for run in (self._reference, *self._noisy)]
+        exact, *noisy = [
+            torch.tensor([run.loss], device="cpu") for run in (self._reference, *self._noisy)
+        ]
         found = difference(loss.reshape(1), exact, noisy)
         # |dL/dy| |y' - y|, the largest first-order loss change by noise in the model's output.
         output, gradient = RecordKey("", 0, "output"), RecordKey("", 0, "grad_output")
@@ -282,8 +300,12 @@ def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Differ
     if rms > _SIGNAL or not exact.any():
         return Difference(error, allowance)
     gains = [float((run.double() * exact).sum() / exact.square().sum()) for run in noisy]
-    gain_allowance = 2 * max(abs(gain - 1) for gain in gains) + max(1, 4 / math.sqrt(count)) * rms + 16 * _EPS
-    return Difference(error, allowance, float((actual * exact).sum() / exact.square().sum()), gain_allowance)
+    gain_allowance = (
+        2 * max(abs(gain - 1) for gain in gains) + max(1, 4 / math.sqrt(count)) * rms + 16 * _EPS
+    )
+    return Difference(
+        error, allowance, float((actual * exact).sum() / exact.square().sum()), gain_allowance
+    )
 
 
 def _gather_report(
@@ -301,7 +323,14 @@ def _gather_report(
     for key in checks:
         found = [
             TensorCheck(
-                key.module, key.tensor, number, d.error, d.allowance, d.gain, d.gain_allowance, d.note
+                key.module,
+                key.tensor,
+                number,
+                d.error,
+                d.allowance,
+                d.gain,
+                d.gain_allowance,
+                d.note,
             )
             for number, differences in enumerate(ranks)
             if (d := differences.get(key)) is not None

@@ -118,9 +118,7 @@ class Verification:
         first = self.first
         runs = f"{self.ranks} rank{'s' * (self.ranks > 1)} under {self.recipe}"
         if first is None:
-            return (
-                f"{len(self.checks)} tensors of {runs} equal one device in float32 within the format's noise"
-            )
+            return f"{len(self.checks)} tensors of {runs} equal one device in float32 within the format's noise"
         found = first.note or (
             f"error {first.error:.2e}, allowed {first.allowance:.2e}"
             if first.error > first.allowance or first.gain is None

@@ -137,7 +137,8 @@ def copy_parameters(
                 copy[name].value.copy_(value)
             expected = value if dim is None else shard_parts(value, dim, rank_place.tensor, parts)
             error = float(
-                (local.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+                (local.double() - expected.double()).norm()
+                / expected.double().norm().clamp_min(1e-30)
             )
             allowance = 2.0**-24 if gathered else _rounding(own[name].value)
             differences[name] = Difference(error, allowance, note=note)
@@ -178,7 +179,9 @@ def average_gradients(model: nn.Module, position: RankPlace) -> None:
         if hasattr(gradient, "to_local"):
             local, shards = gradient.to_local(), gradient.device_mesh
             names = shards.mesh_dim_names or ("",) * shards.ndim
-            done = math.prod([shards.size(i) for i, name in enumerate(names) if name not in ROLES["tensor"]])
+            done = math.prod(
+                [shards.size(i) for i, name in enumerate(names) if name not in ROLES["tensor"]]
+            )
         if done == position.copies:
             groups = ()
         elif done == 1:
@@ -222,4 +225,8 @@ def scaling_states(model: nn.Module, group: Any) -> Iterator[tuple[str, str, boo
             if not isinstance(scale, Tensor):
                 continue
             scales, _ = gather_along_first_dim(scale[None], group)
-            yield original_name(name), f"{direction}.scale", torch.equal(scales[0], scales[rank(group)])
+            yield (
+                original_name(name),
+                f"{direction}.scale",
+                torch.equal(scales[0], scales[rank(group)]),
+            )

@@ -88,7 +88,8 @@ def convert_to_float32(batch: Batch) -> Batch:
     """Return a batch whose floating-point tensors are float32."""
     leaves, tree = tree_flatten(batch)
     widened = [
-        leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves
+        leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        for leaf in leaves
     ]
     return tree_unflatten(widened, tree)
 
@@ -135,7 +136,9 @@ def record_run(
 class _Recorder:
     """Hooks of one pass on all modules of a model."""
 
-    def __init__(self, model: nn.Module, record: RunRecord, noise: tuple[float, int] | None) -> None:
+    def __init__(
+        self, model: nn.Module, record: RunRecord, noise: tuple[float, int] | None
+    ) -> None:
         self._model, self._record = model, record
         self._eps, self._seed = noise if noise is not None else (0.0, 0)
         self._generator: torch.Generator | None = None
@@ -145,7 +148,9 @@ class _Recorder:
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_hook(partial(self._see, original_name(name))))
+            self._hooks.append(
+                module.register_forward_hook(partial(self._see, original_name(name)))
+            )
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -161,7 +166,12 @@ class _Recorder:
         if not isinstance(result, Tensor):
             return None
         replaced = None
-        if self._eps and not recomputed and result is output and not isinstance(result, QuantizedTensor):
+        if (
+            self._eps
+            and not recomputed
+            and result is output
+            and not isinstance(result, QuantizedTensor)
+        ):
             if result.is_floating_point():
                 if self._generator is None:
                     self._generator = torch.Generator(result.device).manual_seed(self._seed)

@@ -77,7 +77,9 @@ class RankPlace:
             )
         return _chunk(part, self.sequence_dim, self.tensor)
 
-    def shard_activation(self, full: Tensor, shape: Sequence[int], parts: Sequence[int]) -> Tensor | None:
+    def shard_activation(
+        self, full: Tensor, shape: Sequence[int], parts: Sequence[int]
+    ) -> Tensor | None:
         """Return the part of a one-device activation that has the given shape on this rank.
 
         Args:
@@ -118,7 +120,9 @@ class RankPlace:
         return torch.cat([chunks[number] for number in chunk_pair(size, rank)], self.sequence_dim)
 
 
-def find_rank_place(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: int) -> RankPlace:
+def find_rank_place(
+    mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: int
+) -> RankPlace:
     """Return this rank's place in a mesh whose dimensions have names.
 
     Raises:
@@ -192,7 +196,9 @@ def shard_parts(full: Tensor, dim: int, position: tuple[int, int], parts: Sequen
     return torch.cat([_chunk(part, dim, position) for part in full.split(list(parts), dim)], dim)
 
 
-def gather_parts(local: Tensor, dim: int, group: Any, parts: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+def gather_parts(
+    local: Tensor, dim: int, group: Any, parts: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
     """Gather a tensor-parallel parameter; the inverse of `shard_parts`.
 
     Returns:

@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor import parallel as torch_styles
 
 from ...common.numbers import with_article
@@ -76,7 +82,9 @@ def _distributed(
         for key, parameter in list(layer.named_parameters(recurse=False)):
             placed = [placements.get(key, Replicate())]
             shards = distribute_tensor(parameter, mesh, placed, src_data_rank=style.src_data_rank)
-            layer.register_parameter(key, torch.nn.Parameter(shards, requires_grad=parameter.requires_grad))
+            layer.register_parameter(
+                key, torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
+            )
 
     enter: Callable[..., Any] = functools.partial(
         style._prepare_input_fn, style.input_layouts, style.desired_input_layouts

@@ -43,7 +43,9 @@ def apply_normalization(
         (normalized input [M, K], mean [M] or None, reciprocal deviation [M]).
     """
     check_option("normalization", normalization, NORMALIZATIONS)
-    y, mean, rstdev = Norm(normalization, eps, zero_centered_gamma).forward(inputmat, ln_weight, ln_bias)
+    y, mean, rstdev = Norm(normalization, eps, zero_centered_gamma).forward(
+        inputmat, ln_weight, ln_bias
+    )
     y = y.to(output_dtype)
     if ln_out is not None:
         y = ln_out.copy_(y)

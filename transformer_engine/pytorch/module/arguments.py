@@ -38,7 +38,9 @@ def switch(name: str, value: Any) -> bool | None:
 FLAG_TYPES = (bool, type(None))  # of an is_first_microbatch that needs no conversion
 
 
-def call_switches(first_microbatch: Any, fp8_output: Any, fp8_grad: Any) -> tuple[bool | None, bool, bool]:
+def call_switches(
+    first_microbatch: Any, fp8_output: Any, fp8_grad: Any
+) -> tuple[bool | None, bool, bool]:
     """Convert the switches of a linear layer's call, (is_first_microbatch, fp8_output, fp8_grad)."""
     return (
         switch("is_first_microbatch", first_microbatch),
@@ -86,7 +88,9 @@ def limit(name: str, value: Any) -> float:
         checks.number(name, value)
     found = 0.0 if value is None else to_float(name, value)
     if not 0.0 <= found < math.inf:
-        raise ValueError(f"{name} must be finite and non-negative, got {found}; give 0.0 for no {name}")
+        raise ValueError(
+            f"{name} must be finite and non-negative, got {found}; give 0.0 for no {name}"
+        )
     return found
 
 
@@ -114,7 +118,9 @@ def window(name: str, value: Any) -> tuple[int, int] | None:
         return None
     sides = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        raise TypeError(f"{name}={described(value)} must be two numbers; give (left, right), -1 for no limit")
+        raise TypeError(
+            f"{name}={described(value)} must be two numbers; give (left, right), -1 for no limit"
+        )
     left, right = (to_int(f"{name}[{i}]", side) for i, side in enumerate(sides))
     return left, right
 
@@ -142,7 +148,9 @@ def shape_or_none(name: str, value: Any) -> tuple[int, ...] | None:
         return (size(name, value),)
     sizes = tuple(value)
     if not sizes:
-        raise ValueError(f"{name}={described(sizes)} holds no size; give one or more positive sizes")
+        raise ValueError(
+            f"{name}={described(sizes)} holds no size; give one or more positive sizes"
+        )
     return tuple(size(name, item) for item in sizes)
 
 
@@ -160,7 +168,9 @@ def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
     """
     if applies or not any(flags):
         return OverlapFlags(*flags)
-    names = ", ".join([name for name, flag in zip(OverlapFlags._fields, flags, strict=False) if flag])
+    names = ", ".join(
+        [name for name, flag in zip(OverlapFlags._fields, flags, strict=False) if flag]
+    )
     warn_of_unused_overlap(f"{names}=True", stacklevel=7)
     return NO_FLAGS
 
@@ -212,7 +222,14 @@ _SWITCHES = (
     "single_grouped_weight",
     "zero_centered_gamma",
 )
-_SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "tp_size")
+_SIZES = (
+    "in_features",
+    "out_features",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "tp_size",
+)
 _FUNCTIONS = ("get_rng_state_tracker", "init_method", "output_layer_init_method", "score_mod")
 
 RULES: dict[str, Rule] = {
@@ -224,7 +241,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_FUNCTIONS, checked(checks.function_or_none)),
     **dict.fromkeys(("name", "ub_name"), text_or_none),
     **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), epsilon),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "drop_path_rate", "drop_prob"), drop_rate),
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "drop_path_rate", "drop_prob"), drop_rate
+    ),
     **dict.fromkeys(("window_size", "enc_dec_window_size"), window),
     **dict.fromkeys(("params_dtype", "dtype"), checked(torch_checks.parameter_dtype)),
     "activation": checked(partial(checks.check_option, allowed=ACTIVATIONS)),

@@ -196,7 +196,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         """Set an attribute as nn.Module does, registering parameters and modules."""
         setattr(self, name, value)
 
-    def register_parameter(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def register_parameter(
         self,
         name: str,
         param: torch.nn.Parameter | None,
@@ -221,7 +221,9 @@ class TransformerEngineBaseModule(ForwardInterface):
         has_init = init_fn is not None or fp8_meta_index is not None
         if param is not None and (has_init or name not in self.param_init_meta):
             fill = default_init_method if init_fn is None else init_fn
-            self.param_init_meta[name] = ParameterInit(fill, get_rng_state_tracker, None, fp8_meta_index)
+            self.param_init_meta[name] = ParameterInit(
+                fill, get_rng_state_tracker, None, fp8_meta_index
+            )
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill every parameter by its init method; allocate parameters on the meta device; quantize where requested.
@@ -240,7 +242,7 @@ class TransformerEngineBaseModule(ForwardInterface):
                 with torch.no_grad():
                     param.copy_(values)
                 if self.preserve_high_precision_init_val:
-                    keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
+                    keep_initial_values(param, values)
             elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
                 # The weight quantizer computes both directions while gradients are recorded.
                 recipe = self._model_init_recipe
@@ -255,7 +257,9 @@ class TransformerEngineBaseModule(ForwardInterface):
                     keep_initial_values(quantized, values)
                 self._replace_parameter(name, quantized)
             elif param.is_meta or values is not param:
-                self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
+                self._replace_parameter(
+                    name, torch.nn.Parameter(values, requires_grad=param.requires_grad)
+                )
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
         old = self.get_parameter(name)
@@ -282,7 +286,9 @@ class TransformerEngineBaseModule(ForwardInterface):
         """Raise RuntimeError if another library's checkpoint repeats a call under another autocast state."""
         numerics = self.numerics
         before = numerics.state_without_gradients
-        numerics.state_without_gradients = state_without_gradients(type(self).__name__, before, state)
+        numerics.state_without_gradients = state_without_gradients(
+            type(self).__name__, before, state
+        )
 
     def _scale_update(self, state: AutocastState, needs_grad: bool) -> ScaleUpdate | None:
         """Return the delayed-scaling update after this call's backward pass; None without a backward pass.
@@ -320,9 +326,13 @@ class TransformerEngineBaseModule(ForwardInterface):
         if not trained:
             return
         gradients = [self.wgrad_store.pop()[0]]
-        gradients += [self.wgrad_store.pop()[0] for _ in range(min(trained - 1, len(self.wgrad_store)))]
+        gradients += [
+            self.wgrad_store.pop()[0] for _ in range(min(trained - 1, len(self.wgrad_store)))
+        ]
         if self.wgrad_store.shards:
-            finalize_delayed_grads(self.wgrad_store.shards, [part for part in gradients if part is not None])
+            finalize_delayed_grads(
+                self.wgrad_store.shards, [part for part in gradients if part is not None]
+            )
         self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def register_wgrad_accumulation_and_reduce_hooks(
@@ -346,7 +356,9 @@ class TransformerEngineBaseModule(ForwardInterface):
         if content is not None:
             # Quantizers in each direction, by state key suffix.
             products = self._count_products(content)
-            check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
+            check_extra_state(
+                content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products}
+            )
         return content
 
     def _count_products(self, content: dict[str, Any]) -> int:
@@ -372,7 +384,9 @@ class TransformerEngineBaseModule(ForwardInterface):
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict, prefix, metadata, strict, missing_keys, *args
+    ) -> None:
         check_states(self, state_dict, prefix)
         loading.prepare(self, state_dict, prefix)
         # Quantized parameters are copied with their quantizer's scale, so the scale must be loaded first.

@@ -82,7 +82,9 @@ def configure_class(
             if not field.name.startswith("_") and field.name not in vars(cls):
                 rule = all_rules.get(field.name)
                 setattr(
-                    cls, field.name, _setting(field.name, config, fixed, handed_down or {}, written, rule)
+                    cls,
+                    field.name,
+                    _setting(field.name, config, fixed, handed_down or {}, written, rule),
                 )
         return cls
 

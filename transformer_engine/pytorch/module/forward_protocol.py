@@ -25,7 +25,10 @@ from torch import Tensor
 from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..distributed.collectives import gather_along_first_dim
-from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
+from ..distributed.recompute import (
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
 from ..primitives.column_sums import column_sums
 from ..quantization import QuantizerRole
 from ..quantization.autocast import current
@@ -77,10 +80,14 @@ class ForwardInterface(torch.nn.Module):
         Raises:
             TypeError: Input and parameter dtypes differ.
         """
-        named = [(name, param.dtype) for name, param in self._parameters.items() if param is not None]
+        named = [
+            (name, param.dtype) for name, param in self._parameters.items() if param is not None
+        ]
         return common_dtype(x.dtype, autocast_dtype(x.device.type), named)
 
-    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> Sequence[QuantizerRole | None] | None:
         """Return the role per slot in one direction, for a custom recipe's factory; None: unknown."""
         return None
 
@@ -106,7 +113,9 @@ class ForwardInterface(torch.nn.Module):
             RuntimeError: tp_size requires a tensor-parallel group, and none is set.
         """
         if not isinstance(inp, Tensor):
-            raise TypeError(f"{type(self).__name__} takes a tensor, inp is {with_article(type(inp))}")
+            raise TypeError(
+                f"{type(self).__name__} takes a tensor, inp is {with_article(type(inp))}"
+            )
         recomputing = in_fp8_activation_recompute_phase()
         if not (recomputing and self.fp8):
             if self.tp_size > 1 and not self.tp_group_initialized:
@@ -130,7 +139,9 @@ class ForwardInterface(torch.nn.Module):
         first = replay_values(type(self).__name__, self.tracing_key, _values(states))
         if first is None:
             return
-        self._present_scales.append([(scale.clone(), history.clone()) for scale, history in _values(states)])
+        self._present_scales.append(
+            [(scale.clone(), history.clone()) for scale, history in _values(states)]
+        )
         write_states(states, first)
 
     def end_forward(self) -> None:
@@ -155,7 +166,9 @@ class ForwardInterface(torch.nn.Module):
         finally:
             self.end_forward()
 
-    def set_activation_dtype(self, inp: Tensor, allow_different_data_and_param_types: bool = False) -> None:
+    def set_activation_dtype(
+        self, inp: Tensor, allow_different_data_and_param_types: bool = False
+    ) -> None:
         """Set `activation_dtype` to torch.autocast's dtype if it is active, otherwise to the input's.
 
         Raises:
@@ -264,7 +277,9 @@ class ForwardInterface(torch.nn.Module):
             )
         if isinstance(tensor, QuantizedTensorStorage):
             if quantizer is not None:
-                tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
+                tensor.update_usage(
+                    quantizer.rowwise_usage or None, quantizer.columnwise_usage or None
+                )
             return tensor
         workspace = None if cache_name is None else self.numerics.workspaces.get(cache_name)
         if workspace is not None and quantizer is not None:

@@ -55,7 +55,12 @@ from .parameters import InitMethod, ParameterInit, default_init_method, get_para
 from .row_groups import check_dense
 
 # Beside the layer, original names that other libraries import from here.
-__all__ = ["GroupedLinear", "_GroupedLinear", "general_gemm", "is_module_grouped_tensor_path_supported"]
+__all__ = [
+    "GroupedLinear",
+    "_GroupedLinear",
+    "general_gemm",
+    "is_module_grouped_tensor_path_supported",
+]
 # Names in this file that programs monkey-patch; see `linear.py`.
 _replaced = watched(__name__, {"_GroupedLinear": _GroupedLinear, "general_gemm": general_gemm})
 
@@ -104,17 +109,32 @@ class GroupedLinear(ProductsModule):
 
     @accepts(ub_overlap_rs=switch, ub_overlap_ag=switch)
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
-        get_rng_state_tracker: Callable | None = None, rng_tracker_name: str | None = None,
-        init_method: InitMethod | None = None, bias: bool = True, return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: ParallelMode | None = None,
-        device: torch.device | str | int = "cuda", ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False, ub_name: str | None = None, delay_wgrad_compute: bool = False,
-        save_original_input: bool = False, single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False, name: str | None = None,
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: ParallelMode | None = None,
+        device: torch.device | str | int = "cuda",
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
         use_grouped_tensor: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         arguments = dict(locals())  # nothing else is assigned yet
         super().__init__(name)
         tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
@@ -147,14 +167,19 @@ class GroupedLinear(ProductsModule):
             _weights=tuple(weights * num_gemms if config.single_grouped_weight else weights),
         )
         self.ub_name = ub_name
-        options = {"dtype": params_dtype or torch.get_default_dtype(), "device": canonical_device(device)}
-        fill = ParameterInit(init_method or default_init_method, get_rng_state_tracker, rng_tracker_name)
+        options = {
+            "dtype": params_dtype or torch.get_default_dtype(),
+            "device": canonical_device(device),
+        }
+        fill = ParameterInit(
+            init_method or default_init_method, get_rng_state_tracker, rng_tracker_name
+        )
         create_parameters(self, fill, options)
         self.register_load_state_dict_pre_hook(load_other_form)
         self.reset_parameters(defer_init=is_meta(device))
 
     @property
-    def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def num_products(self) -> int:
         """Product count: one per group."""
         return self._config.num_gemms
 
@@ -211,11 +236,15 @@ class GroupedLinear(ProductsModule):
             is_first_microbatch = switch("is_first_microbatch", is_first_microbatch)
         tensors: tuple[Any, ...] = self._tensors()
         if not getattr(tensors[0], "is_distributed_weight", False):
-            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
+            return self._compute_output(
+                inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors
+            )
         count, fused = len(self._config.weight_names), self._config.fuse_wgrad_accumulation
         with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
             full_tensors = (*wholes, *tensors[count:])
-            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), full_tensors)
+            return self._compute_output(
+                inp, m_splits, is_first_microbatch, (out, dgrad_out), full_tensors
+            )
 
     if TYPE_CHECKING:
 
@@ -246,10 +275,14 @@ class GroupedLinear(ProductsModule):
             biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]
         product_biases = None if config.return_bias else biases
         if isinstance(m_splits, Tensor) and torch.compiler.is_compiling():
-            y = traced_call(self, spec, flat, m_splits, (weights, product_biases or ()), is_first_microbatch)
+            y = traced_call(
+                self, spec, flat, m_splits, (weights, product_biases or ()), is_first_microbatch
+            )
         else:
             call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
-            y = (_run_by_name if _replaced.names else grouped_linear)(flat, weights, product_biases, call)
+            y = (_run_by_name if _replaced.names else grouped_linear)(
+                flat, weights, product_biases, call
+            )
         y = y if flat is inp else y.view(*shape[:-1], config.out_features)
         if not config.return_bias:
             return y
@@ -270,12 +303,16 @@ class GroupedLinear(ProductsModule):
             m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether row blocks fit
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
-                raise ValueError(f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups")
+                raise ValueError(
+                    f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups"
+                )
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
             layout, cached = make_groups(splits, x.shape[0], x.device), None
             quantizer = spec.quantizers.weight
             if is_first_microbatch is not None and quantizer is not None:
-                members = stack_members(weights[0]) if self._config.single_grouped_weight else weights
+                members = (
+                    stack_members(weights[0]) if self._config.single_grouped_weight else weights
+                )
                 encode = partial(quantizer.matrices, Matrices.of(members), True)
                 for i in range(count if is_first_microbatch else 0):
                     self.numerics.workspaces.pop(f"weight{i}", None)
@@ -298,7 +335,9 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached_groups)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _runs_together(self, spec: GroupedSpec, x: Tensor, splits: Any, weights: tuple[Any, ...]) -> bool:
+    def _runs_together(
+        self, spec: GroupedSpec, x: Tensor, splits: Any, weights: tuple[Any, ...]
+    ) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
@@ -317,12 +356,15 @@ class GroupedLinear(ProductsModule):
     ) -> CallerBuffers:
         """Return the caller's buffers as matrices, which fit the results and share no memory with operands."""
         if torch.compiler.is_compiling():
-            raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
+            raise NotImplementedError(
+                "out and dgrad_out need eager mode; leave them None in compiled code"
+            )
         self._check_call(inp, tensors, (None,))
         like = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
         buffers = CallerBuffers(
-            check_buffers("out", out, shape, like), check_buffers("dgrad_out", dgrad_out, inp.shape, inp)
+            check_buffers("out", out, shape, like),
+            check_buffers("dgrad_out", dgrad_out, inp.shape, inp),
         )
         names = self._config.weight_names + self._config.bias_names
         operands = [("the input", inp), *zip(names, tensors, strict=True)]
@@ -341,13 +383,19 @@ class GroupedLinear(ProductsModule):
             tensors = map(plain_stack, tensors)
         return (*tensors,) if config.use_bias else (*tensors, *[None] * len(config.bias_names))
 
-    def _accept_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
+    def _accept_splits(
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor
+    ) -> Sequence[int] | Tensor:
         """Return the rows per group as checked ints, or a tensor that the host does not read unchanged."""
         if not isinstance(inp, Tensor) or inp.layout is not torch.strided:
             check_dense("the input", inp)
         if self._config.use_grouped_tensor:
             check_device_splits(m_splits, inp.device)
-        if isinstance(m_splits, Tensor) and m_splits.dim() == 1 and not m_splits.is_floating_point():
+        if (
+            isinstance(m_splits, Tensor)
+            and m_splits.dim() == 1
+            and not m_splits.is_floating_point()
+        ):
             if m_splits.is_cuda or torch.compiler.is_compiling():
                 return m_splits
             rows = m_splits.tolist()
@@ -386,4 +434,6 @@ def _run_by_name(
         biases = biases[0].unbind(0)
     group_biases = biases or [None] * len(weights)
     file = sys.modules[__name__]
-    return call_by_name(_GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *group_biases)
+    return call_by_name(
+        _GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *group_biases
+    )

@@ -101,7 +101,9 @@ def create_parameters(module: ProductsModule, init: ParameterInit, options: dict
         elif config.single_grouped_weight:
             fill = _init_members(init, config.num_gemms)
         else:
-            fill = ParameterInit(init.init, init.rng_tracker, init.rng_tracker_name, 3 * int(name[6:]) + 1)
+            fill = ParameterInit(
+                init.init, init.rng_tracker, init.rng_tracker_name, 3 * int(name[6:]) + 1
+            )
         module.register_parameter(name, parameter, fill)
 
 
@@ -113,7 +115,9 @@ def _shape(config: Any, kind: str, member: tuple[int, ...]) -> tuple[int, ...]:
 def _init_members(init: ParameterInit, count: int) -> ParameterInit:
     """Initialize each matrix like a separate parameter, in order."""
     each = functools.partial(_fill_members, init.init)
-    return ParameterInit(each, init.rng_tracker, init.rng_tracker_name, fp8_meta_index=1, members=count)
+    return ParameterInit(
+        each, init.rng_tracker, init.rng_tracker_name, fp8_meta_index=1, members=count
+    )
 
 
 def _fill_members(init_method: InitMethod, stack: Tensor) -> None:
@@ -154,15 +158,21 @@ def group_weights(module: ProductsModule) -> None:
     config: Any = module._config
     members = [module.get_parameter(name) for name in config.weight_names]
     with torch.no_grad():
-        stack = torch.nn.Parameter(join_members([m.detach() for m in members]), members[0].requires_grad)
+        stack = torch.nn.Parameter(
+            join_members([m.detach() for m in members]), members[0].requires_grad
+        )
     initial = [
-        initial_value for initial_value in map(find_initial_values, members) if initial_value is not None
+        initial_value
+        for initial_value in map(find_initial_values, members)
+        if initial_value is not None
     ]
     if len(initial) == len(members):
         keep_initial_values(stack, torch.stack(initial))
     fills = [module.param_init_meta.pop(name) for name in config.weight_names]
     remaining = {
-        name: parameter for name, parameter in module._parameters.items() if name not in config.weight_names
+        name: parameter
+        for name, parameter in module._parameters.items()
+        if name not in config.weight_names
     }
     module._parameters.clear()
     module.register_parameter("weight", stack, _init_members(fills[0], config.num_gemms))
@@ -177,7 +187,9 @@ def group_weights(module: ProductsModule) -> None:
     module._mark_delayed_gradients()
 
 
-def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+def load_other_form(
+    module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any
+) -> None:
     """Convert, before loading, parameters that were saved in the other form: one per group or one for all groups."""
     single = {"weight": module.single_grouped_weight}
     if module._config.use_bias:

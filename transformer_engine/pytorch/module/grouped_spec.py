@@ -54,7 +54,10 @@ def grouped_spec_of_call(call: Call) -> GroupedSpec:
     config: Any = call.config
     check_call(call, config.in_features)
     parameters = call.parameters
-    of_weights, of_biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
+    of_weights, of_biases = (
+        parameters[: len(config.weight_names)],
+        parameters[len(config.weight_names) :],
+    )
     groups = _groups(call, call.active.products, of_weights, of_biases)
     quantizes = call.active.quantizes
     features, quantizers, request, in_one_launch = (), GroupedQuantizers(), None, False
@@ -106,7 +109,9 @@ def _groups(
     biases = list(of_biases) * count if config.single_grouped_bias else of_biases
     first_weight = weights[0]
     assert first_weight is not None
-    first = product_spec(call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight)
+    first = product_spec(
+        call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight
+    )
     specs: list[LinearSpec] = []
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
         assert weight is not None
@@ -128,7 +133,8 @@ def _groups(
                 and bias is not None
                 and bias.requires_grad
                 and not config.return_bias,
-                plain=product is UNQUANTIZED and not (weight.is_quantized or call.input.is_quantized),
+                plain=product is UNQUANTIZED
+                and not (weight.is_quantized or call.input.is_quantized),
                 inspector=product.inspector,
             )
         )
@@ -225,7 +231,11 @@ def traced_call(
     """
     state = current()
     active = state.enabled or state.calibrating
-    if is_first_microbatch is not None and state.enabled and module.numerics.delayed_states("scaling_fwd"):
+    if (
+        is_first_microbatch is not None
+        and state.enabled
+        and module.numerics.delayed_states("scaling_fwd")
+    ):
         raise NotImplementedError(
             "is_first_microbatch under delayed scaling in a compiled graph needs m_splits as a list; give "
             "m_splits.tolist(), or leave is_first_microbatch None"
@@ -243,7 +253,7 @@ def traced_call(
     operands = [*tensors[0], *tensors[1]]
     if not spec.needs_grad:
         return forward_in_graph(key, x, rows, operands, states[0])[0]
-    return TracedGroups.apply(x, rows, key, states, spec.scale_update, *operands)  # pyright: ignore
+    return TracedGroups.apply(x, rows, key, states, spec.scale_update, *operands)
 
 
 _STATES = ("scaling_fwd", "scaling_bwd")
@@ -273,7 +283,9 @@ def _register_while_tracing(
             torch.set_grad_enabled(grad),
             torch.autocast(device.type, autocast, enabled=autocast is not None),
         ):
-            x = torch.empty(0, module.in_features, dtype=dtype, device=device, requires_grad=grad_input)
+            x = torch.empty(
+                0, module.in_features, dtype=dtype, device=device, requires_grad=grad_input
+            )
             params = module._tensors()
             spec: GroupedSpec = module.spec(x, params, (is_first_microbatch,), any_rows=True)
     finally:
@@ -295,8 +307,12 @@ def _register_while_tracing(
 
     kernel = GroupedKernel(
         spec=spec,
-        inference=lambda call, inputs: grouped_linear_forward(*padded(inputs), call=call, saves=False)[0],
-        again=lambda call, inputs: [*grouped_linear_forward(*padded(inputs), call=call, compute_y=False)[1:]],
+        inference=lambda call, inputs: grouped_linear_forward(
+            *padded(inputs), call=call, saves=False
+        )[0],
+        again=lambda call, inputs: [
+            *grouped_linear_forward(*padded(inputs), call=call, compute_y=False)[1:]
+        ],
         backward=lambda call, operands: grouped_linear_backward(operands, call),
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),

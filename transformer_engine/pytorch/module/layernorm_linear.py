@@ -46,8 +46,21 @@ from .exported import export_products
 from .linear_base import SIZES, LinearConfig, Options, ProductsModule, Tensors, check_ranks
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, create_parameters, get_parameter_values, mark_parameters, weight_and_bias
-from .specs import Call, check_call, product_spec, quantizers_of_call, scale_update, with_compiled_passes
+from .parameters import (
+    InitMethod,
+    create_parameters,
+    get_parameter_values,
+    mark_parameters,
+    weight_and_bias,
+)
+from .specs import (
+    Call,
+    check_call,
+    product_spec,
+    quantizers_of_call,
+    scale_update,
+    with_compiled_passes,
+)
 
 # Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
@@ -144,19 +157,36 @@ class LayerNormLinear(ProductsModule):
 
     @accepts()
     def __init__(
-        self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
-        get_rng_state_tracker: Callable | None = None, init_method: InitMethod | None = None,
-        bias: bool = True, normalization: NormalizationName = "LayerNorm", return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: ParallelMode | None = None,
-        return_layernorm_output: bool = False, return_layernorm_output_gathered: bool = False,
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: NormalizationName = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: ParallelMode | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
-        zero_centered_gamma: bool = False, device: torch.device | str | int = "cuda",
-        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False, ub_bulk_dgrad: bool = False, ub_name: str | None = None,
-        delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
         name: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         arguments = dict(locals())  # nothing else is assigned yet
         # Subclasses in other libraries choose the tracker's name by setting it before they call this.
         rng_tracker_name = early(self, "rng_tracker_name")
@@ -213,9 +243,13 @@ class LayerNormLinear(ProductsModule):
     _layer_forward = forward
 
     def forward_with_residual(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool | None = False,
-        fp8_grad: bool | None = False, uses_residual: bool = True,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+        uses_residual: bool = True,
+    ) -> tuple[Any, Any]:
         """Return the outputs of `forward`, and inp, which the caller uses as the residual.
 
         The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd
@@ -224,7 +258,9 @@ class LayerNormLinear(ProductsModule):
         (`compat/replaceable.py`).
         """
         options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        if not (fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+        if not (
+            fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES
+        ):
             _, fp8_output, fp8_grad = options = call_switches(*options)
             _warn_of_fp8_grad(fp8_grad)
         if export_mode.onnx:
@@ -239,7 +275,9 @@ class LayerNormLinear(ProductsModule):
             return self._compute_outputs(options, inp, (weight, bias, gamma, beta), uses_residual)
         fused = self._config.fuse_wgrad_accumulation
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
-            return self._compute_outputs(options, inp, (full_weight, bias, gamma, beta), uses_residual)
+            return self._compute_outputs(
+                options, inp, (full_weight, bias, gamma, beta), uses_residual
+            )
 
     def _compute_output(self, options: Options, inp: Tensor, *tensors: Tensor | None) -> Any:
         """Outputs of `forward` for local tensors, as `output_of_shards` calls it."""
@@ -262,7 +300,9 @@ class LayerNormLinear(ProductsModule):
         assert weight is not None and gamma is not None
         spec: NormLinearSpec = self.spec(inp, tensors, options)
         if is_first_microbatch is not None:
-            self.begin_microbatch(is_first_microbatch)  # if True, the next gradient overwrites main_grad
+            self.begin_microbatch(
+                is_first_microbatch
+            )  # if True, the next gradient overwrites main_grad
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
             spec = replace_fields(spec, linear=linear, cached_tensors=linear.cached_tensors)
         dtype = spec.linear.dtype
@@ -283,14 +323,18 @@ class LayerNormLinear(ProductsModule):
             y = self.pack_outputs(y, bias, second)
         return y, second if returns_residual else inp
 
-    def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
+    def onnx_forward(
+        self, inp: Tensor, fp8_output: bool | None = False
+    ) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
         weight, bias = weight_and_bias(self)
         gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, False)
-        dtype, (quantizers,) = export_products(self, inp, (weight, bias, gamma, beta), options, shapes)
+        dtype, (quantizers,) = export_products(
+            self, inp, (weight, bias, gamma, beta), options, shapes
+        )
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         y = exported.linear(normalized, weight, None if config.return_bias else bias, quantizers)
@@ -311,7 +355,12 @@ def _warn_of_fp8_grad(fp8_grad: Any) -> None:
 
 
 def _run_by_name(
-    inp: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+    inp: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: NormLinearSpec,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `norm_linear` with the functions that a program has assigned in this file.
 

@@ -204,28 +204,52 @@ class LayerNormMLP(ProductsModule):
 
     @accepts()
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5,
-        sequence_parallel: bool = False, return_bias: bool = False,
-        get_rng_state_tracker: Callable | None = None, tp_group: Any = None, tp_size: int = 1,
-        init_method: InitMethod | None = None, bias: bool = True, normalization: NormalizationName = "LayerNorm",
-        activation: ActivationName = "gelu", activation_params: dict[str, float] | None = None,
-        output_layer_init_method: InitMethod | None = None, fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False, seq_length: int | None = None,
-        micro_batch_size: int | None = None, set_parallel_mode: bool = False,
-        zero_centered_gamma: bool = False, device: torch.device | str | int = "cuda",
-        ub_overlap_ag: bool = False, name: str | None = None, ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-        delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
-        checkpoint: bool = False, cache_quantized_activation_input: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: NormalizationName = "LayerNorm",
+        activation: ActivationName = "gelu",
+        activation_params: dict[str, float] | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int = "cuda",
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+        cache_quantized_activation_input: bool = False,
+    ) -> None:
         arguments = dict(locals())  # nothing else is assigned yet
         super().__init__(name)
         tp_size = tensor_parallel_size(tp_group, tp_size)
-        warn_unless_reduced(symmetric_ar_type, set_parallel_mode and tp_size > 1 and not sequence_parallel)
+        warn_unless_reduced(
+            symmetric_ar_type, set_parallel_mode and tp_size > 1 and not sequence_parallel
+        )
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
-            raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")
+            raise ValueError(
+                f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it"
+            )
         self._configure_from(
             arguments,
             tp_size,
@@ -233,14 +257,23 @@ class LayerNormMLP(ProductsModule):
             ffn_shard=ffn_hidden_size // shards,
             activation_params=ActivationParams.from_mapping(activation_params),
             _tensors=(
-                "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "layer_norm_weight", "layer_norm_bias",
+                "fc1_weight",
+                "fc1_bias",
+                "fc2_weight",
+                "fc2_bias",
+                "layer_norm_weight",
+                "layer_norm_bias",
             ),
             _weights=(("fc1_weight",), ("fc2_weight",)),
-        )  # fmt: skip
+        )
         dtype, on = params_dtype or torch.get_default_dtype(), canonical_device(device)
         register_norm_parameters(self, hidden_size, normalization, zero_centered_gamma, dtype, on)
         self._create_weights(
-            init_method, output_layer_init_method or default_init_method, get_rng_state_tracker, dtype, on
+            init_method,
+            output_layer_init_method or default_init_method,
+            get_rng_state_tracker,
+            dtype,
+            on,
         )
         self.reset_parameters(defer_init=is_meta(device))
 
@@ -317,7 +350,11 @@ class LayerNormMLP(ProductsModule):
         return (fc1_weight, None, fc2_weight, None, *norm)
 
     def _compute_outputs(
-        self, inp: Tensor, is_first_microbatch: bool | None, tensors: tuple[Any, ...], uses_residual: bool
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None,
+        tensors: tuple[Any, ...],
+        uses_residual: bool,
     ) -> tuple[Any, Any]:
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
@@ -331,7 +368,9 @@ class LayerNormMLP(ProductsModule):
         fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
         spec: NormMLPSpec = self.spec(inp, tensors, (is_first_microbatch,))
         if is_first_microbatch is not None:
-            self.begin_microbatch(is_first_microbatch)  # if True, the next gradients overwrite main_grad
+            self.begin_microbatch(
+                is_first_microbatch
+            )  # if True, the next gradients overwrite main_grad
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
             fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
             spec = replace_fields(
@@ -369,6 +408,8 @@ class LayerNormMLP(ProductsModule):
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)
-        hidden = exported.activate(config.activation, hidden, ActivationParams.of(config.activation_params))
+        hidden = exported.activate(
+            config.activation, hidden, ActivationParams.of(config.activation_params)
+        )
         y = exported.linear(hidden, fc2_weight, None if config.return_bias else fc2_bias, fc2)
         return self.pack_outputs(y, None if fc2_bias is None else fc2_bias.to(dtype), normalized)

@@ -45,7 +45,9 @@ import torch
 from torch import Tensor
 
 from ..compat.argument_orders import declare_call
-from ..compat.by_name import LinearByName as _Linear  # patched by others; `linear` has the node _LinearNode
+from ..compat.by_name import (
+    LinearByName as _Linear,
+)  # patched by others; `linear` has the node _LinearNode
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
@@ -177,18 +179,33 @@ class Linear(ProductsModule):
 
     @accepts()
     def __init__(
-        self, in_features: int, out_features: int, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
-        get_rng_state_tracker: Callable | None = None, rng_tracker_name: str | None = None,
-        init_method: InitMethod | None = None, bias: bool = True, return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: ParallelMode | None = None,
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: ParallelMode | None = None,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
-        device: torch.device | str | int = "cuda", ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False, ub_name: str | None = None, delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None, save_original_input: bool = False,
+        device: torch.device | str | int = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
         name: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         arguments = dict(locals())  # nothing else is assigned yet
         super().__init__(name)
         tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
@@ -245,7 +262,9 @@ class Linear(ProductsModule):
             NotImplementedError: The DTensor placements are unsupported.
         """
         options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        if not (fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+        if not (
+            fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES
+        ):
             _, fp8_output, fp8_grad = options = call_switches(*options)
         if export_mode.onnx:
             return self.onnx_forward(inp, fp8_output, fp8_grad)
@@ -273,7 +292,9 @@ class Linear(ProductsModule):
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
             return self._compute_output(options, inp, full_weight, bias)
 
-    def _compute_output(self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def _compute_output(
+        self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
         """Compute `forward` for tensors that are complete on this rank, unquantized or quantized.
 
         Args:
@@ -288,7 +309,9 @@ class Linear(ProductsModule):
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
-            self.begin_microbatch(is_first_microbatch)  # if True, the next gradient overwrites main_grad
+            self.begin_microbatch(
+                is_first_microbatch
+            )  # if True, the next gradient overwrites main_grad
             # The weight is quantized once for all microbatches in a step.
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:

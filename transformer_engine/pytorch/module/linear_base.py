@@ -143,7 +143,9 @@ class LinearConfig(ProductsConfig):
         return self.boundary(self.parallel_mode)
 
 
-def check_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int, out_features: int) -> int:
+def check_ranks(
+    mode: str | None, tp_group: Any, tp_size: int, in_features: int, out_features: int
+) -> int:
     """Return how many ranks share a linear layer; see `tensor_parallel_size`.
 
     Raises:
@@ -153,10 +155,14 @@ def check_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int,
     if mode not in (None, "row", "column"):
         raise ValueError(f'parallel_mode={mode!r} is unknown; choose None, "row" or "column"')
     ranks = tensor_parallel_size(tp_group, tp_size)
-    sharded = {"row": ("in_features", in_features), "column": ("out_features", out_features)}.get(mode or "")
+    sharded = {"row": ("in_features", in_features), "column": ("out_features", out_features)}.get(
+        mode or ""
+    )
     if sharded and sharded[1] % ranks:
         padded = -(-sharded[1] // ranks) * ranks
-        raise ValueError(f"tp_size={ranks} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
+        raise ValueError(
+            f"tp_size={ranks} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}"
+        )
     return ranks
 
 
@@ -219,9 +225,15 @@ class ProductsModule(TransformerEngineBaseModule):
         sequence_parallel = arguments["sequence_parallel"] and tp_size > 1
         flags = [arguments.get(flag, False) for flag in OverlapFlags._fields]
         stored = {
-            field.name: arguments[field.name] for field in fields(self._config) if field.name in arguments
+            field.name: arguments[field.name]
+            for field in fields(self._config)
+            if field.name in arguments
         }
-        stored |= {"tp_size": tp_size, "sequence_parallel": sequence_parallel, "use_bias": arguments["bias"]}
+        stored |= {
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "use_bias": arguments["bias"],
+        }
         self._configure(
             **{**stored, **settings}, _overlap=overlap_flags(sharded and sequence_parallel, *flags)
         )
@@ -276,7 +288,8 @@ class ProductsModule(TransformerEngineBaseModule):
         return [
             parameter
             for name, init in self.param_init_meta.items()
-            if init.fp8_meta_index is not None and (parameter := self.get_parameter(name)).requires_grad
+            if init.fp8_meta_index is not None
+            and (parameter := self.get_parameter(name)).requires_grad
         ]
 
     # The output and input gradient roles that a custom recipe's factory receives, such as an
@@ -316,7 +329,19 @@ class ProductsModule(TransformerEngineBaseModule):
                 facts = tuple([None if t is None else tensor_facts(t) for t in tensors])
             autocast = autocast_dtype(inp.device.type) if autocast_is_active() else None
             environment = env.generation()
-            fields = (config, active, options, grad, autocast, environment, store, targets, x, facts, counts)
+            fields = (
+                config,
+                active,
+                options,
+                grad,
+                autocast,
+                environment,
+                store,
+                targets,
+                x,
+                facts,
+                counts,
+            )
             # Computed again if an observer records the choices.
             return built(type(self).build, fields) if interventions else self._specs[fields]
         except (AttributeError, TypeError) as error:
@@ -346,7 +371,9 @@ class ProductsModule(TransformerEngineBaseModule):
             traced=compiling,
         )
 
-    def _spec_of_pass(self, inp: Tensor, tensors: Tensors, options: Options, active: ModuleRecipe) -> Any:
+    def _spec_of_pass(
+        self, inp: Tensor, tensors: Tensors, options: Options, active: ModuleRecipe
+    ) -> Any:
         """Return the spec for a call in a recomputed function, with its first run's scales, or in a backward pass."""
         self._check_call(inp, tensors, options)
         self.numerics.state = current()
@@ -372,10 +399,14 @@ class ProductsModule(TransformerEngineBaseModule):
             active = repeatable(type(self).__name__, self.tracing_key, active)
         make_update = functools.partial(traced_update, self, self.tracing_key, state.group)
         return type(self).build(
-            self._build_uncached_call(inp, tensors, options, active)._replace(make_update=make_update)
+            self._build_uncached_call(inp, tensors, options, active)._replace(
+                make_update=make_update
+            )
         )
 
-    def check_call_under(self, recipe: Recipe, inp: Any, tensors: Tensors, options: Options) -> None:
+    def check_call_under(
+        self, recipe: Recipe, inp: Any, tensors: Tensors, options: Options
+    ) -> None:
         """Raise the errors of `check_call`, and an error if a recipe does not support the parameters."""
         self._check_call(inp, tensors, options)
         self._check_parameter_recipe(recipe)
@@ -412,18 +443,28 @@ class ProductsModule(TransformerEngineBaseModule):
         outputs = (y, bias) if config.return_bias else (y,)
         if not config.return_layernorm_output:
             return outputs
-        if config.return_layernorm_output_gathered and config.sequence_parallel and norm_output is not None:
+        if (
+            config.return_layernorm_output_gathered
+            and config.sequence_parallel
+            and norm_output is not None
+        ):
             norm_output = gather_sequence(norm_output, config.tp_group)
         return *outputs, norm_output
 
     def begin_microbatch(self, first: bool) -> None:
         """Let the first gradient of a step overwrite main_grad; the second run of a checkpoint begins no step."""
-        if not (first and self._config.fuse_wgrad_accumulation) or _is_compiling() or is_backward_pass():
+        if (
+            not (first and self._config.fuse_wgrad_accumulation)
+            or _is_compiling()
+            or is_backward_pass()
+        ):
             return
         if torch.is_grad_enabled() or is_first_run():
             begin_first_microbatch([weights[0] for weights in self._targets()])
 
-    def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
+    def with_cached_weight(
+        self, key: str, weight: Tensor, spec: LinearSpec, first: bool
+    ) -> LinearSpec:
         """Return the spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         if cached is None:

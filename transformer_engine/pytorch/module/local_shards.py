@@ -34,7 +34,7 @@ class _SummedGradient(Function):
 
     @staticmethod
     @once_differentiable("a layer with DTensor parameters")
-    def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return gradient.redistribute(placements=ctx.placements)
 
 
@@ -48,7 +48,7 @@ class _BiasOfFirstRank(Function):
 
     @staticmethod
     @once_differentiable("a layer with DTensor parameters")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         bias = gradient.sum(ctx.axes, dtype=torch.float32) if ctx.axes else gradient
         return gradient, bias.to(ctx.dtype), None
 
@@ -103,14 +103,18 @@ def _local(parameter: Any, summed: bool) -> Tensor:
 
     if not summed:
         return parameter.to_local()
-    return _SummedGradient.apply(parameter).to_local(grad_placements=[Partial()])  # pyright: ignore
+    return _SummedGradient.apply(parameter).to_local(grad_placements=[Partial()])
 
 
 def _local_of_replicated(parameter: Any, summed: bool) -> Tensor | None:
     """Return the whole parameter, see `_local`; None for None."""
     from torch.distributed.tensor import Replicate
 
-    return None if parameter is None else _local(parameter.redistribute(placements=[Replicate()]), summed)
+    return (
+        None
+        if parameter is None
+        else _local(parameter.redistribute(placements=[Replicate()]), summed)
+    )
 
 
 def normalized_shards(
@@ -187,12 +191,18 @@ def local_linear(
     if row:
         redistributed = x.redistribute(placements=[Shard(last)])
     else:
-        redistributed = x.redistribute(placements=[Replicate()]) if column else _whole_or_sharded_rows(x, 1)
+        redistributed = (
+            x.redistribute(placements=[Replicate()]) if column else _whole_or_sharded_rows(x, 1)
+        )
     # Each rank has a part of the sum over outputs or rows.
     summed = column or redistributed.placements[0].is_shard()
-    local_x = redistributed.to_local(grad_placements=[Partial()]) if column else redistributed.to_local()
+    local_x = (
+        redistributed.to_local(grad_placements=[Partial()]) if column else redistributed.to_local()
+    )
     replicated = [_local_of_replicated(value, summed) for value in norm.values()]
-    rows_alone = summed and not column and not row  # the whole weight is applied to a part of the rows
+    rows_alone = (
+        summed and not column and not row
+    )  # the whole weight is applied to a part of the rows
     of_rows = [Shard(0)] if column else [Replicate()]
     local_bias = None
     if bias is not None:
@@ -204,7 +214,7 @@ def local_linear(
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     placed = [Shard(last)] if column else [Partial()] if row else redistributed.placements
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, mesh, placed, run_check=False, shape=shape, stride=stride)  # pyright: ignore
+    return DTensor.from_local(y, mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
 def output_of_shards(

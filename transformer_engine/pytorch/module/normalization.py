@@ -29,7 +29,11 @@ from .local_shards import normalized_shards
 from .parameters import ParameterInit, get_parameter_value
 
 _STAGES = ("forward", "backward", "inference")
-_VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
+_VARIABLES = (
+    "NVTE_FWD_LAYERNORM_SM_MARGIN",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN",
+    "NVTE_INF_LAYERNORM_SM_MARGIN",
+)
 
 
 def environment_margins() -> dict[str, int]:
@@ -80,7 +84,9 @@ def margin_property(stage: str) -> property:
         return self._sm_margins[stage]
 
     def write(self: Normalization, margin: int) -> None:
-        self._sm_margins[stage] = _accept_margin("sm_margin", {**self._sm_margins, stage: margin})[stage]  # pyright: ignore[reportIndexIssue]
+        self._sm_margins[stage] = _accept_margin("sm_margin", {**self._sm_margins, stage: margin})[  # pyright: ignore[reportIndexIssue]
+            stage
+        ]
 
     return property(read, write)
 
@@ -123,7 +129,9 @@ class Normalization(NormalizationOperation):
         shape = _take_renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
         dtype = _take_renamed("params_dtype", params_dtype, "dtype", dtype)
         if shape is None:
-            raise ValueError(f"{type(self).__name__} has normalized_shape=None; give an int, or several")
+            raise ValueError(
+                f"{type(self).__name__} has normalized_shape=None; give an int, or several"
+            )
         self._config = NormalizationConfig(
             normalized_shape=shape,  # pyright: ignore[reportArgumentType]  # a tuple, by `shape_or_none`
             eps=eps,
@@ -135,9 +143,14 @@ class Normalization(NormalizationOperation):
         margins: Mapping[str, int] = (
             sm_margin if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
         )
-        from_environment = {stage: margin for stage, margin in environment_margins().items() if margin}
+        from_environment = {
+            stage: margin for stage, margin in environment_margins().items() if margin
+        }
         self._sm_margins: dict[str, int] = {**margins, **from_environment}
-        allocation = {"device": canonical_device(device), "dtype": dtype or torch.get_default_dtype()}
+        allocation = {
+            "device": canonical_device(device),
+            "dtype": dtype or torch.get_default_dtype(),
+        }
         self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
         if self.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
@@ -180,7 +193,7 @@ class Normalization(NormalizationOperation):
             if self.bias is not None:
                 self.bias.zero_()
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         # The original's norms keep an empty extra state.
         state_dict.pop(prefix + EXTRA_STATE, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -221,7 +234,9 @@ class Normalization(NormalizationOperation):
                 "reshape the input or set normalized_shape"
             )
         if not input.dtype.is_floating_point:
-            raise TypeError(f"{name} takes floating-point inputs, not {input.dtype}; convert the input")
+            raise TypeError(
+                f"{name} takes floating-point inputs, not {input.dtype}; convert the input"
+            )
         if weight.device != input.device:
             if weight.is_meta:
                 raise RuntimeError(

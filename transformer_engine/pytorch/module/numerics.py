@@ -136,7 +136,9 @@ class Numerics:
         self.meta = WatchedDict(self.cached, meta)
         self.cached.forget()
 
-    def of_call(self, owner: Owner, state: AutocastState, arguments: tuple[Any, ...] = ()) -> ModuleRecipe:
+    def of_call(
+        self, owner: Owner, state: AutocastState, arguments: tuple[Any, ...] = ()
+    ) -> ModuleRecipe:
         """Return the quantizers for a call under an autocast state, whose scales are registered for updates.
 
         The quantizers of the last call are reused until the recipe or a slot changes. `renew` then creates
@@ -149,7 +151,9 @@ class Numerics:
             arguments: Arguments to `ProductsModule.check_call_under`, so that a rejected call creates no quantizers.
         """
         if not (state.enabled or state.calibrating):
-            return (self.unquantized if self.observes_unquantized else unquantized)(owner.num_products)
+            return (self.unquantized if self.observes_unquantized else unquantized)(
+                owner.num_products
+            )
         recipe, active = state.recipe, self.cached.recipe
         assert recipe is not None
         unchanged = active is not None and active.recipe is recipe and active.group is state.group
@@ -208,10 +212,14 @@ class Numerics:
             )
         for forward in (True, False):
             self.renew_direction(owner, forward, recipe)
-        self.meta.update(recipe=recipe, num_gemms=owner.num_products, fp8_group=group, fp8_checkpoint=True)
+        self.meta.update(
+            recipe=recipe, num_gemms=owner.num_products, fp8_group=group, fp8_checkpoint=True
+        )
         fp8_format = getattr(recipe, "fp8_format", None)
         if fp8_format is not None:
-            self.meta.update(fp8_max_fwd=fp8_format.value.max_fwd, fp8_max_bwd=fp8_format.value.max_bwd)
+            self.meta.update(
+                fp8_max_fwd=fp8_format.value.max_fwd, fp8_max_bwd=fp8_format.value.max_bwd
+            )
         self.workspaces.clear()
         self.initialized = True
 
@@ -225,7 +233,9 @@ class Numerics:
         count = slots * owner.num_products
         previous = self.meta.get(key)
         before = () if previous is None else previous.delayed_states
-        with torch.inference_mode(False):  # later steps write to it; inference tensors are read-only
+        with torch.inference_mode(
+            False
+        ):  # later steps write to it; inference tensors are read-only
             state = RecipeState.renew(
                 previous,
                 recipe,
@@ -281,7 +291,11 @@ class Numerics:
             quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))
             return cached
         return self.workspaces.get_or_quantize(
-            key, (weight,), lambda columns: quantizer.encode(weight, True, columns), columnwise, first
+            key,
+            (weight,),
+            lambda columns: quantizer.encode(weight, True, columns),
+            columnwise,
+            first,
         )
 
     def _traced_cached_weight(
@@ -358,7 +372,11 @@ def trace_call(owner: Owner, tracing_key: str, state: AutocastState) -> ModuleRe
 def _serve_while_tracing(tracing_key: str, recipe: str, group: Any) -> bool:
     module = _modules[tracing_key]
     active = module.numerics.cached.recipe
-    if active is None or (active.revision or repr(active.recipe)) != recipe or active.group is not group:
+    if (
+        active is None
+        or (active.revision or repr(active.recipe)) != recipe
+        or active.group is not group
+    ):
         active = module.numerics.renew(module, recipe_described_as(recipe), group)
     if active.has_state:
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.numerics.meta)

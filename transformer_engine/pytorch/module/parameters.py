@@ -101,7 +101,8 @@ def split_names(
             )
     if isinstance(parameters_split, Mapping):
         sizes = {
-            name: to_int(f"parameters_split[{name!r}]", size, 1) for name, size in parameters_split.items()
+            name: to_int(f"parameters_split[{name!r}]", size, 1)
+            for name, size in parameters_split.items()
         }
         uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
         if uneven:
@@ -159,12 +160,17 @@ def create_parameters(
         split, config.out_features, config.tp_size if config.parallel_mode == "column" else 1
     )
     if len(pieces) > 1 and (config.fuse_wgrad_accumulation or config.primary_weights_in_fp8):
-        what = "fuse_wgrad_accumulation" if config.fuse_wgrad_accumulation else "quantized_model_init"
+        what = (
+            "fuse_wgrad_accumulation" if config.fuse_wgrad_accumulation else "quantized_model_init"
+        )
         raise ValueError(
             f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out, or construct "
             "MultiheadAttention and TransformerLayer with fuse_qkv_params=True"
         )
-    weights, biases = [f"{prefix}weight" for prefix in pieces], [f"{prefix}bias" for prefix in pieces]
+    weights, biases = (
+        [f"{prefix}weight" for prefix in pieces],
+        [f"{prefix}bias" for prefix in pieces],
+    )
     init = ParameterInit(
         init_method or default_init_method,
         config.get_rng_state_tracker,
@@ -185,7 +191,9 @@ def create_parameters(
     else:
         for name in biases:
             setattr(module, name, torch.empty(0, **options))
-    module._configure(weight_names=tuple(weights), bias_names=tuple(biases), _weights=(tuple(weights),))
+    module._configure(
+        weight_names=tuple(weights), bias_names=tuple(biases), _weights=(tuple(weights),)
+    )
 
 
 def mark_parameters(module: Any) -> None:
@@ -216,7 +224,9 @@ def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def _join_pieces(module: Any, weights: Sequence[str], biases: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+def _join_pieces(
+    module: Any, weights: Sequence[str], biases: Sequence[str]
+) -> tuple[Tensor, Tensor | None]:
     """Concatenate the weight and bias pieces in a layer with `parameters_split`."""
     pieces = [getattr(module, name) for name in weights]
     of_biases = [getattr(module, name) for name in biases]

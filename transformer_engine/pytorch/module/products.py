@@ -65,7 +65,9 @@ class ModuleRecipe:
         result = ModuleRecipe(products, recipe, group, quantizes=True)
         # Products that stay in high precision and record statistics.
         calibrating = tuple(
-            ProductQuantizers(Calibrating(p.input), Calibrating(p.weight), IDENTITY, IDENTITY, IDENTITY)
+            ProductQuantizers(
+                Calibrating(p.input), Calibrating(p.weight), IDENTITY, IDENTITY, IDENTITY
+            )
             for p in products
         )
         result.calibrating = ModuleRecipe(calibrating, recipe, group)
@@ -94,7 +96,11 @@ class ModuleRecipe:
     def matches_recipe(self, recipe: Recipe, group: Any) -> bool:
         """Return whether this was created from the recipe or from an equal one."""
         made_by = self.recipe
-        return made_by is not None and is_unchanged(made_by, self.revision, recipe) and self.group is group
+        return (
+            made_by is not None
+            and is_unchanged(made_by, self.revision, recipe)
+            and self.group is group
+        )
 
 
 @functools.cache

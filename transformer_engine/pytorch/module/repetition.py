@@ -16,7 +16,9 @@ from .products import ModuleRecipe
 def may_be_recomputed() -> bool:
     """Return whether this call is in a recomputed function, or in a backward pass, where it may be a second run."""
     # Compiled code has no graph task to query.
-    return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and is_backward_pass())
+    return is_fp8_activation_recompute_enabled() or (
+        not torch.compiler.is_compiling() and is_backward_pass()
+    )
 
 
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:

@@ -51,7 +51,9 @@ class RowGroups(nn.Module):
         if inp.dim() < 1:
             raise ValueError("inp is []; give rows [.., K]")
         if len(rows) != self.num_gemms or min(rows, default=0) < 0:
-            raise ValueError(f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0, one per group")
+            raise ValueError(
+                f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0, one per group"
+            )
         if self.align_size is None:
             self.align_size = alignment()
         return [-(-count // self.align_size) * self.align_size for count in rows]

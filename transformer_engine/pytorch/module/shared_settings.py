@@ -42,7 +42,9 @@ def hand_down_settings(layer: torch.nn.Module, tp_size: int) -> None:
     if tp_size == 1:
         return
     kind = type(layer).__name__
-    modules = [(f"{kind}.{name}" if name else kind, module) for name, module in layer.named_modules()]
+    modules = [
+        (f"{kind}.{name}" if name else kind, module) for name, module in layer.named_modules()
+    ]
     configs = [(path, module, module.__dict__.get("_config")) for path, module in modules]
     entries: Entries = ()
     for path, module, config in configs:

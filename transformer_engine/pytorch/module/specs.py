@@ -66,11 +66,14 @@ def metadata_facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def count_repeated_facts(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def count_repeated_facts(
+    tensors: tuple[Tensor | None, ...],
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Facts of consecutive tensors of the same kind, once, and their count."""
     present = list(filter(_is_given, tensors))
     found: list[tuple[Any, int]] = [
-        (facts, len(list(members))) for facts, members in itertools.groupby(map(tensor_facts, present))
+        (facts, len(list(members)))
+        for facts, members in itertools.groupby(map(tensor_facts, present))
     ]
     if len(present) < len(tensors):  # a layer without biases
         found.append((None, len(tensors) - len(present)))
@@ -144,7 +147,9 @@ class Call(NamedTuple):
     @property
     def needs_grad(self) -> bool:
         """Whether the input or a parameter requires a gradient."""
-        return self.records and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
+        return self.records and (
+            self.x[4] or any(facts is not None and facts[4] for facts in self.tensors)
+        )
 
 
 def built(build: Callable[[Call], Any], fields: tuple[Any, ...]) -> Any:
@@ -159,7 +164,9 @@ def check_call(call: Call, features: int) -> None:
     """Check forward-pass arguments; raise TypeError, ValueError or RuntimeError."""
     x = call.input
     if not x.dtype.is_floating_point:
-        raise TypeError(f"the input is {x.dtype}; give floating-point values, for example x.float()")
+        raise TypeError(
+            f"the input is {x.dtype}; give floating-point values, for example x.float()"
+        )
     if len(x.shape) == 0 or x.shape[-1] != features:
         raise ValueError(
             f"{call.config._kind} takes [.., {features}], the input is {list(x.shape)}; "
@@ -173,7 +180,9 @@ def check_call(call: Call, features: int) -> None:
             )
         if parameter is not None and parameter.device != x.device:
             if parameter.device.type == "meta":
-                raise RuntimeError(f"parameter {name} is on the meta device; call reset_parameters() first")
+                raise RuntimeError(
+                    f"parameter {name} is on the meta device; call reset_parameters() first"
+                )
             raise ValueError(
                 f"the input is on {x.device}, parameter {name} on {parameter.device}; move one of them with .to()"
             )

@@ -70,7 +70,16 @@ def _writes(
     return write
 
 
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+for _name in (
+    "__setitem__",
+    "__delitem__",
+    "__ior__",
+    "clear",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+):
     setattr(
         WatchedDict,
         _name,
@@ -82,6 +91,16 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
         ),
     )
 for _name in (
-    "__setitem__", "__delitem__", "__iadd__", "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
-):  # fmt: skip
+    "__setitem__",
+    "__delitem__",
+    "__iadd__",
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "reverse",
+    "sort",
+):
     setattr(Slots, _name, _writes(list, _name, lambda slots: list(map(id, slots)), Active.regroup))

@@ -22,13 +22,15 @@ from ..primitives.grouped_quantize import GroupedQuantized
 from ..runtime.autograd import is_first_run
 from ..runtime.capture import is_capturing
 
-_use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+_use_count: Any = torch._C._storage_Use_Count
 
 
-def weight_parts(weight: Any) -> tuple[tuple[Tensor | None, ...], Callable[[Sequence[Tensor | None]], Any]]:
+def weight_parts(
+    weight: Any,
+) -> tuple[tuple[Tensor | None, ...], Callable[[Sequence[Tensor | None]], Any]]:
     """Tensors in a quantized weight, or in a grouped layer's weights, and the function that rebuilds it from them."""
     if isinstance(weight, GroupedQuantized):
-        return weight, GroupedQuantized._make  # pyright: ignore[reportReturnType]
+        return weight, GroupedQuantized._make
     return weight.flatten()
 
 
@@ -173,7 +175,11 @@ class WeightCache(dict[str, Any]):
         return self._renew_weight(name, parameters, quantize, columnwise)
 
     def _renew_weight(
-        self, name: str, parameters: Sequence[Tensor], quantize: Callable[[bool], Any], columnwise: bool
+        self,
+        name: str,
+        parameters: Sequence[Tensor],
+        quantize: Callable[[bool], Any],
+        columnwise: bool,
     ) -> Any:
         """Quantize the current values, in the memory of the cached weight if no backward pass reads it."""
         free = self._free_entries(name)
@@ -227,7 +233,9 @@ def _write_entry(
     """Copy new tensors into the tensors of an entry, and return the tensors of the renewed weight."""
     result: list[Tensor | None] = []
     with torch.no_grad():
-        for old, new, was_owned, is_owned in zip(entry.parts, parts, entry.owned, owned, strict=True):
+        for old, new, was_owned, is_owned in zip(
+            entry.parts, parts, entry.owned, owned, strict=True
+        ):
             if old is None or new is None or not (was_owned and is_owned):
                 result.append(new)
                 continue

@@ -27,10 +27,16 @@ from .synchronizer import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
 
 @suggests_keywords
 def get_cpu_offload_context(
-    enabled: bool = False, num_layers: int | None = 1, model_layers: int = 1,
-    offload_activations: bool = True, offload_weights: bool = False, double_buffering: bool = False,
-    manual_synchronization: bool = False, retain_pinned_cpu_buffers: bool = False, offload_stream: Any = None,
-) -> tuple[Any, Callable[[Tensor], Tensor]] | tuple[Any, Callable[[Tensor], Tensor], Any]:  # fmt: skip
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: Any = None,
+) -> tuple[Any, Callable[[Tensor], Tensor]] | tuple[Any, Callable[[Tensor], Tensor], Any]:
     """Return a context for the forward pass of each layer and a function for its output; see the module's example.
 
     Args:
@@ -48,7 +54,10 @@ def get_cpu_offload_context(
     Without a GPU nothing is offloaded. With NVTE_CPU_OFFLOAD_V1=1 the results follow the original's
     first version.
     """
-    enabled, offload_weights = to_bool("enabled", enabled), to_bool("offload_weights", offload_weights)
+    enabled, offload_weights = (
+        to_bool("enabled", enabled),
+        to_bool("offload_weights", offload_weights),
+    )
     offload_activations = to_bool("offload_activations", offload_activations)
     to_bool("double_buffering", double_buffering)
     manual_synchronization = to_bool("manual_synchronization", manual_synchronization)
@@ -59,10 +68,14 @@ def get_cpu_offload_context(
     if not enabled:
         return nothing
     if not (offload_activations or offload_weights):
-        raise ValueError("neither activations nor weights are to be offloaded; set offload_activations=True")
+        raise ValueError(
+            "neither activations nor weights are to be offloaded; set offload_activations=True"
+        )
     if offload_weights:
         warnings.warn(
-            "offload_weights is deprecated: weights stay on the GPU", DeprecationWarning, stacklevel=2
+            "offload_weights is deprecated: weights stay on the GPU",
+            DeprecationWarning,
+            stacklevel=2,
         )
         if not offload_activations:
             return nothing

@@ -33,7 +33,9 @@ class OffloadContext(ContextDecorator):
 
     def __enter__(self) -> OffloadContext:
         if self.inside_context:
-            raise RuntimeError("this offloading context is open already; leave it after each layer's forward")
+            raise RuntimeError(
+                "this offloading context is open already; leave it after each layer's forward"
+            )
         self.current_layer = self.offload_synchronizer.fwd_step()
         self.previous_offload_synchronizer = active.synchronizer
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -50,7 +52,9 @@ class OffloadContext(ContextDecorator):
         active.synchronizer = self.previous_offload_synchronizer
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*exception)
-        if exception[0] is not None:  # the step ends here, and the next one begins with the first layer
+        if (
+            exception[0] is not None
+        ):  # the step ends here, and the next one begins with the first layer
             self.offload_synchronizer.num_of_fwds = None
 
     def synchronize(self, tensor: Tensor) -> Tensor:
@@ -70,7 +74,9 @@ class OffloadContext(ContextDecorator):
             return tensor
         if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
             raise ValueError(f"{described(tensor)} has no backward; give the output of the layer")
-        tensor.grad_fn.register_prehook(backward_hook(self.offload_synchronizer, self.current_layer))
+        tensor.grad_fn.register_prehook(
+            backward_hook(self.offload_synchronizer, self.current_layer)
+        )
         return tensor
 
 
@@ -80,7 +86,9 @@ def backward_hook(synchronizer: OffloadSynchronizer, layer: int) -> Callable[[An
 
     def begin(gradients: Any) -> None:
         if synchronizer.bwd_step(layer, generation):
-            torch.autograd.Variable._execution_engine.queue_callback(synchronizer.finish_part_of_bwd)
+            torch.autograd.Variable._execution_engine.queue_callback(
+                synchronizer.finish_part_of_bwd
+            )
 
     return begin
 
@@ -96,7 +104,9 @@ class SynchronizedGroupOffloadHandler(DefaultOffloadSynchronizer):
 
     def __init__(self, num_offload_group: int, model_layers: int | None = None, **options: Any):
         super().__init__(
-            num_offload_group + 1 if model_layers is None else model_layers, num_offload_group, **options
+            num_offload_group + 1 if model_layers is None else model_layers,
+            num_offload_group,
+            **options,
         )
         self.num_offload_group = num_offload_group
 
@@ -144,5 +154,7 @@ class GroupCommitFunction(TorchFunction):
 
 def context_of_groups(num_layers: int, model_layers: int) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Return (context, commit) for the first version."""
-    context = CpuOffloadHookWithOffloadHandler(AsyncDoubleBufferGroupOffloadHandler(num_layers, model_layers))
+    context = CpuOffloadHookWithOffloadHandler(
+        AsyncDoubleBufferGroupOffloadHandler(num_layers, model_layers)
+    )
     return context, lambda tensor: GroupCommitFunction.apply(tensor, context)

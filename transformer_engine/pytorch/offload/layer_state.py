@@ -78,7 +78,11 @@ class OffloadableLayerState:
     """
 
     def __init__(
-        self, offload_stream: Any = None, retain_pinned_cpu_buffers: bool = False, *, link: Link | None = None
+        self,
+        offload_stream: Any = None,
+        retain_pinned_cpu_buffers: bool = False,
+        *,
+        link: Link | None = None,
     ):
         switch("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers)
         if link is None:
@@ -116,7 +120,12 @@ class OffloadableLayerState:
         if memory is None:
             return tensor
         # The group holds the tensor, so that no other tensor can reuse its storage and match the key.
-        key = (memory.untyped_storage()._cdata, memory.storage_offset(), memory.numel(), memory.dtype)
+        key = (
+            memory.untyped_storage()._cdata,
+            memory.storage_offset(),
+            memory.numel(),
+            memory.dtype,
+        )
         number = self._wholes.get(key)
         if number is None:
             number = self._wholes[key] = len(self.fwd_gpu_tensor_group.tensor_list)
@@ -131,7 +140,10 @@ class OffloadableLayerState:
     def pop_tensor(self, tensor_or_tensor_id: Any) -> Tensor:
         """Return the saved tensor for a `push_tensor` result; the computation waits for its values."""
         if isinstance(tensor_or_tensor_id, _SavedQuantized):
-            parts = [None if part is None else self.pop_tensor(part) for part in tensor_or_tensor_id.parts]
+            parts = [
+                None if part is None else self.pop_tensor(part)
+                for part in tensor_or_tensor_id.parts
+            ]
             return tensor_or_tensor_id.kind.from_storage(
                 tensor_or_tensor_id.rebuild(parts), shape=tensor_or_tensor_id.shape
             )
@@ -143,7 +155,8 @@ class OffloadableLayerState:
             return view.of(self.fwd_gpu_tensor_group.tensor_list[view.number])
         tensor = view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])
         if not (
-            view.read_late and defer_wait(tensor, partial(self._await_tensor, view.number, self.generation))
+            view.read_late
+            and defer_wait(tensor, partial(self._await_tensor, view.number, self.generation))
         ):
             self._await_tensor(view.number, self.generation)
         return tensor
@@ -177,7 +190,9 @@ class OffloadableLayerState:
             host = buffers
         events: list[Any] = [None] * len(host)
         for number in self._order_by_readiness():
-            events[number] = self.link.to_host(group.tensor_list[number], host[number], group.events[number])
+            events[number] = self.link.to_host(
+                group.tensor_list[number], host[number], group.events[number]
+            )
         self.cpu_tensor_group = TensorGroup(host, events)
         self.state = OFFLOAD_STARTED
 
@@ -202,14 +217,18 @@ class OffloadableLayerState:
         tensors: list[Any] = [None] * len(host)
         events: list[Any] = [None] * len(host)
         for number in self._coming_back:
-            tensors[number], events[number] = self.link.to_device(host[number], self._devices[number])
+            tensors[number], events[number] = self.link.to_device(
+                host[number], self._devices[number]
+            )
         self.bwd_gpu_tensor_group = TensorGroup(tensors, events)
         self._unread = set(self._coming_back)
         self.state = RELOAD_STARTED
 
     def release_all_memory(self) -> None:
         """Release everything except reusable host buffers; `push_tensor` results become invalid."""
-        for number in self._unread:  # a copy without a wait may still be writing memory that is freed here
+        for (
+            number
+        ) in self._unread:  # a copy without a wait may still be writing memory that is freed here
             self.link.wait(self.bwd_gpu_tensor_group.events[number])
         self._unread = set()
         self.fwd_gpu_tensor_group = TensorGroup()

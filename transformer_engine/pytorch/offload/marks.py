@@ -123,7 +123,9 @@ def ready_moment(tensor: Tensor, link: Any) -> Any:
         return ready
     # Removed from the tensor, which may outlive the moment, for example a graph capture.
     marked = vars(tensor).pop(READY_MOMENT, None)
-    return marked.moment if marked is not None and marked.version == tensor._version else link.mark()
+    return (
+        marked.moment if marked is not None and marked.version == tensor._version else link.mark()
+    )
 
 
 def save_deferred(tensor: Tensor | None) -> Tensor | None:
@@ -192,7 +194,9 @@ def list_tensors(saved: Any) -> list[Tensor]:
     return [values] if isinstance(values, Tensor) else []
 
 
-def mark_activation_offload(*tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True) -> None:
+def mark_activation_offload(
+    *tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True
+) -> None:
     """Accept the original's call: every saved activation is offloaded, unless `offload` is False.
 
     Args:
@@ -258,7 +262,9 @@ def _is_dense(values: Tensor) -> bool:
     if values.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((d, n) for d, n in zip(values.stride(), values.shape, strict=True) if n > 1):
+    for stride, size in sorted(
+        (d, n) for d, n in zip(values.stride(), values.shape, strict=True) if n > 1
+    ):
         if stride != expected:
             return False
         expected *= size
@@ -276,5 +282,7 @@ def _parts(tensors: tuple[Any, ...]) -> list[Tensor]:
         if isinstance(tensor, Tensor):
             parts.append(tensor)
         elif not isinstance(tensor, QuantizedTensorStorage):
-            raise TypeError(f"{described(tensor)} is not a tensor; give tensors or quantized tensors")
+            raise TypeError(
+                f"{described(tensor)} is not a tensor; give tensors or quantized tensors"
+            )
     return parts

@@ -186,9 +186,14 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
     """
 
     def __init__(
-        self, num_layers: int, num_offloaded_layers: int | None = None, retain_pinned_cpu_buffers: bool = False,
-        offload_stream: Any = None, *, link: Link | None = None,
-    ):  # fmt: skip
+        self,
+        num_layers: int,
+        num_offloaded_layers: int | None = None,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: Any = None,
+        *,
+        link: Link | None = None,
+    ):
         super().__init__(num_layers, retain_pinned_cpu_buffers, offload_stream, link=link)
         offloaded = num_layers - 1 if num_offloaded_layers is None else num_offloaded_layers
         whole("num_offloaded_layers", offloaded, 0)
@@ -200,8 +205,12 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
         self.num_offloaded_layers = offloaded
         # {the layer whose forward, or backward, begins: the layer whose copies start or end}
         self.offload_layer_map = {layer + 1: layer for layer in range(offloaded)}
-        self.finish_offload_map = {num_layers - offloaded + layer: layer for layer in range(offloaded)}
-        self.start_reload_map = {num_layers - 1 - offloaded + layer: layer for layer in range(offloaded)}
+        self.finish_offload_map = {
+            num_layers - offloaded + layer: layer for layer in range(offloaded)
+        }
+        self.start_reload_map = {
+            num_layers - 1 - offloaded + layer: layer for layer in range(offloaded)
+        }
 
     def fwd_step(self) -> int:
         layer = super().fwd_step()

@@ -99,7 +99,9 @@ class AppliedRecipe:
 @constant_while_tracing
 def _apply_recipe_while_tracing(key: str, recipe: str | None, group: Any) -> bool:
     state = (
-        AutocastState() if recipe is None else AutocastState(True, False, recipe_described_as(recipe), group)
+        AutocastState()
+        if recipe is None
+        else AutocastState(True, False, recipe_described_as(recipe), group)
     )
     operations_by_name[key].apply_recipe(state)
     return True

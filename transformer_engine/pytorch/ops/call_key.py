@@ -61,13 +61,17 @@ class CallKeys:
                     key.append(None)
                     continue
                 inputs.append(tensor)
-                key.append((type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
+                key.append(
+                    (type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+                )
             op_extra_inputs: Sequence[Tensor] = ()
             if op.num_extra_inputs:
                 op_extra_inputs = extra_inputs[offset : offset + op.num_extra_inputs]
                 offset += op.num_extra_inputs
                 inputs += op_extra_inputs
-                key += [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in op_extra_inputs]
+                key += [
+                    (type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in op_extra_inputs
+                ]
             if has_call_facts:
                 key.append(op.call_facts(op_extra_inputs))
         return tuple(key), inputs

@@ -157,7 +157,9 @@ def _forward(
     remaining = [i for i in reversed(range(len(passes))) if not passes[i].is_identity]
     while remaining:
         i = remaining.pop()
-        reader = remaining[-1] if fuse and remaining else None  # the next operation, which reads the result
+        reader = (
+            remaining[-1] if fuse and remaining else None
+        )  # the next operation, which reads the result
         pair = None
         if reader is not None:
             compute_pair = FORWARD_PAIRS.get((type(passes[i]), type(passes[reader])))
@@ -218,23 +220,33 @@ def backward(
         gradients, None for an absent one.
     """
     if runners:
-        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse), None)
+        return runners[-1](
+            "backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse), None
+        )
     return _backward(passes, dy, saved, grads, fuse)
 
 
 def _backward(
-    passes: Sequence[OperationPasses], dy: list[Any], saved: list[Any], grads: Sequence[Any], fuse: bool
+    passes: Sequence[OperationPasses],
+    dy: list[Any],
+    saved: list[Any],
+    grads: Sequence[Any],
+    fuse: bool,
 ) -> tuple[Any, list[Sequence[Any]], list[list[Any]]]:
     parameters: list[Sequence[Any]] = [operation.absent_gradients for operation in passes]
     extra: list[Sequence[Value | None]] = [()] * len(passes)
-    remaining = [i for i, operation in enumerate(passes) if not operation.gradient_is_unchanged(grads[i])]
+    remaining = [
+        i for i, operation in enumerate(passes) if not operation.gradient_is_unchanged(grads[i])
+    ]
     operands = dy
     leading = None
     while remaining:
         i = remaining.pop()
         operands += saved[i]
         saved[i] = ()
-        if offloading.used and not passes[i].linears():  # a product waits for each operand before it reads it
+        if (
+            offloading.used and not passes[i].linears()
+        ):  # a product waits for each operand before it reads it
             wait_for_saved(*[value for value in operands[1:] if type(value) not in _SHAPES])
         result: BackwardResult | None = None
         if fuse and remaining:
@@ -245,7 +257,9 @@ def _backward(
             if result is not None:
                 remaining.pop()
         if result is None:
-            request = _gradient_request(passes, remaining) if fuse and passes[i].casts_gradient else None
+            request = (
+                _gradient_request(passes, remaining) if fuse and passes[i].casts_gradient else None
+            )
             result = passes[i].fused_backward(operands, leading, grads[i], request)
         parameters[i], extra[i] = result.parameters, result.extra
         operands = [None]
@@ -257,12 +271,15 @@ def _backward(
     returned: dict[int, Any] = {}
     dx = None if grad_input is None else _return_value(Value(grad_input, leading), returned)
     extra_inputs = [
-        [None if grad is None else _return_value(grad, returned) for grad in op_grads] for op_grads in extra
+        [None if grad is None else _return_value(grad, returned) for grad in op_grads]
+        for op_grads in extra
     ]
     return dx, parameters, extra_inputs
 
 
-def _gradient_request(passes: Sequence[OperationPasses], earlier: Sequence[int]) -> ReaderCast | None:
+def _gradient_request(
+    passes: Sequence[OperationPasses], earlier: Sequence[int]
+) -> ReaderCast | None:
     """Return the cast that the previous operation requests for its output gradient.
 
     Args:
@@ -376,5 +393,7 @@ def run_backward(
     dy = [grad_output]
     del grad_output
     passes = [ctx.pass_state.passes for ctx in ctxs]
-    grad_input, parameters, extra = backward(passes, dy, saved, grad_extra_outputs, fusion_enabled())
+    grad_input, parameters, extra = backward(
+        passes, dy, saved, grad_extra_outputs, fusion_enabled()
+    )
     return grad_input, list(map(tuple, parameters)), list(map(tuple, extra))

@@ -94,7 +94,9 @@ class ChainRun:
         }
         self.override = getattr(state.recipe, "backward_override", None) if state.enabled else None
 
-    def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
+    def forward(
+        self, x: Tensor, extra_inputs: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
         self.contexts = create_contexts(count, self.first_with_backward, x)
@@ -102,10 +104,14 @@ class ChainRun:
         extras = self.links.by_operation(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
         ops_of_passes = _with_basic_operations(self.forward_ops, lambda op: has_pass(op, "forward"))
-        with_passes = {i for op, indices in ops_of_passes if has_pass(op, "forward") for i in indices}
+        with_passes = {
+            i for op, indices in ops_of_passes if has_pass(op, "forward") for i in indices
+        }
 
         def joins(before: Sequence[int], after: Sequence[int]) -> bool:
-            return with_passes.issuperset((before[-1], after[0])) and not self.links.connects(before, after)
+            return with_passes.issuperset((before[-1], after[0])) and not self.links.connects(
+                before, after
+            )
 
         for segment in _segments(ops_of_passes, joins):
             indices = [i for _, members in segment for i in members]
@@ -133,7 +139,12 @@ class ChainRun:
         return (*[_return_result(value) for value in (x, *public)],), saved
 
     def _run_own_method(
-        self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
+        self,
+        op: FusibleOperation,
+        indices: list[int],
+        x: Tensor,
+        received: list[Any],
+        options: list[Any],
     ) -> tuple[Any, list[Any]]:
         """Run an operation that a user wrote by its own method."""
         before, after = indices[0] - 1, indices[-1] + 1
@@ -155,8 +166,12 @@ class ChainRun:
             [self.contexts[i] for i in indices],
             x,
             basic_op_extra_inputs=[tuple(tensors) for tensors in received],
-            prev_op_grad_output_quantizer=None if previous is None else previous.get_grad_output_quantizer(),
-            next_op_input_quantizer=None if following_op is None else following_op.get_input_quantizer(),
+            prev_op_grad_output_quantizer=None
+            if previous is None
+            else previous.get_grad_output_quantizer(),
+            next_op_input_quantizer=None
+            if following_op is None
+            else following_op.get_input_quantizer(),
             basic_op_kwargs=options,
         )
         output, extra_outputs = forward_results(op, [self.basic_ops[i] for i in indices], returned)
@@ -164,7 +179,12 @@ class ChainRun:
         return output, extra_outputs
 
     def _save_missing_state(
-        self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
+        self,
+        op: FusibleOperation,
+        indices: list[int],
+        x: Tensor,
+        received: list[Any],
+        options: list[Any],
     ) -> None:
         """Run this package's forward passes after a user's fused one, to save what the backward passes read.
 
@@ -191,7 +211,9 @@ class ChainRun:
                 "fuser_backward and register the fusion with register_forward_backward_fusion"
             )
         scratch = [
-            OperationContext(None, None, self.contexts[i].requires_grad, self.contexts[i].input_requires_grad)
+            OperationContext(
+                None, None, self.contexts[i].requires_grad, self.contexts[i].input_requires_grad
+            )
             for i in indices
         ]
         run_forward(members, scratch, x, received, options, True)
@@ -207,7 +229,11 @@ class ChainRun:
         call `fuser_backward` on its basic operations.
         """
         ctx = self.contexts[i]
-        if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_pass(self.basic_ops[i], "backward"):
+        if (
+            not ctx.requires_grad
+            or hasattr(ctx, "pass_state")
+            or not has_pass(self.basic_ops[i], "backward")
+        ):
             return False
         reader = self._own_backward.get(i)
         return reader is None or (reader is not op and ctx.to_save is None)
@@ -219,8 +245,12 @@ class ChainRun:
         count = len(self.basic_ops)
         contexts = _restore_contexts(self.contexts, saved)
         del saved  # the contexts own the tensors from here on
-        parameters: list[tuple[Any, ...]] = [(None,) * len(shapes) for shapes in self.parameter_shapes]
-        extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
+        parameters: list[tuple[Any, ...]] = [
+            (None,) * len(shapes) for shapes in self.parameter_shapes
+        ]
+        extra_inputs: list[tuple[Any, ...]] = [
+            (None,) * op.num_extra_inputs for op in self.basic_ops
+        ]
         by_slot = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
         parts = _with_basic_operations(self.backward_ops, self._backward_of_passes)
@@ -251,7 +281,10 @@ class ChainRun:
                     is_first=indices[0] == 0,
                 )
             for i, of_parameters, of_inputs in zip(indices, parameter_grads, extra, strict=True):
-                parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(map(_return_result, of_inputs))
+                parameters[i], extra_inputs[i] = (
+                    tuple(of_parameters),
+                    tuple(map(_return_result, of_inputs)),
+                )
                 expected_count = len(self.parameter_shapes[i])
                 if len(parameters[i]) != expected_count:
                     raise RuntimeError(
@@ -281,7 +314,11 @@ class ChainRun:
     def _runs_passes(self, indices: Sequence[int]) -> bool:
         """Whether single operations run by their passes in the backward pass."""
         have_passes = all(has_pass(self.basic_ops[i], "backward") for i in indices)
-        return have_passes and self._have_states(indices) and not self._own_backward.keys() & set(indices)
+        return (
+            have_passes
+            and self._have_states(indices)
+            and not self._own_backward.keys() & set(indices)
+        )
 
 
 def _with_basic_operations(
@@ -291,7 +328,9 @@ def _with_basic_operations(
     results: IndexedOperations = []
     for op, indices in ops:
         if op.is_fused_op and runs_passes(op):
-            results += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
+            results += [
+                (basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)
+            ]
         else:
             results.append((op, indices))
     return results
@@ -311,7 +350,9 @@ def _segments(
     return segments
 
 
-def _restore_contexts(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> list[OperationContext]:
+def _restore_contexts(
+    contexts: Sequence[OperationContext], saved: Sequence[Any]
+) -> list[OperationContext]:
     """Return contexts for one backward pass, each with the tensors that it saved."""
     restored: list[OperationContext] = []
     for ctx in contexts:
@@ -368,7 +409,7 @@ class SegmentedChain(Function):
 
     @staticmethod
     @once_differentiable("Sequential")
-    def backward(ctx, grad_output, *grad_extra):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output, *grad_extra):
         call: ChainRun = ctx.call
         if grad_output is None:  # only extra outputs were used
             shape, dtype, device = ctx.output
@@ -403,7 +444,7 @@ def run_segments(
         check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
         return call.forward(x, extra_inputs)[0]
     x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
-    return SegmentedChain.apply(x, call, *tensors)  # pyright: ignore[reportReturnType]
+    return SegmentedChain.apply(x, call, *tensors)
 
 
 def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -414,7 +455,9 @@ def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> 
     """
     owned: list[Any] = []
     for result in results:
-        if isinstance(result, QuantizedTensor) and any(result is other for other in (*gradients, *owned)):
+        if isinstance(result, QuantizedTensor) and any(
+            result is other for other in (*gradients, *owned)
+        ):
             result = result.clone()
         owned.append(result)
     return owned
@@ -445,7 +488,11 @@ def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, 
     return tuple(
         [
             # A quantized tensor has no view of the same class.
-            result if not alias else result.view_as(result) if type(result) is Tensor else result.detach()
+            result
+            if not alias
+            else result.view_as(result)
+            if type(result) is Tensor
+            else result.detach()
             for result, alias in zip(results, shared, strict=True)
         ]
     )

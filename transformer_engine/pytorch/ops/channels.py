@@ -56,7 +56,9 @@ class Channels:
             RuntimeError: A fuser has been built with the operation.
         """
         if type(output_to_caller) is not bool:
-            raise TypeError(f"output_to_caller={output_to_caller!r} is not a bool; use True or False")
+            raise TypeError(
+                f"output_to_caller={output_to_caller!r} is not a bool; use True or False"
+            )
         self._check_channel("output", index, self.num_extra_outputs, channel)
         self._extra_output_channels[index] = channel
         self._extra_output_to_caller[index] = output_to_caller
@@ -83,4 +85,6 @@ class Channels:
                 f"extra {kind} {index} does not exist: {type(self).__name__} has {count} extra {kind}s"
             )
         if name is not None and (not isinstance(name, str) or not name):
-            raise ValueError(f"channel name {name!r} must be a non-empty string, or None for no channel")
+            raise ValueError(
+                f"channel name {name!r} must be a non-empty string, or None for no channel"
+            )

@@ -87,7 +87,9 @@ __all__ = [
 
 # Reason for a call within `te.use_backend` or `te.explain`. `__call__` does not report it, because in each report
 # `te.explain` itself is the cause.
-_INTERVENTION = "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
+_INTERVENTION = (
+    "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
+)
 # Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
 _MAX_PREPARED = 64
 
@@ -113,9 +115,13 @@ class OperationFuser:
     backward_fusion_functions: list[FusionFunction] = []
     forward_backward_fusion_functions: list[FusionFunction] = []
 
-    def __init__(self, ops: Sequence[FusibleOperation], channels: frozenset[str] = NO_CHANNELS) -> None:
+    def __init__(
+        self, ops: Sequence[FusibleOperation], channels: frozenset[str] = NO_CHANNELS
+    ) -> None:
         # Fixed for the chain.
-        self._basic_ops: list[BasicOperation] = [basic for op in ops for basic in op.basic_operations()]
+        self._basic_ops: list[BasicOperation] = [
+            basic for op in ops for basic in op.basic_operations()
+        ]
         self._num_basic_ops = len(self._basic_ops)
         self.channels = channels
         self._links = Links(self._basic_ops, channels)
@@ -171,7 +177,9 @@ class OperationFuser:
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         self._check_arguments(input, extra_inputs, basic_op_kwargs)
-        if extra_inputs:  # check and convert the values; clone a tensor that must not be written in place
+        if (
+            extra_inputs
+        ):  # check and convert the values; clone a tensor that must not be written in place
             extra_inputs = self._links.convert_extra_inputs(input, extra_inputs)
         if self._uninitialized:
             initialize_operations(self._uninitialized)
@@ -229,7 +237,9 @@ class OperationFuser:
             return "torch.compile traces the call"
         # A checkpoint repeats its function in the backward pass. The repetition must use the scales of the first
         # execution; a prepared chain would use the current ones.
-        if self._applied_recipe.stateful and (eager_thread_state().recomputes or is_backward_pass()):
+        if self._applied_recipe.stateful and (
+            eager_thread_state().recomputes or is_backward_pass()
+        ):
             return "operations have delayed scaling, and the call is in a checkpointed function or a backward pass"
         # A prepared chain would keep a forced backend in later calls, and would skip the choices for an observer.
         if interventions:
@@ -304,9 +314,13 @@ class OperationFuser:
             RuntimeError: A fusion function drops or reorders operations.
         """
         first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
-        recipe = state.recipe if state.enabled else None  # not while calibrating, which computes without it
+        recipe = (
+            state.recipe if state.enabled else None
+        )  # not while calibrating, which computes without it
         functions = _copy_lists(self._fusion_functions)
-        fusions = fuse_operations(self._basic_ops, functions, first_with_backward, recipe, self._fusions)
+        fusions = fuse_operations(
+            self._basic_ops, functions, first_with_backward, recipe, self._fusions
+        )
         if not torch.compiler.is_compiling():  # no side effects while tracing
             self._fusions = fusions
         return fusions
@@ -320,7 +334,9 @@ class OperationFuser:
         if x.requires_grad:
             return 0
         extra_by_operation = self._links.by_operation(extra_inputs)
-        for index, (own_parameters, own_extra) in enumerate(zip(parameters, extra_by_operation, strict=True)):
+        for index, (own_parameters, own_extra) in enumerate(
+            zip(parameters, extra_by_operation, strict=True)
+        ):
             tensors = [*own_parameters, *[tensor for tensor in own_extra if tensor is not None]]
             if any(tensor.requires_grad for tensor in tensors):
                 return index

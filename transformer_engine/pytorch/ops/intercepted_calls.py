@@ -38,5 +38,7 @@ def unfused_reason(operation: Any) -> str | None:
         if "forward" in part.__dict__:
             return f"the forward method of {'the operation' if part is operation else name} was replaced"
         if type(part).forward is not type(part)._own_forward:
-            return f"the class of {'the operation' if part is operation else name} overrides forward"
+            return (
+                f"the class of {'the operation' if part is operation else name} overrides forward"
+            )
     return "hooks are registered for all modules"

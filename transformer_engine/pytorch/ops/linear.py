@@ -200,7 +200,9 @@ class Linear(PassFusedOperation):
             # one owns a parameter of this name, it saves and loads the parameter itself.
             if name in operations[index]._parameters:
                 continue
-            keys.append(_ParameterKeys(name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}"))
+            keys.append(
+                _ParameterKeys(name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}")
+            )
         return keys
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -243,7 +245,9 @@ class Linear(PassFusedOperation):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if _FSDP_PREFIX not in prefix:  # report missing parameters by the keys of `_save_to_state_dict`
+        if (
+            _FSDP_PREFIX not in prefix
+        ):  # report missing parameters by the keys of `_save_to_state_dict`
             reported = {keys.own: keys.saved for keys in all_keys}
             missing_keys[:] = [reported.get(key, key) for key in missing_keys]
 
@@ -257,9 +261,15 @@ def _sharded_as(parameter: Any, value: Any) -> Any:
     torch shards a value only if its key is the parameter's name. A value that is a DTensor already, or whose
     parameter is a plain tensor, is returned unchanged.
     """
-    if not is_distributed(parameter) or is_distributed(value) or not isinstance(value, torch.Tensor):
+    if (
+        not is_distributed(parameter)
+        or is_distributed(value)
+        or not isinstance(value, torch.Tensor)
+    ):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     mesh = parameter.device_mesh
-    return distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+    )

@@ -41,7 +41,9 @@ def extra_inputs_error(count: int, ops: Sequence[Channels]) -> ValueError:
     """Return the error for too few or too many extra inputs, which names the operations that read extra inputs."""
     readers: list[str] = []
     for index, op in enumerate(ops):
-        readers += [f"{type(op).__name__} (operation {index})"] * op._extra_input_channels.count(None)
+        readers += [f"{type(op).__name__} (operation {index})"] * op._extra_input_channels.count(
+            None
+        )
     if not readers:
         names = ", ".join([type(op).__name__ for op in ops])
         return ValueError(
@@ -86,7 +88,9 @@ class Links:
         has_channels: An extra input reads a channel, or an extra output is not returned to the caller.
     """
 
-    def __init__(self, ops: Sequence[Channels], outer_channels: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, ops: Sequence[Channels], outer_channels: frozenset[str] = frozenset()
+    ) -> None:
         self._ops = ops
         self.public_inputs: list[Slot] = []
         self.public_outputs: list[Slot] = []
@@ -133,7 +137,9 @@ class Links:
 
     def connects(self, before: Sequence[int], after: Sequence[int]) -> bool:
         """Return whether an operation in `after` reads a channel that one in `before` writes."""
-        return any(reader.op in after and source.op in before for reader, source in self.sources.items())
+        return any(
+            reader.op in after and source.op in before for reader, source in self.sources.items()
+        )
 
     def convert_extra_inputs(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Check the caller's extra inputs, and return tensors that the operations may write to.
@@ -153,7 +159,9 @@ class Links:
             if not isinstance(value, Tensor):
                 operation = self._ops[slot.op]
                 converted = operation.accept_extra_input(slot.index, value)
-                name = f"extra input {slot.index} of {type(operation).__name__} (operation {slot.op})"
+                name = (
+                    f"extra input {slot.index} of {type(operation).__name__} (operation {slot.op})"
+                )
                 check_tensor(name, converted)
                 value = converted
             tensors.append(value)
@@ -173,7 +181,10 @@ class Links:
         return extras
 
     def with_channels(
-        self, extras: list[list[Tensor | None]], outputs: list[tuple[Any, ...]], indices: Sequence[int]
+        self,
+        extras: list[list[Tensor | None]],
+        outputs: list[tuple[Any, ...]],
+        indices: Sequence[int],
     ) -> list[tuple[Any, ...]]:
         """Return all extra inputs for some operations, by operation.
 

@@ -215,7 +215,9 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
             ContainerPart(member, group, names)
             for member, group, names in zip(members, groups, channels, strict=True)
         ]
-        options_by_id = {id(op): op_options for op, op_options in zip(basic_ops, options or (), strict=False)}
+        options_by_id = {
+            id(op): op_options for op, op_options in zip(basic_ops, options or (), strict=False)
+        }
         return call_parts(parts, input, extra_inputs, options_by_id, self._channels)
 
     def connect(self, channels: frozenset[str]) -> None:
@@ -304,7 +306,9 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         return "use te.ops.BasicLinear, te.ops.GroupedLinear, or a layer such as te.Linear"
 
     def extra_repr(self) -> str:
-        return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])
+        return ", ".join(
+            [f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()]
+        )
 
     def basic_operations(self) -> list[BasicOperation]:
         return [self]
@@ -393,7 +397,9 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         if not pair or not isinstance(returned[1], Iterable) or isinstance(returned[1], Tensor):
             found = returned[1] if pair else returned
             of_values = (
-                f" of {len(returned)} values" if isinstance(returned, (tuple, list)) and not pair else ""
+                f" of {len(returned)} values"
+                if isinstance(returned, (tuple, list)) and not pair
+                else ""
             )
             raise TypeError(
                 f"{type(self).__name__}.op_backward returned {with_article(type(found))}{of_values}"

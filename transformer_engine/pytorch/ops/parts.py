@@ -32,14 +32,18 @@ class ContainerPart:
         outputs: Per extra output the channel that it is written to, or None, and whether the caller receives it.
     """
 
-    def __init__(self, runner: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
+    def __init__(
+        self, runner: Any, basic_ops: Sequence[Channels], channels: frozenset[str]
+    ) -> None:
         self.runner, self.basic_ops, self.channels = runner, basic_ops, channels
         self.is_fused_chain = not isinstance(runner, torch.nn.Module)
         links = Links(basic_ops, channels)
         self.inputs: list[tuple[str | None, bool]] = []
         for slot in links.public_inputs:
             op = basic_ops[slot.op]
-            self.inputs.append((op._extra_input_channels[slot.index], getattr(op, "_in_place", False)))
+            self.inputs.append(
+                (op._extra_input_channels[slot.index], getattr(op, "_in_place", False))
+            )
         self.outputs: list[tuple[str | None, bool]] = []
         for slot in links.public_outputs:
             op, i = basic_ops[slot.op], slot.index
@@ -91,7 +95,9 @@ def connecting_channels(
         ValueError: A channel has no producer, several, or one that is not earlier than its reader.
     """
     Links([op for part in parts for op in part], outer_channels)  # raises the errors
-    written = [{name for op in part for name in op._extra_output_channels if name} for part in parts]
+    written = [
+        {name for op in part for name in op._extra_output_channels if name} for part in parts
+    ]
     read = [{name for op in part for name in op._extra_input_channels if name} for part in parts]
     found: list[frozenset[str]] = []
     for i in range(len(parts)):

@@ -102,7 +102,9 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
         if type(self).op_forward is PassOperation.op_forward:
-            return run_forward([self], basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+            return run_forward(
+                [self], basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs
+            )
         return super().fuser_forward(
             basic_op_ctxs,
             input_,
@@ -156,7 +158,10 @@ def initialize_operations(ops: Iterable[FusibleOperation]) -> None:
         method = type(op).pre_first_fuser_forward
         if method is FusedOperation.pre_first_fuser_forward:
             initialize_operations(op.basic_operations())
-        elif method in (FusibleOperation.pre_first_fuser_forward, PassOperation.pre_first_fuser_forward):
+        elif method in (
+            FusibleOperation.pre_first_fuser_forward,
+            PassOperation.pre_first_fuser_forward,
+        ):
             op.pre_first_fuser_forward()
         elif torch.compiler.is_compiling() and isinstance(op, BasicOperation):
             _initialize_while_tracing(op._traced_name)
@@ -211,7 +216,8 @@ def has_pass(op: FusibleOperation, direction: str) -> bool:
         is_inherited = getattr(type(op), fuser_method) is getattr(PassFusedOperation, fuser_method)
         return is_inherited and all(has_pass(member, direction) for member in op.basic_operations())
     return isinstance(op, PassOperation) and all(
-        getattr(type(op), name) is getattr(PassOperation, name) for name in (fuser_method, op_method)
+        getattr(type(op), name) is getattr(PassOperation, name)
+        for name in (fuser_method, op_method)
     )
 
 

@@ -126,7 +126,9 @@ class PreparedChain:
         passes = self.passes
         if self._binds:
             tensors = self.tensors_by_operation(inputs)
-            passes = [operation.bound(read.extra) for operation, read in zip(passes, tensors, strict=True)]
+            passes = [
+                operation.bound(read.extra) for operation, read in zip(passes, tensors, strict=True)
+            ]
         if self.first_with_backward < len(passes):
             results = _PreparedChain.apply(self, passes, *inputs)
             return results if self.outputs > 1 else results[0]
@@ -236,20 +238,28 @@ def _forward_pass(
     return (*outputs, *parts), (forms, shapes, tuple(map(len, saved)))
 
 
-def _backward_pass(tensors: list[Any], chain: PreparedChain, ctx: Any) -> tuple[tuple[Any, ...], None]:
+def _backward_pass(
+    tensors: list[Any], chain: PreparedChain, ctx: Any
+) -> tuple[tuple[Any, ...], None]:
     """Forward-input gradients from the output gradients and the saved tensors."""
     forms, shapes, lengths = ctx.forms
     gradients = tensors[: chain.outputs]
     values = iter(unpack_values(tensors[chain.outputs :], forms, shapes))
     tensors.clear()
     start = chain.first_with_backward
-    saved: list[Sequence[Any]] = [[next(values) for _ in range(length)] for length in lengths[start:]]
+    saved: list[Sequence[Any]] = [
+        [next(values) for _ in range(length)] for length in lengths[start:]
+    ]
     extra_gradients = iter(gradients[1:])
-    grads = [tuple([next(extra_gradients) for _ in range(count.extra_outputs)]) for count in chain.counts]
+    grads = [
+        tuple([next(extra_gradients) for _ in range(count.extra_outputs)]) for count in chain.counts
+    ]
     quantized = [grad for grad in gradients if isinstance(grad, QuantizedTensorStorage)]
     dy = [gradients[0]]
     del gradients, values, extra_gradients
-    grad_input, parameters, extra = backward(ctx.passes[start:], dy, saved, grads[start:], chain.fuses)
+    grad_input, parameters, extra = backward(
+        ctx.passes[start:], dy, saved, grads[start:], chain.fuses
+    )
     results: list[Any] = [None if start else grad_input]
     for i, count in enumerate(chain.counts):
         if i < start:
@@ -268,7 +278,9 @@ def _backward_pass(tensors: list[Any], chain: PreparedChain, ctx: Any) -> tuple[
 
 class _PreparedChain(Function):
     @staticmethod
-    def forward(ctx: Any, chain: PreparedChain, passes: list[OperationPasses], *tensors: Any) -> Any:
+    def forward(
+        ctx: Any, chain: PreparedChain, passes: list[OperationPasses], *tensors: Any
+    ) -> Any:
         ctx.chain, ctx.passes = chain, passes
         ctx.scale_update = update_at_end_of_pass() if chain.updates_scales else None
         if chain.compiled is None:
@@ -279,7 +291,9 @@ class _PreparedChain(Function):
         save_tensors(ctx, results[chain.outputs :])
         outputs = distinct(results[: chain.outputs], tensors)
         constant = [
-            y for i, y in enumerate(outputs) if 0 < i <= chain.constant_outputs or not y.is_floating_point()
+            y
+            for i, y in enumerate(outputs)
+            if 0 < i <= chain.constant_outputs or not y.is_floating_point()
         ]
         if constant:
             ctx.mark_non_differentiable(*constant)
@@ -290,7 +304,7 @@ class _PreparedChain(Function):
 
     @staticmethod
     @once_differentiable("Sequential")
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         chain: PreparedChain = ctx.chain
         if grads[0] is None:  # only extra outputs were used
             shape, dtype, device = ctx.output

@@ -148,7 +148,9 @@ class RecipeSlots:
             if self._applied is not None:
                 self._suspend(self._applied)
             return
-        if not _is_same(self._applied, recipe, state.group) and not self._resume(recipe, state.group):
+        if not _is_same(self._applied, recipe, state.group) and not self._resume(
+            recipe, state.group
+        ):
             self._set_recipe(recipe, state.group)
         if find_family(recipe).stateful:
             self.register_for_updates()
@@ -187,7 +189,10 @@ class RecipeSlots:
             return
         for mode in MODES:
             self._create_quantizers(mode, recipe, group)
-        self._applied, self._quantizers_version = (recipe, recipe_revision(recipe), group), next(_versions)
+        self._applied, self._quantizers_version = (
+            (recipe, recipe_revision(recipe), group),
+            next(_versions),
+        )
         self._connect_parameters()
 
     def _connect_parameters(self) -> None:
@@ -227,7 +232,11 @@ class RecipeSlots:
     def connect_parameter(self, parameter: Any, index: int) -> None:
         """Connect a quantized parameter to the state of a forward-pass quantizer, whose scale updates then reach it."""
         quantizer = self.get_quantizer("forward", index)
-        if not isinstance(parameter, QuantizedTensor) or quantizer is None or parameter._quantizer is None:
+        if (
+            not isinstance(parameter, QuantizedTensor)
+            or quantizer is None
+            or parameter._quantizer is None
+        ):
             return
         current: Any = parameter._quantizer
         if (current.stateful or quantizer.stateful) and type(current) is type(quantizer):
@@ -273,7 +282,10 @@ class RecipeSlots:
     def _save_fp8_metas(self) -> dict[str, Any]:
         """Copy delayed-scaling scales and histories by mode; see `_load_fp8_metas`."""
         return {
-            mode: [(state.scale.clone(), state.amax_history.clone()) for state in self.delayed_states(mode)]
+            mode: [
+                (state.scale.clone(), state.amax_history.clone())
+                for state in self.delayed_states(mode)
+            ]
             for mode in MODES
         }
 
@@ -292,9 +304,13 @@ class RecipeSlots:
                 content[mode] = decode_extra_state(encode_extra_state(meta))
         if not any(content.values()):
             return ResizableState.of(torch.empty(0, dtype=torch.uint8, device="cpu"))
-        return ResizableState.of(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
+        return ResizableState.of(
+            torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+        )
 
-    def read_extra_state(self, state: Tensor | io.BytesIO | None) -> dict[str, dict[str, Any]] | None:
+    def read_extra_state(
+        self, state: Tensor | io.BytesIO | None
+    ) -> dict[str, dict[str, Any]] | None:
         """Decode a state and check that it fits the operation; nothing is changed. Returns a state per mode.
 
         Raises:
@@ -327,4 +343,6 @@ class RecipeSlots:
 
 def _is_same(applied: tuple[Recipe, Any, Any] | None, recipe: Recipe, group: Any) -> bool:
     """Whether quantizers with this value of `_applied` belong to a recipe and a group."""
-    return applied is not None and is_unchanged(applied[0], applied[1], recipe) and applied[2] is group
+    return (
+        applied is not None and is_unchanged(applied[0], applied[1], recipe) and applied[2] is group
+    )

@@ -111,7 +111,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None = None,
         ) -> Tensor: ...
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         self,
         input: Tensor,
         *extra_inputs: Tensor,
@@ -189,7 +189,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             else:
                 groups.append([module])
         ops_by_group = [
-            [operation for module in group for operation in _basic_operations(module)] for group in groups
+            [operation for module in group for operation in _basic_operations(module)]
+            for group in groups
         ]
         channels_by_group = connecting_channels(ops_by_group)
         parts: list[ContainerPart] = []
@@ -212,7 +213,9 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         NVIDIA's Transformer Engine uses this name. The value is None until the first forward pass in eager
         mode, and after a change of modules until the next forward pass.
         """
-        if self._cached_parts is None or self._cached_parts.key.modules != list(self._modules.values()):
+        if self._cached_parts is None or self._cached_parts.key.modules != list(
+            self._modules.values()
+        ):
             return None
         return [part.runner for part in self._cached_parts.parts]
 
@@ -221,9 +224,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         for name, module in self._modules.items():
             reason = unfused_reason(module) if isinstance(module, FusibleOperation) else None
             if reason is not None:
-                note(f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}")
+                note(
+                    f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}"
+                )
 
-    def _options_by_id(self, op_kwargs: Mapping[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
+    def _options_by_id(
+        self, op_kwargs: Mapping[Any, dict[str, Any]] | None
+    ) -> dict[int, dict[str, Any]]:
         """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
 
         Raises:
@@ -246,10 +253,16 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                     "arguments"
                 )
             if isinstance(target, int) and not -len(self) <= target < len(self):
-                raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
+                raise ValueError(
+                    f"op_kwargs names operation {target} of a Sequential of {len(self)} modules"
+                )
             op = self[target] if isinstance(target, int) else target
             if not isinstance(op, BasicOperation):
-                remedy = "; use one of its basic_ops as the key" if isinstance(op, FusedOperation) else ""
+                remedy = (
+                    "; use one of its basic_ops as the key"
+                    if isinstance(op, FusedOperation)
+                    else ""
+                )
                 raise ValueError(
                     f"op_kwargs names {with_article(type(op))}, but only basic operations take keyword arguments"
                     f"{remedy}"
@@ -271,19 +284,23 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _module_name(self, index: int) -> str:
         keys = list(self._modules)
         if not -len(keys) <= index < len(keys):
-            raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
+            raise IndexError(
+                f"index {index} is out of range for a Sequential of {len(keys)} modules"
+            )
         return keys[index]
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
+            return type(self)({key: self._modules[key] for key in list(self._modules)[index]})
         return self._modules[self._module_name(index)]
 
     def __setitem__(self, index: int, module: torch.nn.Module) -> None:
         self._modules[self._module_name(index)] = _check_module(module)
 
     def __delitem__(self, index: int | slice) -> None:
-        keys = list(self._modules)[index] if isinstance(index, slice) else [self._module_name(index)]
+        keys = (
+            list(self._modules)[index] if isinstance(index, slice) else [self._module_name(index)]
+        )
         for key in keys:
             del self._modules[key]
 
@@ -341,7 +358,11 @@ def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
     """
     if not isinstance(module, FusibleOperation):
         return []
-    return [operation for operation in module.basic_operations() if isinstance(operation, BasicOperation)]
+    return [
+        operation
+        for operation in module.basic_operations()
+        if isinstance(operation, BasicOperation)
+    ]
 
 
 def _without_intercepted(

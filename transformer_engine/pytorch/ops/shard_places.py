@@ -36,8 +36,12 @@ def places_of_shards(ops: Sequence[BasicOperation]) -> ShardPlaces:
             name for name, _ in op.named_parameters(recurse=False)
         ]
         parameters = [(name, getattr(op, name)) for name in names if getattr(op, name) is not None]
-        shards = [i for i, (_, parameter) in enumerate(parameters) if is_distributed_weight(parameter)]
-        other_names = [parameters[i][0] for i in shards if not parameters[i][0].startswith("weight")]
+        shards = [
+            i for i, (_, parameter) in enumerate(parameters) if is_distributed_weight(parameter)
+        ]
+        other_names = [
+            parameters[i][0] for i in shards if not parameters[i][0].startswith("weight")
+        ]
         reason = op.distributed_weight_unsupported_reason() if shards else None
         if reason is None and other_names:
             reason = f"leave {other_names[0]} whole"

@@ -27,7 +27,9 @@ def method_name(op: FusibleOperation, direction: str) -> str:
     basic_method = f"op_{direction}"
     if not isinstance(op, BasicOperation) or op.num_extra_inputs or op.num_extra_outputs:
         return f"fuser_{direction}"
-    overridden = getattr(type(op), f"fuser_{direction}") is not getattr(BasicOperation, f"fuser_{direction}")
+    overridden = getattr(type(op), f"fuser_{direction}") is not getattr(
+        BasicOperation, f"fuser_{direction}"
+    )
     return f"fuser_{direction}" if overridden else basic_method
 
 
@@ -110,9 +112,13 @@ def check_gradients(
         _check_gradient(op, grad_input, input_shapes[0][0], "the input", sums=is_first)
     for i, member in enumerate(op.basic_operations()):
         name = type(member).__name__
-        for j, (gradient, shape) in enumerate(zip(parameter_gradients[i], parameter_shapes[i], strict=False)):
+        for j, (gradient, shape) in enumerate(
+            zip(parameter_gradients[i], parameter_shapes[i], strict=False)
+        ):
             _check_gradient(op, gradient, shape, f"parameter {j} of {name}", sums=True)
-        for j, (gradient, shape) in enumerate(zip(extra_gradients[i], input_shapes[i][1:], strict=False)):
+        for j, (gradient, shape) in enumerate(
+            zip(extra_gradients[i], input_shapes[i][1:], strict=False)
+        ):
             _check_gradient(op, gradient, shape, f"extra input {j} of {name}", sums=True)
 
 
@@ -140,7 +146,9 @@ def _check_gradient(
     )
 
 
-def _parts(op: FusibleOperation, method: str, returned: Any, count: int, expected: str) -> Sequence[Any]:
+def _parts(
+    op: FusibleOperation, method: str, returned: Any, count: int, expected: str
+) -> Sequence[Any]:
     if not isinstance(returned, (tuple, list)):
         raise _error(op, method, returned, expected)
     if len(returned) != count:

@@ -39,7 +39,9 @@ class AdamStates(CopiedWhole):
             if "master_param" in self.state.get(parameter, {}) and _is_own(local):
                 self.state[parameter]["master_param"] = like(parameter, local)
 
-    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+    def get_unscaled_state(
+        self, param: Tensor, state_name: str, skip_unscale: bool = False
+    ) -> Tensor:
         """Return a state in float32 (remainders: int16), with the placements of the parameter.
 
         Args:
@@ -67,7 +69,9 @@ class AdamStates(CopiedWhole):
             self._initialize_state(param, state_name, False, remainder)
         state = local_part(self.state[param][state_name])
         with torch.no_grad():
-            states.store(values.view(state.shape).to(state.device), state, self._scale(param, state_name))
+            states.store(
+                values.view(state.shape).to(state.device), state, self._scale(param, state_name)
+            )
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Create the moments of a parameter, filled with zeros, and its master weight if `master_weights` is set."""
@@ -83,7 +87,11 @@ class AdamStates(CopiedWhole):
                 self._initialize_state(param, name, True)
         if not self.master_weights or "master_param" in state:
             return
-        keeps = self._keeps_remainder(param) if store_param_remainders is None else store_param_remainders
+        keeps = (
+            self._keeps_remainder(param)
+            if store_param_remainders is None
+            else store_param_remainders
+        )
         self._initialize_state(param, "master_param", keeps, keeps)
         local = local_part(param).detach()
         if not keeps and (isinstance(local, QuantizedTensor) or local.dtype != torch.float32):
@@ -103,14 +111,22 @@ class AdamStates(CopiedWhole):
         if _is_own(local):
             if local_master.data_ptr() != local.data_ptr() or local_master.shape != local.shape:
                 self.state[param]["master_param"] = like(param, local)
-        elif not isinstance(local_master, QuantizedTensor) and local_master.numel() == local.numel():
+        elif (
+            not isinstance(local_master, QuantizedTensor) and local_master.numel() == local.numel()
+        ):
             keeps = self._keeps_remainder(param)
-            if local_master.dtype != (torch.int16 if keeps else self.name_to_dtype_map["master_param"]):
+            if local_master.dtype != (
+                torch.int16 if keeps else self.name_to_dtype_map["master_param"]
+            ):
                 del self.state[param]["master_param"]
                 self._complete(param)
 
     def _initialize_state(
-        self, param: Tensor, state_name: str, zero_buffer: bool, store_param_remainders: bool = False
+        self,
+        param: Tensor,
+        state_name: str,
+        zero_buffer: bool,
+        store_param_remainders: bool = False,
     ) -> None:
         """Allocate a state filled with zeros; the master of a float32 parameter is an alias of the parameter."""
         local = local_part(param).detach()
@@ -172,9 +188,13 @@ class AdamStates(CopiedWhole):
                 elif master.dtype != torch.int16 and keeps:
                     upper, master = halves(master.float())
                     local.copy_(upper)
-                self.set_scaled_state(parameter, "master_param", master if keeps else master.float())
+                self.set_scaled_state(
+                    parameter, "master_param", master if keeps else master.float()
+                )
         # Groups in torch's optimizers have no step count: use their parameters' count.
-        for group, saved, step in zip(self.param_groups, state_dict["param_groups"], steps, strict=True):
+        for group, saved, step in zip(
+            self.param_groups, state_dict["param_groups"], steps, strict=True
+        ):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             if "step" not in saved and step is not None:

@@ -137,7 +137,11 @@ class BucketKey(NamedTuple):
 
     @classmethod
     def of(
-        cls, params: Sequence[Tensor], grads: Sequence[Tensor | None], master_weights: bool, decoupled: bool
+        cls,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        master_weights: bool,
+        decoupled: bool,
     ) -> BucketKey:
         """Return the key for a group's parameters and their gradients."""
         local = local_tensors(params)
@@ -177,7 +181,9 @@ def group_into_buckets(
             continue
         local = local_part(parameter)
         kind = type(local) if isinstance(local, QuantizedTensor) else local.dtype
-        members.setdefault((local.device, kind, grad.dtype, keeps_remainder(parameter)), []).append(index)
+        members.setdefault((local.device, kind, grad.dtype, keeps_remainder(parameter)), []).append(
+            index
+        )
     buckets = []
     for places in members.values():
         of_bucket = [params[index] for index in places]
@@ -187,6 +193,14 @@ def group_into_buckets(
         states_of_bucket = [states[parameter] for parameter in of_bucket]
         step = CheckedAdamStep(plain_grads)
         buckets.append(
-            Bucket(tuple(places), of_bucket, parameters, quantized, is_own_master, states_of_bucket, step)
+            Bucket(
+                tuple(places),
+                of_bucket,
+                parameters,
+                quantized,
+                is_own_master,
+                states_of_bucket,
+                step,
+            )
         )
     return buckets

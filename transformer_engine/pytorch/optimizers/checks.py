@@ -24,7 +24,9 @@ _MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 def check_dtypes(master_weights: bool, master: Any, first: Any, second: Any) -> None:
     """Raise RuntimeError for dtypes that are unsupported for states."""
     if master_weights and master not in _MASTERS:
-        raise RuntimeError(f"master_weight_dtype={described(master)}; give torch.float32 or torch.float16")
+        raise RuntimeError(
+            f"master_weight_dtype={described(master)}; give torch.float32 or torch.float16"
+        )
     for name, dtype in (("exp_avg_dtype", first), ("exp_avg_sq_dtype", second)):
         if dtype not in _MOMENTS:
             raise RuntimeError(
@@ -33,7 +35,11 @@ def check_dtypes(master_weights: bool, master: Any, first: Any, second: Any) -> 
 
 
 def check_capturable(
-    master_weights: bool, master: torch.dtype, first: torch.dtype, second: torch.dtype, remainders: bool
+    master_weights: bool,
+    master: torch.dtype,
+    first: torch.dtype,
+    second: torch.dtype,
+    remainders: bool,
 ) -> None:
     """Raise RuntimeError for states that a captured step does not support."""
     if master_weights and master != torch.float32:
@@ -65,7 +71,9 @@ def check_numbers(group: dict[str, Any]) -> None:
 def read_pair(betas: Any) -> tuple[float, float]:
     """Convert two numbers in [0, 1), in any sequence, array or tensor, to floats; raise ValueError for others."""
     listed = betas.tolist() if hasattr(betas, "tolist") else betas
-    is_pair = isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)) and len(listed) == 2
+    is_pair = (
+        isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)) and len(listed) == 2
+    )
     if not is_pair or any(value is None or isinstance(value, str) for value in listed):
         raise ValueError(
             f"betas={described(betas)} are not two numbers in [0, 1); give for example (0.9, 0.999)"
@@ -95,7 +103,9 @@ def one_number(name: str, value: Any) -> float | None:
     return found
 
 
-def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool) -> None:
+def check_parameter(
+    parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool
+) -> None:
     """Raise RuntimeError or ValueError for a parameter that cannot be stepped with this gradient."""
     if grad.is_sparse:
         raise RuntimeError("FusedAdam takes no sparse gradients; use torch.optim.SparseAdam")
@@ -113,7 +123,9 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
     elif local.dtype not in _PLAIN:
         raise RuntimeError(f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones")
     if is_distributed(parameter) != is_distributed(grad):
-        raise AssertionError("of a parameter and its gradient one is a DTensor; both have to be, or neither")
+        raise AssertionError(
+            "of a parameter and its gradient one is a DTensor; both have to be, or neither"
+        )
     if local_grad.device != local.device:
         raise ValueError(
             f"a parameter is on {local.device}, its gradient on {local_grad.device}; move one of them"
@@ -181,7 +193,9 @@ class GroupChecks:
         for group in groups:
             self.check_group(group)
         self.known = (
-            [] if any(map(_can_change, (value for of_group in values for value in of_group))) else values
+            []
+            if any(map(_can_change, (value for of_group in values for value in of_group)))
+            else values
         )
 
 
@@ -223,13 +237,17 @@ def check_saved(
     """
     states = saved["state"]
     steps = [step_of_torchs(group, states) for group in saved["param_groups"]]
-    has_masters = masters and any(state.get("master_param") is not None for state in states.values())
+    has_masters = masters and any(
+        state.get("master_param") is not None for state in states.values()
+    )
     parts = _PARTS if has_masters else _PARTS[:2]
     for group, into in zip(saved["param_groups"], groups, strict=False):
         check_numbers({**defaults, **group})
         step = group.get("step", 0)
         if isinstance(step, Tensor) and step.numel() != 1:
-            raise ValueError(f"step={described(step)} has {step.numel()} numbers; give one per group")
+            raise ValueError(
+                f"step={described(step)} has {step.numel()} numbers; give one per group"
+            )
         to_int("step", step, 0)
         for index, parameter in zip(group["params"], into["params"], strict=False):
             if states.get(index):
@@ -264,9 +282,14 @@ def _check_parts(index: Any, state: dict[str, Any], parts: tuple[str, ...], loca
             raise TypeError(f"{name} of parameter {index} is {described(value)}; give a tensor")
         halves = name == "master_param" and value.dtype == torch.int16
         if not (value.is_floating_point() or halves):
-            raise TypeError(f"{name} of parameter {index} is {value.dtype}; give floating-point numbers")
+            raise TypeError(
+                f"{name} of parameter {index} is {value.dtype}; give floating-point numbers"
+            )
         local_value = local_part(value)
-        if local_value.numel() != local.numel() or local_value.shape not in (local.shape, (local.numel(),)):
+        if local_value.numel() != local.numel() or local_value.shape not in (
+            local.shape,
+            (local.numel(),),
+        ):
             raise ValueError(
                 f"{name} of parameter {index} is {list(local_value.shape)}, the parameter "
                 f"{list(local.shape)}; load the state "

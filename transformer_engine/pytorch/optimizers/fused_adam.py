@@ -145,7 +145,9 @@ class FusedAdam(AdamStates):
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(
-                "set_grad_none is deprecated; use zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
+                "set_grad_none is deprecated; use zero_grad(set_to_none=..)",
+                DeprecationWarning,
+                stacklevel=2,
             )
         self._scales = {}
         self._layouts: dict[int, GroupBuckets] = {}
@@ -200,7 +202,9 @@ class FusedAdam(AdamStates):
         if grad_scaler is not None and self.capturable:
             # float32 [1] = 1 / scale, or 1 if the gradients are unscaled; sets the flag if a gradient is not finite.
             found = grad_scaler._check_inf_per_device(self)
-            flag.copy_(torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0)
+            flag.copy_(
+                torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0
+            )
             scale = grad_scaler._get_scale_async().to(flag.device)
             if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED:
                 inverse = torch.ones_like(scale, dtype=torch.float32).view(1)
@@ -235,7 +239,10 @@ class FusedAdam(AdamStates):
             # The ten `adam_step` numbers for a group step, on each device.
             betas, eps = read_pair(group["betas"]), float(group["eps"])
             step: Any = group["step"]
-            rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
+            rest = (
+                to_bool("bias_correction", group["bias_correction"]),
+                float(group["weight_decay"]),
+            )
             if not self.capturable:
                 numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
                 rates = {device: copy_to_device(numbers, device) for device in devices}
@@ -249,7 +256,11 @@ class FusedAdam(AdamStates):
 
     def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
         """Return the stored [gradients, parameters, moments, moments(, masters)], checked."""
-        of_members = grads if len(grads) == len(bucket.params) else [grads[index] for index in bucket.members]
+        of_members = (
+            grads
+            if len(grads) == len(bucket.params)
+            else [grads[index] for index in bucket.members]
+        )
         try:
             state_lists = [[state[name] for state in bucket.states] for name in self._names(bucket)]
         except KeyError as missing:
@@ -265,18 +276,24 @@ class FusedAdam(AdamStates):
         """Return the states that a bucket step changes."""
         return NAMES if self.master_weights and not bucket.own else NAMES[:2]
 
-    def _step_bucket(self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor], may_skip: bool) -> None:
+    def _step_bucket(
+        self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor], may_skip: bool
+    ) -> None:
         """Step the parameters of a bucket; may_skip: the overflow flag may be set."""
         names, device = self._names(bucket), bucket.parameters[0].device
         how = (rates[device], Adam(decoupled=bool(self.adam_w_mode)), self.capturable)
-        if not bucket.quantized and all(self.name_to_dtype_map[name] not in states.RANGES for name in names):
+        if not bucket.quantized and all(
+            self.name_to_dtype_map[name] not in states.RANGES for name in names
+        ):
             multi_tensor_applier(bucket.step, self._dummy_overflow_buf.to(device), lists, *how)
             return
         grads, stepped, *state_lists = lists
         read = [self._read(bucket.params, *state) for state in zip(state_lists, names, strict=True)]
         moments, masters = read[:2], read[2:]
         if bucket.quantized:
-            stepped = masters.pop() if masters else [float_values(parameter) for parameter in stepped]
+            stepped = (
+                masters.pop() if masters else [float_values(parameter) for parameter in stepped]
+            )
         multi_tensor_applier(
             bucket.step,
             self._dummy_overflow_buf.to(device),
@@ -293,7 +310,9 @@ class FusedAdam(AdamStates):
                 if isinstance(parameter, QuantizedTensor):
                     values = local_part(numbers).view(parameter.shape)
                     if may_skip:
-                        _quantize_unless_skipped(self._dummy_overflow_buf.to(device) != 0, parameter, values)
+                        _quantize_unless_skipped(
+                            self._dummy_overflow_buf.to(device) != 0, parameter, values
+                        )
                     else:
                         parameter.quantize_(values)
 
@@ -315,12 +334,16 @@ class FusedAdam(AdamStates):
         ways = (self.master_weights, self.use_decoupled_grad)
         facts = [BucketKey.of(*lists, *ways) for lists in zip(groups, grads, strict=True)]
         cached = self._layouts
-        new = [i for i, fact in enumerate(facts) if i not in cached or not cached[i].key.equal(fact)]
+        new = [
+            i for i, fact in enumerate(facts) if i not in cached or not cached[i].key.equal(fact)
+        ]
         for index in new:
             for parameter, grad in zip(groups[index], grads[index], strict=True):
                 if grad is not None:
                     check_parameter(parameter, grad, self.master_weights, self.capturable)
-                    check_states(parameter, self.state.get(parameter, {}), NAMES[: 2 + self.master_weights])
+                    check_states(
+                        parameter, self.state.get(parameter, {}), NAMES[: 2 + self.master_weights]
+                    )
         for index in new:
             for parameter in groups[index]:
                 self._complete(parameter)
@@ -332,7 +355,11 @@ class FusedAdam(AdamStates):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients (with use_decoupled_grad, decoupled ones) to None, or with set_to_none=False to zeros."""
-        if self.set_grad_none is not None and set_to_none is not None and self.set_grad_none != set_to_none:
+        if (
+            self.set_grad_none is not None
+            and set_to_none is not None
+            and self.set_grad_none != set_to_none
+        ):
             raise ValueError(
                 f"set_grad_none={self.set_grad_none} was given to FusedAdam, set_to_none={set_to_none} here; give one"
             )
@@ -355,4 +382,6 @@ def _quantize_unless_skipped(skipped: Tensor, parameter: QuantizedTensor, values
     before = [part.clone() for part in parts]
     parameter.quantize_(values)
     for part, old in zip(parts, before, strict=True):
-        part.copy_(torch.where(skipped, old.view(torch.uint8), part.view(torch.uint8)).view(part.dtype))
+        part.copy_(
+            torch.where(skipped, old.view(torch.uint8), part.view(torch.uint8)).view(part.dtype)
+        )

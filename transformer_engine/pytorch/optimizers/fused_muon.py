@@ -36,7 +36,16 @@ from .states import CopiedWhole
 
 __all__ = ["FusedMuon"]
 
-NUMBERS = ("lr", "momentum", "weight_decay", "nesterov", "eps", "ns_steps", "ns_coefficients", "split")
+NUMBERS = (
+    "lr",
+    "momentum",
+    "weight_decay",
+    "nesterov",
+    "eps",
+    "ns_steps",
+    "ns_coefficients",
+    "split",
+)
 SIMPLE: CoeffT = (3.4445, -4.7750, 2.0315)
 MASTER, MOMENTUM = "master_param", "momentum_buffer"
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
@@ -113,7 +122,9 @@ class FusedMuon(CopiedWhole):
         tp_group: dist_group_type | None = None,
     ) -> None:
         if ns_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"ns_dtype={described(ns_dtype)}; give torch.bfloat16 or torch.float32")
+            raise ValueError(
+                f"ns_dtype={described(ns_dtype)}; give torch.bfloat16 or torch.float32"
+            )
         self.master_weights = to_bool("master_weights", master_weights)
         self.ns_dtype, self.tp_group = ns_dtype, tp_group
         defaults = {
@@ -177,7 +188,10 @@ class FusedMuon(CopiedWhole):
             with torch.enable_grad():
                 loss = closure()
         self._checked.check(self.param_groups)
-        stepped = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        stepped = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
         for group, params in stepped:
             for parameter in params:
                 self._check(parameter, group["split"])
@@ -198,7 +212,9 @@ class FusedMuon(CopiedWhole):
                     "FusedMuon(master_weights=True)"
                 )
         elif local.dtype not in _PLAIN:
-            raise RuntimeError(f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones")
+            raise RuntimeError(
+                f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones"
+            )
         if local_part(grad).shape != local.shape:
             raise ValueError(
                 f"a parameter is {list(local.shape)}, its gradient {list(local_part(grad).shape)}; give both one shape"
@@ -251,7 +267,9 @@ class FusedMuon(CopiedWhole):
         """The local momentum, zeros before the first step."""
         state = self.state[parameter]
         if MOMENTUM not in state:
-            state[MOMENTUM] = like(parameter, torch.zeros_like(grad, memory_format=torch.contiguous_format))
+            state[MOMENTUM] = like(
+                parameter, torch.zeros_like(grad, memory_format=torch.contiguous_format)
+            )
         return local_part(state[MOMENTUM])
 
     def _target(self, parameter: Tensor) -> Tensor:
@@ -300,7 +318,9 @@ def _scale(tensors: list[Tensor], factor: float) -> None:
     if all(tensor.is_cuda for tensor in tensors):
         torch._foreach_mul_(tensors, factor)
         return
-    for tensor in tensors:  # on a CPU, torch 2.13 rounds the factor of a list to the dtype of its tensors
+    for (
+        tensor
+    ) in tensors:  # on a CPU, torch 2.13 rounds the factor of a list to the dtype of its tensors
         tensor.mul_(factor)
 
 
@@ -346,7 +366,9 @@ def check_numbers(group: dict[str, Any]) -> None:
     coefficients = group.get("ns_coefficients")
     triples = (
         [coefficients]
-        if isinstance(coefficients, Sequence) and coefficients and isinstance(coefficients[0], (int, float))
+        if isinstance(coefficients, Sequence)
+        and coefficients
+        and isinstance(coefficients[0], (int, float))
         else coefficients
     )
     if not isinstance(triples, Sequence) or not triples or any(len(one) != 3 for one in triples):

@@ -77,7 +77,9 @@ class FusedSGD(CopiedWhole):
         materialize_master_grads = to_bool("materialize_master_grads", materialize_master_grads)
         if set_grad_none is not None:
             warnings.warn(
-                "set_grad_none is deprecated; use zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
+                "set_grad_none is deprecated; use zero_grad(set_to_none=..)",
+                DeprecationWarning,
+                stacklevel=2,
             )
         defaults = {
             "lr": lr,
@@ -128,7 +130,9 @@ class FusedSGD(CopiedWhole):
                         )
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            if "momentum_buffer" in state and state["momentum_buffer"] is None:  # torch's, without momentum
+            if (
+                "momentum_buffer" in state and state["momentum_buffer"] is None
+            ):  # torch's, without momentum
                 del state["momentum_buffer"]
 
     @torch.no_grad()
@@ -169,9 +173,12 @@ class FusedSGD(CopiedWhole):
                     "or bfloat16, or use FusedAdam(master_weights=True)"
                 )
             is_first = "momentum_buffer" not in self.state.get(parameter, {})
-            found.setdefault((local.device, local.dtype, grad.dtype, is_first), []).append(parameter)
+            found.setdefault((local.device, local.dtype, grad.dtype, is_first), []).append(
+                parameter
+            )
         return [
-            _Bucket(group, params, local_part(params[0]).device, key[-1]) for key, params in found.items()
+            _Bucket(group, params, local_part(params[0]).device, key[-1])
+            for key, params in found.items()
         ]
 
     def _check(self, batch: _Bucket) -> None:
@@ -213,7 +220,13 @@ class FusedSGD(CopiedWhole):
     def _rates(self, group: dict[str, Any]) -> tuple[float, float, float, float, float]:
         names = ("weight_decay", "momentum", "dampening", "lr")
         decay, momentum, dampening, lr = (to_float(name, group[name]) for name in names)
-        return decay, momentum, dampening, lr, 1.0 / to_float("most_recent_scale", self.most_recent_scale)
+        return (
+            decay,
+            momentum,
+            dampening,
+            lr,
+            1.0 / to_float("most_recent_scale", self.most_recent_scale),
+        )
 
 
 def check_numbers(group: dict[str, Any]) -> None:

@@ -38,7 +38,9 @@ _MOMENTS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32 = (torch.float32,)
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float
+) -> None:
     """Compute outputs[i] = inputs[i] * scale for the lists [inputs, outputs], which may be the same tensors."""
     factor = to_float("scale", scale)
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES):
@@ -142,7 +144,9 @@ def multi_tensor_adam_fp8(
     adam_step([grads, masters, first, second], copy_to_device(rates, noop_flag.device), how)
     for target, master, scale, amax, inverse in zip(codes, masters, *scales, strict=True):
         if target.numel():
-            quantized = quantize(master.view(1, -1), spec, multiplier=scale.view(1), record=amax.view(1))
+            quantized = quantize(
+                master.view(1, -1), spec, multiplier=scale.view(1), record=amax.view(1)
+            )
             assert quantized.codes is not None and quantized.scale is not None
             target.view(-1).copy_(quantized.codes.view(-1).view(torch.uint8))
             inverse.copy_(quantized.scale.view(inverse.shape))
@@ -167,7 +171,9 @@ def multi_tensor_adam_capturable(
     Masters are float32 if given.
     """
     how = _adam_mode(mode)
-    rates = device_rates(lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale)
+    rates = device_rates(
+        lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale
+    )
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=_FLOAT32):
         adam_step(tensor_lists, rates, how, noop_flag)
 
@@ -215,7 +221,9 @@ def multi_tensor_compute_scale_and_scale_inv(
         return
     amaxes, scales, inverses = tensor_lists
     amax = torch.cat([amax.reshape(-1) for amax in amaxes])
-    updated = scale_from_amax(amax, max_fp8, power_of_two=bool(force_pow_2_scales), epsilon=amax_epsilon)
+    updated = scale_from_amax(
+        amax, max_fp8, power_of_two=bool(force_pow_2_scales), epsilon=amax_epsilon
+    )
     for targets, values in ((scales, updated), (inverses, updated.reciprocal())):
         _spread(targets, values)
 
@@ -230,8 +238,14 @@ def multi_tensor_compute_scale_inv_e8m0(
     if noop_flag is not None:
         raise ValueError("noop_flag has no meaning for exponents; give None")
     if not _is_lists(tensor_lists, (2,)):
-        raise ValueError("tensor_lists holds amaxes and exponents; give [[amax, ..], [exponent, ..]]")
-    flag = torch.zeros(1, dtype=torch.int32, device=tensor_lists[0][0].device) if tensor_lists[0] else None
+        raise ValueError(
+            "tensor_lists holds amaxes and exponents; give [[amax, ..], [exponent, ..]]"
+        )
+    flag = (
+        torch.zeros(1, dtype=torch.int32, device=tensor_lists[0][0].device)
+        if tensor_lists[0]
+        else None
+    )
     if flag is not None and checked(flag, tensor_lists, (torch.bfloat16,), (torch.uint8,)):
         amax = torch.cat([amax.reshape(-1) for amax in tensor_lists[0]]).to(torch.float32)
         _spread(tensor_lists[1], e8m0_from_float(amax / 448.0))
@@ -252,11 +266,15 @@ def device_rates(
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
     rates = torch.empty(len(host), dtype=torch.float32, device=lr.device)
     for index in range(1, 7):
-        rates[index].fill_(host[index])  # an assignment copies from the host; graphs cannot capture it
+        rates[index].fill_(
+            host[index]
+        )  # an assignment copies from the host; graphs cannot capture it
     rates[0] = lr.reshape(())
     steps = step.reshape(()).to(torch.float64)
     for index, beta in ((7, betas[0]), (8, betas[1])):
-        rates[index].copy_(1.0 - torch.pow(beta, steps)) if bias_correction else rates[index].fill_(1.0)
+        rates[index].copy_(1.0 - torch.pow(beta, steps)) if bias_correction else rates[index].fill_(
+            1.0
+        )
     rates[9].fill_(1.0) if inv_scale is None else rates[9].copy_(_factor("inv_scale", inv_scale)[0])
     return rates
 
@@ -350,16 +368,24 @@ def checked(
 
 def _is_lists(value: Any, counts: tuple[int, ...]) -> bool:
     is_list = (list, tuple)
-    return isinstance(value, is_list) and len(value) in counts and all(isinstance(x, is_list) for x in value)
+    return (
+        isinstance(value, is_list)
+        and len(value) in counts
+        and all(isinstance(x, is_list) for x in value)
+    )
 
 
 def _factor(name: str, value: Any, flag: Tensor | None = None) -> Tensor:
     """Return a float32 tensor of one element, on the device of the flag, as [1]; raise TypeError or ValueError."""
     tensor(name, value)
     if value.dtype != torch.float32 or value.numel() != 1:
-        raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
+        raise ValueError(
+            f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element"
+        )
     if flag is not None and value.device != flag.device:
-        raise ValueError(f"{name} is on {value.device}, the flag on {flag.device}; move one of them")
+        raise ValueError(
+            f"{name} is on {value.device}, the flag on {flag.device}; move one of them"
+        )
     return value.reshape(1)
 
 
@@ -377,7 +403,13 @@ def _host_rates(
     bias_correction: int,
     weight_decay: float,
 ) -> tuple[float, ...]:
-    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+    rates = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "weight_decay": weight_decay,
+    }
     found = {name: to_float(name, value) for name, value in rates.items()}
     for name, value in found.items():
         number(name, value)

@@ -28,7 +28,9 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
         return local
     placed: Any = parameter
     where = {"run_check": False, "shape": placed.shape, "stride": placed.stride()}
-    return sys.modules[_MODULE].DTensor.from_local(local, placed.device_mesh, placed.placements, **where)
+    return sys.modules[_MODULE].DTensor.from_local(
+        local, placed.device_mesh, placed.placements, **where
+    )
 
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
@@ -90,7 +92,9 @@ def choose_tensors(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Te
 
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the local tensor of each tensor."""
-    return tensors if set(map(type, tensors)) <= _PLAIN else [local_part(tensor) for tensor in tensors]
+    return (
+        tensors if set(map(type, tensors)) <= _PLAIN else [local_part(tensor) for tensor in tensors]
+    )
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -99,7 +99,9 @@ def get_coefficient_iterator(
         raise ValueError("coefficient_sets is empty; give at least one (a, b, c)")
     if mode == "cycle":
         return itertools.islice(itertools.cycle(coefficient_sets), steps)
-    return itertools.islice(itertools.chain(coefficient_sets, itertools.repeat(coefficient_sets[-1])), steps)
+    return itertools.islice(
+        itertools.chain(coefficient_sets, itertools.repeat(coefficient_sets[-1])), steps
+    )
 
 
 def get_coefficients(steps: int, coefficient_type: str = "quintic") -> list[CoeffT]:
@@ -288,7 +290,9 @@ def _check_coefficients(coefficients: Sequence[Any] | None, num_iterations: int)
         return get_coefficients(num_iterations)
     numbers: list[float] = []
     for entry in coefficients:
-        numbers += [float(number) for number in (entry if isinstance(entry, (tuple, list)) else (entry,))]
+        numbers += [
+            float(number) for number in (entry if isinstance(entry, (tuple, list)) else (entry,))
+        ]
     if len(numbers) != 3 * num_iterations:
         raise ValueError(
             f"coefficients has {len(numbers)} numbers; give three for each of num_iterations={num_iterations}"

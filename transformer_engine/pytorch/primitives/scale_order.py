@@ -36,7 +36,9 @@ def swizzled(scale: Tensor) -> Tensor:
         assert result is not None
         return result.view(shape)
     scale = F.pad(scale, (0, shape[1] - columns, 0, shape[0] - rows))
-    return scale.view(shape[0] // 128, 4, 32, shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(shape)
+    return (
+        scale.view(shape[0] // 128, 4, 32, shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(shape)
+    )
 
 
 def check_tiles(*scales: Tensor | None) -> None:
@@ -67,7 +69,13 @@ def compact(scale: Tensor) -> Tensor:
 def row_major(operand: Operand) -> Operand:
     """Return an operand whose scales are in rows; the operand itself where they are."""
     form, scale = operand.format, operand.scale
-    if form is None or form.general is None or not form.in_tiles or scale is None or form.block is None:
+    if (
+        form is None
+        or form.general is None
+        or not form.in_tiles
+        or scale is None
+        or form.block is None
+    ):
         return operand
     columns = -(-operand.depth // form.block[1])
     rows = compact(scale.view(torch.uint8))[: operand.rows, :columns].contiguous()

@@ -18,7 +18,13 @@ from ..runtime.launching import operator, run, run_into, unsupported_elementwise
 from .operand import Operand
 from .quantize import pack_fp4, unpack_fp4
 
-__all__ = ["TABLE", "TransposeRequest", "transposed_codes", "transposed_operand", "write_transposed"]
+__all__ = [
+    "TABLE",
+    "TransposeRequest",
+    "transposed_codes",
+    "transposed_operand",
+    "write_transposed",
+]
 
 
 class TransposeRequest(NamedTuple):
@@ -34,7 +40,9 @@ class TransposeRequest(NamedTuple):
 def transposed_codes(codes: Tensor) -> Tensor:
     """Return codes [M, K] transposed to [K, M], contiguous."""
     native = torch.compiler.is_compiling() or type(codes) in (Tensor, Symbol)
-    return TABLE.bound((codes.shape, codes.dtype, codes.device, codes.is_contiguous(), native))(codes)
+    return TABLE.bound((codes.shape, codes.dtype, codes.device, codes.is_contiguous(), native))(
+        codes
+    )
 
 
 def write_transposed(codes: Tensor, out: Tensor) -> None:
@@ -104,5 +112,8 @@ _operator = operator(
     lambda codes: codes.new_empty((codes.shape[1], codes.shape[0])),
 )
 TABLE: Table[TransposeRequest] = Table(
-    "transpose", (TRITON, REFERENCE), describe=TransposeRequest, operator=lambda request: _operator.given()
+    "transpose",
+    (TRITON, REFERENCE),
+    describe=TransposeRequest,
+    operator=lambda request: _operator.given(),
 )

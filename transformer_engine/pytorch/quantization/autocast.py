@@ -175,7 +175,9 @@ class autocast(ContextDecorator):
     ):
         self.state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)
         flags = type(enabled) is bool and type(calibrating) is bool
-        complete = flags and (isinstance(recipe, Recipe) or (recipe is None and not (enabled or calibrating)))
+        complete = flags and (
+            isinstance(recipe, Recipe) or (recipe is None and not (enabled or calibrating))
+        )
         if others or not complete or amax_reduction_group is not None:
             self.state = _check_state(self.state, others)
         self._outer: AutocastState | None = None
@@ -192,7 +194,9 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> None:
         if self._outer is not None:
-            raise RuntimeError("this autocast object is active already; create one for every with statement")
+            raise RuntimeError(
+                "this autocast object is active already; create one for every with statement"
+            )
         state = self.state
         if state.enabled and state.recipe is not None:
             supported, reason = check_recipe_support(state.recipe)
@@ -253,9 +257,13 @@ def _update_scales(holder: _ThreadState, state: AutocastState, traced: bool) -> 
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None,
-    fp8_group: dist_group_type | None = None, _graph: bool = False, **others: NoReturn,
-) -> autocast:  # fmt: skip
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: dist_group_type | None = None,
+    _graph: bool = False,
+    **others: NoReturn,
+) -> autocast:
     """Deprecated alias for `autocast`.
 
     Args:

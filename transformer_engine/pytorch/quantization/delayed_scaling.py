@@ -171,14 +171,18 @@ def update_scales(
     keep_idle = not _rolls_idle_histories()
     if torch.compiler.is_compiling():
         name = "" if group is None else group.group_name
-        _update_op(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle, name, list(gaps))
+        _update_op(
+            histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle, name, list(gaps)
+        )
         return
     if group is not None:
         _reduce(histories, group, gaps)
     advance_scales(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle)
 
 
-def reduction_group(recipe: DelayedScaling, group: dist_group_type | None) -> dist_group_type | None:
+def reduction_group(
+    recipe: DelayedScaling, group: dist_group_type | None
+) -> dist_group_type | None:
     """Return the process group over which a scale update takes maxima, or None without a reduction.
 
     Args:
@@ -242,7 +246,11 @@ class Pool:
     """The delayed-scaling states for one direction, recipe, group and device, in registration order."""
 
     def __init__(
-        self, forward: bool, recipe: DelayedScaling, group: dist_group_type | None, device: torch.device
+        self,
+        forward: bool,
+        recipe: DelayedScaling,
+        group: dist_group_type | None,
+        device: torch.device,
     ):
         self.forward = forward
         self.recipe = recipe
@@ -282,7 +290,9 @@ class Pool:
                 gaps.append(0)
         group = reduction_group(self.recipe, self.group)
         if len(states) > 0:
-            update_states(states, self.forward, self.recipe, self.group, () if group is None else gaps)
+            update_states(
+                states, self.forward, self.recipe, self.group, () if group is None else gaps
+            )
         elif group is not None and not torch.compiler.is_compiling():
             _check(group, self.forward, gaps[0], self.device)
             _reduce([torch.zeros(1, gaps[0], device=self.device)], group)
@@ -336,7 +346,9 @@ def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | N
     return ("forward_" if forward else "backward_") + autocast_key(recipe, group)
 
 
-def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
+def register(
+    state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None
+) -> None:
     """Register a state with the (forward, recipe, group) pool on its device, and with no other pool."""
     registration = state.registration
     if (
@@ -352,7 +364,9 @@ def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_grou
         _leave(state)
         pools = registry.pools
         pool = pools.get(key)
-        if pool is not None and pool.device != device:  # a model on several devices: one more pool for each
+        if (
+            pool is not None and pool.device != device
+        ):  # a model on several devices: one more pool for each
             key = f"{key}:{device}"
             pool = pools.get(key)
         if pool is None:
@@ -386,7 +400,9 @@ def _drop_empty(pools: dict[str, Pool]) -> None:
 
 def update_all(forward: bool) -> None:
     """Update every pool in one direction, in registration order; one thread at a time."""
-    if torch.compiler.is_compiling():  # the pools may be traced before a module registers its states
+    if (
+        torch.compiler.is_compiling()
+    ):  # the pools may be traced before a module registers its states
         _update_all(forward)
         return
     with _updating:

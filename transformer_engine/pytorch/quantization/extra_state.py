@@ -121,7 +121,9 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
         if state.numel() == 0:
             return None
         if state.dtype not in (torch.uint8, torch.int8):
-            raise ExtraStateError(f"extra state is {state.dtype}; give the uint8 tensor of get_extra_state()")
+            raise ExtraStateError(
+                f"extra state is {state.dtype}; give the uint8 tensor of get_extra_state()"
+            )
         data = bytes(state.detach().cpu().contiguous().view(torch.uint8).numpy())
         decoded = _load(data)
     else:
@@ -136,7 +138,9 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
 def validate_state(decoded: Any) -> dict[str, Any]:
     """Validate the types of a decoded state's entries, and apply the rules for states of earlier versions."""
     if not isinstance(decoded, dict):
-        raise ExtraStateError(f"extra state holds {with_article(type(decoded))}; it must hold a dict")
+        raise ExtraStateError(
+            f"extra state holds {with_article(type(decoded))}; it must hold a dict"
+        )
     # Earlier versions only had delayed scaling.
     modern = {key: value for key, value in decoded.items() if not str(key).startswith("scale_inv")}
     if "recipe" not in modern:
@@ -192,7 +196,9 @@ def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
                 )
             if tensor.dim() != dimensions:
                 shape = "[quantizers]" if dimensions == 1 else "[history length, quantizers]"
-                raise ExtraStateError(f"{found}; it must be {shape}: save it again from the module it is of")
+                raise ExtraStateError(
+                    f"{found}; it must be {shape}: save it again from the module it is of"
+                )
             if tensor.shape[-1] != count:
                 raise ExtraStateError(
                     f"{found}; the module has {count} quantizers; load it into one with as many products"
@@ -211,7 +217,9 @@ def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
         for direction in ("fwd", "bwd")
         if fp8_meta.get(f"scaling_{direction}") is not None
     }
-    slots = {direction: delayed[0].scale.shape[0] for direction, delayed in states.items() if delayed}
+    slots = {
+        direction: delayed[0].scale.shape[0] for direction, delayed in states.items() if delayed
+    }
     check_extra_state(decoded, slots)
     fp8_meta.update(decoded.get("extra_fp8_variables", {}))
     fp8_meta["recipe"] = decoded["recipe"]
@@ -307,7 +315,9 @@ class _Builder:
     def __init__(self) -> None:
         self._objects = MAXIMUM_OPCODES
         self._bytes = MAXIMUM_BYTES
-        self._storages: dict[int, StoredTensor] = {}  # by the id of their bytes, which the records keep alive
+        self._storages: dict[
+            int, StoredTensor
+        ] = {}  # by the id of their bytes, which the records keep alive
 
     def built(self, value: Any, depth: int = 0) -> Any:
         """Return the object that a record describes; containers are converted recursively, plain values unchanged."""
@@ -320,7 +330,10 @@ class _Builder:
         if isinstance(value, Record):
             return self._read_record(value, depth + 1)
         if isinstance(value, dict):
-            return {self.built(key, depth + 1): self.built(item, depth + 1) for key, item in value.items()}
+            return {
+                self.built(key, depth + 1): self.built(item, depth + 1)
+                for key, item in value.items()
+            }
         if isinstance(value, (list, tuple, set)):
             return type(value)([self.built(item, depth + 1) for item in value])
         if isinstance(value, type):
@@ -332,7 +345,9 @@ class _Builder:
         if name == "OrderedDict" and module == "collections":
             return self.built(record.__dict__["entries"], depth)
         if (module, name) in _TORCH_FUNCTIONS:
-            return self._torch_object(name, [self.built(a, depth) for a in record.__dict__["arguments"]])
+            return self._torch_object(
+                name, [self.built(a, depth) for a in record.__dict__["arguments"]]
+            )
         if module == _RECIPE_MODULE and name == "Format":
             return Format(self.built(record.__dict__["arguments"][0], depth))
         if module == _RECIPE_MODULE and name == "_OverrideLinearPrecision":
@@ -349,7 +364,9 @@ class _Builder:
         if name in ("_load_from_bytes", "safe_load_from_bytes"):
             (data,) = arguments
             if not isinstance(data, bytes):
-                raise ExtraStateError(f"a tensor's storage is {with_article(type(data))}; it must be bytes")
+                raise ExtraStateError(
+                    f"a tensor's storage is {with_article(type(data))}; it must be bytes"
+                )
             if id(data) not in self._storages:
                 storage, _ = read_legacy_file(data, _is_allowed)
                 if not isinstance(storage, StoredTensor):
@@ -385,15 +402,22 @@ def _recipe(kind: Any, attributes: Any) -> Recipe:
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
     declared = {f.name: f for f in fields(kind)}
     extra = {
-        str(name): value for name, value in attributes.items() if name not in (*declared, "_description")
+        str(name): value
+        for name, value in attributes.items()
+        if name not in (*declared, "_description")
     }
     unknown = sorted(name for name, value in extra.items() if not has_no_effect(name, value))
     if unknown and not torch.compiler.is_compiling():
         warnings.warn(
-            f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}", stacklevel=2
+            f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}",
+            stacklevel=2,
         )
     recipe = kind(
-        **{name: value for name, value in attributes.items() if name in declared and declared[name].init}
+        **{
+            name: value
+            for name, value in attributes.items()
+            if name in declared and declared[name].init
+        }
     )
     for name, value in attributes.items():
         if name in declared and not declared[name].init:

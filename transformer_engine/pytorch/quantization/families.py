@@ -91,7 +91,9 @@ def _slot_setting(mode: str, tensor: str, of_input: T, of_weight: T, of_gradient
     return of_weight if tensor == "weight" else of_input
 
 
-def _current_scaling(recipe: Float8CurrentScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
+def _current_scaling(
+    recipe: Float8CurrentScaling, mode: str, tensor: str, device: torch.device
+) -> Quantizer:
     params = _params(recipe, mode, tensor)
     return Float8CurrentScalingQuantizer(
         get_fp8_te_dtype(recipe, mode == "forward"),
@@ -101,9 +103,15 @@ def _current_scaling(recipe: Float8CurrentScaling, mode: str, tensor: str, devic
     )
 
 
-def _block_scaling(recipe: Float8BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
+def _block_scaling(
+    recipe: Float8BlockScaling, mode: str, tensor: str, device: torch.device
+) -> Quantizer:
     params = _params(recipe, mode, tensor)
-    dimensions = recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim
+    dimensions = (
+        recipe.x_block_scaling_dim,
+        recipe.w_block_scaling_dim,
+        recipe.grad_block_scaling_dim,
+    )
     return Float8BlockQuantizer(
         get_fp8_te_dtype(recipe, mode == "forward"),
         rowwise=True,
@@ -115,7 +123,11 @@ def _block_scaling(recipe: Float8BlockScaling, mode: str, tensor: str, device: t
 
 
 def _dependence_of_blocks(recipe: Float8BlockScaling) -> str | None:
-    names = [name for name in ("x_block_scaling_dim", "grad_block_scaling_dim") if getattr(recipe, name) == 2]
+    names = [
+        name
+        for name in ("x_block_scaling_dim", "grad_block_scaling_dim")
+        if getattr(recipe, name) == 2
+    ]
     return f"with {names[0]}=2, 128 rows share a scale; set it to 1" if names else None
 
 
@@ -139,7 +151,11 @@ def _mxfp8(recipe: MXFP8BlockScaling, mode: str, tensor: str, device: torch.devi
 
 def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
     params = _slot_setting(
-        mode, tensor, recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad
+        mode,
+        tensor,
+        recipe.fp4_quant_fwd_inp,
+        recipe.fp4_quant_fwd_weight,
+        recipe.fp4_quant_bwd_grad,
     )
     # 4over6 and scales per row, where the recipe switches one on for this tensor; never gradients.
     variants: dict[str, Any] = {}
@@ -149,7 +165,9 @@ def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.devi
             variants["row_scaled_nvfp4"] = True
         if recipe.nvfp4_4over6 in (scope, "all"):
             variants["nvfp4_use_4over6"] = True
-            variants["nvfp4_e4m3_max"] = 256 if recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
+            variants["nvfp4_e4m3_max"] = (
+                256 if recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
+            )
             variants["nvfp4_4over6_err_mode"] = recipe.nvfp4_4over6_err_mode
     return NVFP4Quantizer(
         get_fp4_te_dtype(recipe),
@@ -176,7 +194,10 @@ register(
                 "delayed",
                 FLOAT8,
                 lambda device, **usage: Float8Quantizer(
-                    torch.ones(1, device=device), torch.zeros(1, device=device), DType.kFloat8E4M3, **usage
+                    torch.ones(1, device=device),
+                    torch.zeros(1, device=device),
+                    DType.kFloat8E4M3,
+                    **usage,
                 ),
             ),
         ),
@@ -200,7 +221,9 @@ register(
             FormatSample(
                 "current",
                 FLOAT8,
-                lambda device, **usage: Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device, **usage),
+                lambda device, **usage: Float8CurrentScalingQuantizer(
+                    DType.kFloat8E4M3, device, **usage
+                ),
             ),
         ),
         attention="current",
@@ -224,12 +247,16 @@ register(
             FormatSample(
                 "block1d",
                 BLOCK_1D,
-                lambda device, **usage: Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=1, **usage),
+                lambda device, **usage: Float8BlockQuantizer(
+                    DType.kFloat8E4M3, block_scaling_dim=1, **usage
+                ),
             ),
             FormatSample(
                 "block2d",
                 BLOCK_2D,
-                lambda device, **usage: Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2, **usage),
+                lambda device, **usage: Float8BlockQuantizer(
+                    DType.kFloat8E4M3, block_scaling_dim=2, **usage
+                ),
             ),
         ),
         measured_as="block",
@@ -246,7 +273,9 @@ register(
         needs=Requirement("MXFP8", "mxfp8 recipe"),
         alignment=lambda recipe: 32,
         samples=(
-            FormatSample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),
+            FormatSample(
+                "mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)
+            ),
         ),
         attention="mxfp8",
         batch_dependence=rows_are_independent,

@@ -40,9 +40,7 @@ class FormatSample(NamedTuple):
 
 
 def _shares_scales(recipe: Recipe) -> str | None:
-    return (
-        "its quantizers may share scales among rows; use DelayedScaling, whose scales come from earlier steps"
-    )
+    return "its quantizers may share scales among rows; use DelayedScaling, whose scales come from earlier steps"
 
 
 def rows_are_independent(recipe: Recipe) -> None:
@@ -132,4 +130,6 @@ def family_named(name: str) -> Family:
     for row in _FAMILIES.values():
         if row.name == name:
             return row
-    raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(r.name for r in all_families())}")
+    raise ValueError(
+        f"unknown recipe {name!r}; choose one of {', '.join(r.name for r in all_families())}"
+    )

@@ -82,7 +82,9 @@ class StateAttributes(FormatAttributes):
 
 
 def _read_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
-    return {key: list(map(read, pool.states)) for key, pool in delayed_scaling.registry.pools.items()}
+    return {
+        key: list(map(read, pool.states)) for key, pool in delayed_scaling.registry.pools.items()
+    }
 
 
 _RECOMPUTE_POSITION = "global_fp8_buffer_pos_fwd_recompute"
@@ -175,9 +177,13 @@ class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
 
     @classmethod
     def autocast_enter(
-        cls, enabled: bool = False, calibrating: bool = False, fp8_recipe: Recipe | None = None,
-        fp8_group: dist_group_type | None = None, _graph: bool = False,
-    ) -> autocast:  # fmt: skip
+        cls,
+        enabled: bool = False,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: dist_group_type | None = None,
+        _graph: bool = False,
+    ) -> autocast:
         """Open an autocast block, and return it.
 
         Close it with `autocast_exit`, or with the returned object's `__exit__`.
@@ -288,7 +294,10 @@ class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
     @classmethod
     def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
         """Queue copies of the forward scales and histories, for recomputing this forward pass."""
-        copies = [(d.scale.clone(), d.amax_history.clone()) for d in fp8_meta["scaling_fwd"].delayed_states]
+        copies = [
+            (d.scale.clone(), d.amax_history.clone())
+            for d in fp8_meta["scaling_fwd"].delayed_states
+        ]
         buffers = cls.quantization_state.recompute_buffers
         if _RECOMPUTE_POSITION not in fp8_meta:
             fp8_meta[_RECOMPUTE_POSITION] = len(buffers)

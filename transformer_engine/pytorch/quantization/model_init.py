@@ -92,7 +92,9 @@ class quantized_model_init:
 
 @suggests_keywords
 def fp8_model_init(
-    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
 ) -> quantized_model_init:
     """Deprecated alias for `quantized_model_init`. The other arguments are as in `quantized_model_init`."""
     warn_deprecated("fp8_model_init", "quantized_model_init with the same arguments")

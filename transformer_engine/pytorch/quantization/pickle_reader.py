@@ -22,7 +22,9 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 
-MAXIMUM_BYTES = 1 << 28  # of a state; a module with 1,000 quantizers and 1,024 history steps has 4 MiB
+MAXIMUM_BYTES = (
+    1 << 28
+)  # of a state; a module with 1,000 quantizers and 1,024 history steps has 4 MiB
 MAXIMUM_OPCODES = 100_000  # a state has about 200
 MAXIMUM_DEPTH = 100
 _INTEGER_BITS = 80  # the magic number of torch.save has 77
@@ -118,8 +120,14 @@ class Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> StoredTensor:
         """Return the storage that torch.save's ("storage", class, key, device, elements, view) describes."""
         fields: list[Any] = list(pid) if isinstance(pid, tuple) else []
-        if len(fields) < 5 or fields[0] != "storage" or any(field is not None for field in fields[5:]):
-            raise ExtraStateError("extra state refers to an object outside of it that is not a storage")
+        if (
+            len(fields) < 5
+            or fields[0] != "storage"
+            or any(field is not None for field in fields[5:])
+        ):
+            raise ExtraStateError(
+                "extra state refers to an object outside of it that is not a storage"
+            )
         kind, key, count = fields[1], fields[2], fields[4]
         target = kind.target if isinstance(kind, type) and issubclass(kind, Record) else None
         if target not in STORAGE_CLASSES or type(key) is not str or type(count) is not int:
@@ -185,7 +193,9 @@ def _follow(opcode: pickletools.OpcodeInfo, stack: list[int]) -> None:
     else:
         keys = items if name in ("ADDITEMS", "FROZENSET") else []
     if any(keys):
-        raise ExtraStateError("extra state has a container as a key of a dict or as an item of a set")
+        raise ExtraStateError(
+            "extra state has a container as a key of a dict or as an item of a set"
+        )
     depth = max(container, 1 + max(items, default=-1))
     if depth > MAXIMUM_DEPTH:
         raise ExtraStateError(f"extra state nests objects deeper than {MAXIMUM_DEPTH}")
@@ -199,12 +209,18 @@ def read_archive(data: bytes, is_allowed: Callable[[str, str], bool]) -> tuple[A
 
         def content(name: str) -> bytes:
             entry = entries.get(name)
-            if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
+            if (
+                entry is None
+                or entry.compress_type != zipfile.ZIP_STORED
+                or entry.file_size > len(data)
+            ):
                 raise ExtraStateError(f"extra state's archive has no uncompressed entry {name!r}")
             return archive.read(entry)
 
         if "byteorder" in entries and content("byteorder") != sys.byteorder.encode():
-            raise ExtraStateError(f"extra state's archive has another byte order than {sys.byteorder}")
+            raise ExtraStateError(
+                f"extra state's archive has another byte order than {sys.byteorder}"
+            )
         unpickler = Unpickler(io.BytesIO(content("data.pkl")), is_allowed)
         result = unpickler.load()
         remaining = len(data)
@@ -212,7 +228,9 @@ def read_archive(data: bytes, is_allowed: Callable[[str, str], bool]) -> tuple[A
             storage.data = content(f"data/{key}")
             remaining -= len(storage.data)
             if remaining < 0:
-                raise ExtraStateError("extra state's archive has several storages in the same bytes")
+                raise ExtraStateError(
+                    "extra state's archive has several storages in the same bytes"
+                )
     return result, unpickler
 
 
@@ -226,7 +244,9 @@ def read_legacy_file(data: bytes, is_allowed: Callable[[str, str], bool]) -> tup
     result = unpickler.load()
     keys = Unpickler(file, is_allowed).load()
     if not isinstance(keys, list) or not all(type(key) is str for key in keys):
-        raise ExtraStateError(f"the keys of a torch.save file are {with_article(type(keys))} of other values")
+        raise ExtraStateError(
+            f"the keys of a torch.save file are {with_article(type(keys))} of other values"
+        )
     for key in keys:
         (count,) = struct.unpack("<q", file.read(8))
         storage = unpickler.storages.get(key)

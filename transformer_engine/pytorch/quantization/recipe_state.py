@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, is_unchanged, recipe_revision
+from ...common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Format,
+    Recipe,
+    is_unchanged,
+    recipe_revision,
+)
 from ..constants import DType
 from ..runtime.device import canonical_device
 from ..runtime.tracing import export_mode
@@ -19,7 +26,14 @@ from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
 from .delayed_scaling import unregister
 from .family import find_family
-from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, factory_roles, tensor_types
+from .roles import (
+    MODES,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    factory_roles,
+    tensor_types,
+)
 from .scale_snapshot import compiled_scale
 
 
@@ -122,7 +136,9 @@ class RecipeState:
         """Return one quantizer per slot, built by the recipe's family."""
         make = find_family(self.recipe).quantizer
         if make is None:
-            raise TypeError(f"{type(self).__name__} has to make its quantizers itself; its family does not")
+            raise TypeError(
+                f"{type(self).__name__} has to make its quantizers itself; its family does not"
+            )
         tensors = tensor_types(self.mode, self.num_quantizers, self._roles_of_slots())
         return [make(self.recipe, self.mode, tensor, self.device) for tensor in tensors]
 
@@ -168,7 +184,9 @@ class DelayedScalingRecipeState(RecipeState):
             )
         self.recipe: DelayedScaling = recipe
         self.dtype = get_fp8_te_dtype(recipe, self.mode == "forward")
-        self.scale_in_place = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
+        self.scale_in_place = torch.ones(
+            self.num_quantizers, dtype=torch.float32, device=self.device
+        )
         self.amax_history = torch.zeros(
             recipe.amax_history_len, self.num_quantizers, dtype=torch.float32, device=self.device
         )
@@ -232,7 +250,9 @@ class CustomRecipeState(RecipeState):
     def __init__(self, recipe: CustomRecipe, **arguments: Any):
         super().__init__(recipe, **arguments)
         self.recipe: CustomRecipe = recipe
-        self._delayed: dict[DelayedScalingRequest, tuple[tuple[int, ...], DelayedScalingRecipeState]] = {}
+        self._delayed: dict[
+            DelayedScalingRequest, tuple[tuple[int, ...], DelayedScalingRecipeState]
+        ] = {}
 
     @property
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
@@ -275,14 +295,18 @@ class CustomRecipeState(RecipeState):
                 answers[slot] = IdentityQuantizer()  # leave the tensor in high precision
             elif not isinstance(answer, Quantizer):
                 found = (
-                    f"the class {answer.__name__}" if isinstance(answer, type) else with_article(type(answer))
+                    f"the class {answer.__name__}"
+                    if isinstance(answer, type)
+                    else with_article(type(answer))
                 )
                 raise TypeError(
                     f"the qfactory of CustomRecipe returned {found} for {roles[slot]!r}; return a quantizer object, a "
                     "DelayedScalingRequest, or None for high precision"
                 )
         before = self._delayed
-        self._delayed = {request: self._find_state(request, members) for request, members in slots.items()}
+        self._delayed = {
+            request: self._find_state(request, members) for request, members in slots.items()
+        }
         for request, (_, state) in before.items():
             if request not in self._delayed or self._delayed[request][1] is not state:
                 unregister(state)
@@ -321,7 +345,9 @@ def make_quantizers(
     """Return one quantizer per slot; state belongs to the same arguments, None creates a new one."""
     find_family(recipe)
     if state is None:
-        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, device=device, roles=roles)
+        state = RecipeState.create(
+            recipe, mode=mode, num_quantizers=count, device=device, roles=roles
+        )
     return state.make_quantizers()
 
 

@@ -31,7 +31,9 @@ class ReplayStates:
 
     def __init__(self) -> None:
         self._calls: dict[str, list[CallStates]] = {}
-        self.compiled: dict[str, list[Tensor]] = {}  # scales of compiled functions, see `compiled_runs`
+        self.compiled: dict[
+            str, list[Tensor]
+        ] = {}  # scales of compiled functions, see `compiled_runs`
 
     def keep(self, module: str, states: CallStates) -> None:
         self._calls.setdefault(module, []).append(states)
@@ -174,7 +176,9 @@ class SecondRun(RepeatedContext):
             reinstate(before)
 
 
-def replay_values(kind: str, module: str, values: Sequence[tuple[Tensor, ...]]) -> CallStates | None:
+def replay_values(
+    kind: str, module: str, values: Sequence[tuple[Tensor, ...]]
+) -> CallStates | None:
     """Values of the first run for a call in a second run, by state; None in a first run, which records copies.
 
     Args:
@@ -194,7 +198,9 @@ def replay_values(kind: str, module: str, values: Sequence[tuple[Tensor, ...]]) 
                     raise RuntimeError(_MORE_OFTEN.format(kind))
             else:
                 copies = values if found is None else found
-                run.states.keep(module, [tuple([tensor.clone() for tensor in state]) for state in copies])
+                run.states.keep(
+                    module, [tuple([tensor.clone() for tensor in state]) for state in copies]
+                )
     return found
 
 
@@ -224,13 +230,18 @@ def replay_quantizers(
     with hidden_from_selective_checkpoints():
         for run in runs():
             if not run.again:
-                run.states.keep(module, [tuple([q.replay_state() for q in product]) for product in products])
+                run.states.keep(
+                    module, [tuple([q.replay_state() for q in product]) for product in products]
+                )
                 continue
             states = run.next(module)
             if states is None:
                 raise RuntimeError(_MORE_OFTEN.format(kind))
             products = [
-                [quantizer.replaying(state) for quantizer, state in zip(product, saved, strict=True)]
+                [
+                    quantizer.replaying(state)
+                    for quantizer, state in zip(product, saved, strict=True)
+                ]
                 for product, saved in zip(products, states, strict=True)
             ]
     return products

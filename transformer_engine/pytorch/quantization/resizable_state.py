@@ -63,7 +63,9 @@ class ResizableState(Tensor):
 
     def narrow(self, dim: int, start: Any, length: Any) -> Tensor:
         if start or dim:
-            raise ValueError(f"bytes {start} to {start + length} of an extra state; it is read as a whole")
+            raise ValueError(
+                f"bytes {start} to {start + length} of an extra state; it is read as a whole"
+            )
         self.data = torch.empty(length, dtype=torch.uint8, device="cpu")
         return self.plain()
 
@@ -109,7 +111,9 @@ class CheckedLoading(torch.nn.Module):
     each `CheckedLoading` module separately.
     """
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         check_states(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         missing_keys = kwargs["missing_keys"] if "missing_keys" in kwargs else args[2]

@@ -37,7 +37,9 @@ class QuantizerRole(str):
         return cls._create(f"linear_{tensor_type}", module_type, tensor_type, name)
 
     @classmethod
-    def _create(cls, text: str, module_type: str = "", tensor_type: str = "", name: str = "") -> Any:
+    def _create(
+        cls, text: str, module_type: str = "", tensor_type: str = "", name: str = ""
+    ) -> Any:
         role = super().__new__(cls, text)
         role.module_type = module_type
         role.tensor_type = tensor_type

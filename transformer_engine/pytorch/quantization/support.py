@@ -100,22 +100,27 @@ def _device_reason(kind: str, hardware: Hardware, cuda: tuple[int, int]) -> str:
         if hardware.vendor == "nvidia" and not is_older(hardware, least):
             assert below is not None
             limit = below.architecture
-            return (
-                f"{needs.title} execution is not supported on device compute capability {limit} and higher."
-            )
+            return f"{needs.title} execution is not supported on device compute capability {limit} and higher."
         if hardware.vendor == "nvidia":
             limit = least.architecture
-            return f"Device compute capability {limit} or higher required for {needs.title} execution."
+            return (
+                f"Device compute capability {limit} or higher required for {needs.title} execution."
+            )
         remark = f": {hardware.remark}" if hardware.remark else ""
         return f"{hardware.title} has no {needs.title} execution{remark}."
     if cuda < needs.cuda:
-        return f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
+        return (
+            f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
+        )
     return ""
 
 
 def kinds() -> tuple[str, ...]:
     """Return the format kinds: bfloat16, and the kinds in all families."""
-    return ("bf16", *dict.fromkeys(family.kind for family in all_families() if family.kind is not None))
+    return (
+        "bf16",
+        *dict.fromkeys(family.kind for family in all_families() if family.kind is not None),
+    )
 
 
 def _requirement(kind: str) -> Requirement:
@@ -158,7 +163,9 @@ def check_batch_invariance(recipe: Recipe) -> None:
     """Raise RuntimeError if the recipe's scales depend on the batch."""
     reason = find_family(recipe).batch_dependence(recipe)
     if reason is not None:
-        raise RuntimeError(f"{type(recipe).__name__} is unsupported under te.batch_invariant(): {reason}")
+        raise RuntimeError(
+            f"{type(recipe).__name__} is unsupported under te.batch_invariant(): {reason}"
+        )
 
 
 @constant_while_tracing
@@ -166,7 +173,12 @@ def _multiplies_natively(kind: str) -> bool:
     """Return whether a backend multiplies every format in a kind natively on the current GPU; warn once if so."""
     if not has_cuda():
         return False
-    formats = [sample.format for family in all_families() if family.kind == kind for sample in family.samples]
+    formats = [
+        sample.format
+        for family in all_families()
+        if family.kind == kind
+        for sample in family.samples
+    ]
     native = all(multiplies_natively(form, current_hardware()) for form in formats)
     if native:
         _warn_of_native_products(kind, _hardware_reason(kind))
@@ -263,7 +275,9 @@ def prepare_default(family: Family) -> None:
 
 @constant_while_tracing
 def _default_name() -> str:
-    return [family.name for family in all_families() if family.fits is not None and family.fits()][-1]
+    return [family.name for family in all_families() if family.fits is not None and family.fits()][
+        -1
+    ]
 
 
 def default_recipe() -> Recipe:

@@ -162,9 +162,13 @@ class _Product(Function):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = multiply_without_autocast(grad_output, b.transpose(-1, -2)).sum_to_size(a.shape)
+            grad_a = multiply_without_autocast(grad_output, b.transpose(-1, -2)).sum_to_size(
+                a.shape
+            )
         if ctx.needs_input_grad[1]:
-            grad_b = multiply_without_autocast(a.transpose(-1, -2), grad_output).sum_to_size(b.shape)
+            grad_b = multiply_without_autocast(a.transpose(-1, -2), grad_output).sum_to_size(
+                b.shape
+            )
         return grad_a, grad_b
 
 
@@ -195,4 +199,6 @@ def gradients_expected(training: bool) -> bool:
     """
     if torch.compiler.is_compiling():
         return training  # the compiler traces neither mode
-    return (training or not torch._C._is_fwd_grad_enabled()) and not torch.is_inference_mode_enabled()
+    return (
+        training or not torch._C._is_fwd_grad_enabled()
+    ) and not torch.is_inference_mode_enabled()

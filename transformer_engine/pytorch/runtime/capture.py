@@ -64,7 +64,12 @@ def _capture_info() -> Any:
     except (OSError, AttributeError):  # another platform, or a driver without the function
         return None
     number = ctypes.POINTER(ctypes.c_uint64)
-    function.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), number, *[ctypes.c_void_p] * 3]
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int),
+        number,
+        *[ctypes.c_void_p] * 3,
+    ]
     function.restype = ctypes.c_int
     return function
 
@@ -78,7 +83,9 @@ def capture_number(stream: Any) -> int | None:
     if function is None:
         return None
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    error = function(stream.cuda_stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    error = function(
+        stream.cuda_stream, ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
     return number.value if error == 0 and status.value == _ACTIVE else None
 
 
@@ -136,7 +143,10 @@ _INVALIDATED = (
 
 def _is_invalidation(error: BaseException) -> bool:
     """Return whether CUDA stopped a capture because of work outside the captured stream."""
-    messages = "during capture", "depend on a capturing blocking stream"  # the second: on the default stream
+    messages = (
+        "during capture",
+        "depend on a capturing blocking stream",
+    )  # the second: on the default stream
     return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 

@@ -47,7 +47,9 @@ def floating(name: str, value: Any) -> None:
     """Raise TypeError unless value is a floating-point tensor."""
     tensor(name, value)
     if not value.is_floating_point():
-        raise TypeError(f"{name} is {value.dtype}; give floating-point values, for example {name}.float()")
+        raise TypeError(
+            f"{name} is {value.dtype}; give floating-point values, for example {name}.float()"
+        )
 
 
 def integers(name: str, value: Any) -> None:
@@ -87,7 +89,9 @@ def parameter_dtype(name: str, value: Any) -> None:
 def tensor_dtype(name: str, value: Any) -> None:
     """Raise TypeError unless value is an unquantized dtype."""
     if value is None:
-        raise TypeError(f"{name}=None is not a dtype; give torch.bfloat16, torch.float16 or torch.float32")
+        raise TypeError(
+            f"{name}=None is not a dtype; give torch.bfloat16, torch.float16 or torch.float32"
+        )
     parameter_dtype(name, value)
 
 
@@ -127,7 +131,9 @@ def extents(name: str, value: Any) -> tuple[int, ...]:
         ValueError: A size is below 0.
     """
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping, Set)):
-        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
+        raise TypeError(
+            f"{name}={described(value)} is not a sequence; give a list of whole numbers"
+        )
     sizes = tuple([to_int(f"a size of {name}", size) for size in value])
     if any(size < 0 for size in sizes):
         raise ValueError(f"{name}={sizes} holds a size below 0; give sizes of at least 0")

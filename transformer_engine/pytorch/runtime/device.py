@@ -79,7 +79,9 @@ def cast_to_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     results: list[Tensor | None] = []
     for x in tensors:
         dtype = autocast_dtype(x.device.type) if type(x) is Tensor else None
-        results.append(x if x is None or dtype is None or x.dtype not in _CAST_DTYPES else x.to(dtype))
+        results.append(
+            x if x is None or dtype is None or x.dtype not in _CAST_DTYPES else x.to(dtype)
+        )
     return results
 
 
@@ -134,7 +136,9 @@ def _check_available(device: torch.device, name: str) -> None:
 
 def _to_device(device: torch.device | str | int, name: str) -> torch.device:
     """Convert a device in any form that torch accepts to torch.device; raise TypeError or ValueError otherwise."""
-    if not isinstance(device, (str, bool, torch.device, torch.Tensor)) and hasattr(type(device), "__index__"):
+    if not isinstance(device, (str, bool, torch.device, torch.Tensor)) and hasattr(
+        type(device), "__index__"
+    ):
         device = operator.index(device)  # a NumPy integer, for one
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(
@@ -149,7 +153,9 @@ def _to_device(device: torch.device | str | int, name: str) -> torch.device:
         ) from None
 
 
-def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
+def canonical_device(
+    device: torch.device | str | int | None = "cuda", name: str = "device"
+) -> torch.device:
     """Return the device on which a module allocates: "cuda", the default, means the CPU without a GPU.
 
     Args:

@@ -74,7 +74,9 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
         numbers: list[Tensor | None] = []
         for tensor in tensors:
             if tensor is not None:
-                pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
+                pinned = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu"
+                )
                 tensor = pinned.copy_(tensor.detach(), non_blocking=True)
             numbers.append(tensor)
         event = torch.cuda.Event()

@@ -57,7 +57,9 @@ class DeviceTables(Generic[K, V]):
         if key in self._captured:
             return self._captured[key]
         if value is None:
-            value = next((other for (other_key, _), other in self._values.items() if other_key == key), None)
+            value = next(
+                (other for (other_key, _), other in self._values.items() if other_key == key), None
+            )
         if value is not None:
             self._captured[key] = value
         return value

@@ -69,7 +69,9 @@ def _reject_derivative(operation: str, gradients: Any, ctx: Any, grads: Sequence
     links += _leaves_below(ctx)
     places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
     if links and places:
-        guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
+        guarded_results = _FirstDerivativeOnly.apply(
+            operation, [results[i] for i in places], *links
+        )
         for i, result in zip(places, guarded_results, strict=True):
             results[i] = result
     return tuple(results) if isinstance(gradients, tuple) else results[0]
@@ -100,7 +102,9 @@ class _FirstDerivativeOnly(Function):
     """The given gradients, as functions of the links in the graph; their derivative raises an error."""
 
     @staticmethod
-    def forward(ctx: Any, operation: str, gradients: list[Tensor], *links: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, operation: str, gradients: list[Tensor], *links: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.operation = operation
         return tuple(gradient.detach() for gradient in gradients)
 
@@ -122,7 +126,9 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
         links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         results = list(gradients)
-        guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
+        guarded_results = _FirstDerivativeOnly.apply(
+            operation, [results[i] for i in places], *links
+        )
         for i, result in zip(places, guarded_results, strict=True):
             results[i] = result
         return tuple(results)
@@ -151,7 +157,9 @@ def replay(
             outputs, differentiable, grads, create_graph=True, allow_unused=True
         )
     remaining = iter(found)
-    return [next(remaining) if tensor is not None and tensor.requires_grad else None for tensor in views]
+    return [
+        next(remaining) if tensor is not None and tensor.requires_grad else None for tensor in views
+    ]
 
 
 def transposed(linear_map: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
@@ -164,7 +172,9 @@ def transposed(linear_map: Callable[..., Any], back: Callable[..., Any], *grads:
 
 class _LinearMap(Function):
     @staticmethod
-    def forward(ctx: Any, linear_map: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
+    def forward(
+        ctx: Any, linear_map: Callable[..., Any], back: Callable[..., Any], *grads: Tensor
+    ) -> Any:
         ctx.there, ctx.back = linear_map, back
         return linear_map(*grads)
 

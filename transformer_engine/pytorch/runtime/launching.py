@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from ...common.dispatch import Operator
-from ...common.kernels.launch import ALIGNMENT, Launch, Output, check_memory, missing, start, starter
+from ...common.kernels.launch import (
+    ALIGNMENT,
+    Launch,
+    Output,
+    check_memory,
+    missing,
+    start,
+    starter,
+)
 from ...common.kernels.program import Program
 from ..fast.symbols import Symbol, TensorLayout
 from .device import current_hardware, is_current_device
@@ -48,7 +56,9 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     return outputs  # pyright: ignore[reportReturnType]
 
 
-def run_into(launch: Launch, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+def run_into(
+    launch: Launch, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
+) -> None:
     """Run a launch on the device of the first input, whose outputs are the caller's tensors."""
     first = inputs[0]
     assert first is not None
@@ -103,7 +113,9 @@ class Performed:
             with torch.cuda.device(self.device):
                 return self(*given)
         addresses: list[int | None] = [None]
-        key: list[Any] = []  # all properties on which Triton specializes and which the records do not fix
+        key: list[
+            Any
+        ] = []  # all properties on which Triton specializes and which the records do not fix
         address_bits = 0
         for tensor in given:
             if tensor is None:
@@ -172,14 +184,19 @@ def _plan_program(program: Program, device: torch.device) -> _Planned:
         for index, output in enumerate(launch.outputs):
             if output is None or (caller_allocated and caller_allocated[index]):
                 outputs.append(caller_allocated[index] if caller_allocated else 0)
-            elif output.shape == (1,) and output.dtype == "float32" and output.begins in (None, 0.0):
+            elif (
+                output.shape == (1,) and output.dtype == "float32" and output.begins in (None, 0.0)
+            ):
                 zeroed.append(output.begins is not None)
                 outputs.append(-len(zeroed))
             else:
                 makers.append(_maker(output, device))
                 outputs.append(input_count + len(makers))
     next_index = input_count + len(makers)
-    where = [*range(input_count + 1), *[index if index >= 0 else next_index - index for index in outputs]]
+    where = [
+        *range(input_count + 1),
+        *[index if index >= 0 else next_index - index for index in outputs],
+    ]
     places: list[tuple[int, ...]] = []
     first = input_count + 1
     for launch, inputs in steps:
@@ -202,7 +219,9 @@ def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...
     return lambda sequence: tuple([sequence[position] for position in places])
 
 
-def run_program_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+def run_program_into(
+    launch: Launch, tensors: Sequence[Tensor | None], device: torch.device
+) -> None:
     """Start the launch on its inputs, followed by the outputs, which the caller has allocated on the device."""
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
@@ -232,10 +251,14 @@ def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
     else:
         seen, strides = (
             shape,
-            tuple(prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))),
+            tuple(
+                prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))
+            ),
         )
     # On the host: 0.8 us, torch.empty takes 1.2 us.
-    return functools.partial(torch.empty_strided, seen, strides, dtype=_DTYPES[dtype], device=device)
+    return functools.partial(
+        torch.empty_strided, seen, strides, dtype=_DTYPES[dtype], device=device
+    )
 
 
 def uniform(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -303,4 +326,6 @@ def operator(schema: str, eager: Callable[..., Any], results: Callable[..., Any]
         eager: The implementation.
         results: Allocates tensors with the shapes and dtypes that `eager` returns, without computing them.
     """
-    return TorchOperator(define_operator("transformer_engine", schema, "cuda", eager, results), results)
+    return TorchOperator(
+        define_operator("transformer_engine", schema, "cuda", eager, results), results
+    )

@@ -91,7 +91,9 @@ def load_plugin() -> None:
             stacklevel=3,
         )
     extension = sys.modules.get(EXTENSION)
-    unused = [] if _is_own(extension) else [name for name in _REPLACEMENTS if hasattr(extension, name)]
+    unused = (
+        [] if _is_own(extension) else [name for name in _REPLACEMENTS if hasattr(extension, name)]
+    )
     if unused:
         warnings.warn(
             f"the plugin's {EXTENSION} has {' and '.join(unused)}, which DotProductAttention does not call; pass a "

@@ -57,7 +57,9 @@ def hidden_from_selective_checkpoints() -> Iterator[bool]:
     Operators on state that only one run copies or updates would shift that order.
     """
     hidden: list[Any] = []
-    while isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+    while isinstance(
+        _get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+    ):
         hidden.append(_pop_mode())
     try:
         yield bool(hidden)

@@ -66,7 +66,11 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             written.append((kwargs[argument.name], plain_kwargs[argument.name]))
     originals: dict[int, QuantizedTensorStorage] = {}
     for target, values in written:
-        targets = zip(target, values, strict=True) if isinstance(target, list | tuple) else [(target, values)]
+        targets = (
+            zip(target, values, strict=True)
+            if isinstance(target, list | tuple)
+            else [(target, values)]
+        )
         for original, value in targets:
             if isinstance(original, QuantizedTensorStorage):
                 write(value, original)
@@ -89,7 +93,9 @@ def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | No
     return result
 
 
-def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
+def _view_like(
+    tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None
+) -> Any:
     """Return `like` for a view: in inference mode, it is an inference tensor only if the tensor is one."""
     if torch.is_inference_mode_enabled() and not tensor.is_inference():
         with torch.inference_mode(False):
@@ -194,19 +200,29 @@ def _view(tensor: Any, shape: Sequence[int], strides: Sequence[int] | None = Non
         product *= n if n != -1 else 1
     shape = tuple(tensor.numel() // max(product, 1) if n == -1 else n for n in shape)
     storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.with_shape(shape)
-    return NotImplemented if storage is None else same_place(tensor, _view_like(tensor, storage, shape))
+    return (
+        NotImplemented
+        if storage is None
+        else same_place(tensor, _view_like(tensor, storage, shape))
+    )
 
 
 @_handles(aten.expand.default)
 def _expand(tensor: Any, shape: Sequence[int], *, implicit: bool = False) -> Any:
-    same = len(shape) == tensor.dim() and all(n in (-1, m) for n, m in zip(shape, tensor.shape, strict=True))
+    same = len(shape) == tensor.dim() and all(
+        n in (-1, m) for n, m in zip(shape, tensor.shape, strict=True)
+    )
     return _alias(tensor) if same else NotImplemented
 
 
 @_handles(aten.slice.Tensor)
-def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _slice(
+    tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     if READS in vars(tensor):
-        return narrow_part(tensor, getattr(tensor, READS), (0,) * tensor.dim(), dim, start, end, step)
+        return narrow_part(
+            tensor, getattr(tensor, READS), (0,) * tensor.dim(), dim, start, end, step
+        )
     if dim % max(tensor.dim(), 1) or step != 1 or tensor.dim() == 0:
         return NotImplemented
     start, end, _ = slice(start, end).indices(tensor.shape[0])
@@ -243,9 +259,15 @@ def _rows(tensor: Any, start: int, stop: int) -> Any:
 
 
 @_handles(aten.as_strided.default)
-def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], storage_offset: int = 0) -> Any:
+def _as_strided(
+    tensor: Any, shape: Sequence[int], strides: Sequence[int], storage_offset: int = 0
+) -> Any:
     """Return a view; quantized tensors support the identity and whole-row ranges."""
-    if tuple(strides) != tensor.stride() or not shape or tuple(shape[1:]) != tuple(tensor.shape[1:]):
+    if (
+        tuple(strides) != tensor.stride()
+        or not shape
+        or tuple(shape[1:]) != tuple(tensor.shape[1:])
+    ):
         return NotImplemented
     start, rest = divmod(storage_offset or 0, max(tensor.stride(0), 1))
     if rest:
@@ -283,7 +305,11 @@ def _new_zeros(
     nominal: torch.dtype = dtype or tensor.dtype
     if not nominal.is_floating_point:
         return NotImplemented
-    is_shard = len(shape) > 1 and tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] < tensor.shape[0]
+    is_shard = (
+        len(shape) > 1
+        and tuple(shape[1:]) == tuple(tensor.shape[1:])
+        and shape[0] < tensor.shape[0]
+    )
     granularity = tensor.row_granularity()
     cuts_block = is_shard and prod(shape[:-1]) % granularity != 0
     if cuts_block or writer.unsupported_shape_reason(shape, **usages) is not None:
@@ -303,7 +329,9 @@ def _new_zeros(
         if scale is not None and scale.dim() == 1 and scale.numel() == 1:
             getattr(storage, name).copy_(scale)
     zeros = like(tensor, storage, shape)
-    setattr(zeros, ROWS_OF, None)  # sharding fills its rows once, by the codes: the scale is theirs alone
+    setattr(
+        zeros, ROWS_OF, None
+    )  # sharding fills its rows once, by the codes: the scale is theirs alone
     return zeros
 
 

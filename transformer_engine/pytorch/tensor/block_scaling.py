@@ -31,7 +31,9 @@ DIRECTIONS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwis
 
 def tensor_fields(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
     """Return the tensor's fields, with its nominal dtype and shape."""
-    return tuple(getattr(tensor, name if name in ("dtype", "shape") else f"_{name}") for name in names)
+    return tuple(
+        getattr(tensor, name if name in ("dtype", "shape") else f"_{name}") for name in names
+    )
 
 
 def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
@@ -71,7 +73,9 @@ class BlockScalingQuantizer(Quantizer):
     ) -> QuantizedTensorStorage:
         reason = self.unsupported_shape_reason(tensor.shape, rowwise, columnwise)
         if reason is not None:
-            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {reason}")
+            raise ValueError(
+                f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {reason}"
+            )
         spec = self.spec(rowwise, columnwise)
         quantized = self._quantized(plain_matrix(tensor), _tiled(spec) if self._swizzles else spec)
         return self._packed(quantized, tensor.shape, tensor.dtype, tiled=self._swizzles)
@@ -85,14 +89,19 @@ class BlockScalingQuantizer(Quantizer):
     @property
     def makes_tiles(self) -> bool:
         """Whether `tiled_operands` is supported: the format has one-byte scales, and `encode` is this class's."""
-        return type(self).encode is BlockScalingQuantizer.encode and self.spec(True, False).format.swizzled
+        return (
+            type(self).encode is BlockScalingQuantizer.encode
+            and self.spec(True, False).format.swizzled
+        )
 
     @property
     def _swizzles(self) -> bool:
         """Whether results have scales in matrix-instruction order."""
         return self.optimize_for_gemm and self.makes_tiles
 
-    def product_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool, split: bool) -> Operands:
+    def product_operands(
+        self, matrix: Tensor, rowwise: bool, columnwise: bool, split: bool
+    ) -> Operands:
         """Return `operands`, with scales in matrix-instruction order where the GPU multiplies the format.
 
         Args:
@@ -115,7 +124,9 @@ class BlockScalingQuantizer(Quantizer):
         """Quantize a matrix [M, K]; codes and scales are as from `quantize`, without padding."""
         reason = self.unsupported_shape_reason(matrix.shape, spec.rowwise, spec.columnwise)
         if reason is not None:
-            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(matrix.shape)}: {reason}")
+            raise ValueError(
+                f"{type(self).__name__} cannot quantize shape {tuple(matrix.shape)}: {reason}"
+            )
         codes, scale, codes_t, scale_t, amax, amax_t = self._quantized(plain_matrix(matrix), spec)
         form, form_t = spec.operand_format, spec.columnwise_operand_format
         return Operands(
@@ -132,7 +143,11 @@ class BlockScalingQuantizer(Quantizer):
         return self.TENSOR.STORAGE.pack(quantized, shape, quantizer=self, dtype=dtype, **constants)
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> QuantizedTensorStorage:
         reason = self.unsupported_shape_reason(shape, self.rowwise_usage, self.columnwise_usage)
         if reason is not None:
@@ -153,14 +168,22 @@ class BlockScalingQuantizer(Quantizer):
         if reason is not None:
             raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {reason}")
         spec = self.spec(not columnwise, columnwise)
-        storage: Any = self._packed(empty_quantized(spec, *matrix_shape(shape), "meta"), shape, torch.float32)
-        return tuple((storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv).shape)
+        storage: Any = self._packed(
+            empty_quantized(spec, *matrix_shape(shape), "meta"), shape, torch.float32
+        )
+        return tuple(
+            (storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv).shape
+        )
 
     def shard_granularity(self, columnwise: bool) -> int | None:
         spec = self.spec(True, columnwise)
         block = spec.format.block
         # A subclass may quantize differently. Row-scaled formats' maxima differ from the shards' maxima.
-        if type(self).encode is not BlockScalingQuantizer.encode or block is None or spec.format.row_scaled:
+        if (
+            type(self).encode is not BlockScalingQuantizer.encode
+            or block is None
+            or spec.format.row_scaled
+        ):
             return None
         return block[1] if columnwise or spec.two_dimensional else block[0]
 
@@ -178,7 +201,11 @@ class BlockScalingQuantizer(Quantizer):
         assert issubclass(storage, BlockScaledStorage)
         if codes is not None and scale is not None:
             buffers["rowwise_data"] = codes.view(torch.uint8).index_select(0, groups.padded_row())
-            by_row = groups.transposed_row_scales(scale) if self.transposes_scales else padded(scale, 1, 4)
+            by_row = (
+                groups.transposed_row_scales(scale)
+                if self.transposes_scales
+                else padded(scale, 1, 4)
+            )
             buffers["scale_inv"] = by_row
         if codes_t is not None and scale_t is not None:
             codes_t = codes_t.view(torch.uint8)
@@ -193,7 +220,9 @@ class BlockScalingQuantizer(Quantizer):
             )
         return buffers
 
-    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(
+        self, shape: Sequence[int], rowwise: bool, columnwise: bool
+    ) -> str | None:
         if self.VECTORS and not len(shape):
             return None
         if len(shape) < 2 and not self.VECTORS:
@@ -201,7 +230,9 @@ class BlockScalingQuantizer(Quantizer):
         if shape[-1] % self.MULTIPLE:
             return f"the last dimension {_advice(shape[-1], self.MULTIPLE)}"
         if columnwise and prod(shape[:-1]) % self.MULTIPLE:
-            return f"the product of the leading dimensions {_advice(prod(shape[:-1]), self.MULTIPLE)}"
+            return (
+                f"the product of the leading dimensions {_advice(prod(shape[:-1]), self.MULTIPLE)}"
+            )
         return None
 
 

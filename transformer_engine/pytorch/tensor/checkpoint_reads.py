@@ -79,7 +79,9 @@ def narrow_part(
     dim %= part.dim()
     first, stop, _ = slice(start, end).indices(part.shape[dim])
     moved = (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :])
-    return ShardTarget.of(full, moved, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :]))
+    return ShardTarget.of(
+        full, moved, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :])
+    )
 
 
 def collect(full: Any, offsets: Offsets, source: Tensor) -> None:
@@ -102,7 +104,9 @@ def collect(full: Any, offsets: Offsets, source: Tensor) -> None:
             window = values
             for dim, (start, size) in enumerate(zip(place, shard.shape, strict=True)):
                 window = window.narrow(dim, start, size)
-            window.copy_(shard.decode(torch.float32) if isinstance(shard, QuantizedTensorStorage) else shard)
+            window.copy_(
+                shard.decode(torch.float32) if isinstance(shard, QuantizedTensorStorage) else shard
+            )
         full.copy_(values)
 
 
@@ -118,7 +122,10 @@ def _join_shards(full: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorSto
             or offsets[0] != row
         ):
             return None
-        if shard.storage_class() is not full.storage_class() or shard.byte_layout() != full.byte_layout():
+        if (
+            shard.storage_class() is not full.storage_class()
+            or shard.byte_layout() != full.byte_layout()
+        ):
             return None
         if shard.get_usages() != first.get_usages():
             return None
@@ -133,7 +140,9 @@ def _join_shards(full: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorSto
     for payload in payloads[1:]:
         if any(not torch.equal(part, payload.whole[name]) for name, part in whole_parts.items()):
             return None
-    joined = join_payload([torch.cat(parts) for parts in zip(*sent, strict=True)], payloads[0], full.dtype)
+    joined = join_payload(
+        [torch.cat(parts) for parts in zip(*sent, strict=True)], payloads[0], full.dtype
+    )
     for _, shard in ordered:
         joined.join_claims(shard)  # pyright: ignore[reportArgumentType]
     return joined

@@ -63,7 +63,9 @@ class CustomOperand(OwnedOperand):
         halves = _halves(self.made, COLUMNWISE if self.columnwise else ROWWISE)
         return halves.data, halves.scale
 
-    def split_tensors(self) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
+    def split_tensors(
+        self,
+    ) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
         """Return (tensors for save_for_backward, function that rebuilds the operand and returns how many it used)."""
         direction = COLUMNWISE if self.columnwise else ROWWISE
         tensors, emptied = self.made.prepare_for_saving()
@@ -87,7 +89,9 @@ class CustomOperand(OwnedOperand):
             (True, True): GEMMType.WGRAD,
         }[self.columnwise, other.columnwise]
         x, w = (_halves(o.made, COLUMNWISE if o.columnwise else ROWWISE) for o in (self, other))
-        params = MMParams(epilogue.dtype if epilogue.out is None else epilogue.out.dtype, epilogue.exact)
+        params = MMParams(
+            epilogue.dtype if epilogue.out is None else epilogue.out.dtype, epilogue.exact
+        )
         product = self.made._quantizer.qgemm(
             x.data,
             w.data,
@@ -105,7 +109,9 @@ class CustomOperand(OwnedOperand):
 
 def _halves(quantized: Any, direction: str) -> Halves:
     data, scale = (
-        (quantized.data, quantized.scale) if direction == ROWWISE else (quantized.data_t, quantized.scale_t)
+        (quantized.data, quantized.scale)
+        if direction == ROWWISE
+        else (quantized.data_t, quantized.scale_t)
     )
     if data is None:
         missing = "row-wise" if direction == ROWWISE else "column-wise"

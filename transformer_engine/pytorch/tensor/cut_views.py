@@ -33,9 +33,9 @@ class _Whole:
         like = self.like
         values = self.decode(dtype)
         if values.stride() != like.stride():
-            values = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=values.device).copy_(
-                values
-            )
+            values = torch.empty_strided(
+                like.shape, like.stride(), dtype=dtype, device=values.device
+            ).copy_(values)
         offset = view.storage_offset() - like.storage_offset() + values.storage_offset()
         return values.as_strided(view.shape, view.stride(), offset)
 
@@ -128,5 +128,7 @@ def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
         return result
     # The copy does not follow later writes to the tensor, and neither do reads in other dtypes.
     storage = tensor.mapped(lambda part: part.clone(memory_format=torch.preserve_format))
-    source = _Whole(f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta"))
+    source = _Whole(
+        f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta")
+    )
     return tree_map(lambda leaf: _mark_cut(leaf, source) if type(leaf) is Tensor else leaf, result)

@@ -21,13 +21,18 @@ def empty_quantized(
     """Allocate codes and scales for a matrix [rows, depth], shaped as `quantize` returns them."""
     form, block = spec.format, spec.format.block
     buffers: dict[str, Tensor] = {}
-    for used, suffix, m, k in ((spec.rowwise, "", rows, depth), (spec.columnwise, "_t", depth, rows)):
+    for used, suffix, m, k in (
+        (spec.rowwise, "", rows, depth),
+        (spec.columnwise, "_t", depth, rows),
+    ):
         if not used:
             continue
         scales = (1,) if block is None else (ceil_div(m, block[0]), ceil_div(k, block[1]))
         codes = torch.empty((m, k // form.packing), dtype=torch_dtype(spec.element), device=device)
         buffers[f"codes{suffix}"] = codes
-        buffers[f"scale{suffix}"] = torch.empty(scales, dtype=_SCALE_DTYPES[form.scale], device=device)
+        buffers[f"scale{suffix}"] = torch.empty(
+            scales, dtype=_SCALE_DTYPES[form.scale], device=device
+        )
         if form.levels is not None:
             maxima = rows if form.row_scaled and suffix == "" else 1
             buffers[f"amax{suffix}"] = torch.empty(maxima, dtype=torch.float32, device=device)
@@ -44,7 +49,9 @@ def element_number(dtype: DType | torch.dtype | int) -> DType:
     number = None
     if isinstance(dtype, torch.dtype):
         number = _NUMBERS.get(dtype)
-    elif not isinstance(dtype, (str, float)) and hasattr(dtype, "__int__") and int(dtype) in _VALUES:
+    elif (
+        not isinstance(dtype, (str, float)) and hasattr(dtype, "__int__") and int(dtype) in _VALUES
+    ):
         number = DType(int(dtype))
     if number is None or number not in _ELEMENTS:
         raise ValueError(
@@ -85,7 +92,9 @@ def nominal_dtype(fake_dtype: torch.dtype | None, dtype: torch.dtype | None) -> 
         return dtype
     values_dtype("fake_dtype", fake_dtype)
     if dtype is not None and dtype is not fake_dtype:
-        raise ValueError(f"fake_dtype={fake_dtype} and dtype={dtype} are one setting; give one of them")
+        raise ValueError(
+            f"fake_dtype={fake_dtype} and dtype={dtype} are one setting; give one of them"
+        )
     return fake_dtype
 
 
@@ -95,7 +104,9 @@ def check_scalar(name: str, value: Tensor | None) -> None:
         return
     tensor(name, value)
     if value.dtype != torch.float32 or value.numel() != 1:
-        raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
+        raise ValueError(
+            f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element"
+        )
 
 
 @functools.cache

@@ -26,11 +26,21 @@ __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTe
 
 @functools.cache
 def _spec(
-    dimensions: int, dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool, amax_epsilon: float
+    dimensions: int,
+    dtype: DType,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    amax_epsilon: float,
 ) -> QuantizeSpec:
     tiles = BLOCK_2D if dimensions == 2 else BLOCK_1D
     return QuantizeSpec(
-        tiles, find_element(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=amax_epsilon
+        tiles,
+        find_element(dtype),
+        rowwise,
+        columnwise,
+        power_of_two=power_of_two,
+        epsilon=amax_epsilon,
     )
 
 
@@ -44,7 +54,9 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  #
 
     def _default_quantizer(self) -> Quantizer:
         dimensions = 2 if self._is_2D_scaled else 1
-        return Float8BlockQuantizer(self._fp8_dtype, block_scaling_dim=dimensions, **self.get_usages())
+        return Float8BlockQuantizer(
+            self._fp8_dtype, block_scaling_dim=dimensions, **self.get_usages()
+        )
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_float8_blockwise_tensor_in_reduce_ex, tensor_fields(self, _PICKLED)
@@ -69,13 +81,21 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
     VECTORS = True
 
     def __init__(
-        self, fp8_dtype: DType | torch.dtype, *, rowwise: bool = True, columnwise: bool = True,
-        amax_epsilon: float = 0.0, force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
+        self,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
         all_gather_usage: bool = False,
-    ):  # fmt: skip
+    ):
         dimensions = to_int("block_scaling_dim", block_scaling_dim)
         if dimensions not in (1, 2):
-            raise ValueError(f"block_scaling_dim={block_scaling_dim!r}; choose 1 (1 x 128) or 2 (128 x 128)")
+            raise ValueError(
+                f"block_scaling_dim={block_scaling_dim!r}; choose 1 (1 x 128) or 2 (128 x 128)"
+            )
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = float8_number(fp8_dtype)
         self.amax_epsilon = amax_floor(amax_epsilon)

@@ -31,13 +31,20 @@ from .quantizer import Operands, Quantizer, amax_floor
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
-__all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
+__all__ = [
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+]
 
 
 def code_directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
     """Directions in which a kernel writes FP8 codes for these product operands."""
     # Without a GPU, no product reads all layouts; `has_cuda` is cached.
-    one_copy = columnwise and not torch.compiler.is_compiling() and has_cuda() and reads_all_layouts()
+    one_copy = (
+        columnwise and not torch.compiler.is_compiling() and has_cuda() and reads_all_layouts()
+    )
     return (True, False) if one_copy else (rowwise, columnwise)
 
 
@@ -85,7 +92,11 @@ class _PerTensorQuantizer(Quantizer):
     dtype: DType
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> QuantizedTensorStorage:
         spec = float8_spec(self.dtype, self.rowwise_usage, self.columnwise_usage)
         storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
@@ -112,13 +123,21 @@ class _PerTensorQuantizer(Quantizer):
         )
         if self.columnwise_usage:
             storage.update_usage(columnwise_usage=True)
-        return storage if internal or self.internal else self.wrap(storage, requires_grad=requires_grad)
+        return (
+            storage
+            if internal or self.internal
+            else self.wrap(storage, requires_grad=requires_grad)
+        )
 
     def _inverse_scale(self, device: torch.device) -> Tensor:
         return torch.empty(1, dtype=torch.float32, device=device)  # the caller writes it
 
-    def _packed(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> Float8TensorStorage:
-        return Float8TensorStorage.pack(quantized, shape, fp8_dtype=self.dtype, quantizer=self, dtype=dtype)
+    def _packed(
+        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
+    ) -> Float8TensorStorage:
+        return Float8TensorStorage.pack(
+            quantized, shape, fp8_dtype=self.dtype, quantizer=self, dtype=dtype
+        )
 
     def groups_unsupported_reason(self) -> str | None:
         supported = type(self) in (Float8Quantizer, Float8CurrentScalingQuantizer)
@@ -129,9 +148,13 @@ class _PerTensorQuantizer(Quantizer):
         raise NotImplementedError
 
     def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
-        amax, scale = self._group_scales(maxima_of_groups(row_maxima(x), groups, groups.group_of_row()))
+        amax, scale = self._group_scales(
+            maxima_of_groups(row_maxima(x), groups, groups.group_of_row())
+        )
         usages = (self.rowwise_usage, self.columnwise_usage)
-        return {"amax": amax} | scaled_groups(x, groups, scale, elements.find_element(self.dtype), *usages)
+        return {"amax": amax} | scaled_groups(
+            x, groups, scale, elements.find_element(self.dtype), *usages
+        )
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         return _operands(quantized, dtype)
@@ -212,7 +235,9 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         spec = float8_spec(self.dtype, rowwise, columnwise)
         scale = self.scale.reshape(1)
         if noop_flag is None and not torch.compiler.is_compiling():
-            quantized = quantize(plain_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
+            quantized = quantize(
+                plain_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1)
+            )
             if self.amax_reduction_group is not None:
                 reduce_maxima(self.amax, self.amax_reduction_group)
             return self._packed(quantized, tensor.shape, tensor.dtype)
@@ -242,11 +267,15 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         if state is None:
             # No view of a vector: selective checkpointing counts the operators of a second run, which reads no state.
             scale, amax = self.scale, self.amax
-            return scale if scale.ndim == 1 else scale.view(1), amax if amax.ndim == 1 else amax.view(1)
+            return scale if scale.ndim == 1 else scale.view(
+                1
+            ), amax if amax.ndim == 1 else amax.view(1)
         slot = self._slot
         if slot is not None and slot[0] is state.scale_in_place and slot[1] is state.amax_history:
             return slot[2:]
-        slot = self._slot = _StateViews(state.scale_in_place, state.amax_history, self.scale, self.amax)
+        slot = self._slot = _StateViews(
+            state.scale_in_place, state.amax_history, self.scale, self.amax
+        )
         return slot[2:]
 
     def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
@@ -294,7 +323,9 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         recorded = self.amax
         largest = torch.maximum(recorded, amax.reshape(recorded.shape))
         # `self.amax` is read again: a compiler must see that writes reach the state through its base tensor.
-        self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
+        self.amax.copy_(
+            largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest)
+        )
         if self.amax_reduction_group is not None:
             reduce_maxima(self.amax, self.amax_reduction_group)
 
@@ -331,7 +362,11 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        for name, value in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
+        for name, value in {
+            "use_existing_amax": use_existing_amax,
+            "scale": scale,
+            "amax": amax,
+        }.items():
             if value is not None and value is not False:
                 warnings.warn(
                     f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",
@@ -362,10 +397,18 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         if type(self) is not Float8CurrentScalingQuantizer:
             return None
         group = self.amax_reduction_group if self.with_amax_reduction else None
-        return (self.dtype, self.force_pow_2_scales, self.amax_epsilon, self.with_amax_reduction, group), ()
+        return (
+            self.dtype,
+            self.force_pow_2_scales,
+            self.amax_epsilon,
+            self.with_amax_reduction,
+            group,
+        ), ()
 
     def _quantized(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Quantized:
-        spec = float8_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
+        spec = float8_spec(
+            self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon
+        )
         amax = None
         if self.with_amax_reduction:
             amax = self.reduce_amax(maximum(matrix))
@@ -380,7 +423,9 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         if self.with_amax_reduction:
             return None
         directions = code_directions(rowwise, columnwise)
-        return Cast(float8_spec(self.dtype, *directions, self.force_pow_2_scales, self.amax_epsilon))
+        return Cast(
+            float8_spec(self.dtype, *directions, self.force_pow_2_scales, self.amax_epsilon)
+        )
 
     def _configuration(self) -> Hashable:
         reduction = (self.with_amax_reduction, self.amax_reduction_group)
@@ -388,9 +433,13 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
 
 
 def _make_float8_tensor_in_reduce_ex(
-    data: Tensor | None, fp8_dtype: DType, fp8_scale_inv: Tensor, dtype: torch.dtype, shape: Sequence[int],
+    data: Tensor | None,
+    fp8_dtype: DType,
+    fp8_scale_inv: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
     data_transpose: Tensor | None = None,
-) -> Float8Tensor:  # fmt: skip
+) -> Float8Tensor:
     """Return a Float8Tensor from its pickle; its use determines its quantizer."""
     payload = {"data": data, "fp8_scale_inv": fp8_scale_inv, "fp8_dtype": fp8_dtype}
     return Float8Tensor(shape, dtype, data_transpose=data_transpose, **payload)  # pyright: ignore

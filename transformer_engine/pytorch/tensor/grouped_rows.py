@@ -85,4 +85,7 @@ def quantize_blocks_of_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
 
 
 def _flat(buffers: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: buffer if buffer.dim() == 1 else buffer.reshape(-1) for name, buffer in buffers.items()}
+    return {
+        name: buffer if buffer.dim() == 1 else buffer.reshape(-1)
+        for name, buffer in buffers.items()
+    }

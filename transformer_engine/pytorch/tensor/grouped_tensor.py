@@ -102,7 +102,9 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         """Return uninitialized matrices with these shapes, each in the format of the quantizer."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         if len(shapes) != num_tensors or not shapes:
-            raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor")
+            raise ValueError(
+                f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor"
+            )
         return cls._uninitialized(
             [extents("shapes", shape) for shape in shapes], quantizer, device, dtype, None
         )
@@ -127,13 +129,21 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
 
     @classmethod
     def make_grouped_tensor(  # pyright: ignore[reportIncompatibleVariableOverride]
-        cls, num_tensors: int, first_dims: Tensor | None, last_dims: Tensor | None,
-        logical_first_dim: int, logical_last_dim: int, quantizer: Quantizer | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> GroupedTensor:  # fmt: skip
+        cls,
+        num_tensors: int,
+        first_dims: Tensor | None,
+        last_dims: Tensor | None,
+        logical_first_dim: int,
+        logical_last_dim: int,
+        quantizer: Quantizer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> GroupedTensor:
         """Return uninitialized matrices; sizes are read from the device, and None means equal sizes."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
-        firsts = _accept_extents("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
+        firsts = _accept_extents(
+            "first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None
+        )
         lasts = _accept_extents("last_dims", last_dims, num_tensors, logical_last_dim, False)
         shapes = list(zip(firsts, lasts, strict=True))
         varies = (first_dims is not None, last_dims is not None)
@@ -158,13 +168,19 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
             )
         shapes = [extents("tensor_shape", tensor_shape)] * num_tensors
         storage = GroupedTensorStorage.around(shapes, rowwise_data.detach(), StackQuantizer(None))
-        return storage if internal else cls.from_storage(storage, requires_grad=rowwise_data.requires_grad)
+        return (
+            storage
+            if internal
+            else cls.from_storage(storage, requires_grad=rowwise_data.requires_grad)
+        )
 
     @classmethod
     def from_stack(cls, stack: Tensor) -> GroupedTensor:
         """Return a group of plain matrices (or vectors) that shares the memory of a contiguous stack [n, ..]."""
         shapes = [tuple(stack.shape[1:])] * stack.shape[0]
-        return cls.from_storage(GroupedTensorStorage.around(shapes, stack.detach(), StackQuantizer(None)))
+        return cls.from_storage(
+            GroupedTensorStorage.around(shapes, stack.detach(), StackQuantizer(None))
+        )
 
     def _set_data(self, value: Tensor) -> None:
         """Adopt the memory of plain values with the same shape and dtype; otherwise as `QuantizedTensor.data`."""
@@ -188,7 +204,10 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         )
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(), self.extents())
+        return _make_grouped_tensor_in_reduce_ex, (
+            self.split_into_quantized_tensors(),
+            self.extents(),
+        )
 
 
 class _GroupValues(Function):
@@ -245,7 +264,9 @@ class StackQuantizer(Quantizer):
     TENSOR = GroupedTensor
 
     def __init__(self, quantizers: Sequence[Quantizer] | None, shapes: Shapes | None = None):
-        usages = quantizers[0].get_usages() if quantizers else {"rowwise": True, "columnwise": False}
+        usages = (
+            quantizers[0].get_usages() if quantizers else {"rowwise": True, "columnwise": False}
+        )
         super().__init__(**usages)
         self.quantizers = None if quantizers is None else tuple(quantizers)
         self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
@@ -261,7 +282,9 @@ class StackQuantizer(Quantizer):
             tensor = tensor.decode(tensor.dtype)
         shapes = self._shapes(tensor.shape)
         pieces = tensor.reshape(-1).split([prod(shape) for shape in shapes])
-        members: list[Any] = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        members: list[Any] = [
+            piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)
+        ]
         if self.quantizers is not None:
             members = [
                 quantizer.encode(member, rowwise, columnwise, noop_flag=noop_flag)
@@ -270,11 +293,17 @@ class StackQuantizer(Quantizer):
         return GroupedTensorStorage.of(members, self, tensor.dtype)
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> GroupedTensorStorage:
         shapes = self._shapes(shape)
         if self.quantizers is None:
-            data = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device, pin_memory=pin_memory)
+            data = torch.empty(
+                sum(map(prod, shapes)), dtype=dtype, device=device, pin_memory=pin_memory
+            )
             return GroupedTensorStorage.around(shapes, data, self)
         members = []
         for quantizer, one in zip(self.quantizers, shapes, strict=True):
@@ -288,7 +317,9 @@ class StackQuantizer(Quantizer):
         for quantizer, member in zip(self.quantizers or (), tensor.unbind(0), strict=False):
             quantizer.calibrate(member)
 
-    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(
+        self, shape: Sequence[int], rowwise: bool, columnwise: bool
+    ) -> str | None:
         for quantizer, one in zip(self.quantizers or (), self._shapes(shape), strict=False):
             reason = quantizer.unsupported_shape_reason(one, rowwise, columnwise)
             if reason is not None:
@@ -298,7 +329,9 @@ class StackQuantizer(Quantizer):
     def copy(self) -> StackQuantizer:
         """Return a copy with independent usages, also in its members' quantizers."""
         twin = copy.copy(self)
-        twin.quantizers = None if self.quantizers is None else tuple(q.copy() for q in self.quantizers)
+        twin.quantizers = (
+            None if self.quantizers is None else tuple(q.copy() for q in self.quantizers)
+        )
         return twin
 
     def _configuration(self) -> Hashable:
@@ -318,15 +351,20 @@ def stack_quantizer(
     quantizers = None if quantizer is None else [quantizer.copy() for _ in shapes]
     checked_shapes = [tuple(shape) for shape in shapes]
     return StackQuantizer(
-        quantizers, None if len(set(checked_shapes)) == 1 and stacked is not False else checked_shapes
+        quantizers,
+        None if len(set(checked_shapes)) == 1 and stacked is not False else checked_shapes,
     )
 
 
-def _accept_extents(name: str, extents: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
+def _accept_extents(
+    name: str, extents: Tensor | None, count: int, logical: int, is_sum: bool
+) -> list[int]:
     """Return one size per matrix; if none are given, `logical` or an equal share."""
     if extents is None:
         if is_sum and logical % max(count, 1):
-            raise ValueError(f"num_tensors={count} does not divide the logical extent {logical}; give {name}")
+            raise ValueError(
+                f"num_tensors={count} does not divide the logical extent {logical}; give {name}"
+            )
         return [logical // count if is_sum else logical] * count
     tensor(name, extents)
     if extents.dim() != 1 or extents.numel() != count or extents.is_floating_point():

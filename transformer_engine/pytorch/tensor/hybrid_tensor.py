@@ -58,9 +58,14 @@ class HybridQuantizer(Quantizer):
     columnwise_source = "original"  # for pickles that do not say
 
     def __init__(
-        self, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, *, columnwise_source: str = "original",
-        rowwise: bool = True, columnwise: bool = True,
-    ):  # fmt: skip
+        self,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        *,
+        columnwise_source: str = "original",
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         for name, quantizer in (
             ("rowwise_quantizer", rowwise_quantizer),
@@ -97,7 +102,11 @@ class HybridQuantizer(Quantizer):
         )
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> HybridQuantizedTensorStorage:
         def part(quantizer: Quantizer, rowwise: bool) -> QuantizedTensorStorage:
             quantizer = quantizer.copy()
@@ -113,7 +122,9 @@ class HybridQuantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         """Return whether all quantizers for the enabled directions are safe."""
         used = []
-        if self.rowwise_usage or (self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"):
+        if self.rowwise_usage or (
+            self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"
+        ):
             used.append(self.rowwise_quantizer)
         if self.columnwise_usage:
             used.append(self.columnwise_quantizer)
@@ -123,9 +134,15 @@ class HybridQuantizer(Quantizer):
         self.rowwise_quantizer.calibrate(tensor)
         self.columnwise_quantizer.calibrate(tensor)
 
-    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(
+        self, shape: Sequence[int], rowwise: bool, columnwise: bool
+    ) -> str | None:
         reads_rows = rowwise or (columnwise and self.columnwise_source == "rowwise_dequantized")
-        reason = self.rowwise_quantizer.unsupported_shape_reason(shape, True, False) if reads_rows else None
+        reason = (
+            self.rowwise_quantizer.unsupported_shape_reason(shape, True, False)
+            if reads_rows
+            else None
+        )
         if reason is None and columnwise:
             reason = self.columnwise_quantizer.unsupported_shape_reason(shape, False, True)
         return reason
@@ -151,7 +168,11 @@ def _make_hybrid_tensor_in_reduce_ex(
     quantizer: Quantizer | None = None,
 ) -> HybridQuantizedTensor:
     """Return a HybridQuantizedTensor from its pickle."""
-    constants = {"rowwise_rebuild": rebuilds[0], "columnwise_rebuild": rebuilds[1], "quantizer": quantizer}
+    constants = {
+        "rowwise_rebuild": rebuilds[0],
+        "columnwise_rebuild": rebuilds[1],
+        "quantizer": quantizer,
+    }
     tensors = dict(zip(HybridQuantizedTensorStorage.TENSORS.values(), slots, strict=True))
     storage = HybridQuantizedTensorStorage(**tensors, **constants, dtype=dtype)
     return HybridQuantizedTensor.from_storage(storage, shape=shape)

@@ -30,7 +30,12 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # pyright: ignore
         return IdentityQuantizer()
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_identity_tensor_in_reduce_ex, (self._data, self.dtype, self.shape, self._quantizer)
+        return _make_identity_tensor_in_reduce_ex, (
+            self._data,
+            self.dtype,
+            self.shape,
+            self._quantizer,
+        )
 
 
 class IdentityQuantizer(Quantizer):
@@ -49,7 +54,9 @@ class IdentityQuantizer(Quantizer):
     is_identity = True
     dtype: torch.dtype | None = None  # for pickles that do not say
 
-    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True):
+    def __init__(
+        self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
+    ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if dtype is not None:
             values_dtype("dtype", dtype)
@@ -70,7 +77,11 @@ class IdentityQuantizer(Quantizer):
         return Operands(plain(matrix), Matrix(matrix))
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> IdentityTensorStorage:
         stored_dtype = dtype if self.dtype is None else self.dtype
         values = torch.empty(shape, dtype=stored_dtype, device=device, pin_memory=pin_memory)

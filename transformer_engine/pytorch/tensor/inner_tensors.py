@@ -28,11 +28,17 @@ class DescribesTensors:
     internal: bool
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> QuantizedTensorStorage:
         raise NotImplementedError
 
-    def inner_tensor_specs(self, shape: Sequence[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def inner_tensor_specs(
+        self, shape: Sequence[int]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """{attribute: (shape, dtype)} for the tensors in a result with this shape, in the directions of the usages."""
         tensors = _tensors(self.empty(extents("shape", shape), torch.float32, "meta", False))
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -71,7 +71,9 @@ def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled | _Hybrid:
     quantizer = weight.writer()
     if isinstance(quantizer, BlockScalingQuantizer):
         return _BlockScaled(shard, quantizer)
-    raise TypeError(f"{type(weight).__name__} has no master weights; give FP8 or block-scaled weights")
+    raise TypeError(
+        f"{type(weight).__name__} has no master weights; give FP8 or block-scaled weights"
+    )
 
 
 class _Hybrid:
@@ -86,7 +88,10 @@ class _Hybrid:
                 'column-wise scales follow from row-wise codes of all ranks; use columnwise_source="original"'
             )
         rowwise, columnwise = shard.targets
-        parts = ((weight.rowwise_storage, (rowwise, None)), (weight.columnwise_storage, (None, columnwise)))
+        parts = (
+            (weight.rowwise_storage, (rowwise, None)),
+            (weight.columnwise_storage, (None, columnwise)),
+        )
         self.writers: list[Any] = [
             _writer(replace(shard, weight=part, targets=targets))
             for part, targets in parts
@@ -162,7 +167,9 @@ class _BlockScaled:
         self.shard = shard
         usages = weight.get_usages()
         self.axes = (False,) if weight.transposable and usages["rowwise"] else (False, True)
-        if not (usages["rowwise"] and usages["columnwise"]):  # a hybrid weight's part, or a dropped direction
+        if not (
+            usages["rowwise"] and usages["columnwise"]
+        ):  # a hybrid weight's part, or a dropped direction
             self.axes = (False,) if usages["rowwise"] else (True,)
         self.spec = quantizer.spec(True, False)
         if True in self.axes and weight.COLUMNS_TRANSPOSED:
@@ -183,7 +190,9 @@ class _BlockScaled:
                 '4over6 to "activations" or "none"'
             )
         positions = torch.arange(self.rows * self.depth, device=shard.values.device)
-        self.owned = ((positions >= shard.start) & (positions < shard.stop)).view(self.rows, self.depth)
+        self.owned = ((positions >= shard.start) & (positions < shard.stop)).view(
+            self.rows, self.depth
+        )
         matrix = shard.values.new_zeros(self.rows * self.depth)
         matrix[shard.start : shard.stop] = shard.values
         self.matrix = matrix.view(self.rows, self.depth)
@@ -201,7 +210,9 @@ class _BlockScaled:
         for transposed in self.axes:
             amax = next(maxima)
             # Elements of other ranks have their block's maximum.
-            matrix, owned = (self.matrix.t(), self.owned.t()) if transposed else (self.matrix, self.owned)
+            matrix, owned = (
+                (self.matrix.t(), self.owned.t()) if transposed else (self.matrix, self.owned)
+            )
             maximum = tiles.spread(amax).expand(self._cut(transposed).shape)
             filled = tiles.join(maximum, (matrix.shape[0], matrix.shape[1])).to(matrix.dtype)
             part = quantize(torch.where(owned, matrix, filled), self.spec)
@@ -225,7 +236,9 @@ def _write_run(codes: Tensor, shard: Shard, direction: int, data: Tensor, packin
     if target is not None:
         target.view(-1).copy_(codes)
         return
-    flat = data.reshape(-1)  # a view, except for column-wise MXFP8 codes, which are stored transposed
+    flat = data.reshape(
+        -1
+    )  # a view, except for column-wise MXFP8 codes, which are stored transposed
     flat[shard.start // packing : shard.stop // packing].copy_(codes)
     if flat.data_ptr() != data.data_ptr():
         data.copy_(flat.view(data.shape))

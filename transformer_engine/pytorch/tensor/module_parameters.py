@@ -46,7 +46,9 @@ def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 @suggests_keywords
-def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True) -> Any:
+def load_plain_state_dict(
+    module: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True
+) -> Any:
     """Load a state that `plain_state_dict` returned. Plain values are quantized where the module's parameter is.
 
     Args:
@@ -75,10 +77,16 @@ def _kind(tensor: QuantizedTensor) -> str:
     """Return the class and the element of the codes, which bytes do not contain; for a group, of its members too."""
     if isinstance(tensor, GroupedTensor):
         member = tensor.split_into_quantized_tensors()[0]
-        inner = _kind(member) if isinstance(member, QuantizedTensor) else str(tensor.dtype).rpartition(".")[2]
+        inner = (
+            _kind(member)
+            if isinstance(member, QuantizedTensor)
+            else str(tensor.dtype).rpartition(".")[2]
+        )
         return f"{type(tensor).__name__}.{inner}"
     constants = (getattr(tensor, name) for name in tensor.CONSTANTS)
-    return ".".join((type(tensor).__name__, *(value.name for value in constants if isinstance(value, DType))))
+    return ".".join(
+        (type(tensor).__name__, *(value.name for value in constants if isinstance(value, DType)))
+    )
 
 
 def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -136,7 +144,11 @@ def keep_quantized_parameters() -> None:
         setattr(convert, _MARK, True)
         return convert
 
-    for name, dtype in (("float", torch.float32), ("half", torch.float16), ("bfloat16", torch.bfloat16)):
+    for name, dtype in (
+        ("float", torch.float32),
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+    ):
         original = getattr(nn.Module, name)
         if not hasattr(original, _MARK):
             setattr(nn.Module, name, conversion(dtype, original))

@@ -40,7 +40,9 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # pyright: ignore[repor
     STORAGE = MXFP8TensorStorage
 
     def _default_quantizer(self) -> Quantizer:
-        return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._square_tiles, **self.get_usages())
+        return MXFP8Quantizer(
+            self._fp8_dtype, with_2d_quantization=self._square_tiles, **self.get_usages()
+        )
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_mxfp8_tensor_in_reduce_ex, tensor_fields(self, _PICKLED)

@@ -191,7 +191,10 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         self.dtype = element_number(fp4_dtype)
         if self.dtype is not DType.kFloat4E2M1:
             raise ValueError(f"fp4_dtype={fp4_dtype!r} is not FP4; give DType.kFloat4E2M1")
-        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_amax_reduction, self.amax_reduction_group = (
+            with_amax_reduction,
+            amax_reduction_group,
+        )
         self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
         self.with_2d_quantization = with_2d_quantization
         self.stochastic_rounding = stochastic_rounding
@@ -296,7 +299,9 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             of_blocks = index_groups(amax, group[::16]).repeat(depth)
             codes_t, scale_t = self._rows_with_maxima(x_t.view(-1, 16), of_blocks)
             scale_t = padded(scale_t.view(torch.uint8).reshape(depth, -1), TILE, 1)
-            buffers["columnwise_data"] = transposed_codes(codes_t.reshape(depth, -1), groups, packing=2)
+            buffers["columnwise_data"] = transposed_codes(
+                codes_t.reshape(depth, -1), groups, packing=2
+            )
             buffers["columnwise_scale_inv"] = transposed_scales(scale_t, groups, 16)
             buffers["columnwise_amax"] = amax
         return buffers
@@ -308,7 +313,9 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             uniform = torch.rand(x.shape, dtype=torch.float32, device=x.device)
             codes, scale = encode_rows(x, spec, spec.format, amax, uniform)
             return pack_fp4(codes), scale
-        rows = _spec(True, False, True, self.nvfp4_e4m3_max, False, False, False, False, spec.four_over_six)
+        rows = _spec(
+            True, False, True, self.nvfp4_e4m3_max, False, False, False, False, spec.four_over_six
+        )
         codes, scale, *_ = quantize(x, rows, amax=amax)
         assert codes is not None and scale is not None
         return codes, scale
@@ -321,8 +328,18 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
     def _configuration(self) -> Hashable:
         return (
             (self.with_amax_reduction, self.amax_reduction_group),
-            (self.with_rht, self.with_random_sign_mask, self.with_2d_quantization, self.stochastic_rounding),
-            (self.row_scaled_nvfp4, self.nvfp4_use_4over6, self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode),
+            (
+                self.with_rht,
+                self.with_random_sign_mask,
+                self.with_2d_quantization,
+                self.stochastic_rounding,
+            ),
+            (
+                self.row_scaled_nvfp4,
+                self.nvfp4_use_4over6,
+                self.nvfp4_e4m3_max,
+                self.nvfp4_4over6_err_mode,
+            ),
         )
 
 

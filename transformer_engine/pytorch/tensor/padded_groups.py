@@ -107,7 +107,9 @@ def index_groups(values: Tensor, group_of: Tensor) -> Tensor:
     return torch.cat((values, values.new_ones(1)))[group_of]
 
 
-def columns_of_groups(matrix: Tensor, group: Tensor, local: Tensor, widths: Tensor, size: int) -> Tensor:
+def columns_of_groups(
+    matrix: Tensor, group: Tensor, local: Tensor, widths: Tensor, size: int
+) -> Tensor:
     """Write the columns of each group as one contiguous matrix after another.
 
     Args:
@@ -150,11 +152,18 @@ def transposed_scales(scale_t: Tensor, groups: PaddedGroups, rows: int) -> Tenso
 
 
 def scaled_groups(
-    x: Tensor, groups: PaddedGroups, scale: Tensor, element: Element, rowwise: bool, columnwise: bool
+    x: Tensor,
+    groups: PaddedGroups,
+    scale: Tensor,
+    element: Element,
+    rowwise: bool,
+    columnwise: bool,
 ) -> dict[str, Tensor]:
     """FP8 codes saturate(x * scale of its group) for x [total, K], by the keyword of `GroupedTensorStorage`."""
     group = groups.group_of_row()
-    codes = cast(x.to(torch.float32) * index_groups(scale, group)[:, None], element).view(torch.uint8)
+    codes = cast(x.to(torch.float32) * index_groups(scale, group)[:, None], element).view(
+        torch.uint8
+    )
     inverse, buffers = scale.reciprocal(), {"scale": scale}
     if rowwise:
         buffers |= {"rowwise_data": codes, "scale_inv": inverse}

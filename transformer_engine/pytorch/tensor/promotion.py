@@ -49,7 +49,9 @@ def read_arguments(
             for index, leaf in enumerate(argument)
         ]
 
-    positional = tuple(values(declared.name, value) for declared, value in zip(arguments, args, strict=False))
+    positional = tuple(
+        values(declared.name, value) for declared, value in zip(arguments, args, strict=False)
+    )
     return positional, {name: values(name, argument) for name, argument in kwargs.items()}
 
 
@@ -78,7 +80,9 @@ def writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _computation_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+def _computation_dtype(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.dtype | None:
     """The dtype that an operation reads values in; None for the nominal dtype."""
     if func is aten.copy_.default:
         return args[0].dtype
@@ -91,4 +95,6 @@ def _computation_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
     if func is not aten._foreach_copy_.default:
         tensors = [leaf for leaf in tensors if leaf.dim() > 0] or tensors
-    return functools.reduce(torch.promote_types, [leaf.dtype for leaf in tensors]) if tensors else None
+    return (
+        functools.reduce(torch.promote_types, [leaf.dtype for leaf in tensors]) if tensors else None
+    )

@@ -116,15 +116,23 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         check_keywords(cls, (shape, dtype, *parts))
         dtype = nominal_dtype(fake_dtype, dtype) or torch.float32
         if device is not None:
-            canonical_device(device)  # the payload determines the device; an invalid device raises an error
+            canonical_device(
+                device
+            )  # the payload determines the device; an invalid device raises an error
         values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
         check_shape(shape, storage.shape)
         return cls.from_storage(
-            storage, shape=shape, requires_grad=requires_grad, stride=stride, storage_offset=storage_offset
+            storage,
+            shape=shape,
+            requires_grad=requires_grad,
+            stride=stride,
+            storage_offset=storage_offset,
         )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
+    def __init__(
+        self, *args: Any, **kwargs: Any
+    ) -> None:  # the storage's constructor must not run again
         pass
 
     @classmethod
@@ -175,7 +183,12 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         metadata = tensor.get_metadata() | payload
         nominal = metadata.pop("dtype") if dtype is None else dtype
         metadata.pop("dtype", None)
-        return cls(tensor.shape if shape is None else shape, nominal, requires_grad=requires_grad, **metadata)
+        return cls(
+            tensor.shape if shape is None else shape,
+            nominal,
+            requires_grad=requires_grad,
+            **metadata,
+        )
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values as a plain tensor; the gradient passes through."""
@@ -206,7 +219,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             )
         if self._quantizer is not quantizer:
             warnings.warn(
-                "Quantizer is being updated, this may affect model behavior", UserWarning, stacklevel=2
+                "Quantizer is being updated, this may affect model behavior",
+                UserWarning,
+                stacklevel=2,
             )
             self._quantizer = quantizer
 
@@ -226,7 +241,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """Return this tensor if its nominal strides are contiguous, otherwise a copy with contiguous strides."""
         if memory_format not in (torch.contiguous_format, torch.preserve_format):
-            raise ValueError(f"{with_article(type(self))} has no layout {memory_format}; dequantize it first")
+            raise ValueError(
+                f"{with_article(type(self))} has no layout {memory_format}; dequantize it first"
+            )
         return self if self.is_contiguous() else self.clone()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -277,7 +294,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         if id(self) in memo:
             return memo[id(self)]
         payload = {
-            name: copy.deepcopy(getattr(self, name), memo) for name in (*self.TENSORS, *self.CONSTANTS)
+            name: copy.deepcopy(getattr(self, name), memo)
+            for name in (*self.TENSORS, *self.CONSTANTS)
         }
         twin = aten.like(
             self, QuantizedTensorStorage.flatten(self)[1]([payload[name] for name in self.TENSORS])
@@ -294,7 +312,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         """Return (function, arguments) that create this tensor from its pickle, without gradient or attributes."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is made from its pickle")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how it is made from its pickle"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         arguments = self._rebuilding()
@@ -366,7 +386,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         rewrites = columnwise and "codes" in metadata.fields and out.rewrites_columns()
         if rewrites and rewrite_codes(out, all_gather_outputs, metadata):
             return None
-        storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise and not rewrites)
+        storage = join_payload(
+            all_gather_outputs, metadata, param_dtype, columnwise and not rewrites
+        )
         write_gathered(out, storage, list_derived(storage, all_gather_outputs), rewrites)
         return None
 
@@ -376,7 +398,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         setattr(alias, READS, self)
         return alias
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         """Create or drop directions in place; None leaves a direction unchanged."""
         if OUT_OF_DATE in vars(self) and (columnwise_usage or rowwise_usage is False):
             remake_columns(self)

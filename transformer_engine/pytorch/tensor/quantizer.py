@@ -61,7 +61,9 @@ class Quantizer(EncodesGroups, DescribesTensors):
     """
 
     TENSOR: ClassVar[Any] = None  # the tensor class that `wrap` returns; None: bare storages
-    RECIPE: ClassVar[type[recipes.Recipe] | None] = None  # the recipe for whose weights it is made; None: any
+    RECIPE: ClassVar[type[recipes.Recipe] | None] = (
+        None  # the recipe for whose weights it is made; None: any
+    )
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
     stateful: bool = False  # `encode` depends on scales that change between calls
@@ -140,11 +142,17 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return self.TENSOR.from_storage(storage, requires_grad=requires_grad)
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> QuantizedTensorStorage:
         """Return an uninitialized storage for values with this shape, in this quantizer's directions."""
         if type(self).make_empty is Quantizer.make_empty:
-            raise TypeError(f"{type(self).__name__} makes no empty tensors; define make_empty(shape, ..)")
+            raise TypeError(
+                f"{type(self).__name__} makes no empty tensors; define make_empty(shape, ..)"
+            )
         return self.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
     def _configuration(self) -> Hashable:
@@ -152,7 +160,11 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return id(self)
 
     def quantize(
-        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+        self,
+        tensor: Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
     ) -> QuantizedTensor | QuantizedTensorStorage:
         """Return the quantized tensor; the gradient passes through the quantization.
 
@@ -197,7 +209,11 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return storage if self.internal else self.wrap(storage)
 
     def __call__(
-        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+        self,
+        tensor: Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
     ) -> QuantizedTensor | QuantizedTensorStorage:
         return self.quantize(tensor, out=out, dtype=dtype)
 
@@ -234,14 +250,21 @@ class Quantizer(EncodesGroups, DescribesTensors):
             )
         usages = dst.get_usages()
         with torch.no_grad():
-            fresh = self.encode(src.detach(), usages["rowwise"], usages["columnwise"], noop_flag=noop_flag)
+            fresh = self.encode(
+                src.detach(), usages["rowwise"], usages["columnwise"], noop_flag=noop_flag
+            )
             dst.copy_from_storage(fresh, noop_flag=noop_flag)
         return dst
 
     def make_empty(
-        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
-        requires_grad: bool = False, pin_memory: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
         """Return an uninitialized quantized tensor, by default on the device of modules; see `update_quantized`."""
         shape = extents("shape", shape)
         values_dtype("dtype", dtype)
@@ -280,9 +303,14 @@ class Quantizer(EncodesGroups, DescribesTensors):
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return whether the format supports a tensor with this shape."""
-        return self.unsupported_shape_reason(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
+        return (
+            self.unsupported_shape_reason(inp.shape, self.rowwise_usage, self.columnwise_usage)
+            is None
+        )
 
-    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(
+        self, shape: Sequence[int], rowwise: bool, columnwise: bool
+    ) -> str | None:
         """Return the reason why the format does not support a shape in these directions, or None."""
         return None
 
@@ -329,7 +357,13 @@ class Quantizer(EncodesGroups, DescribesTensors):
         if type(self) is not type(other):
             return NotImplemented
         ours, theirs = [
-            (q.rowwise_usage, q.columnwise_usage, q.internal, q.optimize_for_gemm, q._configuration())  # pyright: ignore
+            (
+                q.rowwise_usage,  # pyright: ignore[reportAttributeAccessIssue]
+                q.columnwise_usage,  # pyright: ignore[reportAttributeAccessIssue]
+                q.internal,  # pyright: ignore[reportAttributeAccessIssue]
+                q.optimize_for_gemm,  # pyright: ignore[reportAttributeAccessIssue]
+                q._configuration(),  # pyright: ignore[reportAttributeAccessIssue]
+            )
             for q in (self, other)
         ]
         return ours == theirs
@@ -348,7 +382,9 @@ def _check_source(name: str, values: Any) -> None:
         return
     tensor(name, values)
     if not values.is_floating_point():
-        raise TypeError(f"{name}: cannot quantize {values.dtype}; convert to a floating-point dtype first")
+        raise TypeError(
+            f"{name}: cannot quantize {values.dtype}; convert to a floating-point dtype first"
+        )
 
 
 def amax_floor(amax_epsilon: Any) -> float:
@@ -388,7 +424,11 @@ class Calibrating(Quantizer):
         return storage.decode(storage.dtype)
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> IdentityTensorStorage:
         values = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
         return IdentityTensorStorage(hp_data=values)

@@ -20,7 +20,9 @@ from .storage.fsdp import row_slice, row_views
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 OUT_OF_DATE = "_columns_out_of_date"  # attribute on a marked weight; others lack it
-ROWS_OF = "_rows_of"  # attribute on a row slice; None on a tensor whose slices are to be independent
+ROWS_OF = (
+    "_rows_of"  # attribute on a row slice; None on a tensor whose slices are to be independent
+)
 
 
 class _Place(NamedTuple):
@@ -56,7 +58,9 @@ def write(values: Tensor, target: Any) -> None:
         return
     rows = values.reshape(origin.stop - origin.start, *origin.whole.shape[1:])
     parts = origin.whole.unpack()
-    single = (part is not None and part.dim() < 2 for part in (parts.amax, parts.scale, parts.scale_t))
+    single = (
+        part is not None and part.dim() < 2 for part in (parts.amax, parts.scale, parts.scale_t)
+    )
     shares_scale = parts.amax_t is not None or any(single)
     if shares_scale or vars(origin.whole).get(ROWS_OF) is not None:
         everything = origin.whole.decode(torch.float32)

@@ -34,7 +34,9 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
     name = "_data" if isinstance(tensor, Float8Tensor) else "_rowwise_data"
     old = getattr(tensor, name, None)
     if old is None:
-        raise ValueError(f"{type(tensor).__name__} has no row-wise codes to move; quantize with rowwise=True")
+        raise ValueError(
+            f"{type(tensor).__name__} has no row-wise codes to move; quantize with rowwise=True"
+        )
     if old.dtype != new_raw_data.dtype or old.shape != new_raw_data.shape:
         raise ValueError(
             f"the buffer is {new_raw_data.dtype} {tuple(new_raw_data.shape)}, the codes are {old.dtype} "
@@ -69,12 +71,18 @@ def quantize_master_weights(
             f"{len(model_weights)} weights, {len(master_weights)} masters and {len(start_offsets)} offsets; "
             "give one of each for every weight"
         )
-    targets = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
+    targets = (
+        [None] * len(model_weights)
+        if fsdp_shard_model_weights is None
+        else fsdp_shard_model_weights
+    )
     shards = []
     for weight, master, start, target in zip(
         model_weights, master_weights, start_offsets, targets, strict=True
     ):
-        values = torch.empty(0, device=weight.device) if master is None else master.detach().reshape(-1)
+        values = (
+            torch.empty(0, device=weight.device) if master is None else master.detach().reshape(-1)
+        )
         start = 0 if start is None or master is None else start
         if start + values.numel() > weight.numel():
             raise ValueError(
@@ -84,7 +92,11 @@ def quantize_master_weights(
         rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
         shards.append(Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise)))
     with torch.no_grad():
-        if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        if (
+            group is None
+            and torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+        ):
             group = torch.distributed.group.WORLD
         write_shards(shards, group)
         for weight in model_weights:

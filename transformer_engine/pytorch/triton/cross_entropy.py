@@ -45,7 +45,9 @@ def cross_entropy_forward(
     return loss.detach(), gradient
 
 
-def cross_entropy_backward(grad: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
+def cross_entropy_backward(
+    grad: Tensor, grad_output: Tensor, is_cg_capturable: bool = False
+) -> Tensor:
     """Multiply the gradient from `cross_entropy_forward` by the loss gradient, in place.
 
     Args:

@@ -113,7 +113,9 @@ def mhc_fused_scale(
     return pre.to(H.dtype), post.to(H.dtype), residual.to(H.dtype)
 
 
-def mhc_fused_sinkhorn(H_res: Tensor, n: int = 4, recompute_hist: bool = True, iters: int = 20) -> Tensor:
+def mhc_fused_sinkhorn(
+    H_res: Tensor, n: int = 4, recompute_hist: bool = True, iters: int = 20
+) -> Tensor:
     """Return the doubly stochastic matrices to which exp(H_res) is normalized, row by row and column by column.
 
     Args:
@@ -220,7 +222,9 @@ def mhc_generate_mix_and_aggregate(
     """
     s, b, channels, n = x.shape
     flat = x.reshape(s * b, channels * n)
-    H, ms = mhc_fused_projection(flat, phi, use_tf32, norm_weight, fused_grad_x_acc_buffer, use_split_k)
+    H, ms = mhc_fused_projection(
+        flat, phi, use_tf32, norm_weight, fused_grad_x_acc_buffer, use_split_k
+    )
     before, after, residual = mhc_fused_scale(H, alpha, beta, ms, n)
     mixing = mhc_fused_sinkhorn(residual.view(s, b, n, n), n)
     return mhc_fused_aggregate(x, before.view(s, b, n), n, use_tf32), after.view(s, b, n), mixing

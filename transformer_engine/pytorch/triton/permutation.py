@@ -44,9 +44,17 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
 
 
 def permute_with_mask_map(
-    inp: Tensor, row_id_map: Tensor, probs: Tensor | None, scale: Tensor | None, pad_offsets: Tensor | None,
-    num_tokens: int, num_experts: int, num_out_tokens: int, hidden_size: int, scale_hidden_dim: int | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    inp: Tensor,
+    row_id_map: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    pad_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int,
+    hidden_size: int,
+    scale_hidden_dim: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Copy tokens to the rows of a map.
 
     Args:
@@ -72,9 +80,15 @@ def permute_with_mask_map(
 
 
 def unpermute_with_mask_map(
-    inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None, permuted_probs: Tensor | None,
-    pad_offsets: Tensor | None, num_tokens: int, num_experts: int, hidden_size: int,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None,
+    permuted_probs: Tensor | None,
+    pad_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    hidden_size: int,
+) -> tuple[Tensor, Tensor | None]:
     """Sum the rows of each token in float32.
 
     Args:
@@ -95,9 +109,16 @@ def unpermute_with_mask_map(
 
 
 def unpermute_with_mask_map_bwd_with_merging_probs(
-    fwd_output_grad: Tensor, row_id_map: Tensor, fwd_input: Tensor, merging_probs: Tensor,
-    pad_offsets: Tensor | None, num_tokens: int, num_experts: int, num_out_tokens: int, hidden_size: int,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    fwd_output_grad: Tensor,
+    row_id_map: Tensor,
+    fwd_input: Tensor,
+    merging_probs: Tensor,
+    pad_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int,
+    hidden_size: int,
+) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of `unpermute_with_mask_map` with merging probabilities.
 
     Args:
@@ -134,7 +155,12 @@ def make_chunk_sort_map(
 
 
 def sort_chunks_by_map(
-    inp: Tensor, row_id_map: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
+    inp: Tensor,
+    row_id_map: Tensor,
+    probs: Tensor | None,
+    num_tokens: int,
+    hidden_size: int,
+    is_forward: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Move rows as `make_chunk_sort_map` maps them, or back.
 
@@ -152,7 +178,9 @@ def sort_chunks_by_map(
     routes = Routes(row_id_map, INDEX, num_tokens, 1)
 
     def moved(x: Tensor) -> Tensor:
-        return send(x, routes, num_tokens, every_row=True)[0] if is_forward else collect(x, routes)[0]
+        return (
+            send(x, routes, num_tokens, every_row=True)[0] if is_forward else collect(x, routes)[0]
+        )
 
     rows = moved(inp.view(num_tokens, hidden_size))
     return rows, None if probs is None else moved(probs.view(num_tokens, 1)).view(num_tokens)

@@ -75,7 +75,12 @@ def _linear(case: Case, device: torch.device) -> Workload:
 def _layernorm_linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = te.LayerNormLinear(
-        a["depth"], a["width"], bias=False, normalization="RMSNorm", params_dtype=BF16, device=device
+        a["depth"],
+        a["width"],
+        bias=False,
+        normalization="RMSNorm",
+        params_dtype=BF16,
+        device=device,
     )
     return module_workload(module, _random(device, a["rows"], a["depth"]), case)
 
@@ -119,7 +124,10 @@ def _attention(case: Case, device: torch.device) -> Workload:
         attn_mask_type="padding_causal" if packed else "causal",
     )
     tokens = (batch * sequence,) if packed else (batch, sequence)
-    q, k, v = (_random(device, *tokens, heads, a["size"]) for heads in (a["heads"], a["groups"], a["groups"]))
+    q, k, v = (
+        _random(device, *tokens, heads, a["size"])
+        for heads in (a["heads"], a["groups"], a["groups"])
+    )
     keywords: dict[str, Any] = {}
     if a["window"] is not None:
         keywords["window_size"] = (a["window"], 0)
@@ -160,7 +168,9 @@ def _layer(case: Case, device: torch.device) -> Workload:
     return module_workload(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
 
 
-def transformer_layer(arguments: dict[str, Any], device: torch.device, **options: Any) -> te.TransformerLayer:
+def transformer_layer(
+    arguments: dict[str, Any], device: torch.device, **options: Any
+) -> te.TransformerLayer:
     """Build the bfloat16 layer of a case, with further options."""
     return te.TransformerLayer(
         arguments["hidden"],
@@ -209,7 +219,9 @@ class OffloadedStack(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
         enabled = torch.cuda.is_available()
-        self.context, self.synchronize = te.get_cpu_offload_context(enabled, offloaded, len(layers))[:2]
+        self.context, self.synchronize = te.get_cpu_offload_context(
+            enabled, offloaded, len(layers)
+        )[:2]
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -236,7 +248,9 @@ def _rope(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     angles = RotaryPositionEmbedding(a["size"])(max_seq_len=a["sequence"]).to(device)
     x = _random(device, a["sequence"], a["batch"], a["heads"], a["size"])
-    return Workload(functools.partial(apply_rotary_pos_emb, freqs=angles, tensor_format="sbhd"), (x,))
+    return Workload(
+        functools.partial(apply_rotary_pos_emb, freqs=angles, tensor_format="sbhd"), (x,)
+    )
 
 
 @BUILDERS.of("permute")
@@ -291,7 +305,10 @@ def _cross_entropy(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("linear_cross_entropy")
 def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
+    hidden, weight = (
+        _random(device, 1, a["rows"], a["depth"]),
+        _random(device, a["ids"], a["depth"]),
+    )
     return Workload(te.fused_linear_cross_entropy, (hidden, weight, target_ids(case, device)))
 
 
@@ -308,7 +325,10 @@ def _adam(case: Case, device: torch.device) -> Workload:
     # Quantized parameters, which the optimizer writes from float32 master weights.
     count, width = case.arguments["count"], case.arguments["width"]
     with te.quantized_model_init(recipe=recipe):
-        layers = [te.Linear(width, width, bias=False, params_dtype=BF16, device=device) for _ in range(count)]
+        layers = [
+            te.Linear(width, width, bias=False, params_dtype=BF16, device=device)
+            for _ in range(count)
+        ]
     for layer in layers:
         layer.weight.grad = _random(device, width, width)
     weights = [layer.weight for layer in layers]
@@ -329,7 +349,9 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
     limits = GpuLimits(*launching.processors(device.index))
     call = kernel_call(a["kernel"], a["rows"], a["width"], limits)
     operands = [
-        None if one is None else torch.randn(*one[0], device=device, dtype=getattr(torch, one[1])).abs()
+        None
+        if one is None
+        else torch.randn(*one[0], device=device, dtype=getattr(torch, one[1])).abs()
         for one in call.given
     ]
     return Workload(lambda *x: launching.perform(call.program, operands), ())
@@ -338,7 +360,9 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
 def float_parameters(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
     """Create float32 parameters with gradients."""
     a = case.arguments
-    parameters = [torch.nn.Parameter(torch.randn(a["size"], device=device)) for _ in range(a["count"])]
+    parameters = [
+        torch.nn.Parameter(torch.randn(a["size"], device=device)) for _ in range(a["count"])
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     return parameters

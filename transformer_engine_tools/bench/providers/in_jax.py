@@ -37,7 +37,9 @@ def _unsupported_reason(device: torch.device) -> str | None:
         return f"flax is not installed; {optional.install_command('jax')}"
     has_gpu = import_module("transformer_engine.jax.runtime.platform").has_gpu()
     if has_gpu and device.type != "cuda":
-        return "jax finds a GPU but torch finds none; install torch for CUDA, or set JAX_PLATFORMS=cpu"
+        return (
+            "jax finds a GPU but torch finds none; install torch for CUDA, or set JAX_PLATFORMS=cpu"
+        )
     if device.type == "cuda" and not has_gpu:
         return f"jax finds no GPU; {optional.install_command('jax-cuda13')}"
     return None

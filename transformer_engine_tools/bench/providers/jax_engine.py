@@ -37,19 +37,27 @@ def random(*shape: int, seed: int = 0) -> Array:
 
 def _precision(recipe: str) -> AbstractContextManager[Any]:
     family = _FAMILIES.get(recipe)
-    return te.autocast(enabled=family is not None, recipe=None if family is None else family.recipe())
+    return te.autocast(
+        enabled=family is not None, recipe=None if family is None else family.recipe()
+    )
 
 
-def module_workload(module: nn.Module, inputs: Array, recipe: str = "bf16", **options: Any) -> JaxWorkload:
+def module_workload(
+    module: nn.Module, inputs: Array, recipe: str = "bf16", **options: Any
+) -> JaxWorkload:
     """y, the first result of module(inputs), under a recipe; the options are static."""
     context = functools.partial(_precision, recipe)
     rngs = {name: jax.random.key(2) for name in ("params", "sr_rng")}
     with context():
-        variables: Any = nn.meta.unbox(jax.jit(lambda rngs: module.init(rngs, inputs, **options))(rngs))
+        variables: Any = nn.meta.unbox(
+            jax.jit(lambda rngs: module.init(rngs, inputs, **options))(rngs)
+        )
     params = variables.pop("params", {})
 
     def function(params: Any, state: Any, inputs: Array) -> Any:
-        y = module.apply({"params": params, **state}, inputs, rngs={"sr_rng": rngs["sr_rng"]}, **options)
+        y = module.apply(
+            {"params": params, **state}, inputs, rngs={"sr_rng": rngs["sr_rng"]}, **options
+        )
         return y[0] if isinstance(y, tuple) else y
 
     return JaxWorkload(function, (inputs,), params, variables, context)
@@ -64,11 +72,15 @@ def _quantize(case: Case, device: torch.device) -> JaxWorkload:
     quantizer = quantize.QuantizerFactory.create(
         scaling_mode=next(mode for mode in modes if mode.format == sample.format),
         q_dtype=jnp.float4_e2m1fn if sample.format.packing == 2 else jnp.float8_e4m3fn,
-        q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE if a["both"] else quantize.QuantizeLayout.ROWWISE,
+        q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE
+        if a["both"]
+        else quantize.QuantizeLayout.ROWWISE,
     )
 
     return JaxWorkload(
-        lambda params, state, x: state.quantize(x), (random(a["rows"], a["depth"]),), state=quantizer
+        lambda params, state, x: state.quantize(x),
+        (random(a["rows"], a["depth"]),),
+        state=quantizer,
     )
 
 
@@ -173,7 +185,9 @@ def _layer(case: Case, device: torch.device) -> JaxWorkload:
         enable_rotary_pos_emb=a["rotary"],
         dtype=BF16,
     )
-    return module_workload(module, random(1, a["sequence"], a["hidden"]), case.recipe, deterministic=True)
+    return module_workload(
+        module, random(1, a["sequence"], a["hidden"]), case.recipe, deterministic=True
+    )
 
 
 @BUILDERS.of("kernel")

@@ -29,7 +29,9 @@ def _liger_norm(case: Case, device: torch.device) -> Workload:
 
 class _LigerGatedMLP(nn.Module):
     def __init__(self, hidden: int, inner: int):
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # pyright: ignore[reportMissingImports]
+        from liger_kernel.ops.swiglu import (
+            LigerSiLUMulFunction,
+        )
         from liger_kernel.transformers import LigerRMSNorm  # pyright: ignore[reportMissingImports]
 
         super().__init__()
@@ -63,7 +65,7 @@ LIGER = Provider(
 
 
 def _quack_norm(case: Case, device: torch.device) -> Workload | None:
-    from quack import rmsnorm  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    from quack import rmsnorm
 
     a = case.arguments
     if a["kind"] != "RMSNorm":
@@ -97,7 +99,9 @@ def _float8_training(case: Case, device: torch.device) -> Workload:
 TORCHAO = Provider(
     "torchao",
     ("current",),
-    dict.fromkeys(("linear", "layernorm_linear", "layernorm_mlp", "layer", "layer_small"), _float8_training),
+    dict.fromkeys(
+        ("linear", "layernorm_linear", "layernorm_mlp", "layer", "layer_small"), _float8_training
+    ),
     module="torchao",
     remedy="pip install torchao",
     gpu_only="its float8 products need a GPU",

@@ -18,9 +18,15 @@ from .engine import BF16, BUILDERS, module_workload
 class ExpertModules(torch.nn.Module):
     """A grouped MLP built from two GroupedLinear modules and a scaled SwiGLU in torch operations."""
 
-    def __init__(self, groups: int, hidden: int, inner: int, factory_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, groups: int, hidden: int, inner: int, factory_kwargs: dict[str, Any]
+    ) -> None:
         super().__init__()
-        options = {"bias": False, "params_dtype": factory_kwargs["dtype"], "device": factory_kwargs["device"]}
+        options = {
+            "bias": False,
+            "params_dtype": factory_kwargs["dtype"],
+            "device": factory_kwargs["device"],
+        }
         self.fc1 = te.GroupedLinear(groups, hidden, 2 * inner, **options)
         self.activation = ops.SwiGLU()
         self.fc2 = te.GroupedLinear(groups, inner, hidden, **options)
@@ -34,7 +40,9 @@ class ExpertModules(torch.nn.Module):
 class ExpertOperations(torch.nn.Module):
     """The same as a Sequential."""
 
-    def __init__(self, groups: int, hidden: int, inner: int, factory_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, groups: int, hidden: int, inner: int, factory_kwargs: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.chain = ops.Sequential(
             ops.GroupedLinear(groups, hidden, 2 * inner, bias=False, **factory_kwargs),
@@ -68,5 +76,9 @@ def _ops(case: Case, device: torch.device) -> Workload:
     scales = torch.rand(a["rows"], device=device)
     splits = [a["rows"] // a["groups"]] * a["groups"]
     return module_workload(
-        kind(a["groups"], a["hidden"], a["inner"], factory_kwargs), x, case, scales=scales, splits=splits
+        kind(a["groups"], a["hidden"], a["inner"], factory_kwargs),
+        x,
+        case,
+        scales=scales,
+        splits=splits,
     )

@@ -68,10 +68,13 @@ class PlainLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            t.unflatten(-1, (-1, self.size)) for t in self.qkv(self.norm(x)).split(self.widths, dim=-1)
+            t.unflatten(-1, (-1, self.size))
+            for t in self.qkv(self.norm(x)).split(self.widths, dim=-1)
         )
         q, k, v = (t.permute(1, 2, 0, 3) for t in (self.rope(q), self.rope(k), v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups != self.heads)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.groups != self.heads
+        )
         x = x + self.proj(out.permute(2, 0, 1, 3).flatten(2))
         return x + self.mlp(x)
 
@@ -81,7 +84,9 @@ class PlainGroupedLinear(nn.Module):
 
     def __init__(self, groups: int, rows: int, depth: int, width: int, device: torch.device):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(groups, width, depth, device=device, dtype=BF16) * 0.02)
+        self.weight = nn.Parameter(
+            torch.randn(groups, width, depth, device=device, dtype=BF16) * 0.02
+        )
         self.ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,7 +199,10 @@ def _attention(case: Case, device: torch.device) -> Workload | None:
         return out.transpose(1, 2).flatten(2)
 
     tokens = (a["batch"], a["sequence"])
-    q, k, v = (_random(device, *tokens, heads, a["size"]) for heads in (a["heads"], a["groups"], a["groups"]))
+    q, k, v = (
+        _random(device, *tokens, heads, a["size"])
+        for heads in (a["heads"], a["groups"], a["groups"])
+    )
     return Workload(attend, (q, k, v))
 
 
@@ -218,7 +226,8 @@ class SavedOnHost(nn.Module):
 def _offload(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     layers = [
-        nn.Linear(a["width"], a["width"], bias=False, dtype=BF16, device=device) for _ in range(a["layers"])
+        nn.Linear(a["width"], a["width"], bias=False, dtype=BF16, device=device)
+        for _ in range(a["layers"])
     ]
     return Workload(SavedOnHost(layers, a["offloaded"]), (_random(device, a["rows"], a["width"]),))
 
@@ -294,7 +303,10 @@ def _cross_entropy(case: Case, device: torch.device) -> Workload:
 def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
 
-    hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
+    hidden, weight = (
+        _random(device, 1, a["rows"], a["depth"]),
+        _random(device, a["ids"], a["depth"]),
+    )
     return Workload(
         lambda hidden, weight, target: _mean_loss(F.linear(hidden, weight), target),
         (hidden, weight, target_ids(case, device)),
@@ -315,7 +327,9 @@ def _adam(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("sgd")
 def _sgd(case: Case, device: torch.device) -> Workload:
     fused = device.type == "cuda"
-    return stepping(torch.optim.SGD(float_parameters(case, device), lr=1e-4, momentum=0.9, fused=fused))
+    return stepping(
+        torch.optim.SGD(float_parameters(case, device), lr=1e-4, momentum=0.9, fused=fused)
+    )
 
 
 def _compiled(case: Case, device: torch.device) -> Workload | None:

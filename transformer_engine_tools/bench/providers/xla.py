@@ -106,7 +106,8 @@ def _linear(case: Case, device: torch.device) -> JaxWorkload:
 def _layernorm_linear(case: Case, device: torch.device) -> JaxWorkload:
     a = case.arguments
     return module_workload(
-        nn.Sequential([_norm_function(nn.RMSNorm), _dense(a["width"])]), random(a["rows"], a["depth"])
+        nn.Sequential([_norm_function(nn.RMSNorm), _dense(a["width"])]),
+        random(a["rows"], a["depth"]),
     )
 
 
@@ -116,7 +117,12 @@ def _layernorm_mlp(case: Case, device: torch.device) -> JaxWorkload:
     module: nn.Module = XlaGatedMLP(a["inner"])
     if a["activation"] != "swiglu":
         module = nn.Sequential(
-            [_norm_function(nn.LayerNorm), _dense(a["inner"], True), nn.gelu, _dense(a["hidden"], True)]
+            [
+                _norm_function(nn.LayerNorm),
+                _dense(a["inner"], True),
+                nn.gelu,
+                _dense(a["hidden"], True),
+            ]
         )
     return module_workload(module, random(a["rows"], a["hidden"]))
 

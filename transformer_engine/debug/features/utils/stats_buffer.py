@@ -53,7 +53,9 @@ class StatsBuffer:
         if self.vector is None:
             self.vector = vector
         elif self.tensor_name != "weight":
-            self.vector = self.fields.merged(torch.stack([self.vector, vector.to(self.vector.device)]))
+            self.vector = self.fields.merged(
+                torch.stack([self.vector, vector.to(self.vector.device)])
+            )
 
     def group(self) -> tuple[bool, Any]:
         """Whether the statistics are reduced over ranks, and over which group; None for all ranks."""
@@ -98,8 +100,13 @@ class StatsBuffers:
         key = (feature, layer_name, tensor_name)
         with self._lock:
             buffer = self._buffers.get(key)
-            if buffer is None or (buffer.iteration, buffer.fields.names) != (iteration, fields.names):
-                self._buffers[key] = StatsBuffer(layer_name, tensor_name, iteration, fields, statistics)
+            if buffer is None or (buffer.iteration, buffer.fields.names) != (
+                iteration,
+                fields.names,
+            ):
+                self._buffers[key] = StatsBuffer(
+                    layer_name, tensor_name, iteration, fields, statistics
+                )
 
     def wants(self, feature: str, layer_name: str, tensor_name: str) -> bool:
         """Whether a tensor is to be fed: a weight is fed once per step."""
@@ -107,7 +114,13 @@ class StatsBuffers:
         return buffer is not None and (buffer.vector is None or tensor_name != "weight")
 
     def feed(
-        self, feature: str, layer_name: str, tensor_name: str, vector: Tensor, tp_group: Any, tp_size: int
+        self,
+        feature: str,
+        layer_name: str,
+        tensor_name: str,
+        vector: Tensor,
+        tp_group: Any,
+        tp_size: int,
     ) -> None:
         """Add the fields of a tensor to its buffer."""
         with self._lock:
@@ -142,7 +155,8 @@ class StatsBuffers:
 def _reduce_over_ranks(group: Any, buffers: list[StatsBuffer]) -> dict[int, Tensor]:
     """Merge {buffer id: fields} over all ranks of a group, by one collective."""
     vectors = [
-        buffer.fields.neutral() if buffer.vector is None else buffer.vector.cpu() for buffer in buffers
+        buffer.fields.neutral() if buffer.vector is None else buffer.vector.cpu()
+        for buffer in buffers
     ]
     sizes = [vector.numel() for vector in vectors]
     on_gpu = torch.distributed.get_backend(group) == "nccl"
@@ -151,7 +165,9 @@ def _reduce_over_ranks(group: Any, buffers: list[StatsBuffer]) -> dict[int, Tens
     received = [torch.empty_like(sent) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(received, sent, group=group)
     parts = torch.stack(received).cpu().split(sizes, dim=1)
-    return {id(buffer): buffer.fields.merged(part) for buffer, part in zip(buffers, parts, strict=True)}
+    return {
+        id(buffer): buffer.fields.merged(part) for buffer, part in zip(buffers, parts, strict=True)
+    }
 
 
 STATS_BUFFERS = StatsBuffers()

@@ -62,7 +62,9 @@ class BlockwiseDynamicRangeStat(NamedTuple):
         return f"max_blockwise_dynamic_range_block_size_{self.block_size}_dims_{self.dims}{suffix}"
 
 
-def compute_max_blockwise_dynamic_range(tensor: Tensor, stat_config: BlockwiseDynamicRangeStat) -> Tensor:
+def compute_max_blockwise_dynamic_range(
+    tensor: Tensor, stat_config: BlockwiseDynamicRangeStat
+) -> Tensor:
     """Compute the largest dynamic range among the blocks of a tensor [.., K], float64 []; 0 if all elements are 0.
 
     The last dimension and, for two dimensions, the rows may end in a smaller block.
@@ -98,7 +100,9 @@ class Fields(NamedTuple):
 
     def neutral(self) -> Tensor:
         """Build the vector for zero elements."""
-        return torch.tensor([_NEUTRAL[kind] for kind in self.kinds], dtype=torch.float64, device="cpu")
+        return torch.tensor(
+            [_NEUTRAL[kind] for kind in self.kinds], dtype=torch.float64, device="cpu"
+        )
 
     def merged(self, vectors: Tensor) -> Tensor:
         """Merge the vectors into the vector for all tensors together.
@@ -139,7 +143,9 @@ def moments(tensor: Tensor, blockwise: Sequence[BlockwiseDynamicRangeStat] = ())
         magnitudes.double().square().sum(),
         magnitudes.where(magnitudes != 0, math.inf).amin().double(),
     ]
-    return torch.stack([*fields, *(compute_max_blockwise_dynamic_range(values, stat) for stat in blockwise)])
+    return torch.stack(
+        [*fields, *(compute_max_blockwise_dynamic_range(values, stat) for stat in blockwise)]
+    )
 
 
 def errors(tensor: Tensor, quantized: Any, columnwise: bool, largest: float | None) -> Tensor:
@@ -160,7 +166,11 @@ def errors(tensor: Tensor, quantized: Any, columnwise: bool, largest: float | No
     zero = torch.zeros((), dtype=torch.float64, device=values.device)
     clipped = zero
     if largest is not None:
-        clipped = ((operand.codes.float().abs() == largest) & (values.abs() > decoded.abs())).sum().double()
+        clipped = (
+            ((operand.codes.float().abs() == largest) & (values.abs() > decoded.abs()))
+            .sum()
+            .double()
+        )
     fields = [
         torch.full_like(zero, values.numel()),
         (torch.count_nonzero(values) - torch.count_nonzero(decoded)).double(),
@@ -178,7 +188,9 @@ def _dynamic_range(fields: dict[str, float]) -> float:
 
 
 def _std(fields: dict[str, float]) -> float:
-    return math.sqrt(fields["deviations"] / (fields["count"] - 1)) if fields["count"] > 1 else math.nan
+    return (
+        math.sqrt(fields["deviations"] / (fields["count"] - 1)) if fields["count"] > 1 else math.nan
+    )
 
 
 # Statistics by their names in configuration files, from merged fields.

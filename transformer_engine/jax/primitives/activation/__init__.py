@@ -30,14 +30,23 @@ def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParam
         params: Constants for the clamped activation.
     """
     return compute(
-        TABLE, lambda platform: ActivationRequest("forward", names, x.dtype, x.size, platform), x, names=names,
+        TABLE,
+        lambda platform: ActivationRequest("forward", names, x.dtype, x.size, platform),
+        x,
+        names=names,
         params=params,
-    )  # fmt: skip
+    )
 
 
-def activation_backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
+def activation_backward(
+    dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams
+) -> Array:
     """Compute dx [..., n, F] in x's dtype, from dy [..., F] and the `activation_forward` arguments."""
     return compute(
-        TABLE, lambda platform: ActivationRequest("backward", names, x.dtype, x.size, platform), dy, x, names=names,
+        TABLE,
+        lambda platform: ActivationRequest("backward", names, x.dtype, x.size, platform),
+        dy,
+        x,
+        names=names,
         params=params,
-    )  # fmt: skip
+    )

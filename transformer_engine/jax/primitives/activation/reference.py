@@ -122,4 +122,6 @@ def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationPara
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 
 
-BACKEND = Backend[ActivationRequest]("reference", bind=lambda request: OPERATIONS[request.operation])
+BACKEND = Backend[ActivationRequest](
+    "reference", bind=lambda request: OPERATIONS[request.operation]
+)

@@ -21,9 +21,13 @@ from .reference import ActivationParams, ActivationRequest
 
 # Activation names in common/kernels.
 _CURVES = {
-    "gelu": "gelu", "silu": "silu", "relu": "relu", "quick_gelu": "qgelu", "squared_relu": "srelu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "relu": "relu",
+    "quick_gelu": "qgelu",
+    "squared_relu": "srelu",
     "clamped_silu": "clamped_swiglu",
-}  # fmt: skip
+}
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
@@ -68,7 +72,9 @@ class ActivationForward(ActivationKernel):
 
         (x,) = arrays
         rows, parts, width = x.shape
-        launch = activation.forward(*self.curve, rows, width, parts * width, x.dtype.name, self.constants)
+        launch = activation.forward(
+            *self.curve, rows, width, parts * width, x.dtype.name, self.constants
+        )
         return (run_first(launch, [x.reshape(rows, parts * width)]),)
 
 
@@ -114,5 +120,7 @@ def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationPara
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 BACKEND = Backend[ActivationRequest](
-    "triton", unsupported_reason=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
+    "triton",
+    unsupported_reason=unsupported_reason,
+    bind=lambda request: OPERATIONS[request.operation],
 )

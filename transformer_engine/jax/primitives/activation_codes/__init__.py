@@ -17,10 +17,14 @@ from .separate import ActivationCodesRequest, CodedActivation
 
 __all__ = ["TABLE", "ActivationCodesRequest", "activation_backward_codes", "activation_codes"]
 
-TABLE: Table[ActivationCodesRequest] = Table("jax_activation_codes", (triton.BACKEND, separate.BACKEND))
+TABLE: Table[ActivationCodesRequest] = Table(
+    "jax_activation_codes", (triton.BACKEND, separate.BACKEND)
+)
 
 
-def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams) -> Quantized:
+def activation_codes(
+    x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams
+) -> Quantized:
     """Quantize y [*rows, F] rounded to x's dtype; see `Quantized`.
 
     On a GPU the kernel that computes y writes the codes, and y is not stored. With one scale from the maximum of y, the
@@ -28,18 +32,32 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
     """
     coded = CodedActivation(names, params, cast.spec)
     return compute(
-        TABLE, lambda platform: _request("forward", x, cast, coded, platform), x, cast.multiplier, coded=coded
+        TABLE,
+        lambda platform: _request("forward", x, cast, coded, platform),
+        x,
+        cast.multiplier,
+        coded=coded,
     )
 
 
 def activation_backward_codes(
-    dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: Any | None
+    dy: Array,
+    x: Array,
+    cast: Cast,
+    names: tuple[str, ...],
+    params: ActivationParams,
+    sums: Any | None,
 ) -> tuple[Quantized, Array | None]:
     """Quantize dx [*rows, n, F], see `Quantized`, and compute its column sums [n, F] in dtype `sums`, if any."""
     coded = CodedActivation(names, params, cast.spec, None if sums is None else sums_dtype(sums))
     codes, total = compute(
-        TABLE, lambda platform: _request("backward", x, cast, coded, platform), dy, x, cast.multiplier, coded=coded
-    )  # fmt: skip
+        TABLE,
+        lambda platform: _request("backward", x, cast, coded, platform),
+        dy,
+        x,
+        cast.multiplier,
+        coded=coded,
+    )
     return codes, None if total is None else total.astype(sums)
 
 

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..activation import ActivationParams, ActivationRequest, activation_backward, activation_forward
+from ..activation import (
+    ActivationParams,
+    ActivationRequest,
+    activation_backward,
+    activation_forward,
+)
 from ..quantize import Quantized, QuantizeSpec, Request, quantize
 from ..several_axes import with_rows
 

@@ -85,7 +85,10 @@ class _ActivationCodes(ActivationKernel):
             *sums: Column-sum axes, if any.
         """
         (r, w), spec = self.extents, self.spec
-        codes, codes_t = f"{r.whole} {unit}{w.whole}", [f"{unit}{w.whole} {r.whole}"] * spec.columnwise
+        codes, codes_t = (
+            f"{r.whole} {unit}{w.whole}",
+            [f"{unit}{w.whole} {r.whole}"] * spec.columnwise,
+        )
         x = f"{inputs}{r.whole} n {w.whole}"
         if not spec.format.block:
             outputs, maxed = [codes, *codes_t, "i", "o"], (2 + spec.columnwise,)
@@ -175,13 +178,18 @@ class GradientCodes(_ActivationCodes):
         if self.spec.format.block:
             blocks = quantization.blocks(self.spec, x.dtype)
             machine = self.machine(dy.dtype.itemsize + parts * x.dtype.itemsize)
-            program = activation_codes.backward_blocks(*plain, self.constants, blocks, self.sums, machine)
+            program = activation_codes.backward_blocks(
+                *plain, self.constants, blocks, self.sums, machine
+            )
         else:
             cast = quantization.one_scale(self.spec)
-            program = activation_codes.backward(*plain, x.dtype.name, self.constants, cast, self.sums)
+            program = activation_codes.backward(
+                *plain, x.dtype.name, self.constants, cast, self.sums
+            )
         arrays = _run_coded(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
         return tuple(
-            array.reshape(shape.shape) for array, shape in zip(arrays, self.results(dy, x), strict=True)
+            array.reshape(shape.shape)
+            for array, shape in zip(arrays, self.results(dy, x), strict=True)
         )
 
 
@@ -204,7 +212,11 @@ class MeasuredActivation(ActivationKernel):
     @property
     def rule(self) -> ShardingRule:
         sums = ["n w"] * (self.sums is not None)
-        text = f"r w, r n w -> {', '.join(['o', 'r n w', *sums])}" if self.backward else "r n w -> o, r w"
+        text = (
+            f"r w, r n w -> {', '.join(['o', 'r n w', *sums])}"
+            if self.backward
+            else "r n w -> o, r w"
+        )
         return ShardingRule(text, ("n",), maxed=(0,), summed=(2,) if sums else ())
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -227,9 +239,15 @@ class MeasuredActivation(ActivationKernel):
             outputs = run(launch, [flat, None])
             return tuple(array for array in outputs if array is not None)
         launch = activation_cast.backward(
-            *plain, (width, parts * width), x.dtype.name, self.constants, None, False, self.sums is not None,
+            *plain,
+            (width, parts * width),
+            x.dtype.name,
+            self.constants,
+            None,
+            False,
+            self.sums is not None,
             measures=True,
-        )  # fmt: skip
+        )
         # dx, the fifth output, reuses the memory of x, as in `activation`.
         amax, *_, dx, partials = run(launch, [arrays[0], flat, None], reuses={1: 4})
         assert amax is not None and dx is not None
@@ -260,7 +278,10 @@ def code_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDty
     shapes += [jax.ShapeDtypeStruct((ceil_div(rows, down), ceil_div(width, _BLOCK)), jnp.float32)]
     if spec.columnwise:
         scale_t = (ceil_div(width, down), ceil_div(rows, _BLOCK))
-        shapes += [jax.ShapeDtypeStruct((width, rows), dtype), jax.ShapeDtypeStruct(scale_t, jnp.float32)]
+        shapes += [
+            jax.ShapeDtypeStruct((width, rows), dtype),
+            jax.ShapeDtypeStruct(scale_t, jnp.float32),
+        ]
     return tuple(shapes)
 
 
@@ -278,7 +299,9 @@ def forward(x: Array, scale: Array | None, coded: CodedActivation, cast: Request
     counts = {"r": count}
     if scale is None and not coded.spec.format.block:
         amax, y = call_on_axes(MeasuredActivation(coded.names, coded.params, False), counts, x)
-        return FORMATS[coded.spec.format.name].quantize_by_kernels(y, QuantizeInputs(amax=amax), cast)
+        return FORMATS[coded.spec.format.name].quantize_by_kernels(
+            y, QuantizeInputs(amax=amax), cast
+        )
     kernel = ActivationCodes(coded.names, coded.params, coded.spec, cast.shape, x.shape[-1])
     multiplier = [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
     results = call_on_axes(kernel, counts, x, *multiplier)
@@ -297,7 +320,9 @@ def backward(
         row = FORMATS[coded.spec.format.name]
         quantized = row.quantize_by_kernels(dx, QuantizeInputs(amax=amax), cast)
         return quantized, total[0] if total else None
-    kernel = GradientCodes(coded.names, coded.params, coded.spec, cast.shape, x.shape[-1], coded.sums)
+    kernel = GradientCodes(
+        coded.names, coded.params, coded.spec, cast.shape, x.shape[-1], coded.sums
+    )
     multiplier = [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
     results = list(call_on_axes(kernel, counts, dy, x, *multiplier))
     total = None if coded.sums is None else results.pop()
@@ -310,7 +335,9 @@ def _quantized(
     """Pack arrays in `code_shapes` order into a record; codes have the given shape, scales the matrix shape."""
     if spec.format.block:
         flat = code_shapes(spec, *cast.shape)
-        codes = Quantized(*(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays)))
+        codes = Quantized(
+            *(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays))
+        )
         return codes.with_axes(shape, cast.axis)
     codes, *codes_t, scale, amax = arrays
     if not codes_t:
@@ -322,5 +349,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": bac
 BACKEND = Backend[ActivationCodesRequest](
     "triton",
     unsupported_reason=unsupported_reason,
-    bind=lambda request: functools.partial(OPERATIONS[request.activation.operation], cast=request.cast),
+    bind=lambda request: functools.partial(
+        OPERATIONS[request.activation.operation], cast=request.cast
+    ),
 )

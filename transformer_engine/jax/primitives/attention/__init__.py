@@ -17,7 +17,14 @@ from .enums import AttnBiasType
 from .masks import hidden_keys
 from .request import AttentionOperands, AttentionRequest, Parts
 
-__all__ = ["TABLE", "AttentionOperands", "AttentionRequest", "Parts", "attention", "attention_parts"]
+__all__ = [
+    "TABLE",
+    "AttentionOperands",
+    "AttentionRequest",
+    "Parts",
+    "attention",
+    "attention_parts",
+]
 
 # The Triton kernels are preferred if both sequences have at most this length. Forward and backward on an H200, cuDNN
 # 9.19 compared with the kernels: 4 x 128 tokens, 16 heads x 64: GPU 26 and 15 us, host 140 and 72 us; 4 x 512 tokens:
@@ -30,7 +37,9 @@ def preference(request: AttentionRequest) -> tuple[str, ...]:
     lengths = (request.queries, request.keys)
     # Symbolic jax.export lengths cannot be compared with a number.
     has_known_lengths = (
-        request.tokens == "whole" and not request.layout.is_thd() and not any(map(is_symbolic, lengths))
+        request.tokens == "whole"
+        and not request.layout.is_thd()
+        and not any(map(is_symbolic, lengths))
     )
     if has_known_lengths and max(lengths) <= SHORT:
         return ("triton", "cudnn", "reference")
@@ -62,10 +71,16 @@ def attention(request: AttentionRequest, call: AttentionOperands) -> Array:
         call.dropped,
         call.modified,
     )  # they close over arrays for dropout and for a score_mod
-    if not dense or any(closure is not None for closure in closures) or not isinstance(call.scale, float):
+    if (
+        not dense
+        or any(closure is not None for closure in closures)
+        or not isinstance(call.scale, float)
+    ):
         return lax.platform_dependent(cuda=lambda: on_cuda(call), default=lambda: on_cpu(call))
     # The call reads query, key, value, bias and sink only.
-    cuda, default = (_WholeRows(run, request, call.bias_type, call.scale) for run in (on_cuda, on_cpu))
+    cuda, default = (
+        _WholeRows(run, request, call.bias_type, call.scale) for run in (on_cuda, on_cpu)
+    )
     arrays = (call.query, call.key, call.value, call.bias, call.sink)
     return differentiable_by_platform(*arrays, cuda=cuda, default=default)
 
@@ -89,11 +104,23 @@ class _WholeRows:
         hidden = functools.partial(hidden_keys, mask, window, None, query.shape[1], key.shape[1])
         return self.run(
             AttentionOperands(
-                query=query, key=key, value=value, bias=bias, bias_type=self.bias_type, mask_type=mask, window=window,
-                hidden=hidden, lengths=None, scale=self.scale, sink=sink, dropped=None, modified=None,
-                bounds=_no_bounds, draw=None,
+                query=query,
+                key=key,
+                value=value,
+                bias=bias,
+                bias_type=self.bias_type,
+                mask_type=mask,
+                window=window,
+                hidden=hidden,
+                lengths=None,
+                scale=self.scale,
+                sink=sink,
+                dropped=None,
+                modified=None,
+                bounds=_no_bounds,
+                draw=None,
             )
-        )  # fmt: skip
+        )
 
 
 def _no_bounds() -> tuple[Array, Array, Array, Array]:
@@ -110,11 +137,14 @@ def attention_parts(request: AttentionRequest, scale: float) -> Parts:
     Returns:
         The forward and the backward function for a part, which choose the backend by platform.
     """
-    calls = bind_by_platform(TABLE, lambda platform: request._replace(tokens="part", platform=platform))
+    calls = bind_by_platform(
+        TABLE, lambda platform: request._replace(tokens="part", platform=platform)
+    )
 
     def direction(name: str) -> Any:
         cuda, cpu = (
-            functools.partial(getattr(calls[platform], name), scale=scale) for platform in ("cuda", "cpu")
+            functools.partial(getattr(calls[platform], name), scale=scale)
+            for platform in ("cuda", "cpu")
         )
         if cuda.func is cpu.func:
             return cpu

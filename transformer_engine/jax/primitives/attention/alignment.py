@@ -45,7 +45,9 @@ class AlignShardings(Kernel):
         )
         text = f"{', '.join(self.axes)} -> {', '.join(outputs)}"
         replicated = tuple(sorted(set(re.findall(r"\w+", text)).difference(_SHARDED)))
-        return ShardingRule(text, replicated, {"g": self.groups, "r": self.members, "ro": self.members})
+        return ShardingRule(
+            text, replicated, {"g": self.groups, "r": self.members, "ro": self.members}
+        )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[AlignShardings, tuple[bool, ...]]:
         axes = (
@@ -94,7 +96,9 @@ def _align_shardings(
     three = (f"b s {heads} d", "b t g d", "b t g e")
     added: tuple[str, ...] = ()
     if bias is not None:
-        added = (f"{'i' if bias.shape[0] == 1 else 'b'} {'j' if bias.shape[1] == 1 else heads} s t",)
+        added = (
+            f"{'i' if bias.shape[0] == 1 else 'b'} {'j' if bias.shape[1] == 1 else heads} s t",
+        )
     bound_axes = tuple("b" if x.ndim == 1 else f"b n{index}" for index, x in enumerate(lengths))
     axes = (*three, *added, *bound_axes, *(three + added if primals else ()))
     operands = (query, key, value, *(() if bias is None else (bias,)), *lengths, *primals)
@@ -122,7 +126,9 @@ align.defvjp(_forward, _backward)
 def isolate(out: Array, groups: int) -> Array:
     """Isolate out [b, s, h, e], so that token shardings propagate neither from its readers nor to them."""
     members = out.shape[2] // groups
-    return call(AlignShardings((f"b s {head_factors(groups, members)} e",), groups, members), out)[0]
+    return call(AlignShardings((f"b s {head_factors(groups, members)} e",), groups, members), out)[
+        0
+    ]
 
 
 isolate.defvjp(

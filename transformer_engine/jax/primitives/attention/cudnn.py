@@ -88,12 +88,16 @@ def run(call: AttentionOperands, packed: bool) -> Array:
     """Compute out [b, q, h, d]; tokens after a length are zero."""
     if packed:
         causal = call.mask_type.is_causal()
-        return cudnn_packed.attend(call.query, call.key, call.value, call.bounds(), call.scale, causal)
+        return cudnn_packed.attend(
+            call.query, call.key, call.value, call.bounds(), call.scale, causal
+        )
     bias = call.bias
     if bias is not None:
         # JAX rejects a bias that broadcasts over queries or keys; it broadcasts over batches and heads itself.
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], call.query.shape[1], call.key.shape[1]))
-    query, key, value, bias, lengths = align(call.query, call.key, call.value, bias, call.lengths or ())
+    query, key, value, bias, lengths = align(
+        call.query, call.key, call.value, bias, call.lengths or ()
+    )
     queries, keys = lengths or (None, None)
     window = None
     if call.window is not None and call.window[0] >= 0:

@@ -69,7 +69,10 @@ def attend(
 ) -> Array:
     """Compute out [b, q, h, d]; bounds: see `SequenceDescriptor.bounds`. Tokens outside any sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
-    visible = _inside(starts_q, lengths_q, query.shape[1]), _inside(starts_kv, lengths_kv, key.shape[1])
+    visible = (
+        _inside(starts_q, lengths_q, query.shape[1]),
+        _inside(starts_kv, lengths_kv, key.shape[1]),
+    )
     # cuDNN reads -1 as an absent sequence; starts have one more entry, the last sequence's end.
     lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
     starts = [
@@ -95,16 +98,33 @@ def _packed(
     The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
     uncleared result, which must not be overwritten.
     """
-    return clear_unseen(_call(query, key, value, bounds, scale, causal, False), bounds[4], key.shape[2])
+    return clear_unseen(
+        _call(query, key, value, bounds, scale, causal, False), bounds[4], key.shape[2]
+    )
 
 
 def _call(
-    query: Array, key: Array, value: Array, bounds: PackedBounds, scale: float, causal: bool, levels: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    bounds: PackedBounds,
+    scale: float,
+    causal: bool,
+    levels: bool,
 ) -> Any:
     return _module().dot_product_attention(
-        query, key, value, q_seqlen=bounds[0], kv_seqlen=bounds[1], q_offsets=bounds[2], kv_offsets=bounds[3],
-        scale=scale, mask_type=_padding_mask(causal), qkv_layout="BTNH", return_residual=levels,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        q_seqlen=bounds[0],
+        kv_seqlen=bounds[1],
+        q_offsets=bounds[2],
+        kv_offsets=bounds[3],
+        scale=scale,
+        mask_type=_padding_mask(causal),
+        qkv_layout="BTNH",
+        return_residual=levels,
+    )
 
 
 def _padding_mask(causal: bool) -> Any:
@@ -127,9 +147,13 @@ def _backward(scale: float, causal: bool, saved: Any, dout: Array) -> tuple[Any,
     groups = key.shape[2]
     bound_operands = (absent, *bounds, absent, absent)
     dout = clear_unseen(dout, seen_q, groups)
-    dq, dk, dv = _gradients(query, key, value, bound_operands, out, level, dout, scale, _padding_mask(causal))
+    dq, dk, dv = _gradients(
+        query, key, value, bound_operands, out, level, dout, scale, _padding_mask(causal)
+    )
     visible = (seen_q, seen_kv, seen_kv)
-    return *(clear_unseen(dx, of, groups) for dx, of in zip((dq, dk, dv), visible, strict=True)), None
+    return *(
+        clear_unseen(dx, of, groups) for dx, of in zip((dq, dk, dv), visible, strict=True)
+    ), None
 
 
 _packed.defvjp(_forward, _backward)
@@ -137,9 +161,17 @@ _packed.defvjp(_forward, _backward)
 
 _RULE = "_dot_product_attention_bwd_rule"
 _RULE_KNOWN = {
-    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "return_residual",
-    "res", "grad_output",
-}  # fmt: skip
+    "scale",
+    "seed",
+    "dropout_rate",
+    "variadic_args",
+    "mask_type",
+    "layout",
+    "sliding_window_length",
+    "return_residual",
+    "res",
+    "grad_output",
+}
 _RULE_OPTIONAL = {"is_training", "cudnn_version", "score_mod"}  # jax 0.10 and 0.11, and 0.12
 
 
@@ -157,18 +189,33 @@ def part_failure() -> str | None:
     return None
 
 
-def forward_part(query: Array, key: Array, value: Array, scale: float, causal: bool) -> tuple[Array, Array]:
+def forward_part(
+    query: Array, key: Array, value: Array, scale: float, causal: bool
+) -> tuple[Array, Array]:
     """See `Parts`."""
     module = _module()
     mask = module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK
     return module.dot_product_attention(
-        query, key, value, scale=float(scale), mask_type=mask, qkv_layout="BTNH", return_residual=True
+        query,
+        key,
+        value,
+        scale=float(scale),
+        mask_type=mask,
+        qkv_layout="BTNH",
+        return_residual=True,
     )
 
 
 def backward_part(
-    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, causal: bool
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    level: Array,
+    dout: Array,
+    scale: float,
+    causal: bool,
+) -> tuple[Array, Array, Array]:
     """See `Parts`: JAX's gradient rule, for an output and a level that also depend on other keys."""
     mask = _module().MaskType.CAUSAL if causal else _module().MaskType.NO_MASK
     absent = (jnp.zeros(0, query.dtype),) * 7
@@ -176,20 +223,36 @@ def backward_part(
 
 
 def _gradients(
-    query: Array, key: Array, value: Array, bound_operands: tuple[Array, ...], out: Array, level: Array, dout: Array,
-    scale: float, mask: Any,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    query: Array,
+    key: Array,
+    value: Array,
+    bound_operands: tuple[Array, ...],
+    out: Array,
+    level: Array,
+    dout: Array,
+    scale: float,
+    mask: Any,
+) -> tuple[Array, Array, Array]:
     """Compute dq, dk, dv by JAX's rule; bound_operands: bias, query and key lengths and starts, two page tables."""
     module = _module()
     rule = getattr(module, _RULE)
     names = inspect.signature(rule).parameters
     extra = ((),) if "score_mod" in names else ()  # score_mod operands
     values = {
-        "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask,
-        "layout": module._normalize_layout("BTNH").value, "sliding_window_length": None, "score_mod": None,
-        "is_training": library_version(), "cudnn_version": library_version(), "return_residual": False,
-        "res": (query, key, value, *bound_operands, *extra, level, out), "grad_output": dout,
-    }  # fmt: skip
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": mask,
+        "layout": module._normalize_layout("BTNH").value,
+        "sliding_window_length": None,
+        "score_mod": None,
+        "is_training": library_version(),
+        "cudnn_version": library_version(),
+        "return_residual": False,
+        "res": (query, key, value, *bound_operands, *extra, level, out),
+        "grad_output": dout,
+    }
     dq, dk, dv, *_ = rule(**{name: values[name] for name in names})
     return dq, dk, dv
 

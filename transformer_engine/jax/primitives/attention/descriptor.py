@@ -35,9 +35,13 @@ def _pair(name: str, value: Any) -> Pair:
     if not isinstance(value, (tuple, list)):
         value = (value, value)
     if len(value) != 2:
-        raise ValueError(f"{name} has {len(value)} members; give one array, or two for queries and keys")
+        raise ValueError(
+            f"{name} has {len(value)} members; give one array, or two for queries and keys"
+        )
     for array in value:
-        if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(array.dtype, jnp.integer):
+        if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(
+            array.dtype, jnp.integer
+        ):
             raise TypeError(f"{name} holds {described(array)}; give arrays of integers")
         if array.ndim not in (1, 2):
             raise ValueError(f"{name} has shape {array.shape}; give [batch] or [batch, ..]")
@@ -75,7 +79,9 @@ class SequenceDescriptor:
         return cls(_pair("seqlens", seqlens), _empty(), _empty(), _empty())
 
     @classmethod
-    def from_seqlens_and_offsets(cls, seqlens: Array | Pair, seq_offsets: Array | Pair) -> SequenceDescriptor:
+    def from_seqlens_and_offsets(
+        cls, seqlens: Array | Pair, seq_offsets: Array | Pair
+    ) -> SequenceDescriptor:
         """Describe packed rows: lengths [b, segments] and starts [b, segments + 1]; -1 for absent sequences."""
         lengths, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
         for length, offset in zip(lengths, offsets, strict=True):
@@ -92,7 +98,9 @@ class SequenceDescriptor:
     ) -> SequenceDescriptor:
         """Describe tokens by sequence numbers [b, s], from 1, 0 for padding, and their positions in the sequence."""
         if segment_pos is None:
-            raise ValueError("segment_pos=None; give the position of every token in its sequence, [b, s]")
+            raise ValueError(
+                "segment_pos=None; give the position of every token in its sequence, [b, s]"
+            )
         ids, positions = _pair("segment_ids", segment_ids), _pair("segment_pos", segment_pos)
         for one, other in zip(ids, positions, strict=True):
             if one.shape != other.shape:
@@ -103,7 +111,9 @@ class SequenceDescriptor:
 
     def check_segments(self, most: int) -> None:
         """Raise ValueError if a row is known to have more sequences than `most`; see `checks.is_known`."""
-        for ids, lengths, offsets in zip(self.segment_ids, self.seqlens, self.seq_offsets, strict=True):
+        for ids, lengths, offsets in zip(
+            self.segment_ids, self.seqlens, self.seq_offsets, strict=True
+        ):
             count, message = 0, "offsets put {} sequences into a row"
             if ids.size and is_known(ids):
                 if (least := int(np.asarray(ids).min())) < 0:
@@ -132,7 +142,9 @@ class SequenceDescriptor:
 
     def check_lengths(self, queries: int, keys: int) -> None:
         """Raise ValueError if a sequence is known to exceed its row; see `checks.is_known`."""
-        for lengths, offsets, tokens in zip(self.seqlens, self.seq_offsets, (queries, keys), strict=True):
+        for lengths, offsets, tokens in zip(
+            self.seqlens, self.seq_offsets, (queries, keys), strict=True
+        ):
             if not lengths.size or not is_known(lengths) or not is_known(offsets):
                 continue
             ends = np.asarray(lengths)
@@ -140,7 +152,9 @@ class SequenceDescriptor:
                 begins = np.asarray(offsets)[:, :-1]
                 ends = np.where((begins >= 0) & (ends > 0), begins + ends, 0)
             elif (least := ends.min()) < 0:
-                raise ValueError(f"seqlens hold {least}, which is below 0; give 0 for a row without tokens")
+                raise ValueError(
+                    f"seqlens hold {least}, which is below 0; give 0 for a row without tokens"
+                )
             if ends.max() > tokens:
                 raise ValueError(
                     f"a sequence ends after token {ends.max()} of a row of {tokens}; give lengths and offsets within"
@@ -151,7 +165,8 @@ class SequenceDescriptor:
         results = []
         for index, tokens in enumerate((queries, keys)):
             lengths, offsets, ids, positions = (
-                part[index] for part in (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos)
+                part[index]
+                for part in (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos)
             )
             if ids.size:
                 _fits("segment_ids", ids.shape, (batch, tokens))
@@ -181,7 +196,9 @@ class SequenceDescriptor:
         lengths, offsets = list(self.seqlens), list(self.seq_offsets)
         for index, ids in enumerate(self.segment_ids):
             if ids.size and qkv_layout.is_thd():
-                lengths[index], offsets[index] = _absent_as_minus_one(*_runs(ids, max_segments_per_seq))
+                lengths[index], offsets[index] = _absent_as_minus_one(
+                    *_runs(ids, max_segments_per_seq)
+                )
             elif ids.size:
                 lengths[index] = (ids != 0).sum(axis=1, dtype=jnp.int32)
         return lengths[0], lengths[1], offsets[0], offsets[1]
@@ -190,7 +207,9 @@ class SequenceDescriptor:
         """Lengths, limited to their rows."""
         return _limit_lengths(self.seqlens[0], queries), _limit_lengths(self.seqlens[1], keys)
 
-    def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
+    def bounds(
+        self, batch: int, queries: int, keys: int, most: int
+    ) -> tuple[Array, Array, Array, Array]:
         """Query and key lengths, then their first tokens, int32 [b, n]; 0 for absent sequences.
 
         A sequence that only queries or only keys have gets the length 0 in the others: kernels use one number for both.
@@ -216,10 +235,15 @@ class SequenceDescriptor:
                 pairs.append((jnp.where(real, lengths, 0), jnp.where(real, begins, 0)))
             else:
                 _fits("seqlens", lengths.shape, (batch,))
-                pairs.append((_limit_lengths(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
+                pairs.append(
+                    (_limit_lengths(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32))
+                )
         count = max(lengths.shape[1] for lengths, _ in pairs)
         (lengths_q, starts_q), (lengths_kv, starts_kv) = (
-            [(x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1])))) for x in pair]
+            [
+                (x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1]))))
+                for x in pair
+            ]
             for pair in pairs
         )
         return lengths_q, lengths_kv, starts_q, starts_kv
@@ -253,7 +277,10 @@ def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:
     """Compute segment numbers and token positions for rows with several sequences."""
     begins, token = offsets[:, :-1, None], jnp.arange(tokens, dtype=jnp.int32)
     inside = (
-        (begins >= 0) & (lengths[:, :, None] > 0) & (token >= begins) & (token < begins + lengths[:, :, None])
+        (begins >= 0)
+        & (lengths[:, :, None] > 0)
+        & (token >= begins)
+        & (token < begins + lengths[:, :, None])
     )
     numbers = jnp.arange(1, lengths.shape[1] + 1, dtype=jnp.int32)[:, None]
     ids = jnp.where(inside, numbers, 0).max(axis=1)

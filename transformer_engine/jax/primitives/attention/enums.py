@@ -31,7 +31,11 @@ class AttnMaskType(enum.Enum):
 
     def is_padding(self) -> bool:
         """Whether tokens that belong to no sequence are hidden."""
-        return self in (self.PADDING_MASK, self.PADDING_CAUSAL_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
+        return self in (
+            self.PADDING_MASK,
+            self.PADDING_CAUSAL_MASK,
+            self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
+        )
 
     def is_bottom_right(self) -> bool:
         """Whether the diagonal ends at the last query and the last key."""
@@ -136,7 +140,9 @@ def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
     return _MASKS[attn_mask_type]
 
 
-def check_kinds(bias: AttnBiasType, mask: AttnMaskType, layout: QKVLayout, softmax: AttnSoftmaxType) -> None:
+def check_kinds(
+    bias: AttnBiasType, mask: AttnMaskType, layout: QKVLayout, softmax: AttnSoftmaxType
+) -> None:
     """Raise TypeError unless each is a member: a name or a number would equal no member, and count as the first."""
     member("attn_bias_type", bias, AttnBiasType)
     member("attn_mask_type", mask, AttnMaskType)

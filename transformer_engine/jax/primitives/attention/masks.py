@@ -40,9 +40,13 @@ def check_window(window_size: object) -> Window | None:
             f"window_size={described(window_size)}; give (left, right), -1 for no limit, or None"
         )
     left, right = window_size
-    counts = all(isinstance(side, Integral) and not isinstance(side, bool) for side in (left, right))
+    counts = all(
+        isinstance(side, Integral) and not isinstance(side, bool) for side in (left, right)
+    )
     if not counts or min(left, right) < -1:
-        raise ValueError(f"window_size={described(window_size)}; both sides are whole numbers from -1 on")
+        raise ValueError(
+            f"window_size={described(window_size)}; both sides are whole numbers from -1 on"
+        )
     if (left, right) == (-1, -1):
         return None
     return min(int(left), _WIDEST), min(int(right), _WIDEST)
@@ -54,9 +58,13 @@ def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:
 
 
 def check_tokens(
-    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, window: Window | None, packed: bool,
-    most: int, scores: tuple[int, int, int, int],
-) -> SequenceDescriptor | Array | None:  # fmt: skip
+    descriptor: SequenceDescriptor | Array | None,
+    mask_type: AttnMaskType,
+    window: Window | None,
+    packed: bool,
+    most: int,
+    scores: tuple[int, int, int, int],
+) -> SequenceDescriptor | Array | None:
     """Check a sequence descriptor and limit it to the first `most` sequences per packed row.
 
     Args:
@@ -143,7 +151,9 @@ def make_swa_mask(
     dtype = check_dtype("dtype", dtype)
     distance = segment_pos_kv[:, None, :] - segment_pos_q[:, :, None]
     if segment_ids_q is not None and segment_ids_kv is not None:
-        shift = run_length_fill(segment_ids_kv)[:, None, :] - run_length_fill(segment_ids_q)[:, :, None]
+        shift = (
+            run_length_fill(segment_ids_kv)[:, None, :] - run_length_fill(segment_ids_q)[:, :, None]
+        )
         distance = distance - shift
     inside = jnp.ones(distance.shape, bool)
     if left >= 0:
@@ -154,7 +164,11 @@ def make_swa_mask(
 
 
 def hidden_keys(
-    mask_type: AttnMaskType, window_size: Window | None, segments: Segments | None, queries: int, keys: int
+    mask_type: AttnMaskType,
+    window_size: Window | None,
+    segments: Segments | None,
+    queries: int,
+    keys: int,
 ) -> Array | None:
     """Build a mask bool [b or 1, 1, q, k], True where a key is hidden; None if every query attends to every key.
 
@@ -176,6 +190,8 @@ def hidden_keys(
             hidden = hidden | (distance > right)
         return hidden[None, None]
     ids = (segments.query, segments.key) if mask_type.is_bottom_right() else (None, None)
-    visible = make_swa_mask(segments.query_position, segments.key_position, (left, right), bool, *ids)
+    visible = make_swa_mask(
+        segments.query_position, segments.key_position, (left, right), bool, *ids
+    )
     same = segments.query[:, None, :, None] == segments.key[:, None, None, :]
     return ~(visible & same & (segments.query != 0)[:, None, :, None])

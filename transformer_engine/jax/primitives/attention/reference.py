@@ -98,22 +98,40 @@ def largest_logits(call: AttentionOperands) -> Array:
 def run(call: AttentionOperands, max_logit: bool = False) -> Any:
     """Compute the attention of a call, and the largest logits of its heads if max_logit; see `attend`."""
     return attend(
-        call.query, call.key, call.value, call.bias, call.bias_type, call.hidden(), call.scale, call.sink, call.dropped,
-        modified=call.modified, max_logit=max_logit,
-    )  # fmt: skip
+        call.query,
+        call.key,
+        call.value,
+        call.bias,
+        call.bias_type,
+        call.hidden(),
+        call.scale,
+        call.sink,
+        call.dropped,
+        modified=call.modified,
+        max_logit=max_logit,
+    )
 
 
-_RUN_WITH_MAXIMUM = functools.partial(run, max_logit=True)  # one object: equal functions are traced once
+_RUN_WITH_MAXIMUM = functools.partial(
+    run, max_logit=True
+)  # one object: equal functions are traced once
 
 
 def _weights(
-    query: Array, key: Array, level: Array | None, scale: float, mask: AttnMaskType, window: Window | None
+    query: Array,
+    key: Array,
+    level: Array | None,
+    scale: float,
+    mask: AttnMaskType,
+    window: Window | None,
 ) -> tuple[Array, Array]:
     """Compute exp(scores - level) float32 [b, g, r, q, k], and the level [b, h, q], by default from these keys."""
     batch, queries, heads, size = query.shape
     groups, keys = key.shape[2], key.shape[1]
     grouped = query.reshape(batch, queries, groups, heads // groups, size)
-    scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=jnp.float32) * scale
+    scores = (
+        jnp.einsum("bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=jnp.float32) * scale
+    )
     hidden = hidden_keys(mask, window, None, queries, keys)
     if hidden is not None:
         scores = jnp.where(hidden[:, :, None], -jnp.inf, scores)
@@ -123,7 +141,12 @@ def _weights(
 
 
 def forward_part(
-    query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType, window: Window | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: float,
+    mask: AttnMaskType,
+    window: Window | None = None,
 ) -> tuple[Array, Array]:
     """See `Parts`; memory holds the scores for these queries and keys only."""
     weights, level = _weights(query, key, None, scale, mask, window)
@@ -135,9 +158,16 @@ def forward_part(
 
 
 def backward_part(
-    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    level: Array,
+    dout: Array,
+    scale: float,
+    mask: AttnMaskType,
     window: Window | None = None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """See `Parts`: ds = p * (dout @ v.T - sum(dout * out)), in float32."""
     product: Any = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     grouped = (*query.shape[:2], key.shape[2], query.shape[2] // key.shape[2], -1)
@@ -156,7 +186,9 @@ def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
         return _RUN_WITH_MAXIMUM if request.max_logit else run
     options = {"mask": request.mask, "window": request.window}
-    return Parts(functools.partial(forward_part, **options), functools.partial(backward_part, **options))
+    return Parts(
+        functools.partial(forward_part, **options), functools.partial(backward_part, **options)
+    )
 
 
 BACKEND = Backend[AttentionRequest]("reference", bind=bind)

@@ -63,7 +63,9 @@ def check_functions(
         ("score_mod_bprop_tensors", bprop_tensors, "score_mod_bprop", score_mod_bprop),
     ):
         if function is None and jax.tree.leaves(value):
-            raise ValueError(f"{argument}={described(value)} without {reader}; give both, or neither")
+            raise ValueError(
+                f"{argument}={described(value)} without {reader}; give both, or neither"
+            )
 
 
 _SCORES, _GRAPH, _INDICES = 2, 3, 5  # required positional parameters in the three contracts
@@ -84,7 +86,9 @@ def _check_parameters(score_mod: ScoreMod, score_mod_bprop: Callable[..., Array]
         )
     count = None if score_mod_bprop is None else required_parameters(score_mod_bprop)
     if contract != _INDICES and count is not None and count > 3:
-        signature = "(gradient, scores, tensors)" if contract == _SCORES else "(graph, gradient, tensors)"
+        signature = (
+            "(gradient, scores, tensors)" if contract == _SCORES else "(graph, gradient, tensors)"
+        )
         raise TypeError(
             f"score_mod_bprop has {count} required parameters; with this score_mod give a function of {signature}"
         )
@@ -106,7 +110,10 @@ def _like(name: str, result: Any, scores: Array) -> Array:
 
 
 def modifier(
-    score_mod: ScoreMod, score_mod_bprop: Callable[..., Array] | None, tensors: Any, bprop_tensors: Any
+    score_mod: ScoreMod,
+    score_mod_bprop: Callable[..., Array] | None,
+    tensors: Any,
+    bprop_tensors: Any,
 ) -> Callable[[Array], Array]:
     """Build scores -> modified scores [b, h, q, k], differentiated by JAX in scores and tensors.
 
@@ -145,7 +152,9 @@ def modifier(
         if contract == _SCORES:
             result = score_mod_bprop(gradient, scores, bprop_tensors)
         elif contract == _GRAPH:
-            apply(scores, tensors)  # score_mod_bprop may read arrays that score_mod computed, as in one graph
+            apply(
+                scores, tensors
+            )  # score_mod_bprop may read arrays that score_mod computed, as in one graph
             graph = ScoreGraph(jnp, _places(scores))
             arrays = _broadcast("score_mod_bprop_tensors", bprop_tensors, scores)
             result = score_mod_bprop(graph, gradient, arrays)
@@ -160,7 +169,8 @@ def modifier(
     def join_arrays(arrays: list[Array]) -> Any:
         remaining = iter(arrays)
         return structure.unflatten(
-            next(remaining) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)
+            next(remaining) if is_array else leaf
+            for leaf, is_array in zip(leaves, traced, strict=True)
         )
 
     modified = jax.custom_vjp(lambda scores, arrays: apply(scores, join_arrays(arrays)[0]))
@@ -175,7 +185,9 @@ def modifier(
 def _places(scores: Array) -> tuple[Array, ...]:
     """Batch, head, query and key indices, int32, which broadcast with scores [b, h, q, k]."""
     return tuple(
-        jnp.arange(size, dtype=jnp.int32).reshape([-1 if axis == dimension else 1 for axis in range(4)])
+        jnp.arange(size, dtype=jnp.int32).reshape(
+            [-1 if axis == dimension else 1 for axis in range(4)]
+        )
         for dimension, size in enumerate(scores.shape)
     )
 
@@ -185,7 +197,9 @@ def _name_arrays(name: str, tensors: Any) -> Mapping[str, Any]:
     if tensors is None:
         return {}
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"{name}={described(tensors)} is not a mapping; give a dict of named arrays")
+        raise TypeError(
+            f"{name}={described(tensors)} is not a mapping; give a dict of named arrays"
+        )
     return tensors
 
 
@@ -196,7 +210,8 @@ def _broadcast(name: str, tensors: Mapping[str, Any], scores: Array) -> dict[str
         if array.size == 1:
             arrays[key] = array.reshape(())
         elif array.ndim != 4 or any(
-            size not in (1, expected) for size, expected in zip(array.shape, scores.shape, strict=True)
+            size not in (1, expected)
+            for size, expected in zip(array.shape, scores.shape, strict=True)
         ):
             raise ValueError(
                 f"{name}[{key!r}] is {list(array.shape)}; give one element, or 4 dimensions that broadcast to "

@@ -42,7 +42,13 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
     sequences = request.batch * (request.segments if request.layout.is_thd() else 1)
     if sequences > LARGEST_GRID[2]:
         return f"{sequences} sequences > {LARGEST_GRID[2]}, the most programs that CUDA starts on that axis of a grid"
-    if 0 in (request.queries, request.keys, request.query_heads, request.head_dim, request.value_dim):
+    if 0 in (
+        request.queries,
+        request.keys,
+        request.query_heads,
+        request.head_dim,
+        request.value_dim,
+    ):
         return "an array without elements"
     return None
 
@@ -57,9 +63,16 @@ def forward_part(
 
 
 def backward_part(
-    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    level: Array,
+    dout: Array,
+    scale: float,
+    mask: AttnMaskType,
     window: Window | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """See `Parts`: the gradients of the kernels, for an output and a level that also depend on other keys."""
     saved = (query, key, value, OptionalOperands(), out, level)
     dq, dk, dv, _ = _backward(_part(scale, mask, window), saved, dout)
@@ -68,7 +81,9 @@ def backward_part(
 
 def _part(scale: float, mask: AttnMaskType, window: Window | None) -> AttentionOptions:
     left, right = (-1, -1) if window is None else window
-    return AttentionOptions(float(scale), False, (left, 0 if mask.is_causal() else right), False, 0.0, False)
+    return AttentionOptions(
+        float(scale), False, (left, 0 if mask.is_causal() else right), False, 0.0, False
+    )
 
 
 def run(call: AttentionOperands, request: AttentionRequest) -> Any:
@@ -92,7 +107,9 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Any:
     hidden = call.hidden() if masked else None
     bounds = call.bounds() if packed else None
     if bounds is None:
-        lengths = call.lengths if request.rows == "lengths" and call.lengths is not None else (None, None)
+        lengths = (
+            call.lengths if request.rows == "lengths" and call.lengths is not None else (None, None)
+        )
         bounds = (*lengths, None, None)
     operands = OptionalOperands(
         bounds[0],
@@ -149,7 +166,9 @@ def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
         return functools.partial(run, request=request)
     options = {"mask": request.mask, "window": request.window}
-    return Parts(functools.partial(forward_part, **options), functools.partial(backward_part, **options))
+    return Parts(
+        functools.partial(forward_part, **options), functools.partial(backward_part, **options)
+    )
 
 
 BACKEND = Backend[AttentionRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)

@@ -91,7 +91,9 @@ class OptionalOperands(NamedTuple):
                 factors.append(broadcast_factors(name, array.shape, scores))
             else:
                 factors.append(
-                    {"sink": head, "words": "w", "row": "b"}.get(name, "b n" if array.ndim == 2 else "b")
+                    {"sink": head, "words": "w", "row": "b"}.get(
+                        name, "b n" if array.ndim == 2 else "b"
+                    )
                 )
         return tuple(factors), (groups, heads // groups)
 
@@ -136,10 +138,14 @@ class _AttentionKernel(Kernel):
     def given(self, arrays: tuple[Array, ...]) -> tuple[OptionalOperands, tuple[Array, ...]]:
         """Split arrays into the optional operands and the arrays after them."""
         remaining = iter(arrays)
-        found = OptionalOperands(*(None if one is None else next(remaining) for one in self.factors))
+        found = OptionalOperands(
+            *(None if one is None else next(remaining) for one in self.factors)
+        )
         return found, tuple(remaining)
 
-    def sources(self, q: Array, k: Array, v: Array, operands: OptionalOperands) -> list[Array | None]:
+    def sources(
+        self, q: Array, k: Array, v: Array, operands: OptionalOperands
+    ) -> list[Array | None]:
         """First inputs for every kernel."""
         bounds: list[Array | None] = [*operands[:4]]
         if self.options.packed:
@@ -157,7 +163,9 @@ class _AttentionKernel(Kernel):
         if operands.words is None or operands.row is None:
             return None
         sequences = (
-            1 if operands.lengths_q is None or not self.options.packed else operands.lengths_q.shape[1]
+            1
+            if operands.lengths_q is None or not self.options.packed
+            else operands.lengths_q.shape[1]
         )
         first = operands.row[:1].astype(jnp.uint32) * (sequences * q.shape[2])
         return jnp.concatenate((operands.words, first))
@@ -168,19 +176,38 @@ class _AttentionKernel(Kernel):
 
         options = self.options
         (batch, queries, heads, size), (_, keys, groups, _), size_v = q.shape, k.shape, v.shape[3]
-        rows = batch if not options.packed or operands.lengths_q is None else operands.lengths_q.size
+        rows = (
+            batch if not options.packed or operands.lengths_q is None else operands.lengths_q.size
+        )
         levels = (0, heads, 1) if options.packed else (heads * queries, 1, queries)
         return AttentionProblem(
-            dtype=q.dtype.name, batch=rows, heads=heads, groups=groups, seqlen_q=queries, seqlen_kv=keys,
-            size_qk=size, size_v=size_v, scales=(options.scale, options.scale if options.pre_scaled else 1.0),
-            window=options.window, bottom_right=options.bottom_right, dropout=options.dropout, page_size=0,
-            q=self.strides(queries, heads, size), k=self.strides(keys, groups, size),
-            v=self.strides(keys, groups, size_v), out=self.strides(queries, heads, size_v), lse=levels,
-            masked=strides_over_scores(operands.masked), bias=strides_over_scores(operands.bias), outer=(0, 0),
-            varied=operands.masked is not None or operands.bias is not None or options.dropout > 0.0,
+            dtype=q.dtype.name,
+            batch=rows,
+            heads=heads,
+            groups=groups,
+            seqlen_q=queries,
+            seqlen_kv=keys,
+            size_qk=size,
+            size_v=size_v,
+            scales=(options.scale, options.scale if options.pre_scaled else 1.0),
+            window=options.window,
+            bottom_right=options.bottom_right,
+            dropout=options.dropout,
+            page_size=0,
+            q=self.strides(queries, heads, size),
+            k=self.strides(keys, groups, size),
+            v=self.strides(keys, groups, size_v),
+            out=self.strides(queries, heads, size_v),
+            lse=levels,
+            masked=strides_over_scores(operands.masked),
+            bias=strides_over_scores(operands.bias),
+            outer=(0, 0),
+            varied=operands.masked is not None
+            or operands.bias is not None
+            or options.dropout > 0.0,
             shared_memory=processors().shared_memory,
             tokens=(batch * queries, batch * keys) if options.packed else None,
-        )  # fmt: skip
+        )
 
     def strides(self, tokens: int, heads: int, size: int) -> tuple[int, int, int]:
         """Strides (batch, token, head) for an array [b, tokens, heads, size]."""
@@ -194,7 +221,9 @@ class AttentionForward(_AttentionKernel):
     @property
     def rule(self) -> ShardingRule:
         head = head_factors(*self.heads)
-        return self.sharing([], [f"b s {head} e", self.levels, *[f"b {head}"] * self.options.max_logit])
+        return self.sharing(
+            [], [f"b s {head} e", self.levels, *[f"b {head}"] * self.options.max_logit]
+        )
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         query, _, value = operands[:3]
@@ -210,7 +239,9 @@ class AttentionForward(_AttentionKernel):
         q, k, v, *rest = arrays
         operands, _ = self.given(tuple(rest))
         with_maxima = self.options.max_logit
-        launch = attention.forward(self.problem(q, k, v, operands), with_maxima, True, self.options.packed)
+        launch = attention.forward(
+            self.problem(q, k, v, operands), with_maxima, True, self.options.packed
+        )
         inputs = [*self.sources(q, k, v, operands), operands.sink, self.random(q, operands), None]
         out, lse, largest = run_launch(launch, inputs, self.results(q, k, v)[:2])
         assert out is not None and lse is not None
@@ -246,14 +277,21 @@ class AttentionBackward(_AttentionKernel):
         return tuple(shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import attention_backward, attention_bias, attention_delta, attention_programs
+        from ....common.kernels import (
+            attention_backward,
+            attention_bias,
+            attention_delta,
+            attention_programs,
+        )
 
         q, k, v, *rest = arrays
         operands, (out, dout, lse) = self.given(tuple(rest))
         problem, packed = self.problem(q, k, v, operands), self.options.packed
         parts = problem.key_parts(attention_backward.keys_tile(problem)[1], processors().count)
         # (part, batch, token, head) for the key and value gradients
-        strides = [(x.shape[3], *self.strides(x.shape[1], x.shape[2], parts * x.shape[3])) for x in (k, v)]
+        strides = [
+            (x.shape[3], *self.strides(x.shape[1], x.shape[2], parts * x.shape[3])) for x in (k, v)
+        ]
         bias, bias_shape = None, ()
         if operands.bias is not None:
             bias, bias_shape = attention_bias.added(problem, operands.bias.shape)
@@ -275,8 +313,17 @@ class AttentionBackward(_AttentionKernel):
             into["dbias"] = jax.ShapeDtypeStruct(
                 bias_shape, operands.bias.dtype if same_shape else jnp.float32
             )
-        inputs = [*self.sources(q, k, v, operands), self.random(q, operands), out, dout, lse, operands.sink]
-        outputs: dict[str, Array] = dict(zip(program.into, perform(program, inputs, into), strict=True))  # pyright: ignore
+        inputs = [
+            *self.sources(q, k, v, operands),
+            self.random(q, operands),
+            out,
+            dout,
+            lse,
+            operands.sink,
+        ]
+        outputs: dict[str, Array] = dict(
+            zip(program.into, perform(program, inputs, into), strict=True)
+        )  # pyright: ignore
         grads = [outputs["dq"]]
         for name, x in (("dk", k), ("dv", v)):
             grads.append(outputs[name] if parts == 1 else outputs[name].sum(axis=3).astype(x.dtype))
@@ -284,7 +331,11 @@ class AttentionBackward(_AttentionKernel):
             dbias = outputs["dbias"]
             sizes = zip(dbias.shape, operands.bias.shape, strict=True)
             axes = tuple(axis for axis, (found, expected) in enumerate(sizes) if found != expected)
-            grads.append(dbias.sum(axis=axes, keepdims=True).astype(operands.bias.dtype) if axes else dbias)
+            grads.append(
+                dbias.sum(axis=axes, keepdims=True).astype(operands.bias.dtype) if axes else dbias
+            )
         if operands.sink is not None:
-            grads.append(outputs["dsink"].sum(axis=2).reshape(q.shape[0], -1, q.shape[2]).sum(axis=1))
+            grads.append(
+                outputs["dsink"].sum(axis=2).reshape(q.shape[0], -1, q.shape[2]).sum(axis=1)
+            )
         return tuple(grads)

@@ -63,7 +63,9 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
         transformed = a if a.hadamard else b
         values = decoded_values(transformed)
         matrix = inverse_transform(values.reshape(transformed.rows, transformed.depth))
-        restored = Operand(matrix.reshape(values.shape), dtype=transformed.dtype, axis=transformed.axis)
+        restored = Operand(
+            matrix.reshape(values.shape), dtype=transformed.dtype, axis=transformed.axis
+        )
         a, b = (restored, b) if a.hadamard else (a, restored)
     dtype = jnp.dtype(dtype)
     calls = bind_by_platform(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))

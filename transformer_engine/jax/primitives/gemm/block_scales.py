@@ -87,7 +87,9 @@ class BlockScaledProduct(Kernel):
         return (self.product(*operands),)
 
 
-def multiply_codes(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, **options: Any) -> Array:
+def multiply_codes(
+    kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, **options: Any
+) -> Array:
     """Compute a [*M, *K] @ b [*N, *K].T in dtype by a primitive."""
     assert a.format is not None and b.format is not None
     product = kernel((a.format, b.format), (a.rows, b.rows, a.depth), dtype, **options)
@@ -103,7 +105,9 @@ def multiply_codes(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dty
         assert operand.scale is not None
         codes.append(pack_e2m1(operand.codes) if packed else _widen_codes(operand.codes))
         one_byte = operand.scale.dtype.itemsize == 1
-        scales.append(lax.bitcast_convert_type(operand.scale, jnp.uint8) if one_byte else operand.scale)
+        scales.append(
+            lax.bitcast_convert_type(operand.scale, jnp.uint8) if one_byte else operand.scale
+        )
         if operand.amax is not None:
             maxima.append(operand.amax)
     contracted = max(x.codes.ndim - x.axis for x in (a, b))

@@ -34,7 +34,9 @@ _RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _BLOCK_FORMATS = ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D))
 
 
-def multiply_codes(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, by_groups: bool = False) -> Array:
+def multiply_codes(
+    a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, by_groups: bool = False
+) -> Array:
     """Compute a [*M, *K] @ b [*N, *K].T in dtype; by_groups: see `CodesProduct`."""
     assert a.scale is not None and b.scale is not None
     scales, blocks = (a.scale, b.scale), None
@@ -91,7 +93,9 @@ class CodesProduct(Kernel):
             return (self._run_as_one_group(*arrays),)
         from ....common.kernels.block_product import product  # it imports triton
 
-        launch = product(m, n, k, self.dtype.name, by_row=self.blocks == 1, processors=processors().count)
+        launch = product(
+            m, n, k, self.dtype.name, by_row=self.blocks == 1, processors=processors().count
+        )
         (out,) = run(launch, arrays)
         assert out is not None
         return (out,)

@@ -142,12 +142,16 @@ class Float8Product(OperationsKernel):
         return (dot(*values, preferred_element_type=self.dtype),)
 
 
-def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, direct: bool, widens: bool = False) -> Array:
+def run(
+    a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, direct: bool, widens: bool = False
+) -> Array:
     """Compute the product a @ b.T; see `Float8Product`."""
     assert a.scale is not None and b.scale is not None
     counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
     scales = a.scale.reshape(1), b.scale.reshape(1)
-    return call_on_axes(Float8Product(dtype, exact, direct, widens), counts, a.codes, b.codes, *scales)[0]
+    return call_on_axes(
+        Float8Product(dtype, exact, direct, widens), counts, a.codes, b.codes, *scales
+    )[0]
 
 
 # One object per form: equal functions are traced once.

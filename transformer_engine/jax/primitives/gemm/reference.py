@@ -41,7 +41,9 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, widens: bool = Fa
         form = operand.format
         if on_sum and form is not None and form.unit_amax is not None and operand.amax is not None:
             # Omits the second-level scale.
-            operand = replace(operand, amax=jnp.full(operand.amax.shape, form.unit_amax, jnp.float32))
+            operand = replace(
+                operand, amax=jnp.full(operand.amax.shape, form.unit_amax, jnp.float32)
+            )
         one_scale = form is None or form == FLOAT8
         factor = operand.codes.astype(jnp.float32) if one_scale else decoded(operand)
         values.append(factor.astype(jnp.bfloat16) if widens else factor)
@@ -87,7 +89,9 @@ def unsupported_reason(request: GemmRequest) -> str | None:
 
 
 def run_values(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    product = lax.dot_general(a.codes, b.codes, contraction(a, b), preferred_element_type=jnp.float32)
+    product = lax.dot_general(
+        a.codes, b.codes, contraction(a, b), preferred_element_type=jnp.float32
+    )
     return product.astype(dtype)
 
 

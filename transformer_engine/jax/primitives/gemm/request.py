@@ -53,10 +53,14 @@ class GemmRequest:
     @property
     def swizzled(self) -> bool:
         """Whether matrix instructions read the scales of both operands."""
-        return self.block_products is not None and self.a_format is not None and self.a_format.swizzled
+        return (
+            self.block_products is not None and self.a_format is not None and self.a_format.swizzled
+        )
 
     @classmethod
-    def of(cls, a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, platform: str) -> GemmRequest:
+    def of(
+        cls, a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, platform: str
+    ) -> GemmRequest:
         """Build the request for a product from two operands."""
         return cls(
             a_format=a.format,

@@ -54,7 +54,12 @@ class DotScaledProduct(BlockScaledProduct):
         from ....common.kernels import promoted_product, scaled_product  # they import triton
         from ....common.kernels.product_parts import is_swapped
 
-        assert a.format is not None and b.format is not None and a.scale is not None and b.scale is not None
+        assert (
+            a.format is not None
+            and b.format is not None
+            and a.scale is not None
+            and b.scale is not None
+        )
         depth, dtype = a.codes.shape[1] * a.format.packing, self.dtype.name
         sides, rows = [_side(operand) for operand in (a, b)], (a.codes.shape[0], b.codes.shape[0])
         scales, units = (a.scale, b.scale), (a.format.unit_amax, b.format.unit_amax)
@@ -163,8 +168,10 @@ class ScaledMatmulProduct(BlockScaledProduct):
         dtype = self.dtype if a.amax is None else jnp.dtype(jnp.float32)
         result = jax.ShapeDtypeStruct((1, a.codes.shape[0], b.codes.shape[0]), dtype)
         settings = {
-            "lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": _XLA_NAMES[dtype.name],
-        }  # fmt: skip
+            "lhs_batch_dimensions": [0],
+            "rhs_batch_dimensions": [0],
+            "dequantize_type": _XLA_NAMES[dtype.name],
+        }
         call = jax.ffi.ffi_call(
             "__op$block_scaled_dot",
             result,
@@ -194,7 +201,9 @@ def matmul_unsupported_reason(request: GemmRequest) -> str | None:
         return "both operands are E5M2; XLA dequantizes them"
     length = _length(request.a_format)
     if request.k % length or request.m % 16 or request.n % 16:
-        return f"M={request.m} or N={request.n} is not a multiple of 16, or K={request.k} of {length}"
+        return (
+            f"M={request.m} or N={request.n} is not a multiple of 16, or K={request.k} of {length}"
+        )
     if request.dtype not in _RESULTS:
         return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
     return optional.failure("jax.nn", "scaled_matmul")  # which XLA's operation came with
@@ -215,5 +224,7 @@ DOT_SCALED = Backend[GemmRequest](
     "dot_scaled", unsupported_reason=unsupported_reason, bind=lambda request: run_dot_scaled
 )
 SCALED_MATMUL = Backend[GemmRequest](
-    "scaled_matmul", unsupported_reason=matmul_unsupported_reason, bind=lambda request: run_scaled_matmul
+    "scaled_matmul",
+    unsupported_reason=matmul_unsupported_reason,
+    bind=lambda request: run_scaled_matmul,
 )

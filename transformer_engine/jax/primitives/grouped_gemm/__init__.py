@@ -57,10 +57,25 @@ def grouped_gemm(
     return compute(
         TABLE,
         lambda platform: GroupedGemmRequest(
-            groups, a.shape[0], n, a.shape[1], a.dtype, dtype, False, features_first, scales is not None, platform
+            groups,
+            a.shape[0],
+            n,
+            a.shape[1],
+            a.dtype,
+            dtype,
+            False,
+            features_first,
+            scales is not None,
+            platform,
         ),
-        a, b, group_sizes, scales, dtype=dtype, features_first=features_first, exact=exact,
-    )  # fmt: skip
+        a,
+        b,
+        group_sizes,
+        scales,
+        dtype=dtype,
+        features_first=features_first,
+        exact=exact,
+    )
 
 
 def grouped_contraction(
@@ -71,20 +86,37 @@ def grouped_contraction(
     return compute(
         TABLE,
         lambda platform: GroupedGemmRequest(
-            groups, a.shape[0], b.shape[1], a.shape[1], a.dtype, dtype, True, False, scales is not None, platform
+            groups,
+            a.shape[0],
+            b.shape[1],
+            a.shape[1],
+            a.dtype,
+            dtype,
+            True,
+            False,
+            scales is not None,
+            platform,
         ),
-        a, b, group_sizes, scales, dtype=dtype,
-    )  # fmt: skip
+        a,
+        b,
+        group_sizes,
+        scales,
+        dtype=dtype,
+    )
 
 
 def _decode_rows(
     a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype, features_first: bool
 ) -> Array:
     """Compute `grouped_block_gemm` on values in the codes' nominal dtype."""
-    return grouped_gemm(a.dequantize(), b.dequantize(), group_sizes, dtype, features_first=features_first)
+    return grouped_gemm(
+        a.dequantize(), b.dequantize(), group_sizes, dtype, features_first=features_first
+    )
 
 
-def _decode_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
+def _decode_contraction(
+    a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype
+) -> Array:
     """Compute `grouped_block_contraction` on values in the codes' nominal dtype."""
     return grouped_contraction(a.dequantize(), b.dequantize(), group_sizes, dtype)
 
@@ -109,7 +141,11 @@ KERNELS = {
 
 
 def grouped_block_gemm(
-    a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype, features_first: bool = False
+    a: BlockTensor,
+    b: BlockTensor,
+    group_sizes: Array,
+    dtype: jnp.dtype,
+    features_first: bool = False,
 ) -> Array:
     """Compute out [M, N]: the rows of group g in a, times b[g]; rows after the last group are zero.
 
@@ -128,10 +164,14 @@ def grouped_block_gemm(
         return _request(rows, stack, (groups, m, n, k), dtype, False, padded, platform)
 
     dtype = jnp.dtype(dtype)
-    return compute(BLOCK_TABLE, request, a, b, group_sizes, dtype=dtype, features_first=features_first)
+    return compute(
+        BLOCK_TABLE, request, a, b, group_sizes, dtype=dtype, features_first=features_first
+    )
 
 
-def grouped_block_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
+def grouped_block_contraction(
+    a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype
+) -> Array:
     """Compute out [G, K, N]: out[g] = (rows of group g in a [M, K]).T @ (its rows in b [M, N]).
 
     Args:
@@ -144,7 +184,9 @@ def grouped_block_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array
     def request(platform: str) -> GroupedBlockRequest:
         left, right = _shapes(a, b)
         (k, rows), n = left.codes.shape, right.codes.shape[0]
-        return _request(left, right, (group_sizes.shape[0], rows, n, k), dtype, True, False, platform)
+        return _request(
+            left, right, (group_sizes.shape[0], rows, n, k), dtype, True, False, platform
+        )
 
     dtype = jnp.dtype(dtype)
     return compute(BLOCK_TABLE, request, a, b, group_sizes, dtype=dtype)

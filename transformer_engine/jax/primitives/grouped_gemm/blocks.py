@@ -202,10 +202,10 @@ class BlockRows(_BlockProduct):
         assert block_a is not None and block_b is not None
         n, k = extent("n", self.shape[0], block_b[0]), extent("k", self.shape[1], block_a[1])
         codes = k.bytes if self.packing == 2 else k.whole
-        maxima = (", m" if self.forms[0].row_scaled else ", g") + ", g" if self.forms[0].levels else ""
-        text = (
-            f"m {codes}, g {n.whole} {codes}, g, m {k.blocks}, g {n.blocks} {k.blocks}{maxima} -> m {n.whole}"
+        maxima = (
+            (", m" if self.forms[0].row_scaled else ", g") + ", g" if self.forms[0].levels else ""
         )
+        text = f"m {codes}, g {n.whole} {codes}, g, m {k.blocks}, g {n.blocks} {k.blocks}{maxima} -> m {n.whole}"
         return ShardingRule.from_extents(text, n, k, whole=("m", "g"), summed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -224,9 +224,13 @@ class BlockRows(_BlockProduct):
             inputs = [a, b, layout, scale_a, scale_b, *(levels or (None, None)), None]
         else:
             launch = grouped_gemm.product_of_rows(
-                *shape, scaling=grouped_gemm.BLOCK_SCALES, clears=True, row_major=True,
-                shared_memory=processors().shared_memory, hopper=hardware().has("hopper instructions"),
-            )  # fmt: skip
+                *shape,
+                scaling=grouped_gemm.BLOCK_SCALES,
+                clears=True,
+                row_major=True,
+                shared_memory=processors().shared_memory,
+                hopper=hardware().has("hopper instructions"),
+            )
             inputs = [a, b, None, scale_a, scale_b, None, layout]
         (result,) = run(launch, inputs, [out])
         assert result is not None
@@ -262,9 +266,13 @@ class BlockContraction(_BlockProduct):
             inputs = [a, b, scale_a, scale_b, *(levels or (None, None)), layout, None]
         else:
             launch = grouped_gemm.product_of_columns(
-                *shape, groups, scaling=grouped_gemm.BLOCK_SCALES, together=rows,
-                shared_memory=processors().shared_memory, hopper=hardware().has("hopper instructions"),
-            )  # fmt: skip
+                *shape,
+                groups,
+                scaling=grouped_gemm.BLOCK_SCALES,
+                together=rows,
+                shared_memory=processors().shared_memory,
+                hopper=hardware().has("hopper instructions"),
+            )
             inputs = [a, b, scale_a.T, scale_b.T, layout, None]
         (result,) = run(launch, inputs, [out])
         assert result is not None
@@ -287,19 +295,28 @@ def over_rows(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dty
     """See `grouped_block_contraction`."""
     left, right = a.operand(), b.operand()
     assert left.format is not None
-    return _multiply_bytes(BlockContraction, left, right, padded_sizes(group_sizes, left.format), dtype)
+    return _multiply_bytes(
+        BlockContraction, left, right, padded_sizes(group_sizes, left.format), dtype
+    )
 
 
 def _multiply_bytes(
     kernel: type[Product], a: Operand, b: Operand, sizes: Array, dtype: jnp.dtype, **options: Any
 ) -> Array:
     """Run a kernel on byte codes, and on scales in the dtype that it reads."""
-    assert a.format is not None and b.format is not None and a.scale is not None and b.scale is not None
+    assert (
+        a.format is not None
+        and b.format is not None
+        and a.scale is not None
+        and b.scale is not None
+    )
     elements = _ELEMENTS[jnp.dtype(a.codes.dtype)], _ELEMENTS[jnp.dtype(b.codes.dtype)]
     codes, scales = [], []
     for matrix, scale, form in ((a.codes, a.scale, a.format), (b.codes, b.scale, b.format)):
         codes.append(pack_e2m1(matrix) if form.packing == 2 else matrix)
-        scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if form.has_exponent_scales else scale)
+        scales.append(
+            lax.bitcast_convert_type(scale, jnp.uint8) if form.has_exponent_scales else scale
+        )
     maxima = [] if a.amax is None or b.amax is None else [a.amax.reshape(-1), b.amax.reshape(-1)]
     product = kernel((a.format, b.format), elements, jnp.dtype(dtype), **options)
     return call(product, *codes, sizes, *scales, *maxima)[0]
@@ -312,4 +329,6 @@ def _bind(request: GroupedBlockRequest) -> Any:
 DOT_SCALED = Backend[GroupedBlockRequest](
     "dot_scaled", unsupported_reason=scaled_unsupported_reason, bind=_bind
 )
-TRITON = Backend[GroupedBlockRequest]("triton", unsupported_reason=float32_unsupported_reason, bind=_bind)
+TRITON = Backend[GroupedBlockRequest](
+    "triton", unsupported_reason=float32_unsupported_reason, bind=_bind
+)

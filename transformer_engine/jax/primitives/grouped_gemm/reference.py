@@ -50,7 +50,9 @@ class GroupedGemmRequest(NamedTuple):
 
 
 _CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
 )
 _IN_FLOAT32: Any = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 _Transpose = Callable[[Array, Array, Array], Array]
@@ -87,7 +89,9 @@ def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp
 # JAX has no vmap rule for a ragged product unless all operands are mapped alike, and no derivative for one that
 # contracts rows. Both products are linear in either operand, and each is the transpose of the other.
 _rows = Primitive("transformer_engine_grouped_rows")  # [M, K], [G, K, N], sizes [G] -> [M, N]
-_contraction = Primitive("transformer_engine_grouped_contraction")  # [M, K], [M, N], sizes [G] -> [G, K, N]
+_contraction = Primitive(
+    "transformer_engine_grouped_contraction"
+)  # [M, K], [M, N], sizes [G] -> [G, K, N]
 
 
 def _product(primitive: Primitive, a: Array, b: Array, group_sizes: Array) -> Array:
@@ -117,7 +121,9 @@ def _define(
 
     @primitive.def_abstract_eval
     def _shape(a: Any, b: Any, group_sizes: Any) -> ShapedArray:
-        return result_like(a, jax.ShapeDtypeStruct(shape_of(a, b, group_sizes), jnp.dtype(jnp.float32)))
+        return result_like(
+            a, jax.ShapeDtypeStruct(shape_of(a, b, group_sizes), jnp.dtype(jnp.float32))
+        )
 
     def differentiate_rows(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (a, b, group_sizes), (da, db, _) = primals, tangents
@@ -151,7 +157,9 @@ _define(
 )
 _define(
     _contraction,
-    lambda a, b, group_sizes: lax.ragged_dot_general(a, b, group_sizes, _CONTRACT_ROWS, **_IN_FLOAT32),
+    lambda a, b, group_sizes: lax.ragged_dot_general(
+        a, b, group_sizes, _CONTRACT_ROWS, **_IN_FLOAT32
+    ),
     lambda a, b, group_sizes: (group_sizes.shape[0], a.shape[1], b.shape[1]),
     lambda b, dout, group_sizes: _product(_rows, b, jnp.swapaxes(dout, 1, 2), group_sizes),
     lambda a, dout, group_sizes: _product(_rows, a, dout, group_sizes),

@@ -57,11 +57,17 @@ class GroupedRowsProduct(Kernel):
     @property
     def rule(self) -> ShardingRule:
         matrix = "n k" if self.features_first else "k n"
-        return ShardingRule(f"m k, g {matrix}, g{', g, g' * self.scaled} -> m n", ("m", "g"), summed=(0,))
+        return ShardingRule(
+            f"m k, g {matrix}, g{', g, g' * self.scaled} -> m n", ("m", "g"), summed=(0,)
+        )
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         a, b = operands[:2]
-        return (jax.ShapeDtypeStruct((a.shape[0], b.shape[1 if self.features_first else 2]), self.dtype),)
+        return (
+            jax.ShapeDtypeStruct(
+                (a.shape[0], b.shape[1 if self.features_first else 2]), self.dtype
+            ),
+        )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import grouped_gemm as kernels  # it imports triton
@@ -69,13 +75,21 @@ class GroupedRowsProduct(Kernel):
         a, b, sizes, *scales = arrays
         (out,) = self.results(a, b)
         launch = kernels.product_of_rows(
-            *out.shape, a.shape[1], b.shape[0], scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
-            exact=self.scaled and self.exact, transposed=not self.features_first, clears=True,
+            *out.shape,
+            a.shape[1],
+            b.shape[0],
+            scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
+            exact=self.scaled and self.exact,
+            transposed=not self.features_first,
+            clears=True,
             shared_memory=processors().shared_memory,
             hopper=hardware().has("hopper instructions"),
-        )  # fmt: skip
+        )
         scale_a, scale_b = (
-            (jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1))) for scale in scales)
+            (
+                jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1)))
+                for scale in scales
+            )
             if scales
             else (None, None)
         )
@@ -110,17 +124,21 @@ class GroupedContraction(Kernel):
         a, b, sizes, *scales = arrays
         (result,) = self.results(a, b, sizes)
         launch = kernels.product_of_columns(
-            result.shape[1], result.shape[2], result.shape[0], exact=self.scaled,
+            result.shape[1],
+            result.shape[2],
+            result.shape[0],
+            exact=self.scaled,
             scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
             shared_memory=processors().shared_memory,
             hopper=hardware().has("hopper instructions"),
-        )  # fmt: skip
+        )
         layout = layout_of_rows(sizes, a.shape[0])
         scale_a = scale_b = None
         if self.scaled:
             a, b = (_columns(codes, layout, result.shape[0]) for codes in (a, b))
             scale_a, scale_b = (
-                jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1))) for scale in scales
+                jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1)))
+                for scale in scales
             )
         (out,) = run(launch, [a, b, scale_a, scale_b, layout, None], [result])
         assert out is not None
@@ -134,10 +152,21 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
     element = _ELEMENTS[codes.dtype]
     (rows, depth) = codes.shape
     launch = grouped_cast.cast(
-        (rows, depth), groups, True, element, 0, 0, False, 0.0, rowwise=False, columnwise=True, records=False
+        (rows, depth),
+        groups,
+        True,
+        element,
+        0,
+        0,
+        False,
+        0.0,
+        rowwise=False,
+        columnwise=True,
+        records=False,
     )
     like = jax.ShapeDtypeStruct(
-        (grouped_layout.tiles_at_most(rows, groups) * grouped_layout.TILE_ROWS * depth,), codes.dtype
+        (grouped_layout.tiles_at_most(rows, groups) * grouped_layout.TILE_ROWS * depth,),
+        codes.dtype,
     )
     # A group whose maximum is the largest number of the element type has the scale 1.
     amax = jnp.full(groups, element.maximum, jnp.float32)
@@ -156,8 +185,14 @@ def layout_of_rows(sizes: Array, rows: int) -> Array:
 
 
 def of_rows(
-    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool, exact: bool
-) -> Array:  # fmt: skip
+    a: Array,
+    b: Array,
+    group_sizes: Array,
+    scales: Scales,
+    dtype: jnp.dtype,
+    features_first: bool,
+    exact: bool,
+) -> Array:
     """See `grouped_gemm`."""
     kernel = GroupedRowsProduct(jnp.dtype(dtype), features_first, scales is not None, exact)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]

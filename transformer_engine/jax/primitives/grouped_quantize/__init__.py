@@ -38,9 +38,13 @@ def quantize_stack(
     groups, rows, columns = x.shape
     directions = (rowwise, columnwise)
     return compute(
-        TABLE, lambda platform: StackRequest(groups, rows, columns, jnp.dtype(x.dtype), platform), x,
-        multiplier.astype(jnp.float32), element=element, directions=directions,
-    )  # fmt: skip
+        TABLE,
+        lambda platform: StackRequest(groups, rows, columns, jnp.dtype(x.dtype), platform),
+        x,
+        multiplier.astype(jnp.float32),
+        element=element,
+        directions=directions,
+    )
 
 
 def quantize_rows(
@@ -67,7 +71,14 @@ def quantize_rows(
     rows, columns = x.shape
     multiplier32 = None if multiplier is None else multiplier.astype(jnp.float32)
     return compute(
-        ROWS, lambda platform: RowsRequest(group_sizes.shape[0], rows, columns, jnp.dtype(x.dtype), platform),
-        x, group_sizes.astype(jnp.int32), multiplier32, element=element,
-        scaling=(power_of_two, float(epsilon)), over=over,
-    )  # fmt: skip
+        ROWS,
+        lambda platform: RowsRequest(
+            group_sizes.shape[0], rows, columns, jnp.dtype(x.dtype), platform
+        ),
+        x,
+        group_sizes.astype(jnp.int32),
+        multiplier32,
+        element=element,
+        scaling=(power_of_two, float(epsilon)),
+        over=over,
+    )

@@ -94,14 +94,22 @@ BACKEND = Backend[StackRequest]("reference", bind=lambda request: run)
 
 @functools.partial(jax.jit, static_argnames=("element", "scaling", "over"))
 def run_rows(
-    x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float],
+    x: Array,
+    group_sizes: Array,
+    multiplier: Array | None,
+    element: Element,
+    scaling: tuple[bool, float],
     over: tuple[str, ...],
-) -> RowCodes:  # fmt: skip
+) -> RowCodes:
     """See `quantize_rows`."""
     of_row = exact.magnitude_bits(x).max(axis=1, initial=0)
-    belongs = group_of_rows(group_sizes, x.shape[0])[None] == jnp.arange(group_sizes.shape[0])[:, None]
+    belongs = (
+        group_of_rows(group_sizes, x.shape[0])[None] == jnp.arange(group_sizes.shape[0])[:, None]
+    )
     # Computed once: fused into its readers, one thread would read all rows (H200, 16384 rows: 0.44 ms per reader).
-    amax = settle_scales(exact.bits_to_float(jnp.where(belongs, of_row[None], 0).max(axis=1, initial=0)))
+    amax = settle_scales(
+        exact.bits_to_float(jnp.where(belongs, of_row[None], 0).max(axis=1, initial=0))
+    )
     if multiplier is None:
         amax = exact.maximum_over_axes(amax, over)
         power_of_two, epsilon = scaling

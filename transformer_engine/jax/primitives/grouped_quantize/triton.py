@@ -34,7 +34,9 @@ def unsupported_reason(request: StackRequest | RowsRequest) -> str | None:
     if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"{request.dtype}; it takes float32, bfloat16 and float16"
     if isinstance(request, RowsRequest):
-        return f"{request.columns} columns are not a multiple of 16" if request.columns % 16 else None
+        return (
+            f"{request.columns} columns are not a multiple of 16" if request.columns % 16 else None
+        )
     odd = [extent for extent in (request.rows, request.columns) if extent % 16]
     return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
 
@@ -48,13 +50,25 @@ class Stack(Kernel):
 
     @property
     def rule(self) -> ShardingRule:
-        outputs = [axes for axes, present in zip(("g r c", "g c r"), self.directions, strict=True) if present]
-        return ShardingRule(f"g r c, g -> {', '.join([*outputs, 'g', 'g'])}", maxed=(len(outputs) + 1,))
+        outputs = [
+            axes
+            for axes, present in zip(("g r c", "g c r"), self.directions, strict=True)
+            if present
+        ]
+        return ShardingRule(
+            f"g r c, g -> {', '.join([*outputs, 'g', 'g'])}", maxed=(len(outputs) + 1,)
+        )
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         groups, rows, columns = operands[0].shape
-        shapes = zip(((groups, rows, columns), (groups, columns, rows)), self.directions, strict=True)
-        codes = [jax.ShapeDtypeStruct(shape, jax_dtype(self.element)) for shape, present in shapes if present]
+        shapes = zip(
+            ((groups, rows, columns), (groups, columns, rows)), self.directions, strict=True
+        )
+        codes = [
+            jax.ShapeDtypeStruct(shape, jax_dtype(self.element))
+            for shape, present in shapes
+            if present
+        ]
         return (*codes, *[jax.ShapeDtypeStruct((groups,), jnp.float32)] * 2)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
@@ -63,9 +77,18 @@ class Stack(Kernel):
         x, multiplier = arrays
         groups, rows, columns = x.shape
         launch = grouped_cast.cast(
-            (rows, columns), groups, False, self.element, 1, 0, False, 0.0, *self.directions,
-            records=True, zero_is_one=True,
-        )  # fmt: skip
+            (rows, columns),
+            groups,
+            False,
+            self.element,
+            1,
+            0,
+            False,
+            0.0,
+            *self.directions,
+            records=True,
+            zero_is_one=True,
+        )
         launch = dataclasses.replace(launch, tables=(), handles={})  # the matrices are contiguous
         amax = jnp.zeros(groups, jnp.float32)
         *codes, scale, amax = run(launch, [x, None, None, multiplier, amax])
@@ -73,7 +96,9 @@ class Stack(Kernel):
         return (*(one for one in codes if one is not None), scale[:, 0], amax)
 
 
-def quantize(x: Array, multiplier: Array, element: Element, directions: tuple[bool, bool]) -> StackCodes:
+def quantize(
+    x: Array, multiplier: Array, element: Element, directions: tuple[bool, bool]
+) -> StackCodes:
     """See `quantize_stack`."""
     outputs = iter(call(Stack(element, directions), x, multiplier))
     rows, columns = (next(outputs) if present else None for present in directions)
@@ -132,7 +157,10 @@ class GroupedRowsCast(Kernel):
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x, sizes = operands[:2]
         codes = jax.ShapeDtypeStruct(x.shape, jax_dtype(self.element))
-        return (codes, *[jax.ShapeDtypeStruct(sizes.shape, jnp.float32)] * (1 + (self.given != "amax")))
+        return (
+            codes,
+            *[jax.ShapeDtypeStruct(sizes.shape, jnp.float32)] * (1 + (self.given != "amax")),
+        )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import grouped_cast  # it imports triton
@@ -149,9 +177,19 @@ class GroupedRowsCast(Kernel):
         else:
             (amax,) = run(grouped_cast.maximum(x.shape, groups, True), [x, None, layout])
         launch = grouped_cast.cast(
-            x.shape, groups, True, self.element, int(scaled), 0, *self.scaling, True, False,
-            records=scaled, zero_is_one=scaled, rest=True,
-        )  # fmt: skip
+            x.shape,
+            groups,
+            True,
+            self.element,
+            int(scaled),
+            0,
+            *self.scaling,
+            True,
+            False,
+            records=scaled,
+            zero_is_one=scaled,
+            rest=True,
+        )
         codes, _, scale, *recorded = run(launch, [x, None, layout, factor, amax])
         amax = recorded[0] if recorded else amax
         assert codes is not None and scale is not None and amax is not None
@@ -159,12 +197,18 @@ class GroupedRowsCast(Kernel):
 
 
 def quantize_rows(
-    x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float],
+    x: Array,
+    group_sizes: Array,
+    multiplier: Array | None,
+    element: Element,
+    scaling: tuple[bool, float],
     over: tuple[str, ...],
-) -> RowCodes:  # fmt: skip
+) -> RowCodes:
     """See `quantize_rows`."""
     if multiplier is not None:
-        return RowCodes(*call(GroupedRowsCast(element, scaling, "multiplier"), x, group_sizes, multiplier))
+        return RowCodes(
+            *call(GroupedRowsCast(element, scaling, "multiplier"), x, group_sizes, multiplier)
+        )
     if not over:
         return RowCodes(*call(GroupedRowsCast(element, scaling, None), x, group_sizes))
     amax = exact.maximum_over_axes(call(GroupMaxima(), x, group_sizes)[0], over)

@@ -32,9 +32,15 @@ def norm_forward(
         y in x's dtype; mean (None unless centered) and rstdev, float32 [..., 1].
     """
     return compute(
-        TABLE, lambda platform: NormRequest.of("forward", x, platform), x, gamma, beta, centered=centered,
-        zero_centered=zero_centered, epsilon=epsilon,
-    )  # fmt: skip
+        TABLE,
+        lambda platform: NormRequest.of("forward", x, platform),
+        x,
+        gamma,
+        beta,
+        centered=centered,
+        zero_centered=zero_centered,
+        epsilon=epsilon,
+    )
 
 
 def norm_backward(
@@ -53,7 +59,15 @@ def norm_backward(
     """
     dtype = sums_dtype(*(parameter.dtype for parameter in (gamma, beta) if parameter is not None))
     dx, dgamma, dbeta = compute(
-        TABLE, lambda platform: NormRequest.of("backward", x, platform), dy, x, mean, rstdev, gamma, add,
-        zero_centered=zero_centered, dtype=dtype,
-    )  # fmt: skip
+        TABLE,
+        lambda platform: NormRequest.of("backward", x, platform),
+        dy,
+        x,
+        mean,
+        rstdev,
+        gamma,
+        add,
+        zero_centered=zero_centered,
+        dtype=dtype,
+    )
     return dx, dgamma.astype(gamma.dtype), None if beta is None else dbeta.astype(beta.dtype)

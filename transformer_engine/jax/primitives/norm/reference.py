@@ -61,9 +61,15 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("zero_centered", "dtype"))
 def backward(
-    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, add: Array | None, zero_centered: bool,
+    dy: Array,
+    x: Array,
+    mean: Array | None,
+    rstdev: Array,
+    gamma: Array,
+    add: Array | None,
+    zero_centered: bool,
     dtype: str,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """Compute dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, dgamma = Σ dy * xhat and dbeta = Σ dy.
 
     g = dy * gamma; rmsnorm has no term E[g].

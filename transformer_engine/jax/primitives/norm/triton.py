@@ -43,7 +43,9 @@ class NormForward(_NormKernel):
 
     @property
     def rule(self) -> ShardingRule:
-        return ShardingRule("r w, w, w -> r w, r, r" if self.centered else "r w, w -> r w, r", ("w",))
+        return ShardingRule(
+            "r w, w, w -> r w, r, r" if self.centered else "r w, w -> r w, r", ("w",)
+        )
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x = operands[0]
@@ -98,9 +100,17 @@ class NormBackward(_NormKernel):
         machine = processors()
         bytes_of_a_column = sum(one.dtype.itemsize for one in (dy, x, add) if one is not None)
         program = norm.backward(
-            rows, width, (width, width, 0 if add is None else width), x.dtype.name, self.dtype, self.zero_centered,
-            self.centered, bytes_of_a_column, machine.count, machine.shared_memory,
-        )  # fmt: skip
+            rows,
+            width,
+            (width, width, 0 if add is None else width),
+            x.dtype.name,
+            self.dtype,
+            self.zero_centered,
+            self.centered,
+            bytes_of_a_column,
+            machine.count,
+            machine.shared_memory,
+        )
         mean = statistics[0] if self.centered else None
         results = perform(program, [dy, x, add, gamma, mean, statistics[-1]])
         return tuple(array for array in results if array is not None)
@@ -120,9 +130,15 @@ def forward(
 
 
 def backward(
-    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, add: Array | None, zero_centered: bool,
+    dy: Array,
+    x: Array,
+    mean: Array | None,
+    rstdev: Array,
+    gamma: Array,
+    add: Array | None,
+    zero_centered: bool,
     dtype: str,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """See `norm_backward`."""
     (of_rows, count), (gradient, _) = with_rows(x, 1), with_rows(dy, 1)
     added = () if add is None else (with_rows(add, 1)[0],)
@@ -136,5 +152,7 @@ def backward(
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 BACKEND = Backend[NormRequest](
-    "triton", unsupported_reason=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
+    "triton",
+    unsupported_reason=unsupported_reason,
+    bind=lambda request: OPERATIONS[request.operation],
 )

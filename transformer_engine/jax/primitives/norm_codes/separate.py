@@ -41,7 +41,9 @@ def run(
     x: Array, gamma: Array, beta: Array | None, multiplier: Array | None, coded: CodedNorm
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
-    y, mean, rstdev = norm_forward(x, gamma, beta, coded.centered, coded.zero_centered, coded.epsilon)
+    y, mean, rstdev = norm_forward(
+        x, gamma, beta, coded.centered, coded.zero_centered, coded.epsilon
+    )
     y, axis = with_rows(y, 1)
     return quantize(y, coded.spec, multiplier=multiplier, axis=axis), mean, rstdev
 

@@ -36,7 +36,9 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def unsupported_reason(request: NormCodesRequest) -> str | None:
-    reason = norm.unsupported_reason(request.norm) or quantization.unsupported_in_producer(request.cast)
+    reason = norm.unsupported_reason(request.norm) or quantization.unsupported_in_producer(
+        request.cast
+    )
     if reason is not None:
         return reason
     spec = request.cast.spec
@@ -45,9 +47,7 @@ def unsupported_reason(request: NormCodesRequest) -> str | None:
     if spec.format != BLOCK_1D or spec.columnwise:
         return "blocks that span rows; the kernel that makes y holds single rows"
     if request.centered and request.norm.width > _WIDEST_CENTERED:
-        return (
-            f"blocks of a LayerNorm of {request.norm.width} columns; it makes them up to {_WIDEST_CENTERED}"
-        )
+        return f"blocks of a LayerNorm of {request.norm.width} columns; it makes them up to {_WIDEST_CENTERED}"
     return None
 
 
@@ -68,9 +68,13 @@ class _CodedNormKernel(Kernel):
             **options: Options for the rule.
         """
         operands, statistics = ("r w, w, w", ["r", "r"]) if self.centered else ("r w, w", ["r"])
-        return ShardingRule(f"{operands}{parameters} -> {', '.join([*outputs, *statistics])}", **options)
+        return ShardingRule(
+            f"{operands}{parameters} -> {', '.join([*outputs, *statistics])}", **options
+        )
 
-    def with_statistics(self, x: Any, *made: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def with_statistics(
+        self, x: Any, *made: jax.ShapeDtypeStruct
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Result shapes followed by the statistics' shapes."""
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
         return (*made, *[statistic] * (1 + self.centered))
@@ -109,7 +113,9 @@ class ScaledNormCodes(_CodedNormKernel):
         program = norm_codes.one_scale(self.rows(x), quantization.one_scale(self.spec))
         inputs = [x, gamma, beta[0] if beta else None, multiplier, None]
         codes, scale, codes_t, _, amax, *statistics = perform(program, inputs)
-        return tuple(result for result in (codes, codes_t, scale, amax, *statistics) if result is not None)
+        return tuple(
+            result for result in (codes, codes_t, scale, amax, *statistics) if result is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,9 @@ class MeasuredNorm(_CodedNormKernel):
         from ....common.kernels import norm  # it imports triton
 
         x, gamma, *beta = arrays
-        results = run(norm.forward(self.rows(x), measures=True), [x, gamma, beta[0] if beta else None, None])
+        results = run(
+            norm.forward(self.rows(x), measures=True), [x, gamma, beta[0] if beta else None, None]
+        )
         return tuple(array for array in results if array is not None)
 
 
@@ -176,7 +184,9 @@ def run_codes(
         quantized = Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)
     else:
         amax, y, *statistics = call_on_axes(MeasuredNorm(*options), counts, *operands)
-        quantized = FORMATS[spec.format.name].quantize_by_kernels(y, QuantizeInputs(amax=amax), cast)
+        quantized = FORMATS[spec.format.name].quantize_by_kernels(
+            y, QuantizeInputs(amax=amax), cast
+        )
     shape = (*x.shape[:-1], 1)
     mean = statistics[0].reshape(shape) if coded.centered else None
     return quantized, mean, statistics[-1].reshape(shape)

@@ -100,12 +100,19 @@ def quantize(
     _check(x, axis, spec, multiplier, random)
     if spec.stochastic and random is not None:
         turned_shape = (*x.shape[axis:], *x.shape[:axis])
-        random = random[0].reshape(x.shape), None if random[1] is None else random[1].reshape(turned_shape)
+        random = (
+            random[0].reshape(x.shape),
+            None if random[1] is None else random[1].reshape(turned_shape),
+        )
     per_tile = any(one is not None and one.ndim == 2 for one in (amax, amax_t))
     return compute(
-        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis, per_tile), x,
+        TABLE,
+        lambda platform: Request(
+            spec, shape, x.dtype, platform, multiplier is not None, axis, per_tile
+        ),
+        x,
         QuantizeInputs(multiplier, amax, amax_t, random, over),
-    )  # fmt: skip
+    )
 
 
 def dequantize(operand: Operand) -> Array:
@@ -139,7 +146,9 @@ def _check(
     random: tuple[Array, Array | None] | None,
 ) -> None:
     if x.dtype not in _VALUES:
-        raise TypeError(f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it")
+        raise TypeError(
+            f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it"
+        )
     if multiplier is not None and spec.format.block is not None:
         raise ValueError(
             f"a multiplier was given for format {spec.format.name}, which has one per block; give none, or use FLOAT8"
@@ -157,8 +166,12 @@ def _check(
             (sides, spec.rowwise or spec.transposes),
             (sides[::-1], spec.columnwise and not spec.transposes),
         )
-        for index, (numbers, ((rows, columns), read)) in enumerate(zip(random, expected, strict=True)):
+        for index, (numbers, ((rows, columns), read)) in enumerate(
+            zip(random, expected, strict=True)
+        ):
             found = None if numbers is None else numbers.shape
             if read and found not in ((*rows, *columns), matrix := (prod(rows), prod(columns))):
                 shape = None if found is None else list(found)
-                raise ValueError(f"random[{index}] is {shape}; draw one number an element, {list(matrix)}")
+                raise ValueError(
+                    f"random[{index}] is {shape}; draw one number an element, {list(matrix)}"
+                )

@@ -127,7 +127,9 @@ def encode_e2m1(x: Array, random: Array | None = None) -> Array:
         fraction = (stretches[0] - first) + (stretches[1] - second) + (stretches[2] - third)
         codes = floors + jnp.floor(fraction + random)
     sign = jnp.signbit(x).astype(jnp.uint8) << 3
-    return lax.bitcast_convert_type((codes.astype(jnp.uint8) | sign).astype(jnp.uint4), jnp.float4_e2m1fn)
+    return lax.bitcast_convert_type(
+        (codes.astype(jnp.uint8) | sign).astype(jnp.uint4), jnp.float4_e2m1fn
+    )
 
 
 def e8m0_from_float(v: Array) -> Array:

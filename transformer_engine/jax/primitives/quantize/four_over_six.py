@@ -41,7 +41,9 @@ def encode(
         encode_scale: The second-level scales, in the same shape.
         multiplier_of: Maps E4M3 block scales to value multipliers.
     """
-    base = exact.multiply(exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale)
+    base = exact.multiply(
+        exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale
+    )
     six, four = (
         _encode_candidate(cut, axis, ideal, measure, largest, amax, encode_scale, multiplier_of)
         for ideal in (base, exact.multiply(base, 1.5))
@@ -80,11 +82,15 @@ def _encode_candidate(
         exponent = ((exact.float_bits(amax) >> 23) & 0xFF) - 127
         lift = jnp.clip(-exponent, 0, 100)
         decoded = exact.divide(exact.multiply(product, amax), jnp.float32(largest))
-        difference = jnp.abs(exact.multiply(decoded, _power(lift)) - exact.multiply(values, _power(lift)))
+        difference = jnp.abs(
+            exact.multiply(decoded, _power(lift)) - exact.multiply(values, _power(lift))
+        )
         terms = difference
         if measure == MSE:
             difference = exact.multiply(difference, _power(-lift))
-            terms = exact.multiply(exact.multiply(difference, difference), _power(jnp.minimum(2 * lift, 100)))
+            terms = exact.multiply(
+                exact.multiply(difference, difference), _power(jnp.minimum(2 * lift, 100))
+            )
     # Sum over each tile: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, ..
     columns = jnp.moveaxis(terms, -1, 0)
     total = columns[0]

@@ -84,8 +84,12 @@ class Quantized(NamedTuple):
 
     def with_axes(self, shape: tuple[int, ...], axis: int) -> Quantized:
         """Reshape the codes for an array with this shape, whose columns begin at axis."""
-        codes_t = None if self.codes_t is None else self.codes_t.reshape(*shape[axis:], *shape[:axis])
-        return self._replace(codes=None if self.codes is None else self.codes.reshape(shape), codes_t=codes_t)
+        codes_t = (
+            None if self.codes_t is None else self.codes_t.reshape(*shape[axis:], *shape[:axis])
+        )
+        return self._replace(
+            codes=None if self.codes is None else self.codes.reshape(shape), codes_t=codes_t
+        )
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,17 @@ from ..operand import matrix_shape
 Scales = TypeVar("Scales", Array, tuple[Array, Array])
 
 
-def split_axes(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[tuple[int, ...], int]:
+def split_axes(
+    shape: tuple[int, ...], axis: int, tile: tuple[int, int]
+) -> tuple[tuple[int, ...], int]:
     """Axes [*R, *K] that are split into tiles, and where K begins.
 
     One side's axes are merged if a tile would cover elements from two axes.
     """
     sides = shape[:axis], shape[axis:]
     rows, columns = (
-        side if side[-1] % size == 0 else (prod(side),) for side, size in zip(sides, tile, strict=True)
+        side if side[-1] % size == 0 else (prod(side),)
+        for side, size in zip(sides, tile, strict=True)
     )
     return (*rows, *columns), len(rows)
 

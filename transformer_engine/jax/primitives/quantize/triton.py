@@ -35,7 +35,9 @@ def unsupported_reason(request: Request) -> str | None:
     if (reason := hardware().lacks("cast kernels")) is not None:
         return reason
     if request.maxima_per_tile and request.axis != 1:
-        return "one maximum per tile of an array of several axes; the kernels read those of a matrix"
+        return (
+            "one maximum per tile of an array of several axes; the kernels read those of a matrix"
+        )
     rows, depth = request.shape
     if not rows * depth:
         return "a matrix without elements"
@@ -70,7 +72,13 @@ def one_scale(spec: QuantizeSpec) -> OneScale:
     from ....common.kernels.cast import OneScale  # it imports triton
 
     return OneScale(
-        spec.element, spec.columnwise, True, False, spec.power_of_two, spec.epsilon, zero_is_one=True
+        spec.element,
+        spec.columnwise,
+        True,
+        False,
+        spec.power_of_two,
+        spec.epsilon,
+        zero_is_one=True,
     )
 
 

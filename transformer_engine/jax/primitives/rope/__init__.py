@@ -20,9 +20,14 @@ TABLE: Table[RopeRequest] = Table("jax_rope", (triton.BACKEND, reference.BACKEND
 def _rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:
     """Rotate as `rotate`, by the negative angles if back."""
     return compute(
-        TABLE, lambda platform: RopeRequest(x.shape, x.dtype, platform), x, angles, interleaved=interleaved,
-        sequence_first=sequence_first, back=back,
-    )  # fmt: skip
+        TABLE,
+        lambda platform: RopeRequest(x.shape, x.dtype, platform),
+        x,
+        angles,
+        interleaved=interleaved,
+        sequence_first=sequence_first,
+        back=back,
+    )
 
 
 def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool) -> Array:
@@ -37,7 +42,9 @@ def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool) -> 
     Returns:
         The rotated array, with x's shape and dtype.
     """
-    rotation = jax.custom_vjp(lambda x, angles: _rotate(x, angles, interleaved, sequence_first, False))
+    rotation = jax.custom_vjp(
+        lambda x, angles: _rotate(x, angles, interleaved, sequence_first, False)
+    )
     rotation.defvjp(
         lambda x, angles: (_rotate(x, angles, interleaved, sequence_first, False), angles),
         lambda angles, dy: (_rotate(dy, angles, interleaved, sequence_first, True), None),
@@ -65,9 +72,14 @@ def rotate_packed(
 
     def run(back: bool, *arrays: Array) -> tuple[Array, ...]:
         return compute(
-            TABLE, lambda platform: RopeRequest(shape, dtype, platform, packed=True), *arrays, heads=heads,
-            interleaved=interleaved, sequence_first=sequence_first, back=back,
-        )  # fmt: skip
+            TABLE,
+            lambda platform: RopeRequest(shape, dtype, platform, packed=True),
+            *arrays,
+            heads=heads,
+            interleaved=interleaved,
+            sequence_first=sequence_first,
+            back=back,
+        )
 
     split = jax.custom_vjp(functools.partial(run, False))
     split.defvjp(

@@ -65,4 +65,6 @@ def run_packed(
     return rotate(q), rotate(k), v
 
 
-BACKEND = Backend[RopeRequest]("reference", bind=lambda request: run_packed if request.packed else run)
+BACKEND = Backend[RopeRequest](
+    "reference", bind=lambda request: run_packed if request.packed else run
+)

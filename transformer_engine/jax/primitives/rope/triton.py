@@ -44,10 +44,17 @@ class RotationKernel(Kernel):
         x, angles = arrays
         outer, inner, heads, features = x.shape
         launch = rope.rotate(
-            (outer, inner, heads, features), (inner * heads * features, heads * features, features),
-            (angles.shape[0], angles.shape[1]), 0, x.dtype.name, layout="sbhd" if self.sequence_first else "bshd",
-            interleaved=self.interleaved, transposed=self.back, context=(1, 0), equal_angles=True,
-        )  # fmt: skip
+            (outer, inner, heads, features),
+            (inner * heads * features, heads * features, features),
+            (angles.shape[0], angles.shape[1]),
+            0,
+            x.dtype.name,
+            layout="sbhd" if self.sequence_first else "bshd",
+            interleaved=self.interleaved,
+            transposed=self.back,
+            context=(1, 0),
+            equal_angles=True,
+        )
         return (run_first(launch, [x, angles, None, None]),)
 
 
@@ -88,11 +95,20 @@ class PackedRotationKernel(RotationKernel):
         heads = x.shape[2] if self.back else x.shape[3] // self.width
         row = heads * self.width
         launch = rope_packed.rotate_packed(
-            tokens, (heads, 1), (self.width, self.width), (x.shape[1] * 3 * row, 3 * row, self.width),
-            (angles.shape[0], angles.shape[1], angles.shape[1]), 0, x.dtype.name, layout=layout,
-            interleaved=self.interleaved, transposed=self.back, context=(1, 0), separate=True,
+            tokens,
+            (heads, 1),
+            (self.width, self.width),
+            (x.shape[1] * 3 * row, 3 * row, self.width),
+            (angles.shape[0], angles.shape[1], angles.shape[1]),
+            0,
+            x.dtype.name,
+            layout=layout,
+            interleaved=self.interleaved,
+            transposed=self.back,
+            context=(1, 0),
+            separate=True,
             equal_angles=True,
-        )  # fmt: skip
+        )
         if self.back:
             (packed,) = run(launch, [angles, angles, None, None, None, *values])
             assert packed is not None
@@ -104,7 +120,9 @@ class PackedRotationKernel(RotationKernel):
 
 def _angle_of_each_feature(angles: Array, interleaved: bool) -> Array:
     """Expand pair angles [s, d / 2] to [s, d]: the kernels read one angle per feature."""
-    return jnp.repeat(angles, 2, axis=1) if interleaved else jnp.concatenate((angles, angles), axis=1)
+    return (
+        jnp.repeat(angles, 2, axis=1) if interleaved else jnp.concatenate((angles, angles), axis=1)
+    )
 
 
 def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:

@@ -34,7 +34,11 @@ def advance_states(
     """
     length, groups = states[0].history.shape[-1], states[0].scale.shape[0]
     updated = compute(
-        TABLE, lambda platform: ScaleUpdateRequest(len(states), length, platform, groups), tuple(map(tuple, states)),
-        algorithm=algorithm, maxima=maxima, margin=margin,
-    )  # fmt: skip
+        TABLE,
+        lambda platform: ScaleUpdateRequest(len(states), length, platform, groups),
+        tuple(map(tuple, states)),
+        algorithm=algorithm,
+        maxima=maxima,
+        margin=margin,
+    )
     return [(history, scale) for history, scale in updated]

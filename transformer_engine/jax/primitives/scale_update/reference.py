@@ -43,7 +43,9 @@ def next_scale(amax: Array, scale: Array, maxima: tuple[float, ...], margin: flo
     computed, bits = exact.float_bits(computed), exact.float_bits(amax)
     computed = jnp.where(computed == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), computed)
     usable = (bits > 0) & (bits < exact.INFINITY)
-    return exact.bits_to_float(jnp.where(usable, computed, exact.float_bits(nonzero_multiplier(scale))))
+    return exact.bits_to_float(
+        jnp.where(usable, computed, exact.float_bits(nonzero_multiplier(scale)))
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "maxima", "margin"))
@@ -72,13 +74,18 @@ def advance_scales(
     reference = steps.max(axis=1) if algorithm == "max" else steps[:, 0]
     new_scales = next_scale(exact.bits_to_float(reference), scales, maxima, margin)
     cleared = jnp.zeros_like(latest)
-    moved = cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
+    moved = (
+        cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
+    )
     # Computed once per step, not once for every scale reader.
     return lax.optimization_barrier((exact.bits_to_float(moved), new_scales))
 
 
 def run(
-    states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
+    states: tuple[tuple[Array, Array, Array], ...],
+    algorithm: str,
+    maxima: tuple[float, ...],
+    margin: float,
 ) -> tuple[tuple[Array, Array], ...]:
     """Compute every state's (history, scale) from (history, scale, amax) in their shapes, as one stack."""
     histories, scales, amaxes = zip(*states, strict=True)

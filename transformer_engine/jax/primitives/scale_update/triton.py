@@ -62,7 +62,9 @@ class AdvanceScales(Kernel):
 
         states, length = len(self.maxima), arrays[0].shape[-1]
         groups = arrays[states].shape[0]
-        launch = delayed_scaling.advance_new(length, self.takes_maximum, self.maxima, self.margin, groups)
+        launch = delayed_scaling.advance_new(
+            length, self.takes_maximum, self.maxima, self.margin, groups
+        )
         absent = [None] * (delayed_scaling.STATES - states)
         kinds = (arrays[start : start + states] for start in (0, states, 2 * states))
         results = run(launch, [array for kind in kinds for array in (*kind, *absent)])
@@ -71,14 +73,19 @@ class AdvanceScales(Kernel):
 
 
 def advance(
-    states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
+    states: tuple[tuple[Array, Array, Array], ...],
+    algorithm: str,
+    maxima: tuple[float, ...],
+    margin: float,
 ) -> tuple[tuple[Array, Array], ...]:
     """See `advance_states`."""
     updated: list[tuple[Array, Array]] = []
     for first in range(0, len(states), _STATES):
         some, theirs = states[first : first + _STATES], maxima[first : first + _STATES]
         arrays = [array for group in zip(*some, strict=True) for array in group]
-        results = call(AdvanceScales(algorithm == "max", theirs, margin, arrays[0].ndim == 2), *arrays)
+        results = call(
+            AdvanceScales(algorithm == "max", theirs, margin, arrays[0].ndim == 2), *arrays
+        )
         updated += zip(results[: len(some)], results[len(some) :], strict=True)
     return tuple(updated)
 

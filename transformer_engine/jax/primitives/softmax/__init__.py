@@ -26,5 +26,9 @@ def masked_softmax(scores: Array, hidden: Array | None, sink: Array | None) -> A
         Probabilities, float32 [b, h, q, k]. A row without visible keys is 0.
     """
     masked, has_sink = hidden is not None, sink is not None
-    calls = bind_by_platform(TABLE, lambda platform: SoftmaxRequest(scores.shape, masked, has_sink, platform))
-    return differentiable_by_platform(scores, hidden, sink, cuda=calls["cuda"], default=calls["cpu"])
+    calls = bind_by_platform(
+        TABLE, lambda platform: SoftmaxRequest(scores.shape, masked, has_sink, platform)
+    )
+    return differentiable_by_platform(
+        scores, hidden, sink, cuda=calls["cuda"], default=calls["cpu"]
+    )

@@ -26,7 +26,9 @@ DISPATCHES = ("auto", "grouped")
 
 # Rules for constructor arguments that only attention layers have.
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("attn_input_format", "qkv_format"), checked(partial(check_option, allowed=QKV_FORMATS))),
+    **dict.fromkeys(
+        ("attn_input_format", "qkv_format"), checked(partial(check_option, allowed=QKV_FORMATS))
+    ),
     "attention_type": checked(partial(check_option, allowed=AttnTypes)),
     "softmax_type": checked(partial(check_option, allowed=SOFTMAX_TYPES)),
     **dict.fromkeys(
@@ -39,9 +41,13 @@ RULES: dict[str, Rule] = {
 def check_heads(heads: int, groups: int, tp_size: int) -> None:
     """Raise ValueError unless ranks share heads and groups evenly, and groups share heads."""
     if heads % tp_size:
-        raise ValueError(f"tp_size={tp_size} does not divide num_attention_heads={heads}; choose a divisor")
+        raise ValueError(
+            f"tp_size={tp_size} does not divide num_attention_heads={heads}; choose a divisor"
+        )
     if groups % tp_size:
-        raise ValueError(f"tp_size={tp_size} does not divide num_gqa_groups={groups}; choose a divisor")
+        raise ValueError(
+            f"tp_size={tp_size} does not divide num_gqa_groups={groups}; choose a divisor"
+        )
     if heads % groups:
         raise ValueError(
             f"num_gqa_groups={groups} does not divide num_attention_heads={heads}; choose a divisor"
@@ -49,7 +55,12 @@ def check_heads(heads: int, groups: int, tp_size: int) -> None:
 
 
 def unpack_qkv(
-    q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, axis: int
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    qkv: Tensor | None,
+    kv: Tensor | None,
+    axis: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v, given one by one or as packed buffer views.
 
@@ -64,7 +75,9 @@ def unpack_qkv(
         k, v = _parts("kv_layer", kv, 2, axis)
     if q is None or k is None or v is None:
         missing = [
-            name for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v)) if x is None
+            name
+            for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v))
+            if x is None
         ]
         raise ValueError(
             f"{' and '.join(f'{name}=None' for name in missing)} missing; give queries, keys and values"
@@ -109,14 +122,20 @@ def settle_arguments(config: AttentionConfig, a: AttentionArguments) -> Attentio
     if a.thd_attention_policy_dispatch not in DISPATCHES:
         check_option("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
     if a.bottom_right_diagonal is not None and type(a.bottom_right_diagonal) is not bool:
-        a = a._replace(bottom_right_diagonal=to_bool("bottom_right_diagonal", a.bottom_right_diagonal))
+        a = a._replace(
+            bottom_right_diagonal=to_bool("bottom_right_diagonal", a.bottom_right_diagonal)
+        )
     if a.pad_between_seqs is not None and type(a.pad_between_seqs) is not bool:
         a = a._replace(pad_between_seqs=to_bool("pad_between_seqs", a.pad_between_seqs))
     if a.num_splits is not None and (type(a.num_splits) is not int or a.num_splits < 0):
         a = a._replace(num_splits=to_int("num_splits", a.num_splits, 0))
     if a.softcap is not None and (type(a.softcap) is not float or not 0.0 <= a.softcap < math.inf):
         a = a._replace(softcap=limit("softcap", specialized(a.softcap)))
-    if a.cu_seqlens_kv is None and a.cu_seqlens_kv_padded is not None and config.attention_type == "self":
+    if (
+        a.cu_seqlens_kv is None
+        and a.cu_seqlens_kv_padded is not None
+        and config.attention_type == "self"
+    ):
         a = a._replace(cu_seqlens_kv=a.cu_seqlens_q)  # keys have the queries' lengths by default
     if a.score_mod is not None:
         function("score_mod", a.score_mod)
@@ -149,9 +168,13 @@ def settle_arguments(config: AttentionConfig, a: AttentionArguments) -> Attentio
     if a.window_size is not None:
         a = a._replace(window_size=window_pair(a.window_size))
     longest_q, longest_kv = a.max_seqlen_q, a.max_seqlen_kv
-    if (type(longest_q) is int or longest_q is None) and (type(longest_kv) is int or longest_kv is None):
+    if (type(longest_q) is int or longest_q is None) and (
+        type(longest_kv) is int or longest_kv is None
+    ):
         return a
-    return a._replace(max_seqlen_q=whole_length("q", longest_q), max_seqlen_kv=whole_length("kv", longest_kv))
+    return a._replace(
+        max_seqlen_q=whole_length("q", longest_q), max_seqlen_kv=whole_length("kv", longest_kv)
+    )
 
 
 def prepare_mask(config: AttentionConfig, a: AttentionArguments) -> Any:
@@ -198,7 +221,9 @@ def whole_length(name: str, size: Any) -> int | None:
             f"max_seqlen_{name}={described(size)} is not a whole number; give the tokens of the longest sequence"
         ) from None
     if length < 0:
-        raise ValueError(f"max_seqlen_{name}={length} is below 0; give the tokens of the longest sequence")
+        raise ValueError(
+            f"max_seqlen_{name}={length} is below 0; give the tokens of the longest sequence"
+        )
     return length
 
 
@@ -237,7 +262,9 @@ def check_cache(layer_number: int | None, cached: torch.dtype, requested: torch.
         ValueError: The layer has no number, or the cache has another dtype than the queries.
     """
     if layer_number is None:
-        raise ValueError("inference_params needs layer_number, which names the cache; set it at construction")
+        raise ValueError(
+            "inference_params needs layer_number, which names the cache; set it at construction"
+        )
     if cached != requested:
         raise ValueError(
             f"inference_params has dtype={cached}, query_layer is {requested}; make the cache with the layer's dtype"
@@ -255,12 +282,19 @@ def check_bias(call: AttentionCall, bias: Tensor | TensorFacts | None) -> None:
     takes_bias = call.bias in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (bias is not None):
         verb = "needs" if takes_bias else "takes no"
-        description = "None" if bias is None else f"a Tensor of shape {list(bias.shape)} and {bias.dtype}"
+        description = (
+            "None" if bias is None else f"a Tensor of shape {list(bias.shape)} and {bias.dtype}"
+        )
         raise ValueError(
             f"core_attention_bias_type={call.bias!r} {verb} core_attention_bias, which is {description}; match the two"
         )
     slopes = call.slopes_shape
-    if call.slopes_given and slopes is not None and len(slopes) == 2 and slopes[0] not in (1, call.batch):
+    if (
+        call.slopes_given
+        and slopes is not None
+        and len(slopes) == 2
+        and slopes[0] not in (1, call.batch)
+    ):
         raise ValueError(
             f"alibi_slopes is {list(slopes)}, the batch has {call.batch} sequences; give [h], or [b, h]"
         )
@@ -272,7 +306,9 @@ def check_bias(call: AttentionCall, bias: Tensor | TensorFacts | None) -> None:
             f"{call.device_type}"
         )
     shape = (call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
-    if bias.ndim != 4 or any(size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)):
+    if bias.ndim != 4 or any(
+        size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)
+    ):
         raise ValueError(
             f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}; give these sizes, or 1"
         )
@@ -305,7 +341,9 @@ def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConf
         )
 
 
-def sink_logit(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
+def sink_logit(
+    softmax_type: str, offset: Tensor | None, heads: int, device: torch.device
+) -> Tensor | None:
     """Return the logit [h] for a key without a value, by softmax type; None for "vanilla"."""
     if softmax_type == "off-by-one":
         return torch.zeros(heads, dtype=torch.float32, device=device)

@@ -46,7 +46,9 @@ def describe_sequences(
     mask = masks.resolve(
         mask_name(config, a),
         config.window_size if a.window_size is None else a.window_size,
-        config.bottom_right_diagonal if a.bottom_right_diagonal is None else a.bottom_right_diagonal,
+        config.bottom_right_diagonal
+        if a.bottom_right_diagonal is None
+        else a.bottom_right_diagonal,
     )
     if cached is not None:
         if cached.limits is not None:
@@ -85,7 +87,12 @@ def describe_call(
     seqlen_q, seqlen_kv = known(queries.size), known(keys.size)
     page_size = 0
     if cached is not None:
-        k, v, kv_format, page_size = cached.key, cached.value, cached.tensor_format, cached.page_size
+        k, v, kv_format, page_size = (
+            cached.key,
+            cached.value,
+            cached.tensor_format,
+            cached.page_size,
+        )
     slopes_shape = None if a.alibi_slopes is None else a.alibi_slopes.shape
     if slopes_shape is None and a.core_attention_bias_type == "alibi":
         slopes_shape = (config.heads,)
@@ -166,7 +173,11 @@ def _lengthen_axis(x: Any, axis: int, size: int) -> TensorFacts:
 
 def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
     """Return the mask type of the call, by default the layer's; with a cache, sequences have individual lengths."""
-    name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
+    name = (
+        config.attn_mask_type
+        if a.attn_mask_type is None
+        else masks.canonical_name(a.attn_mask_type)
+    )
     return name if a.inference_params is None else masks.cached_mask_type(name)
 
 

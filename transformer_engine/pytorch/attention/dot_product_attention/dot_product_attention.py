@@ -33,7 +33,15 @@ from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpack_qkv
 from .fp8_recipe import attention_recipe, attention_roles, find_requested_backward, fp8_attention
 from .last_choice import last_choice as _attention_backends
-from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, make_plan, prepare
+from .plan import (
+    MAX_PLANS,
+    PLAIN,
+    AttentionPlan,
+    CheckedArguments,
+    check_arguments,
+    make_plan,
+    prepare,
+)
 from .policies import attend_by_policies, check_policies
 from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
@@ -47,7 +55,9 @@ NAMES = (type(None), str)  # name types that can be part of a key
 
 def _same_as(name: str) -> property:
     """Return a property that is an alias for a setting."""
-    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+    return property(
+        lambda self: getattr(self, name), lambda self, value: setattr(self, name, value)
+    )
 
 
 def _divide_groups(layer: Any, name: str, value: Any) -> None:
@@ -113,23 +123,40 @@ class DotProductAttention(TransformerEngineBaseModule):
     @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap"))
     @accepts(kv_channels=head_sizes, **RULES)
     def __init__(
-        self, num_attention_heads: int, kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None, attention_dropout: float = 0.0, qkv_format: TensorFormat = "sbhd",
-        attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None, softcap: float = 0.0, sequence_parallel: bool = False,
-        tp_size: int = 1, get_rng_state_tracker: Callable | None = None, tp_group: Any = None,
-        layer_number: int | None = None, attention_type: AttentionType = "self", cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None, cp_stream: Any = None, cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None, softmax_type: SoftmaxType = "vanilla",
-        return_max_logit: bool | None = False, name: str | None = None,
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: TensorFormat = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: AttentionType = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: SoftmaxType = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
         score_mod: Callable[..., Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(name)
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_heads(num_attention_heads, groups, tp_size)
-        size_qk, size_v = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        size_qk, size_v = (
+            kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        )
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         self._configure(
@@ -186,9 +213,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        self,
+        cp_group: Any,
+        cp_global_ranks: list[int] | None,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
         load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set the ranks that share each sequence: rank r of n holds the chunks r and 2 n - 1 - r of its 2 n chunks.
 
         Args:
@@ -201,35 +232,60 @@ class DotProductAttention(TransformerEngineBaseModule):
         groups = context_groups(cp_group, cp_stream, cp_comm_type, load_balancing_strategy)
         if groups is None and cp_stream is not None:
             warn_once(
-                "cp_stream", "cp_stream has no effect without a cp_group of several ranks; leave it None"
+                "cp_stream",
+                "cp_stream has no effect without a cp_group of several ranks; leave it None",
             )
         options = {
-            "cp_group": cp_group, "cp_global_ranks": cp_global_ranks, "cp_stream": cp_stream,
-            "cp_comm_type": cp_comm_type, "load_balancing_strategy": load_balancing_strategy,
-        }  # fmt: skip
+            "cp_group": cp_group,
+            "cp_global_ranks": cp_global_ranks,
+            "cp_stream": cp_stream,
+            "cp_comm_type": cp_comm_type,
+            "load_balancing_strategy": load_balancing_strategy,
+        }
         # Clients set an unchanged group before every call; plans are cached by the identity of the record.
         if any(getattr(self._config, name) != value for name, value in options.items()):
             self._configure(**options)
 
-    @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "bf16_backward"))
+    @accepts_older_orders(
+        v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "bf16_backward")
+    )
     def forward(
-        self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None, qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        softcap: float | None = None, checkpoint_core_attention: bool = False,
-        core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
-        inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
-        fp8_output: bool | None = False, bf16_backward: bool | None = False, num_splits: int | None = 1,
-        score_mod: Callable | None = None, score_mod_bprop: Callable | None = None,
+        self,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        bf16_backward: bool | None = False,
+        num_splits: int | None = 1,
+        score_mod: Callable | None = None,
+        score_mod_bprop: Callable | None = None,
         score_mod_tensors: Mapping[str, Tensor] | None = None,
-        score_mod_bprop_tensors: Mapping[str, Tensor] | None = None, qkv_layer: Tensor | None = None,
-        kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3,
-        thd_attention_policies: list[dict[str, Any]] | None = None, thd_attention_policy_dispatch: str = "auto",
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        score_mod_bprop_tensors: Mapping[str, Tensor] | None = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
 
         Args:
@@ -276,43 +332,99 @@ class DotProductAttention(TransformerEngineBaseModule):
                 are only checked with TE_CHECK=1 (see `device_checks`); wrong ones read outside the tensors.
         """
         if not (checkpoint_core_attention is fp8_output is bf16_backward is False):
-            checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
+            checkpoint_core_attention = to_bool(
+                "checkpoint_core_attention", checkpoint_core_attention
+            )
             fp8_output = to_bool("fp8_output", fp8_output)
             bf16_backward = bf16_backward is not None and to_bool("bf16_backward", bf16_backward)
         if torch._C._is_any_autocast_enabled():
             inputs = (query_layer, key_layer, value_layer, qkv_layer, kv_layer)
-            query_layer, key_layer, value_layer, qkv_layer, kv_layer = cast_to_autocast_dtype(inputs)
+            query_layer, key_layer, value_layer, qkv_layer, kv_layer = cast_to_autocast_dtype(
+                inputs
+            )
         score_mod = self.score_mod if score_mod is None else score_mod
-        if not (score_mod is score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
+        if not (
+            score_mod is score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None
+        ):
             inputs = (score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
             score_mod = bound_score_mod(*inputs)
         tracing = torch.compiler.is_compiling() or export_mode.onnx
         plan_inputs = (self._config, self.training, self._parameters["softmax_offset"])
-        # fmt: off
         if not tracing and (
-            attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
-            is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is softcap is core_attention_bias
-            is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer
-            is thd_attention_policies is None
-            and type(query_layer) is Tensor and type(key_layer) is Tensor and type(value_layer) is Tensor
-            and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
-            and num_splits is ONE and core_attention_bias_type == "no_bias"
+            attention_mask
+            is cu_seqlens_q
+            is cu_seqlens_kv
+            is cu_seqlens_q_padded
+            is cu_seqlens_kv_padded
+            is max_seqlen_q
+            is max_seqlen_kv
+            is window_size
+            is bottom_right_diagonal
+            is softcap
+            is core_attention_bias
+            is alibi_slopes
+            is inference_params
+            is pad_between_seqs
+            is score_mod
+            is qkv_layer
+            is kv_layer
+            is thd_attention_policies
+            is None
+            and type(query_layer) is Tensor
+            and type(key_layer) is Tensor
+            and type(value_layer) is Tensor
+            and type(qkv_format) in NAMES
+            and type(attn_mask_type) in NAMES
+            and num_splits is ONE
+            and core_attention_bias_type == "no_bias"
         ):
             names = (qkv_format, attn_mask_type)
-            prepared = prepare(self._plans, *plan_inputs, (query_layer, key_layer, value_layer), PLAIN, False, names)
-            return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
-        qkv = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
-        arguments = AttentionArguments(
-            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, core_attention_bias,
-            alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap, thd_attention_policies,
-            thd_attention_policy_dispatch, qkv_format, num_splits, score_mod,
+            prepared = prepare(
+                self._plans,
+                *plan_inputs,
+                (query_layer, key_layer, value_layer),
+                PLAIN,
+                False,
+                names,
+            )
+            return self._attend(
+                prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward
+            )
+        qkv = unpack_qkv(
+            query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim
         )
-        # fmt: on
+        arguments = AttentionArguments(
+            attention_mask,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            core_attention_bias,
+            alibi_slopes,
+            inference_params,
+            max_seqlen_q,
+            max_seqlen_kv,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            core_attention_bias_type,
+            pad_between_seqs,
+            softcap,
+            thd_attention_policies,
+            thd_attention_policy_dispatch,
+            qkv_format,
+            num_splits,
+            score_mod,
+        )
         if thd_attention_policies is not None:
             state = current() if tracing else eager_thread_state().state
-            policies = check_policies(self._config, arguments, qkv[0].device, state, bool(fp8_output))
-            modes = {"checkpoint_core_attention": checkpoint_core_attention, "bf16_backward": bf16_backward}
+            policies = check_policies(
+                self._config, arguments, qkv[0].device, state, bool(fp8_output)
+            )
+            modes = {
+                "checkpoint_core_attention": checkpoint_core_attention,
+                "bf16_backward": bf16_backward,
+            }
             return attend_by_policies(partial(self.forward, **modes), policies, qkv, arguments)
         checked = check_arguments(self._config, arguments, lambda: qkv, tracing)
         prepared = prepare(None if tracing else self._plans, *plan_inputs, qkv, checked)
@@ -344,7 +456,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         """
         plan_inputs = (self._config, self.training, self._parameters["softmax_offset"])
         prepared = prepare(self._plans, *plan_inputs, qkv, checked, projection is not None)
-        return self._attend(prepared, False, checkpoint_core_attention, fp8_output, False, projection)
+        return self._attend(
+            prepared, False, checkpoint_core_attention, fp8_output, False, projection
+        )
 
     def _attend(
         self,

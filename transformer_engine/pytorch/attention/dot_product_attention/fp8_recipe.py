@@ -12,7 +12,10 @@ from ....common.memory import Memory
 from ....common.recipe import DelayedScaling, Format, Recipe
 from ...functions.attention.autograd import Attending
 from ...functions.attention.context_parallel.attention import ContextParallelAttention
-from ...functions.attention.context_parallel.contiguous import ContiguousAttention, UnsupportedStrategy
+from ...functions.attention.context_parallel.contiguous import (
+    ContiguousAttention,
+    UnsupportedStrategy,
+)
 from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
 from ...functions.attention.fp8 import choose_fp8
 from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
@@ -40,7 +43,9 @@ def _from_environment(texts: tuple[str | None, ...]) -> Recipe | None:
             reduce_amax=env.flag("NVTE_DPA_FP8DS_REDUCE_AMAX"),
             **common,
         )
-    chosen: list[Any] = [family.recipe for family in all_families() if family.recipe.__name__ == kind]
+    chosen: list[Any] = [
+        family.recipe for family in all_families() if family.recipe.__name__ == kind
+    ]
     return chosen[0](**common) if chosen else None
 
 
@@ -147,7 +152,9 @@ def fp8_attention(
         requested: Result from `find_requested_backward`.
     """
     if isinstance(backend, ContiguousAttention):
-        raise UnsupportedStrategy("NO_LOAD_BALANCE with FP8 attention; set fp8_dpa and fp8_mha to False")
+        raise UnsupportedStrategy(
+            "NO_LOAD_BALANCE with FP8 attention; set fp8_dpa and fp8_mha to False"
+        )
     shared = isinstance(backend, ContextParallelAttention)
     of_rank = backend.inner_call if shared else call
     assert state.recipe is not None

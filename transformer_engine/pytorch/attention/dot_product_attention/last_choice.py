@@ -37,7 +37,9 @@ class LastChoice(Mapping[str, Any]):
     def __init__(self) -> None:
         self.seen: tuple[Any, ...] | None = None
         self.renewals = 0
-        self._requested_after: Any = None  # `seen` when the new choice was requested; None: not requested
+        self._requested_after: Any = (
+            None  # `seen` when the new choice was requested; None: not requested
+        )
         self._described: tuple[Any, ...] | None = None
         self._values: dict[str, Any] = dict.fromkeys(_KEYS)
 
@@ -86,7 +88,9 @@ def _description(call: AttentionCall, chosen: Any) -> dict[str, Any]:
         fused = None if unfused or chosen.name in FLASH else kind.NVTE_F16_arbitrary_seqlen
     is_flash = not unfused and fused is None
     params = AttentionParams.of(call, fp8=isinstance(chosen, FP8Attention))
-    return dict(zip(_KEYS, (params, is_flash, flash, fused is not None, fused, unfused), strict=True))
+    return dict(
+        zip(_KEYS, (params, is_flash, flash, fused is not None, fused, unfused), strict=True)
+    )
 
 
 last_choice = LastChoice()

@@ -109,7 +109,9 @@ class PlanKey(NamedTuple):
     def described(self) -> tuple[AttentionCall, Sequences]:
         """Return the call and its sequences, after every check."""
         if self.given is None:
-            a = NO_ARGUMENTS._replace(qkv_format=self.qkv_format, attn_mask_type=self.attn_mask_type)
+            a = NO_ARGUMENTS._replace(
+                qkv_format=self.qkv_format, attn_mask_type=self.attn_mask_type
+            )
         else:
             a = describe_arguments(self.given)
         qkv = (
@@ -118,7 +120,9 @@ class PlanKey(NamedTuple):
             TensorFacts(self.v_shape, self.v_dtype, self.v_device, False),
         )
         modes = (self.gradient, self.deterministic)
-        return describe_call(self.config, self.training, qkv, a, *modes, self.cached, self.same_lengths)
+        return describe_call(
+            self.config, self.training, qkv, a, *modes, self.cached, self.same_lengths
+        )
 
 
 Key = tuple[Any, ...]
@@ -303,7 +307,11 @@ def prepare(
     if v.stride(-1) != 1:
         v = v.contiguous()
     if memory is not None and a is NO_ARGUMENTS:
-        return plan, AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink), None
+        return (
+            plan,
+            AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink),
+            None,
+        )
     if upcoming is not None:
         lengths = cached_tensors(upcoming, plan.sequences.queries.tokens is not None)
     else:

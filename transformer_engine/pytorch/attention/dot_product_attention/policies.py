@@ -32,7 +32,10 @@ from .arguments import DISPATCHES
 from .fp8_recipe import attention_recipe
 from .settings import AttentionArguments, AttentionConfig
 
-NO_POLICIES: dict[str, Any] = {"thd_attention_policies": None, "thd_attention_policy_dispatch": "auto"}
+NO_POLICIES: dict[str, Any] = {
+    "thd_attention_policies": None,
+    "thd_attention_policy_dispatch": "auto",
+}
 _REQUIRED = ("sequence_ids", "mask_type", "window_size")
 _OPTIONAL = "bottom_right_diagonal"
 
@@ -78,15 +81,25 @@ def check_policies(
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     fp8 = state.enabled and attention_recipe(state.recipe) is not None
     for wrong, argument, remedy in (
-        (a.attn_mask_type is not None, f"attn_mask_type={a.attn_mask_type!r}", "policies have mask types"),
+        (
+            a.attn_mask_type is not None,
+            f"attn_mask_type={a.attn_mask_type!r}",
+            "policies have mask types",
+        ),
         (a.window_size is not None, f"window_size={a.window_size!r}", "policies have windows"),
         (tensor_format != "thd", f"qkv_format={tensor_format!r}", "give packed sequences, 'thd'"),
         (a.cu_seqlens_q is None, "cu_seqlens_q=None", "give the bounds of the sequences"),
-        (config.attention_type == "cross" and a.cu_seqlens_kv is None, "cu_seqlens_kv=None of a cross attention",
-         "give the bounds of the keys' sequences"),
+        (
+            config.attention_type == "cross" and a.cu_seqlens_kv is None,
+            "cu_seqlens_kv=None of a cross attention",
+            "give the bounds of the keys' sequences",
+        ),
         (a.attention_mask is not None, "attention_mask", "leave it None"),
-        (a.core_attention_bias is not None or a.core_attention_bias_type != "no_bias",
-         f"core_attention_bias_type={a.core_attention_bias_type!r}", "use 'no_bias'"),
+        (
+            a.core_attention_bias is not None or a.core_attention_bias_type != "no_bias",
+            f"core_attention_bias_type={a.core_attention_bias_type!r}",
+            "use 'no_bias'",
+        ),
         (a.alibi_slopes is not None, "alibi_slopes", "leave it None"),
         (a.inference_params is not None, "inference_params", "leave it None"),
         (a.score_mod is not None, "score_mod", "leave it None"),
@@ -94,7 +107,7 @@ def check_policies(
         (fp8, "FP8 attention", "set fp8_dpa and fp8_mha of the recipe to False"),
         (config.return_max_logit, "return_max_logit=True", "construct the attention without it"),
         (config.context is not None, "a context-parallel group", "set the group to None"),
-    ):  # fmt: skip
+    ):
         if wrong:
             raise ValueError(f"thd_attention_policies with {argument}; {remedy}")
     return [_check_policy(index, policy, a, device) for index, policy in enumerate(policies)]
@@ -114,7 +127,9 @@ def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.
         )
     ids = policy["sequence_ids"]
     if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: sequence_ids={described(ids)} must be a tensor [n] of int32 or int64")
+        raise ValueError(
+            f"{name}: sequence_ids={described(ids)} must be a tensor [n] of int32 or int64"
+        )
     if ids.device != device:
         raise ValueError(
             f"{name}: sequence_ids is on {ids.device}, the queries are on {device}; move one of them"
@@ -129,7 +144,9 @@ def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.
         )
     diagonal = policy.get(_OPTIONAL)
     if diagonal is not None and not isinstance(diagonal, bool):
-        raise ValueError(f"{name}: bottom_right_diagonal={described(diagonal)}; give True, False or None")
+        raise ValueError(
+            f"{name}: bottom_right_diagonal={described(diagonal)}; give True, False or None"
+        )
     return Policy(
         ids,
         mask_type,
@@ -155,7 +172,9 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
     cached = _COVERED.get(ids[0])
     if cached is not None and versions is not None:
         references, cached_versions, cached_batch = cached
-        same = len(references) == len(ids) and all(r() is x for r, x in zip(references, ids, strict=True))
+        same = len(references) == len(ids) and all(
+            r() is x for r, x in zip(references, ids, strict=True)
+        )
         if same and (cached_versions, cached_batch) == (versions, batch):
             return
     if ids[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -185,7 +204,10 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
             )
         covered += values
     if sorted(covered) != list(range(batch)):
-        absent, repeated = set(range(batch)) - set(covered), {x for x in covered if covered.count(x) > 1}
+        absent, repeated = (
+            set(range(batch)) - set(covered),
+            {x for x in covered if covered.count(x) > 1},
+        )
         raise ValueError(
             f"thd_attention_policies do not contain each of the {batch} sequences once: missing {sorted(absent)}, "
             f"repeated {sorted(repeated)}"
@@ -219,7 +241,10 @@ class _Packed(NamedTuple):
 
 
 def attend_by_policies(
-    attend: Attend, policies: list[Policy], qkv: tuple[Tensor, Tensor, Tensor], a: AttentionArguments
+    attend: Attend,
+    policies: list[Policy],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    a: AttentionArguments,
 ) -> Tensor:
     """Compute attention whose sequences are masked by their policies.
 
@@ -246,7 +271,9 @@ def attend_by_policies(
         check_coverage(ids, sequences)
     # Not `_replace`, whose result torch 2.11 rebuilds as an empty tuple where a compiled graph ends.
     nonempty = [
-        Policy(x, *policy[1:]) for policy, x in zip(policies, ids, strict=True) if policy.ids.shape[0]
+        Policy(x, *policy[1:])
+        for policy, x in zip(policies, ids, strict=True)
+        if policy.ids.shape[0]
     ]
     q, k, v = qkv
     if not q.shape[0] or not nonempty:  # without sequences, all tokens are padding
@@ -255,7 +282,9 @@ def attend_by_policies(
     if len(nonempty) == 1 and a.thd_attention_policy_dispatch != "grouped":
         return _attend(attend, nonempty[0], qkv, (cu_q, cu_kv, a.cu_seqlens_q_padded, padded_kv), a)
     queries = _Packed(
-        (q,), sequence_lengths(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
+        (q,),
+        sequence_lengths(cu_q),
+        cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded,
     )
     # Later checks recognize keys with the queries' bounds by the identity of `starts` and `lengths`.
     keys = _Packed((k, v), queries.lengths, queries.starts if padded_kv is None else padded_kv)
@@ -263,7 +292,9 @@ def attend_by_policies(
         keys = _Packed((k, v), sequence_lengths(cu_kv), cu_kv if padded_kv is None else padded_kv)
     if a.thd_attention_policy_dispatch == "grouped":
         return _sum_of_gathered(attend, nonempty, queries, keys, a)
-    outputs = [_attend_in_place_or_gathered(attend, policy, queries, keys, a) for policy in nonempty]
+    outputs = [
+        _attend_in_place_or_gathered(attend, policy, queries, keys, a) for policy in nonempty
+    ]
     return functools.reduce(torch.add, outputs)
 
 
@@ -321,7 +352,9 @@ def _in_place(
     """Attention for a policy's sequences in the whole buffer; the other sequences are empty, their tokens padding."""
 
     def policy_bounds(side: _Packed) -> Tensor:
-        return cumulative(side.lengths * torch.zeros_like(side.lengths).index_fill(0, policy.ids.long(), 1))
+        return cumulative(
+            side.lengths * torch.zeros_like(side.lengths).index_fill(0, policy.ids.long(), 1)
+        )
 
     bounds_q = policy_bounds(queries)
     bounds_kv = bounds_q if keys.lengths is queries.lengths else policy_bounds(keys)
@@ -340,8 +373,12 @@ def _gathered(
         position = torch.arange(tokens, device=ids.device)
         chosen = torch.zeros_like(side.lengths, dtype=torch.bool).index_fill(0, ids, True)
         starts = side.starts.long()
-        sequence = (torch.searchsorted(starts, position, right=True) - 1).clamp(0, starts.shape[0] - 2)
-        real = (position >= starts[sequence]) & (position < starts[sequence] + side.lengths[sequence])
+        sequence = (torch.searchsorted(starts, position, right=True) - 1).clamp(
+            0, starts.shape[0] - 2
+        )
+        real = (position >= starts[sequence]) & (
+            position < starts[sequence] + side.lengths[sequence]
+        )
         return (real & chosen[sequence]).nonzero().flatten(), cumulative(side.lengths[ids])
 
     places, bounds_q = gathered(queries)

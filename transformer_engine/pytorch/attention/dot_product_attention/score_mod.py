@@ -17,7 +17,14 @@ from torch import Tensor
 from ....common.checks import described, function_or_none
 from ....common.dispatch import is_tracing
 from ....common.score_graph import ScoreGraph, builds_a_graph
-from ....common.score_program import FIRST_OPERAND, GRADIENT, SCORE, RecordedScoreMod, ScoreProgram, record
+from ....common.score_program import (
+    FIRST_OPERAND,
+    GRADIENT,
+    SCORE,
+    RecordedScoreMod,
+    ScoreProgram,
+    record,
+)
 from ...runtime.autograd import Function
 from ...runtime.double_backward import once_differentiable
 
@@ -111,13 +118,17 @@ class GraphScoreMod(BoundScoreMod):
         program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:
             values = _number_inputs(
-                score, _index_tensors(self.tensors, places), _index_tensors(self.bprop_tensors, places)
+                score,
+                _index_tensors(self.tensors, places),
+                _index_tensors(self.bprop_tensors, places),
             )
             program.compute(ScoreGraph(torch, places), values)
             values[GRADIENT] = gradient
             return program.compute_gradient(ScoreGraph(torch, places), values)
         self.forward(score, places)
-        return self.bprop(ScoreGraph(torch, places), gradient, _index_tensors(self.bprop_tensors, places))
+        return self.bprop(
+            ScoreGraph(torch, places), gradient, _index_tensors(self.bprop_tensors, places)
+        )
 
 
 def _number_inputs(score: Tensor, *named: Mapping[str, Tensor]) -> dict[int, Tensor]:
@@ -156,7 +167,8 @@ def _index_tensors(tensors: Mapping[str, Tensor], places: Places) -> dict[str, T
             )
         else:
             index = [
-                0 if size == 1 else position for size, position in zip(tensor.shape, places, strict=True)
+                0 if size == 1 else position
+                for size, position in zip(tensor.shape, places, strict=True)
             ]
             found[name] = tensor[tuple(index)]
     return found
@@ -204,7 +216,9 @@ def _check_tensors(name: str, tensors: Mapping[str, Tensor] | None) -> Mapping[s
     if tensors is None:
         return {}
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"{name}={described(tensors)} is not a mapping; give a dict of named tensors")
+        raise TypeError(
+            f"{name}={described(tensors)} is not a mapping; give a dict of named tensors"
+        )
     wrong = [key for key, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if wrong:
         raise TypeError(

@@ -72,7 +72,13 @@ NO_TENSORS = SequenceTensors()
 
 
 def parse_sequences(
-    q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: AttentionArguments, same: bool
+    q: Any,
+    k: Any,
+    tensor_format: str,
+    mask: Mask,
+    attention_type: str,
+    a: AttentionArguments,
+    same: bool,
 ) -> Sequences:
     """Return the sequences that the arguments of an attention describe; arguments may be tensor descriptions.
 
@@ -106,13 +112,16 @@ def parse_sequences(
     if same and queries.lengths is not None and keys.lengths is not None:
         keys = keys._replace(lengths="queries")
     if queries.batch != keys.batch:
-        raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
+        raise ValueError(
+            f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree"
+        )
     pairs: Any = a.attention_mask
     arbitrary = mask.arbitrary and is_tensor(pairs)
     if arbitrary:
         shape = (queries.batch, q.shape[-2], queries.size, keys.size)
         fits = pairs.ndim <= 4 and all(
-            size in (1, limit) for size, limit in zip(reversed(pairs.shape), reversed(shape), strict=False)
+            size in (1, limit)
+            for size, limit in zip(reversed(pairs.shape), reversed(shape), strict=False)
         )
         if not fits:
             raise ValueError(
@@ -131,7 +140,13 @@ def are_same(a: AttentionArguments) -> bool:
     if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
         return False
     mask: Any = a.attention_mask
-    return mask is None or cu_q is not None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
+    return (
+        mask is None
+        or cu_q is not None
+        or not is_pair(mask)
+        or len(mask) != 2
+        or _same(mask[0], mask[1])
+    )
 
 
 def sequence_tensors(s: Sequences, a: AttentionArguments) -> SequenceTensors:
@@ -171,7 +186,9 @@ def demand_lengths(s: Sequences, a: AttentionArguments) -> None:
     if cu_q is not None:
         demand(are_bounds, (cu_q, starts_q), "cu_seqlens_q", queries.tokens, queries.size)
     self_attention = cu_kv is cu_q and starts_kv is starts_q
-    if cu_kv is None or (self_attention and keys.tokens == queries.tokens and keys.size == queries.size):
+    if cu_kv is None or (
+        self_attention and keys.tokens == queries.tokens and keys.size == queries.size
+    ):
         return
     demand(are_bounds, (cu_kv, starts_kv), "cu_seqlens_kv", keys.tokens, keys.size)
 
@@ -194,7 +211,9 @@ class Cached(NamedTuple):
     limits: StepLimits | None
 
     @classmethod
-    def of(cls, cached: CachedKeysValues, limits: StepLimits | None, needs_longest: bool = False) -> Cached:
+    def of(
+        cls, cached: CachedKeysValues, limits: StepLimits | None, needs_longest: bool = False
+    ) -> Cached:
         """Return the metadata; if needed, a length that the manager does not know is read from the device."""
         longest = cached.max_seqlen_q
         if needs_longest and not longest:
@@ -224,10 +243,13 @@ def cached_sequences(q: Any, q_format: str, max_seqlen_q: int | None, cached: Ca
     else:
         batch, longest = _extents(q, q_format)
         if batch != cached.batch:
-            raise ValueError(f"queries have {batch} sequences, the step {cached.batch}; they must agree")
+            raise ValueError(
+                f"queries have {batch} sequences, the step {cached.batch}; they must agree"
+            )
     tokens = q.shape[0] if q_format == "thd" else None
     return Sequences(
-        Side(cached.batch, longest, "cache", tokens=tokens), Side(cached.batch, cached.max_seqlen_kv, "cache")
+        Side(cached.batch, longest, "cache", tokens=tokens),
+        Side(cached.batch, cached.max_seqlen_kv, "cache"),
     )
 
 
@@ -301,7 +323,9 @@ def _side(
 
 def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
     if not is_tensor(bounds):
-        raise ValueError(f"cu_seqlens_{name} is {with_article(type(bounds))}; give an int32 tensor [b + 1]")
+        raise ValueError(
+            f"cu_seqlens_{name} is {with_article(type(bounds))}; give an int32 tensor [b + 1]"
+        )
     if bounds.dtype != torch.int32:
         raise ValueError(f"cu_seqlens_{name} is {bounds.dtype}; it must be torch.int32, convert it")
     if bounds.ndim != 1 or bounds.shape[0] < 1:
@@ -313,7 +337,9 @@ def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
             f"cu_seqlens_{name} is [1], which describes no sequence, the tensor {list(x.shape)}; add the end of each"
         )
     if bounds.device != x.device:
-        raise ValueError(f"cu_seqlens_{name} is on {bounds.device}, the tensor on {x.device}; move it there")
+        raise ValueError(
+            f"cu_seqlens_{name} is on {bounds.device}, the tensor on {x.device}; move it there"
+        )
 
 
 def _lengths(side: Side, cu_seqlens: Tensor | None, masked: Tensor | None) -> Tensor | None:
@@ -351,7 +377,9 @@ def _same(a: Any, b: Any) -> bool:
 def bucket_longest(name: str, lengths: Tensor | None) -> int:
     """Return the longest sequence, rounded up so that batches share shapes; this waits for the device."""
     if torch.compiler.is_compiling():
-        raise ValueError(f"max_seqlen_{name} is needed under torch.compile with qkv_format='thd'; pass it")
+        raise ValueError(
+            f"max_seqlen_{name} is needed under torch.compile with qkv_format='thd'; pass it"
+        )
     assert lengths is not None
     return round_up(int(lengths.max()), 64) if lengths.numel() else 0
 

@@ -89,7 +89,11 @@ class AttentionConfig(ModuleConfig):
     def softcap_of_call(self, softcap: float | None) -> float:
         """Return a call's softcap, by default the layer's; a constant in a graph."""
         if torch.compiler.is_compiling():
-            return number_while_tracing(self._softcap_text) if softcap is None else specialized(softcap)
+            return (
+                number_while_tracing(self._softcap_text)
+                if softcap is None
+                else specialized(softcap)
+            )
         return self.softcap if softcap is None else softcap
 
 
@@ -157,12 +161,17 @@ def argument_facts(a: AttentionArguments) -> tuple[Any, ...]:
     """
     mask: Any = a.attention_mask
     if type(mask) is tuple:
-        mask = tuple([None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in mask])
+        mask = tuple(
+            [None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in mask]
+        )
     elif mask is not None:
         mask = (mask.shape, mask.dtype, mask.device, mask.requires_grad)
     return (
         mask,
-        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in a[1:_TENSORS]],
+        *[
+            None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+            for x in a[1:_TENSORS]
+        ],
         a.inference_params is not None,
         *a[_CACHE + 1 :],
     )

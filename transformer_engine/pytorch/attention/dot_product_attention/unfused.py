@@ -49,7 +49,12 @@ class UnfusedDotProductAttention(torch.nn.Module):
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return out, or (out, max_logit [h]); options are the keywords of DotProductAttention.forward."""
-        sizes = (query_layer.shape[-2], key_layer.shape[-2], query_layer.shape[-1], value_layer.shape[-1])
+        sizes = (
+            query_layer.shape[-2],
+            key_layer.shape[-2],
+            query_layer.shape[-1],
+            value_layer.shape[-1],
+        )
         layer = self._layer(sizes).train(self.training)
         with use_backend(attention="reference"):
             return layer(query_layer, key_layer, value_layer, **options)

@@ -168,7 +168,9 @@ class AttentionParams:
             needs_gradient=self.is_training and cache is None,
             bias_shape=bias_shape,
             bias_gradient=bias_shape is not None and self.core_attention_bias_requires_grad,
-            slopes_shape=None if self.alibi_slopes_shape is None else tuple(self.alibi_slopes_shape),
+            slopes_shape=None
+            if self.alibi_slopes_shape is None
+            else tuple(self.alibi_slopes_shape),
             slopes_given=self.alibi_slopes_shape is not None,
             page_size=cache.page_size if cache is not None and cache.is_paged else 0,
             cached=cache is not None,
@@ -187,7 +189,9 @@ class AttentionParams:
         extents = (self.batch_size, self.num_heads, self.max_seqlen_q, self.max_seqlen_kv)
         if isinstance(layout, str):
             # A pattern such as "1hss", "b1ss" or "111s".
-            size_by_axis = [{"1": 1, axis: extent} for axis, extent in zip("bhss", extents, strict=True)]
+            size_by_axis = [
+                {"1": 1, axis: extent} for axis, extent in zip("bhss", extents, strict=True)
+            ]
             if len(layout) != 4 or any(
                 axis not in size for axis, size in zip(layout, size_by_axis, strict=True)
             ):
@@ -196,17 +200,26 @@ class AttentionParams:
                 )
             return tuple(size[axis] for axis, size in zip(layout, size_by_axis, strict=True))
         shape = tuple(layout)
-        if len(shape) != 4 or any(n not in (1, extent) for n, extent in zip(shape, extents, strict=True)):
+        if len(shape) != 4 or any(
+            n not in (1, extent) for n, extent in zip(shape, extents, strict=True)
+        ):
             raise ValueError(
                 f"core_attention_bias_shape={shape} does not broadcast to {extents}; give these sizes, or 1"
             )
         return shape
 
 
-_ADDED = ("nominal_dtype", "cp_size_a2a", "num_tokens_q", "num_tokens_kv", "softmax_scale", "softcap")
-AttentionParams.__init__ = accepts_older_orders(v2_19=_ADDED, v2_11=(*_ADDED, "bottom_right_diagonal"))(
-    AttentionParams.__init__
+_ADDED = (
+    "nominal_dtype",
+    "cp_size_a2a",
+    "num_tokens_q",
+    "num_tokens_kv",
+    "softmax_scale",
+    "softcap",
 )
+AttentionParams.__init__ = accepts_older_orders(
+    v2_19=_ADDED, v2_11=(*_ADDED, "bottom_right_diagonal")
+)(AttentionParams.__init__)
 
 
 def _leave_unchanged(graph: Any, score: torch.Tensor, tensors: Any) -> torch.Tensor:
@@ -254,7 +267,9 @@ def get_attention_backend(
     )
 
 
-def fused_attention_support(attention_params: AttentionParams) -> tuple[NVTE_Fused_Attn_Backend, str]:
+def fused_attention_support(
+    attention_params: AttentionParams,
+) -> tuple[NVTE_Fused_Attn_Backend, str]:
     """Return the fused attention kind that supports a call and "", or No_Backend and the reasons.
 
     Args:
@@ -301,7 +316,9 @@ def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
     return cumulative(lengths_of_mask(mask))
 
 
-def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
+def get_full_cu_seqlens(
+    batch_size: int, max_seqlen: int, device: torch.device | str
+) -> torch.Tensor:
     """Return cu_seqlens int32 [batch_size + 1] for sequences that all have max_seqlen tokens."""
     return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
 
@@ -369,7 +386,9 @@ class FlashAttentionUtils:
     fa4_version = _version(flash4.VERSION)
 
     @staticmethod
-    def is_version_supported(version: Version | str | None, minimum: Version | str | None = None) -> bool:
+    def is_version_supported(
+        version: Version | str | None, minimum: Version | str | None = None
+    ) -> bool:
         """Return whether a version is at least the minimum.
 
         Args:

@@ -68,7 +68,9 @@ class LinearAttentionBase(torch.nn.Module):
         super().__init__()
         self.num_attention_heads = size("num_attention_heads", num_attention_heads)
         kv_channels = head_sizes("kv_channels", kv_channels)
-        qk_and_v_sizes = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        qk_and_v_sizes = (
+            kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        )
         if self.sizes is not None and not set(qk_and_v_sizes) <= set(self.sizes):
             raise ValueError(
                 f"kv_channels={kv_channels}; {type(self).__name__} has head sizes {' and '.join(map(str, self.sizes))}"
@@ -125,7 +127,12 @@ class LinearAttentionBase(torch.nn.Module):
         """End a forward pass; runs once per call, also after an error."""
 
     def _call_layout(
-        self, query: Tensor, key: Tensor, value: Tensor, qkv_format: str | None, updates: tuple[int, ...] = ()
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        qkv_format: str | None,
+        updates: tuple[int, ...] = (),
     ) -> CallLayout:
         """Check queries, keys and values, and return the layout of the call."""
         if qkv_format is None:
@@ -172,7 +179,9 @@ def missing_gates(**gates: Tensor | None) -> None:
     """Raise ValueError if a gate is None."""
     missing = [name for name, gate in gates.items() if gate is None]
     if missing:
-        raise ValueError(f"{' and '.join(f'{name}=None' for name in missing)}; pass the gates of each token")
+        raise ValueError(
+            f"{' and '.join(f'{name}=None' for name in missing)}; pass the gates of each token"
+        )
 
 
 def flags(**values: Any) -> dict[str, bool]:

@@ -36,11 +36,20 @@ class GatedDeltaNetAttention(LinearAttentionBase):
     gdn_attention: DeltaRule
 
     def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, g: Tensor | None = None,
-        beta: Tensor | None = None, *, qkv_format: str | None = None, cu_seqlens: Tensor | None = None,
-        checkpoint_core_attention: bool = False, initial_state: Tensor | None = None,
-        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        *,
+        qkv_format: str | None = None,
+        cu_seqlens: Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
@@ -71,10 +80,20 @@ class GatedDeltaNetAttention(LinearAttentionBase):
                 layout.check(name, gate, layout.heads)
                 check_dtype(name, gate, query_layer, (torch.float32,))
             active = flags(
-                output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+                output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             )
             inputs = DeltaInputs(
-                query_layer, key_layer, value_layer, g, beta, None, None, None, initial_state, cu_seqlens
+                query_layer,
+                key_layer,
+                value_layer,
+                g,
+                beta,
+                None,
+                None,
+                None,
+                initial_state,
+                cu_seqlens,
             )
             options = {
                 Option.FINAL_STATE: active["output_final_state"],

@@ -35,13 +35,24 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
     sizes = (64, 128)
 
     def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, g: Tensor | None = None,
-        beta: Tensor | None = None, w: Tensor | None = None, *, qkv_format: str | None = None,
-        cu_seqlens: Tensor | None = None, checkpoint_core_attention: bool = False,
-        initial_state: Tensor | None = None, output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
-        allow_neg_eigval: bool = False, beta_guard: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        w: Tensor | None = None,
+        *,
+        qkv_format: str | None = None,
+        cu_seqlens: Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        beta_guard: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
@@ -91,7 +102,16 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
                     "beta_guard=True needs use_qk_l2norm_in_kernel=True: its limit is that of normalized keys"
                 )
             inputs = DeltaInputs(
-                query_layer, key_layer, value_layer, g, beta, w, None, None, initial_state, cu_seqlens
+                query_layer,
+                key_layer,
+                value_layer,
+                g,
+                beta,
+                w,
+                None,
+                None,
+                initial_state,
+                cu_seqlens,
             )
             options = {
                 Option.FINAL_STATE: active["output_final_state"],

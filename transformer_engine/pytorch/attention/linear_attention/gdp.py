@@ -43,22 +43,42 @@ class GatedDeltaProductAttention(LinearAttentionBase):
 
     @suggests_keywords
     def __init__(
-        self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_householder: int = 1,
-        qkv_format: str = "sbhd", tp_size: int = 1, tp_group: Any = None, layer_number: int | None = None,
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_householder: int = 1,
+        qkv_format: str = "sbhd",
+        tp_size: int = 1,
+        tp_group: Any = None,
+        layer_number: int | None = None,
         scale: float | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(num_attention_heads, kv_channels, qkv_format, tp_size, tp_group, layer_number, scale)
+    ) -> None:
+        super().__init__(
+            num_attention_heads, kv_channels, qkv_format, tp_size, tp_group, layer_number, scale
+        )
         self.num_householder = householders(num_householder)
 
     def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor,
-        g: Tensor | None = None, beta: Tensor | None = None, *, qkv_format: str | None = None,
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        *,
+        qkv_format: str | None = None,
         cu_seqlens: Tensor | None = None,
-        checkpoint_core_attention: bool = False, initial_state: Tensor | None = None,
-        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,
-        gate_domain: str = "log", a_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        checkpoint_core_attention: bool = False,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        gate_domain: str = "log",
+        a_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
@@ -105,7 +125,16 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             check_negative_eigenvalues(active)
             _check_decay(layout, query_layer, active["safe_gate"], gate_domain, a_log, dt_bias)
             inputs = DeltaInputs(
-                query_layer, key_layer, value_layer, g, beta, None, a_log, dt_bias, initial_state, cu_seqlens
+                query_layer,
+                key_layer,
+                value_layer,
+                g,
+                beta,
+                None,
+                a_log,
+                dt_bias,
+                initial_state,
+                cu_seqlens,
             )
             options = {
                 Option.FINAL_STATE: active["output_final_state"],
@@ -136,13 +165,17 @@ def _check_decay(
     """Raise an error unless the decay gate options fit together."""
     check_option("gate_domain", gate_domain, GATE_DOMAINS)
     if safe_gate and gate_domain == "linear":
-        raise ValueError("safe_gate=True computes the logarithm of the decay; leave gate_domain='log'")
+        raise ValueError(
+            "safe_gate=True computes the logarithm of the decay; leave gate_domain='log'"
+        )
     for name, x in (("a_log", a_log), ("dt_bias", dt_bias)):
         if x is None:
             continue
         checks.tensor(name, x)
         if not safe_gate:
-            raise ValueError(f"{name} is a parameter of the safe gate; set safe_gate=True, or leave it None")
+            raise ValueError(
+                f"{name} is a parameter of the safe gate; set safe_gate=True, or leave it None"
+            )
         if tuple(x.shape) != (layout.heads,):
             raise ValueError(
                 f"{name} is {list(x.shape)}; give one value per head of this rank, [{layout.heads}]"

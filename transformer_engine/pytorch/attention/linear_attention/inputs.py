@@ -66,7 +66,9 @@ class CallLayout(NamedTuple):
             )
 
 
-def call_layout(query: object, qkv_format: str, heads: int, size_qk: int, size_v: int) -> CallLayout:
+def call_layout(
+    query: object, qkv_format: str, heads: int, size_qk: int, size_v: int
+) -> CallLayout:
     """Return the layout of a call by its queries.
 
     Raises:
@@ -132,7 +134,9 @@ def check_sequences(layout: CallLayout, query: Tensor, cu_seqlens: Tensor | None
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; give cu_seqlens.int()")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}; give the bounds of the sequences [b + 1]")
+        raise ValueError(
+            f"cu_seqlens is {list(cu_seqlens.shape)}; give the bounds of the sequences [b + 1]"
+        )
     checks.same_device("cu_seqlens", cu_seqlens, "query_layer", query.device)
     demand(_are_bounds, (cu_seqlens,), layout.tokens[0])
 
@@ -144,7 +148,9 @@ def _are_bounds(bounds: list[int], tokens: int) -> None:
         )
 
 
-def check_state(layout: CallLayout, query: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def check_state(
+    layout: CallLayout, query: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
     """Raise an error unless the initial state is None or float32 [sequences, heads, v size, k size]."""
     if state is None:
         return

@@ -18,7 +18,13 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...primitives.attention import reference
-from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
+from ...primitives.attention.call import (
+    Attended,
+    AttentionCall,
+    AttentionInputs,
+    AttentionResult,
+    Gradients,
+)
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.packed import zero_padding
 from ...primitives.attention.passes import Bound, Differentiable, Passes
@@ -34,9 +40,13 @@ _QKV = 3
 
 
 def attention_backward(
-    passes: Passes, call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor,
+    passes: Passes,
+    call: AttentionCall,
+    inputs: AttentionInputs,
+    attended: Attended,
+    grad_output: Tensor,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """Compute the gradients of q, k, v, bias and sink.
 
     Args:
@@ -107,7 +117,11 @@ def attend(
     """
     if projection is not None:
         passes = backend if execution is None and type(backend) is Passes else None
-        if execution is None and isinstance(backend, Differentiable) and backend.as_passes is not None:
+        if (
+            execution is None
+            and isinstance(backend, Differentiable)
+            and backend.as_passes is not None
+        ):
             passes = backend.as_passes(call, inputs)
         if passes is not None:
             x, interleaved = projection
@@ -117,8 +131,12 @@ def attend(
                     break
             else:
                 rest = ()
-            return AttentionResult(*_ProjectedAttention.apply(passes, call, interleaved, inputs, x, *rest))
-        heads = split_heads(projection.x, call.heads, call.groups, call.head_dim_qk, projection.interleaved)
+            return AttentionResult(
+                *_ProjectedAttention.apply(passes, call, interleaved, inputs, x, *rest)
+            )
+        heads = split_heads(
+            projection.x, call.heads, call.groups, call.head_dim_qk, projection.interleaved
+        )
         inputs = AttentionInputs(*heads, *inputs[_QKV:])
     if execution is not None:
         tracker, recompute, tp_group = execution
@@ -130,18 +148,20 @@ def attend(
         if not recompute:
             return run(*inputs)
         if tracker is None:
-            return torch_checkpoint(run, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
+            return torch_checkpoint(run, *inputs, use_reentrant=False)
         return recompute_checkpoint(
             run, *inputs, get_rng_state_tracker=tracker, tp_group=tp_group, use_reentrant=False
         )
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
     if isinstance(backend, Differentiable):
-        if is_forward_mode():  # torch's own attention has no forward mode; reverse-mode transforms work
+        if (
+            is_forward_mode()
+        ):  # torch's own attention has no forward mode; reverse-mode transforms work
             check_transforms(_CoreAttention.OPERATION, inputs)
         return backend.run(call, inputs)
     check_transforms(_CoreAttention.OPERATION, inputs)
-    return backend(call, inputs)  # pyright: ignore[reportFunctionMemberAccess]
+    return backend(call, inputs)
 
 
 class _CoreAttention(Function):
@@ -162,7 +182,7 @@ class _CoreAttention(Function):
         return output, attended.max_logit
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         if not is_recorded() or ctx.call.dropout > 0.0:
             return _gradients(ctx, grad_output)
         call = ctx.call
@@ -215,7 +235,7 @@ class _ProjectedAttention(Function):
         return output, attended.max_logit
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         if not is_recorded() or ctx.call.dropout > 0.0:
             return _project_gradients(ctx, grad_output)
         call, interleaved = ctx.call, ctx.interleaved

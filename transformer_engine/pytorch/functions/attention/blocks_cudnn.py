@@ -48,7 +48,9 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     _, v_codes = _quantize_directions(v, call.kv_format, quantizers.qkv, False, True)
     assert q_codes is not None and k_codes is not None and v_codes is not None
     output, lse = cudnn_blocks.forward(call, q_codes, k_codes, v_codes)
-    codes = quantizers.output.encode(output.flatten(-2), True, False) if attention.fp8_output else None
+    codes = (
+        quantizers.output.encode(output.flatten(-2), True, False) if attention.fp8_output else None
+    )
     return Rounded(None, None, None, codes, output, lse, None, None)  # pyright: ignore[reportArgumentType]
 
 

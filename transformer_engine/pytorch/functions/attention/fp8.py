@@ -62,13 +62,9 @@ EVERYTHING = frozenset(Feature)
 
 def _unsupported_emulation(call: AttentionCall) -> str | None:
     if call.batch_invariant and call.fp8 != "delayed":
-        return (
-            f"{call.fp8} scales of attention are computed from several tokens; use DelayedScaling, or 16 bits"
-        )
+        return f"{call.fp8} scales of attention are computed from several tokens; use DelayedScaling, or 16 bits"
     if call.batch_invariant and call.device_type == "cuda":
-        return (
-            "on a GPU a row's result depends on the other rows, by products that are planned for their number"
-        )
+        return "on a GPU a row's result depends on the other rows, by products that are planned for their number"
     return None
 
 
@@ -136,7 +132,9 @@ def high_precision(
 ) -> Gradients:
     """Compute the gradients from the tensors before quantization, with the forward-pass statistics."""
     call = attention.call
-    q, k, v = (x.decode(call.dtype) if isinstance(x, QuantizedTensorStorage) else x for x in inputs[:3])
+    q, k, v = (
+        x.decode(call.dtype) if isinstance(x, QuantizedTensorStorage) else x for x in inputs[:3]
+    )
     output = rounded.output
     if output is None:
         output = dequantize_heads(rounded.codes, call.dtype, call.heads)
@@ -218,7 +216,10 @@ def _choose_passes(key: PassesKey) -> FP8Passes:
     return FP8Passes(forward, backward, plain, backward in (high_precision, blocks_cudnn.backward))
 
 
-_FORWARD_NAMES: dict[Any, str] = {fp8_cudnn.forward: "cudnn", blocks_cudnn.forward: cudnn_blocks.NAME}
+_FORWARD_NAMES: dict[Any, str] = {
+    fp8_cudnn.forward: "cudnn",
+    blocks_cudnn.forward: cudnn_blocks.NAME,
+}
 
 
 _PASSES: Memory[PassesKey, FP8Passes] = Memory(_choose_passes, 1024)
@@ -236,7 +237,7 @@ class RecomputedFP8Attention:
         if self.again is not None:
             return self.again(call, inputs)
         first = self.attention.quantizers
-        quantizers = AttentionQuantizers(  # pyright: ignore[reportCallIssue]
+        quantizers = AttentionQuantizers(
             *(quantizer.replaying(quantizer.replay_state()) for quantizer in first[:3]), *first[3:]
         )
         self.again = self.attention.with_quantizers(quantizers)

@@ -48,7 +48,12 @@ class AttentionQuantizers(NamedTuple):
     def of(cls, qkv: Any, output: Any, softmax: Any) -> AttentionQuantizers:
         """Return the quantizers in the three products of a recipe state, where an attention uses six slots."""
         return cls(
-            qkv.output, output.input, softmax.output, qkv.grad_output, output.grad_input, softmax.grad_input
+            qkv.output,
+            output.input,
+            softmax.output,
+            qkv.grad_output,
+            output.grad_input,
+            softmax.grad_input,
         )
 
 
@@ -67,7 +72,9 @@ class FP8Passes(NamedTuple):
     high_precision: bool
 
 
-@dataclass(frozen=True, eq=False)  # torch 2.11's compiler hashes an instance before its attributes exist
+@dataclass(
+    frozen=True, eq=False
+)  # torch 2.11's compiler hashes an instance before its attributes exist
 class FP8Attention:
     """FP8 attention for one call, in place of a backend.
 
@@ -143,7 +150,9 @@ def _launchable(codes: Tensor | None) -> bool:
     """Return whether a Triton kernel can read these codes."""
     if codes is None or not codes.is_cuda or torch.compiler.is_compiling():
         return False
-    return launch.missing(current_hardware()) is None and codes.is_contiguous() and codes.numel() > 0
+    return (
+        launch.missing(current_hardware()) is None and codes.is_contiguous() and codes.numel() > 0
+    )
 
 
 def launch_values(
@@ -216,7 +225,9 @@ def _flatten_values(values: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[
     return forms, tensors
 
 
-def _restore_values(tensors: Sequence[Tensor | None], forms: Sequence[tuple[int, Any]]) -> list[Any]:
+def _restore_values(
+    tensors: Sequence[Tensor | None], forms: Sequence[tuple[int, Any]]
+) -> list[Any]:
     """Return the values that `_flatten_values` decomposed."""
     values: list[Any] = []
     start = 0

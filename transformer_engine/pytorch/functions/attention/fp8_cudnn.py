@@ -46,7 +46,9 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     if (
         attention.state is not None
         and launch.missing(current_hardware()) is None
-        and not any(isinstance(x, QuantizedTensorStorage) or not x.is_contiguous() for x in inputs[:3])
+        and not any(
+            isinstance(x, QuantizedTensorStorage) or not x.is_contiguous() for x in inputs[:3]
+        )
     ):
         return _forward_of_state(attention, inputs)
     call, quantizers = attention.call, attention.quantizers
@@ -62,7 +64,9 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
         "scale_output": scale_output.data_ptr(),
         **_softmax_addresses(scale_output.device),
     }
-    done = cudnn_fp8.forward(call, _codes(call, q, k, v), inputs, scalars, float8_dtype(quantizer.dtype))
+    done = cudnn_fp8.forward(
+        call, _codes(call, q, k, v), inputs, scalars, float8_dtype(quantizer.dtype)
+    )
     codes = _storage(done.output, descale_output, quantizer, call.dtype)
     if attention.scaling == "delayed":
         _record(attention, done.amax)
@@ -83,13 +87,15 @@ def _record(attention: FP8Attention, amax: Tensor) -> None:
 
 def _codes(call: AttentionCall, q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes as tensors [.., heads, d] with an FP8 dtype."""
-    return tuple(  # pyright: ignore[reportReturnType]
+    return tuple(
         x._data.view(float8_dtype(x._fp8_dtype)).unflatten(-1, (heads, -1))
         for x, heads in ((q, call.heads), (k, call.groups), (v, call.groups))
     )
 
 
-def _storage(codes: Tensor, descale: Tensor, quantizer: Any, dtype: torch.dtype) -> Float8TensorStorage:
+def _storage(
+    codes: Tensor, descale: Tensor, quantizer: Any, dtype: torch.dtype
+) -> Float8TensorStorage:
     """Return codes [.., heads, d] as the storage for [.., heads * d]."""
     data = codes.flatten(-2).view(torch.uint8)
     return Float8TensorStorage(data, descale, quantizer.dtype, quantizer=quantizer, dtype=dtype)
@@ -123,7 +129,9 @@ def _forward_of_state(attention: FP8Attention, inputs: AttentionInputs) -> Round
     if attention.fp8_output:
         _record(attention, done.amax)
     else:
-        output = launch_values(result, call.dtype, done.amax, history).unflatten(-1, (call.heads, -1))
+        output = launch_values(result, call.dtype, done.amax, history).unflatten(
+            -1, (call.heads, -1)
+        )
     inverse = descales[:1]
     of_inputs = (_storage(x, inverse, quantizer, call.dtype) for x in codes)
     return Rounded(*of_inputs, result, output, done.lse, None, None)  # pyright: ignore[reportCallIssue]

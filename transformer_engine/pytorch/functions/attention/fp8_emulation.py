@@ -50,12 +50,16 @@ def backward(
         quantize_heads(grad_output, quantizers.grad_output), call.dtype, call.heads
     )
     output = (
-        dequantize_heads(rounded.codes, call.dtype, call.heads) if rounded.output is None else rounded.output
+        dequantize_heads(rounded.codes, call.dtype, call.heads)
+        if rounded.output is None
+        else rounded.output
     )
     attended = Attended(output, rounded.lse, rounded.rng_state)
     if attention.passes.plain.name == reference.PASSES.name:
         round_ds = (
-            None if attention.scaling not in ("delayed", "current") else _rounding(quantizers.grad_softmax)
+            None
+            if attention.scaling not in ("delayed", "current")
+            else _rounding(quantizers.grad_softmax)
         )
         roundings = _rounding_of_softmax(None), round_ds
         found = reference.backward(call, values, attended, grad_output, *roundings)

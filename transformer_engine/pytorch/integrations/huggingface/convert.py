@@ -43,7 +43,14 @@ from .convertible import (
     reject_adapters,
 )
 from .fused_attention import SET_BY_CALLERS, FusedAttention
-from .hooks import drop_hooks, enter_recipe, leave_recipe, renew_recorders, return_angles, return_cosines
+from .hooks import (
+    drop_hooks,
+    enter_recipe,
+    leave_recipe,
+    renew_recorders,
+    return_angles,
+    return_cosines,
+)
 from .interface import NAME, register_te_attention
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
 
@@ -107,7 +114,9 @@ def revert_hf(model: M) -> M:
         model: A model that `convert_hf` converted. Quantized weights (te.quantized_model_init) are dequantized.
     """
     decoders: list[Any] = [
-        module for module in model.modules() if isinstance(getattr(module, "converted", None), Converted)
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "converted", None), Converted)
     ]
     if not decoders:
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to revert")
@@ -117,14 +126,23 @@ def revert_hf(model: M) -> M:
     for decoder in decoders:
         for number, layer in enumerate(decoder.layers):
             state = {
-                name: value for name, value in layer.state_dict().items() if not name.endswith(EXTRA_STATE)
+                name: value
+                for name, value in layer.state_dict().items()
+                if not name.endswith(EXTRA_STATE)
             }
-            frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
+            frozen = {
+                name for name, parameter in layer.named_parameters() if not parameter.requires_grad
+            }
             names = next(
-                hook.names for hook in layer._state_dict_hooks.values() if isinstance(hook, SavesTheirNames)
+                hook.names
+                for hook in layer._state_dict_hooks.values()
+                if isinstance(hook, SavesTheirNames)
             )
             drop_hooks(layer._state_dict_hooks, lambda hook: isinstance(hook, SavesTheirNames))
-            drop_hooks(layer._load_state_dict_pre_hooks, lambda hook: isinstance(hook.hook, LoadsTheirNames))
+            drop_hooks(
+                layer._load_state_dict_pre_hooks,
+                lambda hook: isinstance(hook.hook, LoadsTheirNames),
+            )
             stock: Any = fresh_layer(layer, decoder.config, number)
             for name in SET_BY_CALLERS:
                 setattr(stock.self_attn, name, getattr(layer.self_attn, name))

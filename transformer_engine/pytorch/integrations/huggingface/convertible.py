@@ -19,7 +19,10 @@ from .injection import InjectedForward
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 # Tensors that are joined, and so require gradients together.
-_JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+_JOINED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
 # Layer submodules that are replaced.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 REPLACED = ("self_attn", "mlp", *NORMS)
@@ -31,7 +34,9 @@ def find_decoders(model: Any) -> list[nn.Module]:
     """Return the decoder layer stacks in a transformers model; ValueError if it has no supported one."""
     reason = optional.failure("transformers")
     if reason is not None:
-        raise ImportError(f"convert_hf takes models of transformers: {reason}; pip install transformers")
+        raise ImportError(
+            f"convert_hf takes models of transformers: {reason}; pip install transformers"
+        )
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(
             f"model={described(model)} is not a model of transformers; give the result of from_pretrained"
@@ -99,7 +104,9 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
         for name in NORMS:
             _check_epsilon(layer.get_submodule(name), config, f"{name} of {location}")
         x: Tensor = torch.linspace(-4.0, 4.0, 65, device="cpu")
-        if not torch.allclose(layer.mlp.act_fn(x), _ACTIVATIONS[config.activation](x), rtol=1e-5, atol=1e-6):
+        if not torch.allclose(
+            layer.mlp.act_fn(x), _ACTIVATIONS[config.activation](x), rtol=1e-5, atol=1e-6
+        ):
             raise ValueError(
                 f"the activation of {location} is {layer.mlp.act_fn}, which LayerNormMLP does not compute; it has silu "
                 "and gelu by tanh (gelu_pytorch_tanh)"
@@ -134,7 +141,10 @@ def check_hooks(decoder: nn.Module) -> None:
         for number, layer in enumerate(decoder.layers)  # pyright: ignore[reportArgumentType]
         for name in REPLACED
     ]
-    for location, module in (*replaced, (f"the last norm of {type(decoder).__name__}", decoder.norm)):
+    for location, module in (
+        *replaced,
+        (f"the last norm of {type(decoder).__name__}", decoder.norm),
+    ):
         hooked = next(find_hooked(module), None)  # pyright: ignore[reportArgumentType]
         if hooked is not None:
             raise ValueError(
@@ -159,7 +169,9 @@ def _check_products(layer: nn.Module, location: str) -> None:
                 f"{location} has hooks of accelerate's dispatch; load the model without device_map, convert it, then "
                 "dispatch it, to devices alone: offloading does not find weights that were fused"
             )
-    kinds = {(parameter.dtype, parameter.device): name for name, parameter in layer.named_parameters()}
+    kinds = {
+        (parameter.dtype, parameter.device): name for name, parameter in layer.named_parameters()
+    }
     if len(kinds) > 1:
         listed = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
         raise ValueError(
@@ -171,7 +183,9 @@ def _check_products(layer: nn.Module, location: str) -> None:
             f"the parameters of {location} are {dtype}; convert the model in float32, bfloat16 or float16"
         )
     for names in _JOINED:
-        flags = {parameter.requires_grad for name in names for parameter in parts[name].parameters()}
+        flags = {
+            parameter.requires_grad for name in names for parameter in parts[name].parameters()
+        }
         if len(flags) > 1:
             raise ValueError(
                 f"{', '.join(names)} of {location} become one weight, but only some of them require "

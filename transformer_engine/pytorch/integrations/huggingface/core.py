@@ -108,7 +108,9 @@ def attend(core: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, masking: 
     batch, _, queries, _ = q.shape
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if not masking.packed:
-        out = core(q, k, v, attn_mask_type=masking.name, window_size=masking.window, **masking.arguments)
+        out = core(
+            q, k, v, attn_mask_type=masking.name, window_size=masking.window, **masking.arguments
+        )
     else:
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         out = core(

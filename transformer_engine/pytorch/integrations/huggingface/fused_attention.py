@@ -55,7 +55,9 @@ class FusedAttention(nn.Module):
         )
         if decoder.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, eps=decoder.epsilon, **norm_factory_kwargs(stock.q_norm.weight))
+                RMSNorm(
+                    self.head_dim, eps=decoder.epsilon, **norm_factory_kwargs(stock.q_norm.weight)
+                )
                 for _ in range(2)
             )
         self.qk_norm = decoder.qk_norm
@@ -69,7 +71,9 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (y, attention weights or None)."""
-        parts = self._queries_keys_values(self.layernorm_qkv(hidden_states), position_embeddings.angles)
+        parts = self._queries_keys_values(
+            self.layernorm_qkv(hidden_states), position_embeddings.angles
+        )
         query, key, value = (part.transpose(1, 2) for part in parts)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

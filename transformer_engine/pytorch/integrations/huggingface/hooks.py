@@ -40,7 +40,9 @@ def drop_hooks(hooks: MutableMapping[int, Any], is_ours: Callable[[Any], bool]) 
 def find_hooked(module: nn.Module) -> Iterator[str]:
     """Iterate over submodules and parameters with a hook other than transformers' recorders."""
     for name, part in module.named_modules():
-        if any(not _is_recorder(hook) for kind in MODULE_HOOKS for hook in getattr(part, kind).values()):
+        if any(
+            not _is_recorder(hook) for kind in MODULE_HOOKS for hook in getattr(part, kind).values()
+        ):
             yield name
     for name, parameter in module.named_parameters():
         if any(getattr(parameter, kind, None) for kind in PARAMETER_HOOKS):
@@ -135,7 +137,9 @@ class EnterRecipe:
             if not layer.gradient_checkpointing or not isinstance(function, functools.partial):
                 continue
             if function.func is torch_checkpoint:
-                layer._gradient_checkpointing_func = functools.partial(checkpoint, **function.keywords)
+                layer._gradient_checkpointing_func = functools.partial(
+                    checkpoint, **function.keywords
+                )
             elif function.func is not checkpoint and current().enabled:
                 raise ValueError(
                     f"gradient checkpointing by {function.func.__qualname__} does not repeat a recipe in the backward; "

@@ -34,7 +34,9 @@ def inject_te_attention(model: torch.nn.Module) -> None:
         model: Model with Hugging Face Transformers attention layers.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model={described(model)} is not a torch.nn.Module; give a model, or a layer of one")
+        raise TypeError(
+            f"model={described(model)} is not a torch.nn.Module; give a model, or a layer of one"
+        )
     injected = sum([inject_te_attention_into_module(module) for module in list(model.modules())])
     if injected:
         object.__setattr__(model, "_te_attention_injected", True)
@@ -109,28 +111,45 @@ class Replacement:
     def core(self, dropout: float, causal: bool) -> DotProductAttention:
         """Return the layer's DotProductAttention with this dropout, for causal masks or for others."""
         a = self.layout
-        return self.cores.of(CoreSettings(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
+        return self.cores.of(
+            CoreSettings(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal)
+        )
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         q, k, v = cast_to_autocast(query, key, value)
         masking = None
         k, v = self._once(k), self._once(v)
         reason = self._fallback_reason(q, k, v, scale)
         if reason is None:
             if attn_mask is None:
-                masking = masks.maskless_masking(is_causal, q.shape[2], k.shape[2], self.layout.window)
+                masking = masks.maskless_masking(
+                    is_causal, q.shape[2], k.shape[2], self.layout.window
+                )
             elif not is_causal:
                 masking = masks.mask_masking(attn_mask, q.shape[0])
             reason = "fallback_mask" if masking is None else None
         count(reason or "te_hits")
         if masking is None or reason is not None:
             return sdpa.original()(
-                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
                 enable_gqa=enable_gqa,
-            )  # fmt: skip
+            )
         core = self.core(dropout_p, masking.causal)
         return attend(core, q, k, v, masking).transpose(1, 2)
 

@@ -34,7 +34,9 @@ def register_te_attention() -> None:
     ):
         reason = optional.failure(module, name)
         if reason is not None:
-            raise ImportError(f"{reason}; transformers 4.53 or later has it: pip install -U transformers")
+            raise ImportError(
+                f"{reason}; transformers 4.53 or later has it: pip install -U transformers"
+            )
     modeling = importlib.import_module("transformers.modeling_utils")
     masking = importlib.import_module("transformers.masking_utils")
     modeling.AttentionInterface.register(NAME, te_attention_forward)

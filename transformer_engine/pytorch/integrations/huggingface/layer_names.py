@@ -65,7 +65,9 @@ class LayerNames:
                 if row.ours.startswith(prefix):
                     theirs = tuple(name.removeprefix(_THEIR_LAYER) for name in row.theirs)
                     matches.append(
-                        LayerTensor(ours + row.ours.removeprefix(prefix), theirs, row.layout(decoder))
+                        LayerTensor(
+                            ours + row.ours.removeprefix(prefix), theirs, row.layout(decoder)
+                        )
                     )
                     break
         return LayerNames(tuple(matches))
@@ -77,7 +79,9 @@ class LayerNames:
             if all(name in state for name in theirs):
                 state[prefix + match.ours] = match.layout.join([state.pop(name) for name in theirs])
 
-    def fill(self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, found: LoadErrors) -> None:
+    def fill(
+        self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, found: LoadErrors
+    ) -> None:
         """Fill in the layer's own values for missing parts and parts with another shape, and report them."""
         parameters = dict(layer.named_parameters())
         for match in self._renamed():
@@ -143,8 +147,15 @@ class LoadsTheirNames:
     names: LayerNames
 
     def __call__(
-        self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        layer: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         self.names.fill(layer, state, prefix, LoadErrors(missing, errors))
         self.names.to_ours(state, prefix)

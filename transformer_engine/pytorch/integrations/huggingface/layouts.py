@@ -48,8 +48,12 @@ def module_layout(module: torch.nn.Module) -> HeadLayout | None:
     heads, groups, size, size_v = found
     if min(found) < 1 or heads % groups:
         return None
-    scale = next((s for name in _SCALE if isinstance(s := getattr(module, name, None), float)), None)
-    return HeadLayout(heads, groups, size, size_v, size**-0.5 if scale is None else scale, _window(module))
+    scale = next(
+        (s for name in _SCALE if isinstance(s := getattr(module, name, None), float)), None
+    )
+    return HeadLayout(
+        heads, groups, size, size_v, size**-0.5 if scale is None else scale, _window(module)
+    )
 
 
 def _window(module: torch.nn.Module) -> int | None:
@@ -60,7 +64,9 @@ def _window(module: torch.nn.Module) -> int | None:
     kinds: Any = getattr(getattr(module, "config", None), "layer_types", None)
     index: Any = getattr(module, "layer_idx", None)
     listed = isinstance(kinds, list | tuple) and isinstance(index, int) and index < len(kinds)
-    unlimited = getattr(module, "is_sliding", None) is False or (listed and kinds[index] == "full_attention")
+    unlimited = getattr(module, "is_sliding", None) is False or (
+        listed and kinds[index] == "full_attention"
+    )
     return None if unlimited else window
 
 

@@ -215,10 +215,27 @@ def _judge_mask(intervals: _Intervals, agrees: Tensor | None) -> _Facts:
 
     contiguous = intervals.intervals if agrees is None else intervals.intervals & agrees
     bounds = (*intervals.begin.aminmax(), *intervals.end.aminmax())
-    numbers = (contiguous & everything, contiguous & banded, diagonal, window, longest * contiguous, *bounds)
-    fits, fits_band, ahead, wide, most, *n = torch.stack([number.long() for number in numbers]).tolist()
+    numbers = (
+        contiguous & everything,
+        contiguous & banded,
+        diagonal,
+        window,
+        longest * contiguous,
+        *bounds,
+    )
+    fits, fits_band, ahead, wide, most, *n = torch.stack(
+        [number.long() for number in numbers]
+    ).tolist()
     return _Facts(
-        bool(fits), bool(fits_band), (n[0], n[1]), ahead, wide, (n[2], n[3]), most, queries, intervals.keys
+        bool(fits),
+        bool(fits_band),
+        (n[0], n[1]),
+        ahead,
+        wide,
+        (n[2], n[3]),
+        most,
+        queries,
+        intervals.keys,
     )
 
 
@@ -228,8 +245,15 @@ def _packed(first: Tensor, longest: int, batch: int) -> Masking:
     begins = first == torch.arange(first.shape[1], device=first.device)
     places = begins.expand(batch, -1).flatten().nonzero()[:, 0]
     bounds = torch.cat((places, places.new_tensor([tokens]))).int()
-    size = min(round_up(longest, 64), first.shape[1])  # one of few sizes, because backends plan for each size
-    arguments = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": size, "max_seqlen_kv": size}
+    size = min(
+        round_up(longest, 64), first.shape[1]
+    )  # one of few sizes, because backends plan for each size
+    arguments = {
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": size,
+        "max_seqlen_kv": size,
+    }
     return Masking("padding_causal", packed=True, arguments=arguments)
 
 
@@ -259,7 +283,9 @@ def _band_masking(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Mask
     if facts.alike and complete:
         keys = (facts.begins[0], facts.ends[0])
         name = "causal" if keys[1] - keys[0] == facts.queries else "causal_bottom_right"
-        return Masking("no_mask" if two_sided else name, window, None if keys == (0, facts.keys) else keys)
+        return Masking(
+            "no_mask" if two_sided else name, window, None if keys == (0, facts.keys) else keys
+        )
     queries = tuple((x - shift).clamp(0, facts.queries) for x in (begin, end))
     name = "padding" if two_sided else "padding_causal" if square else "padding_causal_bottom_right"
     return _ranges(name, window, facts, (queries[0], queries[1]), (begin, end), batch)
@@ -286,7 +312,9 @@ def _ranges(
             lengths = torch.cat((lengths.new_zeros(1), lengths))
             places = torch.arange(batch, device=begin.device) * size + begin
             full_range = places.new_tensor([0, batch * size])
-            arguments[f"cu_seqlens_{side}_padded"] = torch.cat((full_range[:1], places, full_range[1:])).int()
+            arguments[f"cu_seqlens_{side}_padded"] = torch.cat(
+                (full_range[:1], places, full_range[1:])
+            ).int()
             arguments[f"max_seqlen_{side}"] = size
         arguments[f"cu_seqlens_{side}"] = cumulative(lengths)
     if facts.queries == facts.keys and name != "padding":  # equal numbers are passed as one tensor

@@ -84,14 +84,18 @@ def find_imported_name(module: torch.nn.Module) -> str | None:
     """Return the global name by which the module's file calls torch's attention, bypassing torch.nn.functional."""
     for owner in type(module).__mro__:
         names = vars(sys.modules.get(owner.__module__, object))
-        local_functions = [f for f in names.values() if getattr(f, "__module__", None) == owner.__module__]
+        local_functions = [
+            f for f in names.values() if getattr(f, "__module__", None) == owner.__module__
+        ]
         # The global names that the class's functions, and functions nested in them, read.
         functions = [*vars(owner).values(), *local_functions]
         codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
         called: set[str] = set()
         while codes:
             code = codes.pop()
-            called.update(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+            called.update(
+                step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"
+            )
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         for name, value in names.items():
             if value is TORCH_SDPA and name in called and names is not vars(F):

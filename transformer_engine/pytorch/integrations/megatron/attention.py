@@ -39,13 +39,22 @@ class Attention(CachedAttention, ABC):
     """
 
     def __init__(
-        self, config: Any, submodules: SelfAttentionSubmodules | CrossAttentionSubmodules,
-        layer_number: int, attn_mask_type: Any, attention_type: str, cp_comm_type: str | None = None,
-        pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        submodules: SelfAttentionSubmodules | CrossAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__(config=config)
         if setting(config, "fine_grained_activation_offloading", False):
-            ours = sorted({"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ()))
+            ours = sorted(
+                {"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ())
+            )
             if ours:
                 raise ValueError(
                     f"offload_modules={ours} under fine_grained_activation_offloading: this layer does not offload "
@@ -90,7 +99,13 @@ class Attention(CachedAttention, ABC):
             save_original_input(self.linear_proj)
 
     def _projection(
-        self, spec: Any, name: str | None, part: str, inputs: int, outputs: int, bias: bool | None = None
+        self,
+        spec: Any,
+        name: str | None,
+        part: str,
+        inputs: int,
+        outputs: int,
+        bias: bool | None = None,
     ) -> Any:
         """Construct a linear layer for the attention; `part` "proj" is the output projection."""
         config, last = self.config, part == "proj"
@@ -112,19 +127,30 @@ class Attention(CachedAttention, ABC):
 
     @abstractmethod
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        split_qkv: bool = True,
         output_gate: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         """Return q [s, b, heads, size], k and v [s, b, groups, size] and a gate; unsplit all and the sizes."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any, key_value_states: Tensor | None = None,
-        inference_context: Any = None, rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        rotary_pos_cos: Tensor | None = None, rotary_pos_sin: Tensor | None = None,
-        rotary_pos_cos_sin: Tensor | None = None, attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None, sequence_len_offset: Tensor | int | None = None, *,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Tensor | int | None = None,
+        *,
         inference_params: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """Return (y [s, b, h], bias or None).
 
         Args:
@@ -138,7 +164,9 @@ class Attention(CachedAttention, ABC):
             packed_seq_params: Packed sequence starts; hidden_states are [t, 1, h] then.
             sequence_len_offset: int32 [b] tokens in the caches, under flash_decode.
         """
-        context = self._find_cache(inference_context if inference_params is None else inference_params)
+        context = self._find_cache(
+            inference_context if inference_params is None else inference_params
+        )
         config = self.config
         if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
             rotary_pos_emb = rotary_pos_cos = rotary_pos_sin = rotary_pos_cos_sin = None
@@ -151,7 +179,9 @@ class Attention(CachedAttention, ABC):
         if self._rotates_unsplit(rotary_pos_emb, context, packed):
             assert rotary_pos_emb is not None
             of_query, of_key = rotary_pos_emb
-            mixed, sizes = self.get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
+            mixed, sizes = self.get_query_key_value_tensors(
+                hidden_states, key_value_states, split_qkv=False
+            )
             query, key, value = apply_fused_qkv_rotary_pos_emb(
                 mixed, of_query, of_key, sizes, interleaved=config.rotary_interleaved
             )
@@ -163,11 +193,22 @@ class Attention(CachedAttention, ABC):
             gate = rest[0] if rest else None
             if context is not None and config.flash_decode and context.is_decode_only():
                 tables = rotary_pos_cos, rotary_pos_sin
-                return self._decode_step(context, query, key, value, tables, sequence_len_offset, gate)
-            query, key, value, rotary_pos_emb, mask_type, table = self._adjust_key_value_for_inference(
-                context, query, key, value, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin,
-                sequence_len_offset,
-            )  # fmt: skip
+                return self._decode_step(
+                    context, query, key, value, tables, sequence_len_offset, gate
+                )
+            query, key, value, rotary_pos_emb, mask_type, table = (
+                self._adjust_key_value_for_inference(
+                    context,
+                    query,
+                    key,
+                    value,
+                    rotary_pos_emb,
+                    rotary_pos_cos,
+                    rotary_pos_sin,
+                    rotary_pos_cos_sin,
+                    sequence_len_offset,
+                )
+            )
         if packed:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
         if rotary_pos_emb is not None:
@@ -178,7 +219,14 @@ class Attention(CachedAttention, ABC):
             out = self._attend_in_pages(context, query, key, value, table)
         elif self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(
-                query, key, value, attention_mask, None, mask_type, attention_bias, packed_seq_params
+                query,
+                key,
+                value,
+                attention_mask,
+                None,
+                mask_type,
+                attention_bias,
+                packed_seq_params,
             )
         else:
             out = self.core_attention(
@@ -210,7 +258,10 @@ class Attention(CachedAttention, ABC):
 
     def _rotates_unsplit(self, rotary_pos_emb: Any, context: Any, packed: bool) -> bool:
         """Return whether queries and keys are rotated before they are split."""
-        if not setting(self.config, "fused_single_qkv_rope", False) or self.attention_type == "cross":
+        if (
+            not setting(self.config, "fused_single_qkv_rope", False)
+            or self.attention_type == "cross"
+        ):
             return False
         turns = rotary_pos_emb is not None and all(part is not None for part in rotary_pos_emb)
         norms = (getattr(self, "q_layernorm", None), getattr(self, "k_layernorm", None))
@@ -232,7 +283,9 @@ class Attention(CachedAttention, ABC):
         if context is not None and not context.is_static_batching():
             if of_query is not None:  # the cache contains rotated keys
                 group = self.pg_collection.cp
-                query = context.apply_rotary_emb_query(query, of_query, config, None, group, mscale=mscale)
+                query = context.apply_rotary_emb_query(
+                    query, of_query, config, None, group, mscale=mscale
+                )
             return query, key
         # The angles belong to the rank's own tokens; packed sequences have the angles of whole sequences.
         size = 1 if packed is None else count_ranks(self.pg_collection.cp)
@@ -245,9 +298,16 @@ class Attention(CachedAttention, ABC):
         return query, key
 
     def _checkpointed_attention_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, rotary_pos_emb: Any = None,
-        attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        rotary_pos_emb: Any = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
         """Return the core attention, which is recomputed in the backward pass; only its inputs are saved."""
         return checkpoint(
             self.core_attention,
@@ -262,7 +322,14 @@ class Attention(CachedAttention, ABC):
         )
 
     def _decode_step(
-        self, context: Any, query: Tensor, key: Tensor, value: Tensor, tables: Any, offset: Any, gate: Any
+        self,
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tables: Any,
+        offset: Any,
+        gate: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return a decoding step over static caches: one call that rotates, writes and attends."""
         # Offsets in a tensor stay on its device; the context has equal ones.
@@ -273,7 +340,15 @@ class Attention(CachedAttention, ABC):
         if not isinstance(offset, Tensor):
             offset = torch.full((query.shape[1],), begin, dtype=torch.int32, device=query.device)
         out = self.flash_decode(
-            offset, query, key, value, keys, values, tables[0], tables[1], self.config.rotary_interleaved
+            offset,
+            query,
+            key,
+            value,
+            keys,
+            values,
+            tables[0],
+            tables[1],
+            self.config.rotary_interleaved,
         )
         out = out.transpose(0, 1).flatten(-2)
         return self.linear_proj(out if gate is None else _gated(out, gate))
@@ -285,16 +360,27 @@ class Attention(CachedAttention, ABC):
         cu_queries, longest_query = context.cu_query_lengths()
         cu_keys, lengths, longest_key = context.cu_kv_lengths()
         out = self.flash_decode_and_prefill(
-            query, key, value, longest_query, longest_key, cu_queries, cu_keys, lengths, table,
-            context.is_decode_only(), getattr(self.core_attention, "softmax_offset", None),
-        ).flatten(-2)  # fmt: skip
+            query,
+            key,
+            value,
+            longest_query,
+            longest_key,
+            cu_queries,
+            cu_keys,
+            lengths,
+            table,
+            context.is_decode_only(),
+            getattr(self.core_attention, "softmax_offset", None),
+        ).flatten(-2)
         if self.config.fp8 or setting(self.config, "fp4"):
             out[context.padding_slice] = 0.0  # these rows must not contribute to a maximum
         return out
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Save the norm's input instead of quantized codes, for a norm that is recomputed."""
-        raise NotImplementedError(f"{type(self).__name__} has no norm of its input; use SelfAttention")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no norm of its input; use SelfAttention"
+        )
 
     def clip_qk(self) -> None:
         """Scale the query and key projections so that logits stay below qk_clip_threshold."""
@@ -304,7 +390,9 @@ class Attention(CachedAttention, ABC):
 def save_original_input(linear: Any) -> None:
     """Make a linear layer save its unquantized input; raise ValueError for a layer that cannot."""
     if not hasattr(linear, "save_original_input"):
-        raise ValueError(f"{type(linear).__name__} has no save_original_input; use this package's Linear")
+        raise ValueError(
+            f"{type(linear).__name__} has no save_original_input; use this package's Linear"
+        )
     linear.save_original_input = True
 
 

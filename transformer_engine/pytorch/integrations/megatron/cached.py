@@ -32,7 +32,12 @@ class CachedAttention(MegatronModule):
     ) -> Tensor:
         """Return a new cache [longest, batch, groups on this rank, dim]."""
         device = next(self.linear_proj.parameters()).device
-        shape = (inference_max_sequence_length, batch_size, self.num_query_groups_per_partition, dim)
+        shape = (
+            inference_max_sequence_length,
+            batch_size,
+            self.num_query_groups_per_partition,
+            dim,
+        )
         return torch.empty(shape, dtype=dtype, device=device)
 
     def _get_pp_layer_offset_for_inference(self) -> int:
@@ -49,11 +54,19 @@ class CachedAttention(MegatronModule):
         return torch.distributed.get_rank(pp) * (self.config.num_layers // count_ranks(pp))
 
     def _adjust_key_value_for_inference(
-        self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any,
-        rotary_pos_cos: Tensor | None = None, rotary_pos_sin: Tensor | None = None,
-        rotary_pos_cos_sin: Tensor | None = None, sequence_len_offset: Any = None, *,
+        self,
+        inference_context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary_pos_emb: Any,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        sequence_len_offset: Any = None,
+        *,
         inference_params: Any = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Tensor | None]:
         """Return (query, key, value, rotary_pos_emb, mask type, page table), with keys and values of all tokens so far.
 
         New keys and values are written to the context's caches. For static caches, the embeddings
@@ -67,7 +80,9 @@ class CachedAttention(MegatronModule):
                 context, query, key, value, rotary_pos_emb, (rotary_pos_cos, rotary_pos_sin)
             )
         if context.use_flashinfer_fused_rope and rotary_pos_cos_sin is not None:
-            query, key = context.apply_fused_qk_rotary_emb(query, key, rotary_pos_cos_sin, self.config)
+            query, key = context.apply_fused_qk_rotary_emb(
+                query, key, rotary_pos_cos_sin, self.config
+            )
             rotary_pos_emb = None
         elif rotary_pos_emb is not None:
             of_query, of_key = rotary_pos_emb
@@ -81,7 +96,13 @@ class CachedAttention(MegatronModule):
         return query, key, value, rotary_pos_emb, AttnMaskType.no_mask, table
 
     def _attend_in_static_cache(
-        self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any, tables: Any
+        self,
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary_pos_emb: Any,
+        tables: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Any, Any, None]:
         tokens, rows = self._places(context, key, context.sequence_len_offset)
         cached_tokens = slice(0, tokens.stop)
@@ -89,7 +110,9 @@ class CachedAttention(MegatronModule):
         if self.config.flash_decode and tables[0] is not None:
             check_reach(tables, tokens.stop)
             cos, sin = (table[tokens, None, None] for table in tables)
-            query, key = (rotate_by_tables(x, cos, sin, self.config.rotary_interleaved) for x in (query, key))
+            query, key = (
+                rotate_by_tables(x, cos, sin, self.config.rotary_interleaved) for x in (query, key)
+            )
         with torch.no_grad():
             keys[tokens, rows], values[tokens, rows] = key, value
         mask_type = self.attn_mask_type
@@ -97,15 +120,30 @@ class CachedAttention(MegatronModule):
         # there.
         if tokens.start and (not self.training or mask_type == AttnMaskType.causal):
             # One query sees every key; one among several queries sees keys up to its own position.
-            mask_type = AttnMaskType.no_mask if query.shape[0] == 1 else AttnMaskType.causal_bottom_right
+            mask_type = (
+                AttnMaskType.no_mask if query.shape[0] == 1 else AttnMaskType.causal_bottom_right
+            )
         if rotary_pos_emb is not None:
             parts = zip(rotary_pos_emb, (tokens, cached_tokens), strict=True)
-            rotary_pos_emb = tuple(None if angles is None else angles[which] for angles, which in parts)
-        return query, keys[cached_tokens, rows], values[cached_tokens, rows], rotary_pos_emb, mask_type, None
+            rotary_pos_emb = tuple(
+                None if angles is None else angles[which] for angles, which in parts
+            )
+        return (
+            query,
+            keys[cached_tokens, rows],
+            values[cached_tokens, rows],
+            rotary_pos_emb,
+            mask_type,
+            None,
+        )
 
     def _places(self, context: Any, key: Tensor, begin: int) -> tuple[slice, slice]:
         """Return (tokens, sequences) of the caches for new keys [s, b, ..]; raise ValueError if they do not fit."""
-        first, longest, most = context.batch_size_offset, context.max_sequence_length, context.max_batch_size
+        first, longest, most = (
+            context.batch_size_offset,
+            context.max_sequence_length,
+            context.max_batch_size,
+        )
         end, last = begin + key.shape[0], first + key.shape[1]
         if end > longest or last > most:
             raise ValueError(
@@ -125,10 +163,17 @@ class CachedAttention(MegatronModule):
         return memory[self.layer_number]
 
     def flash_decode(
-        self, sequence_len_offset: Tensor, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor,
-        inference_key_memory: Tensor, inference_value_memory: Tensor, rotary_cos: Tensor | None,
-        rotary_sin: Tensor | None, rotary_interleaved: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        sequence_len_offset: Tensor,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        inference_key_memory: Tensor,
+        inference_value_memory: Tensor,
+        rotary_cos: Tensor | None,
+        rotary_sin: Tensor | None,
+        rotary_interleaved: bool = False,
+    ) -> Tensor:
         """Rotate q and k by their positions, append k and v to the cache, and return out [b, s, heads, size].
 
         Args:
@@ -144,7 +189,9 @@ class CachedAttention(MegatronModule):
             rotary_interleaved: Features are paired (0, 1), (2, 3), ...
         """
         new, batch = query_layer.shape[:2]
-        positions = sequence_len_offset.long() + torch.arange(new, device=query_layer.device)[:, None]
+        positions = (
+            sequence_len_offset.long() + torch.arange(new, device=query_layer.device)[:, None]
+        )
         if rotary_cos is not None and rotary_sin is not None:
             tables = (table[positions][:, :, None] for table in (rotary_cos, rotary_sin))
             cos, sin = tables
@@ -167,10 +214,19 @@ class CachedAttention(MegatronModule):
         return out.view(batch, new, *out.shape[1:])
 
     def flash_decode_and_prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqlens_k: Tensor, block_table: Tensor,
-        is_decode_only: bool = False, softmax_offset: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
+        seqlens_k: Tensor,
+        block_table: Tensor,
+        is_decode_only: bool = False,
+        softmax_offset: Tensor | None = None,
+    ) -> Tensor:
         """Attend from queries to keys in pages, for mixed prompts and single tokens: out [t, 1, heads, size].
 
         Args:
@@ -208,7 +264,9 @@ class CachedAttention(MegatronModule):
             ).to(next(self.linear_proj.parameters()).device)
             self.__dict__["_core_of_caches"] = core
         if softmax_offset is not None and core.softmax_offset is not None:
-            core.softmax_offset.data = softmax_offset.detach().float().reshape(core.softmax_offset.shape)
+            core.softmax_offset.data = (
+                softmax_offset.detach().float().reshape(core.softmax_offset.shape)
+            )
         return core
 
     def _window(self) -> tuple[int, int] | None:

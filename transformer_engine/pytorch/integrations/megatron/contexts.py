@@ -68,12 +68,21 @@ class PagedContext:
     use_flashinfer_fused_rope = False
 
     def __init__(
-        self, requests: int, layers: int, pages: int, page_size: int, groups: int, size: int,
-        dtype: torch.dtype = torch.float32, device: Any = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        requests: int,
+        layers: int,
+        pages: int,
+        page_size: int,
+        groups: int,
+        size: int,
+        dtype: torch.dtype = torch.float32,
+        device: Any = "cpu",
+    ) -> None:
         shape, device = (layers, pages, page_size, groups, size), canonical_device(device)
         whole("requests", requests)
-        for name, count in zip(("layers", "pages", "page_size", "groups", "size"), shape, strict=True):
+        for name, count in zip(
+            ("layers", "pages", "page_size", "groups", "size"), shape, strict=True
+        ):
             whole(name, count)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
@@ -113,7 +122,9 @@ class PagedContext:
         table = [pages + [0] * (widest - len(pages)) for pages in self._pages]
         self._table = torch.tensor(table, dtype=torch.int32, device=device)
         self._slots = torch.tensor(slots, device=device)
-        self._positions = torch.tensor([p for of_request in positions for p in of_request], device=device)
+        self._positions = torch.tensor(
+            [p for of_request in positions for p in of_request], device=device
+        )
         self._lengths, self._new = lengths, new_tokens
 
     def is_static_batching(self) -> bool:
@@ -157,9 +168,14 @@ class PagedContext:
         return self._keys[layer_number - 1], self._values[layer_number - 1], self._table
 
     def apply_rotary_emb_query(
-        self, query: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None,
-        cp_group: Any = None, mscale: float = 1.0,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        cp_group: Any = None,
+        mscale: float = 1.0,
+    ) -> Tensor:
         """Return query [t, 1, h, d], rotated by its token positions' angles."""
         return rotate(query, freqs[self._positions], config.rotary_interleaved, mscale)
 

@@ -37,7 +37,10 @@ class _LightModule(torch.nn.Module):
 
 
 def _megatron_attribute(module: str, name: str, otherwise: Any) -> Any:
-    if not optional.installed("megatron") or optional.failure("megatron.core", "parallel_state") is not None:
+    if (
+        not optional.installed("megatron")
+        or optional.failure("megatron.core", "parallel_state") is not None
+    ):
         return otherwise
     return getattr(importlib.import_module(f"megatron.core.{module}"), name)
 
@@ -224,7 +227,9 @@ def built(spec: Any, *args: Any, **kwargs: Any) -> Any:
     if not callable(spec) and hasattr(spec, "module"):
         make = ModuleSpec(spec.module, dict(spec.params or {}), getattr(spec, "submodules", None))
     if make is None:
-        raise ValueError("a submodule is None; give a ModuleSpec, a class or a function that makes it")
+        raise ValueError(
+            "a submodule is None; give a ModuleSpec, a class or a function that makes it"
+        )
     return make(*args, **kwargs)
 
 

@@ -15,7 +15,13 @@ from ... import attention as attentions
 from ...constants import AttentionType
 from ...module import LayerNorm, LayerNormLinear, Linear, RMSNorm
 from ...runtime.device import canonical_device
-from .equivalents import CrossAttentionSubmodules, SelfAttentionSubmodules, count_ranks, rng_tracker, setting
+from .equivalents import (
+    CrossAttentionSubmodules,
+    SelfAttentionSubmodules,
+    count_ranks,
+    rng_tracker,
+    setting,
+)
 
 
 def self_attention_submodules(config: Any, input_norm: bool = False) -> SelfAttentionSubmodules:
@@ -40,7 +46,13 @@ def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
 
 
 def _arguments(
-    config: Any, *, init_method: Any, bias: bool, tp_group: Any = None, name: str | None = None, **_: Any
+    config: Any,
+    *,
+    init_method: Any,
+    bias: bool,
+    tp_group: Any = None,
+    name: str | None = None,
+    **_: Any,
 ) -> dict[str, Any]:
     """Convert Megatron's constructor arguments; arguments that the class determines are ignored."""
     tp_size = count_ranks(tp_group)
@@ -71,7 +83,9 @@ class ColumnLinear(_WithBias, Linear):  # pyright: ignore[reportIncompatibleMeth
     """Return (y, None) with y [.., output_size / ranks] = x @ weight.T + bias."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
-        super().__init__(input_size, output_size, parallel_mode="column", **_arguments(config, **given))
+        super().__init__(
+            input_size, output_size, parallel_mode="column", **_arguments(config, **given)
+        )
 
 
 class NormColumnLinear(_WithBias, LayerNormLinear):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,9 +151,16 @@ class CoreAttention(attentions.DotProductAttention):
     """
 
     def __init__(
-        self, *, config: Any, layer_number: int, attn_mask_type: Any, attention_type: AttentionType,
-        cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: AttentionType,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+    ) -> None:
         tp_group = None if pg_collection is None else pg_collection.tp
         cp_comm_type = cp_comm_type or "p2p"
         # "a2a+p2p" takes Megatron's hierarchical groups.
@@ -167,20 +188,35 @@ class CoreAttention(attentions.DotProductAttention):
         self.to(canonical_device(setting(config, "device", "cuda")))
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-        attn_mask_type: Any, attention_bias: Tensor | None = None, packed_seq_params: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: Any,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
         kind: str = attn_mask_type.name
         options: dict[str, Any] = {}
         if packed_seq_params is not None:
             for name in (
-                "qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
-                "max_seqlen_q", "max_seqlen_kv",
-            ):  # fmt: skip
+                "qkv_format",
+                "cu_seqlens_q",
+                "cu_seqlens_kv",
+                "cu_seqlens_q_padded",
+                "cu_seqlens_kv_padded",
+                "max_seqlen_q",
+                "max_seqlen_kv",
+            ):
                 options[name] = getattr(packed_seq_params, name)
             kind = _PACKED_KINDS.get(kind, kind)
         if attention_bias is not None:
-            options |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
+            options |= {
+                "core_attention_bias_type": "post_scale_bias",
+                "core_attention_bias": attention_bias,
+            }
         mask = attention_mask if kind == "arbitrary" or "padding" in kind else None
         result = super().forward(query, key, value, mask, attn_mask_type=kind, **options)
         if not self.return_max_logit:
@@ -188,7 +224,9 @@ class CoreAttention(attentions.DotProductAttention):
         output, logits = result
         previous = self.current_max_attn_logits
         logits = logits.detach()
-        self.current_max_attn_logits = logits if previous is None else torch.maximum(previous, logits)
+        self.current_max_attn_logits = (
+            logits if previous is None else torch.maximum(previous, logits)
+        )
         return output
 
 

@@ -33,7 +33,9 @@ def unpack_embeddings(forms: Forms, context: Any, flash_decode: bool) -> Any:
         raise ValueError("one of rotary_pos_cos and rotary_pos_sin is None; give both")
     static = context is not None and context.is_static_batching()
     if flash_decode and context is not None and not static:
-        raise ValueError("flash_decode=True with a context of pages; give a static context, or turn it off")
+        raise ValueError(
+            "flash_decode=True with a context of pages; give a static context, or turn it off"
+        )
     if flash_decode and static:
         if pair is not None and tables[0] is None:
             raise ValueError(
@@ -41,7 +43,12 @@ def unpack_embeddings(forms: Forms, context: Any, flash_decode: bool) -> Any:
                 "them in the place of rotary_pos_emb"
             )
         return None
-    if context is not None and not static and context.use_flashinfer_fused_rope and cos_sin is not None:
+    if (
+        context is not None
+        and not static
+        and context.use_flashinfer_fused_rope
+        and cos_sin is not None
+    ):
         return None
     for name, form in (("rotary_pos_cos", tables[0]), ("rotary_pos_cos_sin", cos_sin)):
         if form is not None and pair is None:
@@ -61,7 +68,10 @@ def concentration(config: Any) -> float:
     factor = getattr(config, "yarn_rotary_scaling_factor", None)
     if factor is None or factor <= 1:
         return 1.0
-    above, below = getattr(config, "yarn_mscale", None), getattr(config, "yarn_mscale_all_dim", None)
+    above, below = (
+        getattr(config, "yarn_mscale", None),
+        getattr(config, "yarn_mscale_all_dim", None),
+    )
     if above is None or below is None:
         above, below = 1.0, 0.0
     return (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
@@ -71,7 +81,9 @@ def check_reach(tables: tuple[Tensor | None, Tensor | None], end: int) -> None:
     """Raise ValueError unless cosine and sine tables have positions 0 .. end - 1."""
     for name, table in zip(("rotary_pos_cos", "rotary_pos_sin"), tables, strict=True):
         if table is not None and table.shape[0] < end:
-            raise ValueError(f"{name} has {table.shape[0]} positions, {end} are needed; make it longer")
+            raise ValueError(
+                f"{name} has {table.shape[0]} positions, {end} are needed; make it longer"
+            )
 
 
 def rotate(
@@ -121,7 +133,9 @@ def rotate_by_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     size = 2 * cos.shape[-1]
     rotary_part, rest = x[..., :size].float(), x[..., size:]
     first, second = (
-        (rotary_part[..., ::2], rotary_part[..., 1::2]) if interleaved else rotary_part.chunk(2, dim=-1)
+        (rotary_part[..., ::2], rotary_part[..., 1::2])
+        if interleaved
+        else rotary_part.chunk(2, dim=-1)
     )
     cos, sin = cos.float(), sin.float()
     pair = first * cos - second * sin, second * cos + first * sin

@@ -25,19 +25,34 @@ class SelfAttention(Attention):
     k_layernorm: Any
 
     def __init__(
-        self, config: Any, submodules: SelfAttentionSubmodules, layer_number: int,
-        attn_mask_type: Any = AttnMaskType.padding, cp_comm_type: str | None = None,
-        pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: Any = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__(
-            config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection,
-            pp_layer_offset, name,
-        )  # fmt: skip
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            "self",
+            cp_comm_type,
+            pg_collection,
+            pp_layer_offset,
+            name,
+        )
         self._gates = bool(setting(config, "attention_output_gate", False))
         rows = self.query_projection_size * (1 + self._gates) + 2 * self.kv_projection_size
         self.linear_qkv_out_dim = rows
         bias = config.add_bias_linear or config.add_qkv_bias
-        self.linear_qkv = self._projection(submodules.linear_qkv, name, "qkv", config.hidden_size, rows, bias)
+        self.linear_qkv = self._projection(
+            submodules.linear_qkv, name, "qkv", config.hidden_size, rows, bias
+        )
         self.q_layernorm = self._head_norm("q_layernorm", submodules.q_layernorm)
         self.k_layernorm = self._head_norm("k_layernorm", submodules.k_layernorm)
 
@@ -53,13 +68,19 @@ class SelfAttention(Attention):
         if spec is None:
             spec = HeadL2Norm if setting(config, "qk_l2_norm", False) else head_norm
         return built(
-            spec, hidden_size=self.hidden_size_per_attention_head, config=config, eps=config.layernorm_epsilon
+            spec,
+            hidden_size=self.hidden_size_per_attention_head,
+            config=config,
+            eps=config.layernorm_epsilon,
         )
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        split_qkv: bool = True,
         output_gate: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         mixed, _ = self.linear_qkv(hidden_states)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         each = self.num_attention_heads_per_partition // groups
@@ -102,7 +123,9 @@ class SelfAttention(Attention):
             torch.distributed.all_gather(theirs, mine, group=group)
             for rank, other in enumerate(theirs):
                 wrong = [
-                    name for name, a, b in zip(parameters, mine, other, strict=True) if not torch.equal(a, b)
+                    name
+                    for name, a, b in zip(parameters, mine, other, strict=True)
+                    if not torch.equal(a, b)
                 ]
                 if wrong:
                     raise RuntimeError(
@@ -134,7 +157,9 @@ class SelfAttention(Attention):
         """
         config = self.config
         if not config.qk_clip:
-            raise ValueError("qk_clip=False in the config; set it, so that the core attention records logits")
+            raise ValueError(
+                "qk_clip=False in the config; set it, so that the core attention records logits"
+            )
         greatest = self.core_attention.current_max_attn_logits
         if greatest is None:
             raise ValueError("no logits are recorded; run a forward pass before clip_qk()")
@@ -157,7 +182,9 @@ class SelfAttention(Attention):
     def _clip_linear_qkv(self, weight: Tensor, factor: Tensor) -> None:
         groups = self.num_query_groups_per_partition
         each = self.num_attention_heads_per_partition // groups
-        heads = ProjectionHeads(groups, each, each * self._gates, self.hidden_size_per_attention_head)
+        heads = ProjectionHeads(
+            groups, each, each * self._gates, self.hidden_size_per_attention_head
+        )
         if not isinstance(weight, QuantizedTensor):
             clip_rows(weight, factor, self.config.qk_clip_alpha, heads)
             return

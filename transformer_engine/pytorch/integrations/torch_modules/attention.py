@@ -30,17 +30,33 @@ class EngineAttention:
     recipe: Recipe | None
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         q, k, v = cast_to_autocast(query, key, value)
         if unsupported_call(q, k, v, attn_mask, dropout_p, enable_gqa):
             return sdpa.original()(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         masking = masks.maskless_masking(is_causal, q.shape[2], k.shape[2], None)
         factor: float = q.shape[3] ** -0.5 if scale is None else scale
-        settings = CoreSettings(q.shape[1], k.shape[1], q.shape[3], v.shape[3], factor, causal=masking.causal)
+        settings = CoreSettings(
+            q.shape[1], k.shape[1], q.shape[3], v.shape[3], factor, causal=masking.causal
+        )
         with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):
             core = find_core(self.module, settings)
             return attend(core, q, k, v, masking).transpose(1, 2)
@@ -71,7 +87,9 @@ def convert_attention(module: Any, recipe: Recipe | None) -> None:
     The new forward is a bound method: torch.compile guards the identity of other callable objects, so that each layer
     would have a graph of its own.
     """
-    attends = recipe is not None and any(getattr(recipe, name, False) for name in ("fp8_dpa", "fp8_mha"))
+    attends = recipe is not None and any(
+        getattr(recipe, name, False) for name in ("fp8_dpa", "fp8_mha")
+    )
     injected = InjectedForward(module.forward, EngineAttention(module, recipe if attends else None))
     module.forward = injected.__call__
 
@@ -79,7 +97,9 @@ def convert_attention(module: Any, recipe: Recipe | None) -> None:
 def has_engine_attention(module: nn.Module) -> bool:
     """Whether `convert_attention` converted a module."""
     injected = getattr(vars(module).get("forward"), "__self__", None)
-    return isinstance(injected, InjectedForward) and isinstance(injected.replacement, EngineAttention)
+    return isinstance(injected, InjectedForward) and isinstance(
+        injected.replacement, EngineAttention
+    )
 
 
 def restore_attention(module: nn.Module) -> None:
@@ -94,5 +114,7 @@ def unsupported_module(module: nn.Module) -> str | None:
         return "its forward was replaced"
     name = sdpa.find_imported_name(module)
     if name is not None:
-        return f"its file imports scaled_dot_product_attention as {name}; call torch.nn.functional's"
+        return (
+            f"its file imports scaled_dot_product_attention as {name}; call torch.nn.functional's"
+        )
     return None

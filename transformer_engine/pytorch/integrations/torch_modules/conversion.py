@@ -24,7 +24,16 @@ from .attention import (
 )
 from .eligibility import Eligibility, Filter, candidates, check_filter, check_recipe, matches
 from .layers import CONVERTED, Converter, restore_module
-from .sample import Sample, SampleCall, SampleCalls, is_sharded, iterate_tensors, preserve_state, record, run
+from .sample import (
+    Sample,
+    SampleCall,
+    SampleCalls,
+    is_sharded,
+    iterate_tensors,
+    preserve_state,
+    record,
+    run,
+)
 from .table import ConversionTable, LayerChoice
 from .timing import Comparison, compare, time_functions, wait_for_device
 
@@ -37,10 +46,17 @@ _TABLE = "_te_conversion"
 
 @suggests_keywords
 def convert(
-    model: M, recipe: Recipe | None = None, *, sample: Sample | None = None, include: Filter = None,
-    exclude: Filter = None, convert_outputs: bool = False, compiled: bool | None = None, timed: bool | None = None,
+    model: M,
+    recipe: Recipe | None = None,
+    *,
+    sample: Sample | None = None,
+    include: Filter = None,
+    exclude: Filter = None,
+    convert_outputs: bool = False,
+    compiled: bool | None = None,
+    timed: bool | None = None,
     verbose: bool = True,
-) -> M:  # fmt: skip
+) -> M:
     """Let the `nn.Linear`, `nn.LayerNorm`, `nn.RMSNorm` and attention in a model compute with this engine, in place.
 
     Modules, parameters, hooks and state-dict keys remain the same objects, so optimizers, checkpoints, FSDP2, adapters
@@ -76,10 +92,16 @@ def convert(
     _check_arguments(model, recipe, include, exclude)
     timed = _times(model, sample, timed)
     convert_outputs = to_bool("convert_outputs", convert_outputs)
-    compiled = any(map(_is_compiled, model.modules())) if compiled is None else to_bool("compiled", compiled)
+    compiled = (
+        any(map(_is_compiled, model.modules()))
+        if compiled is None
+        else to_bool("compiled", compiled)
+    )
     eligibility = Eligibility(model, recipe, include, exclude)
     modules = dict(candidates(model))
-    reasons = {name: eligibility.unsupported_reason(name, module) for name, module in modules.items()}
+    reasons = {
+        name: eligibility.unsupported_reason(name, module) for name, module in modules.items()
+    }
     recorded = None if sample is None else record(model, sample, modules)
     chooser = _Chooser(Converter(recipe), recorded, timed, convert_outputs, compiled)
     rows = [chooser.choice(name, module, reasons[name]) for name, module in modules.items()]
@@ -112,7 +134,9 @@ def restore(model: M) -> M:
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to restore")
     for name, module in model.named_modules():
         if isinstance(module, CONVERTED) and type(module) not in CONVERTED:
-            raise ValueError(f"{name} is {type(module).__name__}; restore the model before it is sharded")
+            raise ValueError(
+                f"{name} is {type(module).__name__}; restore the model before it is sharded"
+            )
     _restore(model)
     for module in model.modules():
         module.__dict__.pop(_TABLE, None)
@@ -145,7 +169,9 @@ def _restore(model: nn.Module) -> None:
             restore_module(module)
 
 
-def _check_arguments(model: nn.Module, recipe: Recipe | None, include: Filter, exclude: Filter) -> None:
+def _check_arguments(
+    model: nn.Module, recipe: Recipe | None, include: Filter, exclude: Filter
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={described(model)} is not a torch.nn.Module")
     if _TABLE in vars(model):
@@ -198,8 +224,13 @@ class _Chooser:
     """
 
     def __init__(
-        self, converter: Converter, recorded: SampleCalls | None, timed: bool, convert_outputs: bool, compiled: bool
-    ) -> None:  # fmt: skip
+        self,
+        converter: Converter,
+        recorded: SampleCalls | None,
+        timed: bool,
+        convert_outputs: bool,
+        compiled: bool,
+    ) -> None:
         self.converter, self.recorded, self.timed = converter, recorded, timed
         self.convert_outputs, self.compiled = convert_outputs, compiled
         recipe = converter.recipe
@@ -223,7 +254,9 @@ class _Chooser:
             self._compared[key] = compare(module, self.converter, calls)
         return _time_choice(name, described_as, choice, self._compared[key])
 
-    def _sample_reason(self, name: str, linear: bool, calls: Counter[SampleCall] | None) -> str | None:
+    def _sample_reason(
+        self, name: str, linear: bool, calls: Counter[SampleCall] | None
+    ) -> str | None:
         """Reason from the sample, or from the way in which the model will run."""
         if not linear and self.compiled:
             return "torch.compile fuses norms with their neighbors"
@@ -247,7 +280,9 @@ class _Chooser:
                 exclude, name, module
             )
             reason = None if selected else "not selected"
-            reason = reason or self.recorded.attention_reasons.get(name) or unsupported_module(module)
+            reason = (
+                reason or self.recorded.attention_reasons.get(name) or unsupported_module(module)
+            )
             if reason is None and not self.timed:
                 reason = "replaced only where it was timed"
             if reason is not None:
@@ -262,11 +297,15 @@ class _Chooser:
 
 def _list_stacked_experts(model: nn.Module) -> list[LayerChoice]:
     """Rows for modules with experts in one parameter [experts, .., ..], which are not converted."""
-    reason = "its experts are one parameter; build them with te.GroupedLinear, or as nn.Linear in a loop"
+    reason = (
+        "its experts are one parameter; build them with te.GroupedLinear, or as nn.Linear in a loop"
+    )
     return [
         LayerChoice(name, type(module).__name__, "torch", reason)
         for name, module in model.named_modules()
-        if any(p is not None and p.dim() == 3 and min(p.shape) > 1 for p in module._parameters.values())
+        if any(
+            p is not None and p.dim() == 3 and min(p.shape) > 1 for p in module._parameters.values()
+        )
         and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
     ]
 
@@ -278,7 +317,9 @@ def _compare_attention(calls: Counter[SampleCall]) -> Comparison:
     engine = EngineAttention(nn.Module(), None)
 
     options = {"is_causal": call.causal, "enable_gqa": grouped}
-    functions = [functools.partial(attend, **options) for attend in (F.scaled_dot_product_attention, engine)]
+    functions = [
+        functools.partial(attend, **options) for attend in (F.scaled_dot_product_attention, engine)
+    ]
     return Comparison(*time_functions(functions, call))
 
 
@@ -303,7 +344,9 @@ def _tensor_facts(module: Any) -> tuple[Any, ...]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether a module is a `torch.compile` result, or was compiled in place."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    )
 
 
 def _model_ms(model: nn.Module, sample: Any) -> float | None:
@@ -331,7 +374,9 @@ def _model_ms(model: nn.Module, sample: Any) -> float | None:
     return sorted(times[3:])[2]
 
 
-def _keep_if_faster(model: nn.Module, table: ConversionTable, before: float, after: float | None) -> None:
+def _keep_if_faster(
+    model: nn.Module, table: ConversionTable, before: float, after: float | None
+) -> None:
     """Add the whole-model comparison to the table, and restore a model that became slower."""
     assert after is not None
     table.summary += f"\nwhole model: {before:.3g} ms, converted {after:.3g} ms"

@@ -75,7 +75,9 @@ class Eligibility:
         exclude: Filter for modules to leave.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe | None, include: Filter, exclude: Filter) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe | None, include: Filter, exclude: Filter
+    ) -> None:
         self.recipe, self.include, self.exclude = recipe, include, exclude
         self._tied = find_tied_parameters(model)
 
@@ -92,7 +94,9 @@ class Eligibility:
         if weight is None:
             return "no weight parameter"
         if not _is_plain(weight):
-            return f"its weight is {with_article(type(weight))}, which is quantized or wrapped already"
+            return (
+                f"its weight is {with_article(type(weight))}, which is quantized or wrapped already"
+            )
         if weight.dtype not in _DTYPES:
             return f"its weight is {weight.dtype}; float32, bfloat16 and float16 are converted"
         tied_names = [other for other in self._tied.get(id(weight), ()) if other != name]
@@ -148,4 +152,6 @@ def format_reason(recipe: Recipe, in_features: int, out_features: int) -> str | 
 
 def candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Names and modules in the model that derive from nn.Linear, nn.LayerNorm or nn.RMSNorm, each module once."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, CONVERTIBLE)]
+    return [
+        (name, module) for name, module in model.named_modules() if isinstance(module, CONVERTIBLE)
+    ]

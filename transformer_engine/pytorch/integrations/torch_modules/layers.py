@@ -41,7 +41,9 @@ class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleM
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.prototype is not None:  # the copy's prototype, which has the quantizers of the copied layers
+        if (
+            self.prototype is not None
+        ):  # the copy's prototype, which has the quantizers of the copied layers
             self.tracing_key = self.prototype.tracing_key
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -117,7 +119,10 @@ class Converter:
 
     def convert(self, module: nn.Module) -> None:
         """Convert an `nn.Linear`, `nn.LayerNorm` or `nn.RMSNorm`; see `Eligibility` for the modules that qualify."""
-        norms = {nn.LayerNorm: (LayerNorm, ConvertedLayerNorm), nn.RMSNorm: (RMSNorm, ConvertedRMSNorm)}
+        norms = {
+            nn.LayerNorm: (LayerNorm, ConvertedLayerNorm),
+            nn.RMSNorm: (RMSNorm, ConvertedRMSNorm),
+        }
         with quantized_model_init(enabled=False):
             if type(module) is nn.Linear:
                 self._convert_linear(module)
@@ -145,7 +150,9 @@ class Converter:
             vars(module)["tracing_key"] = new_tracing_key(module)  # pyright: ignore[reportArgumentType]
 
 
-def _become(module: nn.Module, cls: type[nn.Module], engine: nn.Module, attributes: dict[str, Any]) -> None:
+def _become(
+    module: nn.Module, cls: type[nn.Module], engine: nn.Module, attributes: dict[str, Any]
+) -> None:
     """Change a module's class, and add the attributes of an engine layer with the same settings."""
     for name, value in vars(engine).items():
         if name not in _OF_EVERY_MODULE:

@@ -105,7 +105,9 @@ def is_sharded(model: nn.Module) -> bool:
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore random states and the model's buffers on exit."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+    devices = {
+        tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda
+    }
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
         try:
             yield
@@ -182,9 +184,16 @@ class _SampleMode(TorchFunctionMode):
         return result
 
     def _record_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
         name = self._running[-1]
         shapes = tuple([tuple(tensor.shape) for tensor in (query, key, value)])
         call = SampleCall(shapes, query.dtype, query.device, _needs_grad(query), causal=is_causal)
@@ -206,7 +215,9 @@ _CASTS = (Tensor.float, Tensor.to, Tensor.type)
 
 def _share_memory(references: list[weakref.ref[Tensor]], memory: set[int]) -> bool:
     """Whether one of the tensors that still exist has one of the storages."""
-    return any(tensor is not None and _storage(tensor) in memory for tensor in [r() for r in references])
+    return any(
+        tensor is not None and _storage(tensor) in memory for tensor in [r() for r in references]
+    )
 
 
 def _needs_grad(tensor: Tensor) -> bool:

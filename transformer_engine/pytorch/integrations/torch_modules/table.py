@@ -60,7 +60,8 @@ class ConversionTable:
         for row in self.rows:
             groups.setdefault((re.sub(r"\b\d+\b", "*", row.name), *row.cells()[1:]), []).append(row)
         rows = [
-            (_common_name([row.name for row in group]), *group[0].cells()[1:]) for group in groups.values()
+            (_common_name([row.name for row in group]), *group[0].cells()[1:])
+            for group in groups.values()
         ]
         return "\n".join([*aligned([COLUMNS, *rows]), self.summary])
 

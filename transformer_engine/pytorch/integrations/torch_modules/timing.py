@@ -65,7 +65,9 @@ def _copy(module: Any) -> nn.Module:
     parameter = next(module.parameters())
     options = {"device": parameter.device, "dtype": parameter.dtype}
     if isinstance(module, nn.Linear):
-        return nn.Linear(module.in_features, module.out_features, module.bias is not None, **options)
+        return nn.Linear(
+            module.in_features, module.out_features, module.bias is not None, **options
+        )
     return type(module)(module.normalized_shape, eps=module.eps, **options)
 
 

@@ -101,17 +101,25 @@ class BasicLinear(PassOperation):
         elif userbuffers_options is not None:
             warn_of_unused_overlap("userbuffers_options")
         self._parallel = parallel
-        self.local_in_features = self.in_features // (parallel.size if parallel.mode == "row" else 1)
-        self.local_out_features = self.out_features // (parallel.size if parallel.mode == "column" else 1)
+        self.local_in_features = self.in_features // (
+            parallel.size if parallel.mode == "row" else 1
+        )
+        self.local_out_features = self.out_features // (
+            parallel.size if parallel.mode == "column" else 1
+        )
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._accumulate_into_main_grad = to_bool("accumulate_into_main_grad", accumulate_into_main_grad)
+        self._accumulate_into_main_grad = to_bool(
+            "accumulate_into_main_grad", accumulate_into_main_grad
+        )
         self._userbuffers_options = userbuffers_options
         model_init = current_model_init()
         self._with_quantized_weight = model_init.enabled
         self._model_init_recipe = model_init.recipe
         self._preserves_initial_values = model_init.preserve_high_precision_init_val
         target_device = torch.device("meta") if is_meta(device) else canonical_device(device)
-        weight = torch.empty(self.local_out_features, self.local_in_features, dtype=dtype, device="meta")
+        weight = torch.empty(
+            self.local_out_features, self.local_in_features, dtype=dtype, device="meta"
+        )
         self.register_parameter("weight", torch.nn.Parameter(weight))
         self._device = None if target_device.type == "meta" else target_device
         if self._device is not None:
@@ -123,7 +131,9 @@ class BasicLinear(PassOperation):
         A weight on the meta device is allocated first. Inside `quantized_model_init` the weight is quantized.
         """
         before = self.weight
-        target_device = (self._device or canonical_device("cuda")) if before.is_meta else before.device
+        target_device = (
+            (self._device or canonical_device("cuda")) if before.is_meta else before.device
+        )
         values = torch.empty(before.shape, dtype=before.dtype, device=target_device)
         tracker = self._rng_state_tracker_function
         with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
@@ -184,10 +194,14 @@ class BasicLinear(PassOperation):
             estimated = estimates(x.device, call.traced, isinstance(weight, QuantizedTensorStorage))
             recipe = call.state.recipe if estimated else None
             kind = type(self).__name__
-            if given and (not call.state.enabled or fitting(kind, given, *extents, call.traced, recipe)):
+            if given and (
+                not call.state.enabled or fitting(kind, given, *extents, call.traced, recipe)
+            ):
                 quantizers = given
         quantized = isinstance(weight, QuantizedTensorStorage)
-        gradient = WeightGradient((weight,), True) if self._accumulate_into_main_grad else WeightGradient()
+        gradient = (
+            WeightGradient((weight,), True) if self._accumulate_into_main_grad else WeightGradient()
+        )
         plain = quantizers is None and not quantized
         spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain, weight.dtype)
         if spec.communicates and parallel.sequence:
@@ -220,13 +234,19 @@ def create_tensor_parallel(
         ValueError: The mode is unknown, or the group does not divide the sharded size.
     """
     if mode not in (None, "column", "row"):
-        raise ValueError(f'tensor_parallel_mode={mode!r} is unknown; choose None, "column" or "row"')
+        raise ValueError(
+            f'tensor_parallel_mode={mode!r} is unknown; choose None, "column" or "row"'
+        )
     size = 1 if mode is None else world_size(group)
     if size == 1:
         return TensorParallel()
-    name, sharded = ("in_features", in_features) if mode == "row" else ("out_features", out_features)
+    name, sharded = (
+        ("in_features", in_features) if mode == "row" else ("out_features", out_features)
+    )
     if sharded % size:
-        raise ValueError(f"{name}={sharded} is not divisible by the {size} tensor-parallel ranks; pad it")
+        raise ValueError(
+            f"{name}={sharded} is not divisible by the {size} tensor-parallel ranks; pad it"
+        )
     group = torch.distributed.group.WORLD if group is None else group
     return TensorParallel(mode, group, size, sequence)
 

@@ -45,9 +45,13 @@ class Bias(PassOperation):
     ) -> None:
         super().__init__()
         self._size = to_int("size", size, 1)
-        ranks = world_size(tensor_parallel_group) if to_bool("tensor_parallel", tensor_parallel) else 1
+        ranks = (
+            world_size(tensor_parallel_group) if to_bool("tensor_parallel", tensor_parallel) else 1
+        )
         if self._size % ranks:
-            raise ValueError(f"size={size} is not divisible by the {ranks} tensor-parallel ranks; pad it")
+            raise ValueError(
+                f"size={size} is not divisible by the {ranks} tensor-parallel ranks; pad it"
+            )
         self.tensor_parallel, self.tensor_parallel_group = ranks > 1, tensor_parallel_group
         self.local_size = self._size // ranks
         target_device = torch.device("meta") if is_meta(device) else canonical_device(device)

@@ -123,7 +123,9 @@ class Quantize(PassOperation):
         override = getattr(recipe, "backward_override", None)
         output = gradient = None
         if self._quantize_forward:
-            output = self.forward_quantizers()[0].copy()  # calls without a backward pass have other usages
+            output = self.forward_quantizers()[
+                0
+            ].copy()  # calls without a backward pass have other usages
             # A later product with a trained weight reads columns even if no gradient reaches this operation.
             output.set_usage(rowwise=True, columnwise=call.records and override is None)
             output.internal = call.traced
@@ -131,4 +133,6 @@ class Quantize(PassOperation):
             gradient = self._quantizers["backward"][0].copy()
             gradient.set_usage(rowwise=True, columnwise=True)
             gradient.internal = call.traced
-        return QuantizePasses(output, gradient), x._replace(quantized=x.quantized or output is not None)
+        return QuantizePasses(output, gradient), x._replace(
+            quantized=x.quantized or output is not None
+        )

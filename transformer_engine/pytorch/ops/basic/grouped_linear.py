@@ -94,7 +94,9 @@ class GroupedLinear(PassOperation):
         RuntimeError: `single_grouped_weight` inside `quantized_model_init` with DelayedScaling.
     """
 
-    _shown = {name: name for name in ("num_groups", "in_features", "out_features")} | {"bias": "has_bias"}
+    _shown = {name: name for name in ("num_groups", "in_features", "out_features")} | {
+        "bias": "has_bias"
+    }
     option_names = frozenset({OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY})
 
     def __init__(
@@ -121,9 +123,13 @@ class GroupedLinear(PassOperation):
         self.in_features = to_int("in_features", in_features, 1)
         self.out_features = to_int("out_features", out_features, 1)
         self.single_grouped_weight = to_bool("single_grouped_weight", single_grouped_weight)
-        self.single_grouped_bias = to_bool("single_grouped_bias", single_grouped_bias) and self.has_bias
+        self.single_grouped_bias = (
+            to_bool("single_grouped_bias", single_grouped_bias) and self.has_bias
+        )
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._accumulate_into_main_grad = to_bool("accumulate_into_main_grad", accumulate_into_main_grad)
+        self._accumulate_into_main_grad = to_bool(
+            "accumulate_into_main_grad", accumulate_into_main_grad
+        )
         self.wgrad_store = WeightGradStore(to_bool("delay_wgrad_compute", delay_wgrad_compute))
         self._wgrad_hooks: list[Callable[[], object]] = []
         model_init = current_model_init()
@@ -167,7 +173,9 @@ class GroupedLinear(PassOperation):
         tracker = self._rng_state_tracker_function
         for name in self.parameter_names:
             before = self.get_parameter(name)
-            target_device = (self._device or canonical_device("cuda")) if before.is_meta else before.device
+            target_device = (
+                (self._device or canonical_device("cuda")) if before.is_meta else before.device
+            )
             values = torch.empty(before.shape, dtype=before.dtype, device=target_device)
             with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
                 if name.startswith("bias"):
@@ -208,7 +216,9 @@ class GroupedLinear(PassOperation):
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole | None]:
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [
-            QuantizerRole("grouped_linear", tensor, "") for _ in range(self.num_groups) for tensor in tensors
+            QuantizerRole("grouped_linear", tensor, "")
+            for _ in range(self.num_groups)
+            for tensor in tensors
         ]
 
     def _weights(self) -> list[Any]:
@@ -220,7 +230,9 @@ class GroupedLinear(PassOperation):
     def _weight_parameters(self) -> list[Tensor]:
         """Return the parameters that are weights: one per group, or the stack."""
         return [
-            group_memory(getattr(self, name)) for name in self.parameter_names if name.startswith("weight")
+            group_memory(getattr(self, name))
+            for name in self.parameter_names
+            if name.startswith("weight")
         ]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
@@ -231,7 +243,9 @@ class GroupedLinear(PassOperation):
                 `main_grad` is missing.
         """
         for kind in ("weight", "bias"):
-            parameters = [getattr(self, name) for name in self.parameter_names if name.startswith(kind)]
+            parameters = [
+                getattr(self, name) for name in self.parameter_names if name.startswith(kind)
+            ]
             facts = {(p.dtype, p.device, p.requires_grad, type(p)) for p in parameters}
             if len(facts) > 1:
                 raise RuntimeError(
@@ -277,19 +291,28 @@ class GroupedLinear(PassOperation):
                 "rows"
             )
         first = getattr(self, self.parameter_names[0])
-        bias = getattr(self, "bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
+        bias = (
+            getattr(self, "bias" if self.single_grouped_bias else "bias0")
+            if self.has_bias
+            else None
+        )
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
         if call.traced:
             return traced_passes(self, x, call)
         bias_dtype = None if bias is None else bias.dtype
-        of_bias = {"needs_grad_bias": grad_bias and not self._scale_bias, "grad_bias_dtype": bias_dtype}
+        of_bias = {
+            "needs_grad_bias": grad_bias and not self._scale_bias,
+            "grad_bias_dtype": bias_dtype,
+        }
         spec = self._spec(call, x, dtype, of_bias)
         kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
         stacks = self.single_grouped_weight, self.single_grouped_bias
         parameters = GroupedParameters(self.parameter_names, *stacks)
         buffers = accept_buffers(x, self.out_features, call.options, dtype)
-        result = GroupedPasses(kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers)
+        result = GroupedPasses(
+            kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers
+        )
         return result, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def _spec(
@@ -319,13 +342,20 @@ class GroupedLinear(PassOperation):
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)
             features += (SINGLE_QUANTIZERS,) * (quantizers.input is None)
         extents = (self.out_features, self.in_features)
-        # fmt: off
         request = GroupedRequest(
-            features, requested=environment_request(), plain=not x.subclass, has_rows=True, width=self.in_features,
-            dtype=dtype, device=x.device, extents=extents, weight_device=first.device, compute_dtype=dtype,
-            weight_read_dtype=None if forward and enabled else first.dtype, multiple=quantizers.multiple,
+            features,
+            requested=environment_request(),
+            plain=not x.subclass,
+            has_rows=True,
+            width=self.in_features,
+            dtype=dtype,
+            device=x.device,
+            extents=extents,
+            weight_device=first.device,
+            compute_dtype=dtype,
+            weight_read_dtype=None if forward and enabled else first.dtype,
+            multiple=quantizers.multiple,
         )
-        # fmt: on
         return GroupedSpec(
             groups=tuple(groups),
             unquantized=tuple(unquantized),
@@ -336,7 +366,8 @@ class GroupedLinear(PassOperation):
             together=not call.traced and TABLE.name_of(request) == TOGETHER,
             request=None if call.traced else request,
             quantizers=quantizers,
-            needs_grad=call.saves and any([call.grad_input, *[p.requires_grad for p in self.parameters()]]),
+            needs_grad=call.saves
+            and any([call.grad_input, *[p.requires_grad for p in self.parameters()]]),
             scale_update=None,
         )
 
@@ -378,5 +409,7 @@ class GroupedLinear(PassOperation):
 
 
 def _load_other_form(op: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    single = {"weight": op.single_grouped_weight} | ({"bias": op.single_grouped_bias} if op.has_bias else {})
+    single = {"weight": op.single_grouped_weight} | (
+        {"bias": op.single_grouped_bias} if op.has_bias else {}
+    )
     convert_state(state_dict, prefix, single, op.num_groups)

@@ -53,14 +53,20 @@ class OperatorPasses(OperationPasses):
         # Of the input, each parameter and each extra input, whether its gradient is computed.
         self.present = gradients_of_key(key)
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         values = x.shaped()
         inputs = (*tensors.parameters, *tensors.extra)
         y, scales = forward_in_graph(self.key, values, inputs[self.count], inputs, self.states[0])
         return ForwardResult(Value(y), (values, *inputs, *scales))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy, x, *rest = operands
         operands.clear()
@@ -76,7 +82,9 @@ class OperatorPasses(OperationPasses):
         )
 
 
-def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+def traced_passes(
+    op: Any, x: InputFacts, call: OperationCall
+) -> tuple[OperationPasses, InputFacts]:
     """Describe a traced `GroupedLinear` call; see `PassOperation.passes`.
 
     Raises:
@@ -135,7 +143,9 @@ def _register_while_tracing(
         *[InputFacts((0,), kind, device) for kind in scales],
     ]
     rows = torch.zeros(op.num_groups, dtype=torch.int64, device="cpu")
-    call = OperationCall(state, autocast, False, saves, grad_input, saves, tuple(extra), (rows,), {})
+    call = OperationCall(
+        state, autocast, False, saves, grad_input, saves, tuple(extra), (rows,), {}
+    )
     passes, _ = op.passes(InputFacts((0, op.in_features), dtype, device, False, subclass), call)
     states = tuple([op.delayed_states(mode) if enabled or calibrating else () for mode in MODES])
     return register(op, _kernel(passes, len(extra), states))
@@ -162,9 +172,9 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
     def call(spec: GroupedSpec, rows: Tensor, x: Tensor, tensors: Sequence[Tensor]) -> GroupedCall:
         weight_tensors = [tensors[i] for i in weights]
         total = x.numel() // max(x.shape[-1], 1)
-        return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: weight_tensors).call(
-            rows
-        )
+        return replace(
+            fixed, spec=spec, total=total, device=x.device, weights=lambda: weight_tensors
+        ).call(rows)
 
     def forward(call: GroupedCall, inputs: list[Any], compute_y: bool) -> ForwardResult:
         tensors = OpTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
@@ -178,7 +188,9 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
 
     return GroupedKernel(
         spec=kind.spec,
-        inference=lambda call, inputs: disable_autocast(forward)(call, inputs, True).output.shaped(),
+        inference=lambda call, inputs: disable_autocast(forward)(
+            call, inputs, True
+        ).output.shaped(),
         again=lambda call, inputs: list(disable_autocast(forward)(call, inputs, False).saved),
         backward=disable_autocast(backward),
         lists=None,

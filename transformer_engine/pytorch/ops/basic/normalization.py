@@ -17,7 +17,11 @@ from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.normalization import L2Passes, NormPasses
 
 _STAGES = ("forward", "backward", "inference")
-_VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
+_VARIABLES = (
+    "NVTE_FWD_LAYERNORM_SM_MARGIN",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN",
+    "NVTE_INF_LAYERNORM_SM_MARGIN",
+)
 
 
 class NormalizationOperation(PassOperation):
@@ -154,7 +158,11 @@ class L2Normalization(PassOperation):
     _shown = {"eps": "eps"}
 
     def __init__(
-        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
         self.eps = to_float("eps", eps)

@@ -23,15 +23,23 @@ class ScaledActivation(ActivationOperation):
     scaled = True
     num_extra_inputs = 1
 
-    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False):
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+    ):
         super().__init__()
-        self.activation_recompute_in_mlp = to_bool("activation_recompute_in_mlp", activation_recompute_in_mlp)
+        self.activation_recompute_in_mlp = to_bool(
+            "activation_recompute_in_mlp", activation_recompute_in_mlp
+        )
         self.glu_interleave_size = interleave_size(glu_interleave_size)
 
 
 class _ScaledGLU(ScaledActivation):
-    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False):
-        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+    ):
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
         if self.activation_recompute_in_mlp:
             raise ValueError(
                 f"activation_recompute_in_mlp=True is unsupported by {type(self).__name__}; only ScaledSReLU within a "
@@ -78,7 +86,9 @@ class ScaledClampedQGeGLU(_ScaledGLU):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
         # A child, because checkpoints of the original have its extra state.
         self._clamped = ClampedSwiGLU(
             limit=to_float("limit", limit),
@@ -117,7 +127,9 @@ class ScaledSiTUGLU(_ScaledGLU):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
         self.beta1, self.beta2 = bound("beta1", beta1), bound("beta2", beta2)
 
     def constants(self) -> tuple[float, float]:

@@ -30,7 +30,9 @@ class ScaledTanhSReLU(BasicOperation):
 
     num_extra_inputs = 1
 
-    def __init__(self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False) -> None:
+    def __init__(
+        self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
+    ) -> None:
         super().__init__()
         self.tanh_clamp_scale = to_float("tanh_clamp_scale", tanh_clamp_scale)
         number("tanh_clamp_scale", self.tanh_clamp_scale)
@@ -38,16 +40,22 @@ class ScaledTanhSReLU(BasicOperation):
             raise ValueError(
                 f"tanh_clamp_scale={self.tanh_clamp_scale} is not above 0; give a number above 0"
             )
-        self.activation_recompute_in_mlp = to_bool("activation_recompute_in_mlp", activation_recompute_in_mlp)
+        self.activation_recompute_in_mlp = to_bool(
+            "activation_recompute_in_mlp", activation_recompute_in_mlp
+        )
 
     def own_tensors(self) -> list[Tensor]:
         return []  # parameters that others add, such as adapters, do not belong to the operation
 
     def op_forward(self, *_: Any, **__: Any) -> Tensor:
-        raise RuntimeError(f"{type(self).__name__} has an extra input, the scales; call fuser_forward")
+        raise RuntimeError(
+            f"{type(self).__name__} has an extra input, the scales; call fuser_forward"
+        )
 
     def op_backward(self, *_: Any, **__: Any) -> tuple[Tensor, Iterable[Tensor | None]]:
-        raise RuntimeError(f"{type(self).__name__} has an extra input, the scales; call fuser_backward")
+        raise RuntimeError(
+            f"{type(self).__name__} has an extra input, the scales; call fuser_backward"
+        )
 
     def fuser_forward(
         self,

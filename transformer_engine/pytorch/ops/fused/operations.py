@@ -69,7 +69,9 @@ class ForwardLinearBiasAdd(PassFusedOperation):
         add: The in-place addition.
     """
 
-    def __init__(self, *, linear: BasicLinear, bias: Bias | None = None, add: AddExtraInput) -> None:
+    def __init__(
+        self, *, linear: BasicLinear, bias: Bias | None = None, add: AddExtraInput
+    ) -> None:
         super().__init__(_present(linear, bias, add))
 
 
@@ -144,7 +146,11 @@ class UserbuffersForwardLinear(PassFusedOperation):
     """
 
     def __init__(
-        self, *, linear: BasicLinear, bias: Bias | None = None, reduce_scatter: ReduceScatter | None = None
+        self,
+        *,
+        linear: BasicLinear,
+        bias: Bias | None = None,
+        reduce_scatter: ReduceScatter | None = None,
     ) -> None:
         super().__init__(_present(linear, bias, reduce_scatter))
 
@@ -215,11 +221,25 @@ FORWARD_RULES: tuple[tuple[FusionRule, ...], ...] = (
     _userbuffers(UserbuffersForwardLinear),
     (
         FusionRule(
-            _ADD, (*_LINEAR_BIAS, AddExtraInput), ("linear", "bias", "add"), sharded="row", in_place=True
+            _ADD,
+            (*_LINEAR_BIAS, AddExtraInput),
+            ("linear", "bias", "add"),
+            sharded="row",
+            in_place=True,
         ),
-        FusionRule(_ADD, (BasicLinear, AddExtraInput), ("linear", "add"), sharded="row", in_place=True),
+        FusionRule(
+            _ADD, (BasicLinear, AddExtraInput), ("linear", "add"), sharded="row", in_place=True
+        ),
     ),
-    (FusionRule(ForwardLinearBiasActivation, _LINEAR_BIAS, ("linear", "bias"), sharded="row", narrow=True),),
+    (
+        FusionRule(
+            ForwardLinearBiasActivation,
+            _LINEAR_BIAS,
+            ("linear", "bias"),
+            sharded="row",
+            narrow=True,
+        ),
+    ),
     (
         FusionRule(
             ForwardLinearScaleAdd,
@@ -241,14 +261,22 @@ BACKWARD_RULES: tuple[tuple[FusionRule, ...], ...] = (
             in_place=True,
         ),
     ),
-    (FusionRule(BackwardLinearScale, (BasicLinear, ConstantScale), ("linear", "scale"), sharded="column"),),
+    (
+        FusionRule(
+            BackwardLinearScale, (BasicLinear, ConstantScale), ("linear", "scale"), sharded="column"
+        ),
+    ),
 )
-NORM_RULES = (FusionRule(BackwardAddRMSNorm, (MakeExtraOutput, RMSNorm), ("add", "rmsnorm"), in_place=False),)
+NORM_RULES = (
+    FusionRule(BackwardAddRMSNorm, (MakeExtraOutput, RMSNorm), ("add", "rmsnorm"), in_place=False),
+)
 
 
 def fuse(ops: Ops, *, recipe: Recipe | None, rules: tuple[FusionRule, ...]) -> Ops:
     """Replace operations by the first rule that matches, greedily from left to right."""
-    if rules[0].userbuffers and (world_size() == 1 or getattr(recipe, "backward_override", None) is not None):
+    if rules[0].userbuffers and (
+        world_size() == 1 or getattr(recipe, "backward_override", None) is not None
+    ):
         return ops
     result: Ops = []
     position = 0

@@ -75,7 +75,9 @@ class ActivationPasses(OperationPasses):
         self.casts_gradient = from_table and not converts
         self.listed = from_table and not converts and cache is None and not scaled
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.converted(self.convert).matrix()
         if self.interleave is not None:
             x = Value(block_order(x.data, (-1, 2, self.interleave)), x.leading)
@@ -87,7 +89,9 @@ class ActivationPasses(OperationPasses):
         if request is None:
             return ForwardResult(Value(self._activation(x.data), x.leading), (saved,))
         codes = activation_forward(self.kind, x.data, self.parameters, request.cast)
-        return ForwardResult(Value(request.quantizer.adopt(codes, x.data.dtype), x.leading), (saved,))
+        return ForwardResult(
+            Value(request.quantizer.adopt(codes, x.data.dtype), x.leading), (saved,)
+        )
 
     def _activation(self, x: Tensor) -> Tensor:
         if self.constants is not None:
@@ -95,10 +99,16 @@ class ActivationPasses(OperationPasses):
         return activation_forward(self.kind, x, self.parameters)
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy = Value(operands[0], leading).matrix()
-        x = as_matrix(operands[1] if self.cache is None else dequantized(operands[1], dy.data.dtype))
+        x = as_matrix(
+            operands[1] if self.cache is None else dequantized(operands[1], dy.data.dtype)
+        )
         gradient, extra = dy.data, ()
         if self.scaled:
             gradient, grad_scales = row_scale_backward(dy.data, self._activation(x), operands[2])
@@ -110,7 +120,9 @@ class ActivationPasses(OperationPasses):
                 self.kind, gradient, x, self.parameters, request.cast, request.sums
             )
             return BackwardResult(
-                Value(GradientOperands(request.quantizer.adopt(codes, dtype), sums), dy.leading), (), extra
+                Value(GradientOperands(request.quantizer.adopt(codes, dtype), sums), dy.leading),
+                (),
+                extra,
             )
         if self.constants is not None:
             dx = situ_glu_backward(gradient, x, self.constants)

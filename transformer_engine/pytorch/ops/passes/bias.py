@@ -49,12 +49,18 @@ class BiasPasses(OperationPasses):
     def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
         return None if earlier is None else earlier._replace(sums=self.dtype)
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.matrix()
         return ForwardResult(Value(x.data + self.bias(tensors), x.leading, True))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy = operands.pop()
         if isinstance(dy, GradientOperands):  # by the kernel that computed dy
@@ -66,4 +72,6 @@ class BiasPasses(OperationPasses):
         # One kernel reads dy for its codes and its column sums.
         codes, sums = column_sums(matrix, self.dtype, request.cast)
         operands_of_dy = request.quantizer.adopt(codes, matrix.dtype)
-        return BackwardResult(Value(GradientOperands(operands_of_dy, None), dy.leading_dimensions()), (sums,))
+        return BackwardResult(
+            Value(GradientOperands(operands_of_dy, None), dy.leading_dimensions()), (sums,)
+        )

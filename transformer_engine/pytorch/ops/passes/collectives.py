@@ -36,16 +36,24 @@ class CollectivePasses(OperationPasses):
     def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         y = x.shaped()
         if self.collective == "all_reduce" and not x.owned:
             y = y.clone(memory_format=torch.contiguous_format)  # the sum is written in place
         return ForwardResult(Value(begin(self.collective, dense_values(y), self.parallel).wait()))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy = Value(operands.pop(), leading)
         if self.gradient is None:
             return BackwardResult(dy)
-        return BackwardResult(Value(begin(self.gradient, dense_values(dy.shaped()), self.parallel).wait()))
+        return BackwardResult(
+            Value(begin(self.gradient, dense_values(dy.shaped()), self.parallel).wait())
+        )

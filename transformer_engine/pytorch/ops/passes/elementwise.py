@@ -30,17 +30,25 @@ class ReshapePasses(OperationPasses):
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         data = x.shaped()
         return ForwardResult(Value(data.reshape(self.shape)), (tuple(data.shape),))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy, shape = operands
         operands.clear()
         if isinstance(dy, QuantizedTensorStorage):
-            return BackwardResult(Value((dy if isinstance(dy, Tensor) else plain_values(dy)).reshape(shape)))
+            return BackwardResult(
+                Value((dy if isinstance(dy, Tensor) else plain_values(dy)).reshape(shape))
+            )
         return BackwardResult(Value(Value(dy, leading).shaped().reshape(shape)))
 
 
@@ -52,12 +60,18 @@ class ScalePasses(OperationPasses):
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.values()
         return ForwardResult(Value(x.data * self.scale, x.leading))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy = Value(operands.pop(), leading).values()
         return BackwardResult(Value(dy.data * self.scale, dy.leading))
@@ -71,13 +85,19 @@ class DropoutPasses(OperationPasses):
     def __init__(self, p: float) -> None:
         self.p = p
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.values()
         y, mask = dropout_forward(x.data, self.p, seed=draw_seed(x.data.device))
         return ForwardResult(Value(y, x.leading), (mask,))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy, mask = operands
         operands.clear()
@@ -97,13 +117,19 @@ class QuantizePasses(OperationPasses):
     def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         if self.output is None or isinstance(x.data, QuantizedTensorStorage):
             return ForwardResult(x)
         return ForwardResult(Value(self.output.quantize(x.shaped())))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy = operands.pop()
         if self.gradient is None or isinstance(dy, QuantizedTensorStorage):

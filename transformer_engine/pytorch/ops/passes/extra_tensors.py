@@ -43,14 +43,22 @@ class AddPasses(OperationPasses):
             return as_matrix(plain_values(extra).clone(memory_format=torch.contiguous_format))
         return as_matrix(extra.detach())
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.matrix()
         if self.in_place:
             return ForwardResult(Value(self.total(tensors).add_(x.data), x.leading))
-        return ForwardResult(Value(x.data + as_matrix(tensors.extra[0]).reshape(x.data.shape), x.leading))
+        return ForwardResult(
+            Value(x.data + as_matrix(tensors.extra[0]).reshape(x.data.shape), x.leading)
+        )
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy = Value(operands.pop(), leading)
         return BackwardResult(dy, (), (dy,))
@@ -73,12 +81,18 @@ class ExtraOutputPasses(OperationPasses):
         """A copy [M, N] of the extra output's gradient, because autograd may pass the same tensor to others."""
         return as_matrix(extra.clone(memory_format=torch.contiguous_format))
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = Value(x.data, x.leading)
         return ForwardResult(x, (), (x,))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy, (extra,) = Value(operands.pop(), leading), grads
         if extra is None:

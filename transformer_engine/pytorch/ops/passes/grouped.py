@@ -70,7 +70,11 @@ class GroupedKind:
             ValueError: Row counts on the host are negative, or more than the input has.
         """
         spec = self.spec
-        on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing(current_hardware()) is None
+        on_gpus = (
+            sizes.is_cuda
+            and self.device.type == "cuda"
+            and launch.missing(current_hardware()) is None
+        )
         if on_gpus and self._runs_together(sizes, ()):
             layout = make_groups(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
@@ -81,7 +85,9 @@ class GroupedKind:
                 "most that"
             )
         unassigned = self.total - sum(rows)
-        separate = not on_gpus or not spec.quantizers.fit(sizes)  # else the numbers have stayed on the GPU
+        separate = not on_gpus or not spec.quantizers.fit(
+            sizes
+        )  # else the numbers have stayed on the GPU
         if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
             return GroupedCall(spec, spec.groups, (), make_groups(rows, self.total, self.device))
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
@@ -127,8 +133,14 @@ class GroupedParameters:
 
     def of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
         """The weights or biases: one stack, or a list with one per group."""
-        members = [p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)]
-        return members[0] if (self.stacked_weight if kind == "weight" else self.stacked_bias) else members
+        members = [
+            p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)
+        ]
+        return (
+            members[0]
+            if (self.stacked_weight if kind == "weight" else self.stacked_bias)
+            else members
+        )
 
     def gradients(self, of_weights: Any, of_biases: Any) -> tuple[Any, ...]:
         """The gradients in parameter order; an absent kind is None."""
@@ -214,7 +226,11 @@ class GroupedPasses(OperationPasses):
         return ForwardResult(Value(y, x.leading, self.buffers[0] is None), saved)
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         call = self.call
         assert call is not None
@@ -251,11 +267,15 @@ def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Te
     )
 
 
-def scaled_bias_backward(dy: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> tuple[Any, Tensor]:
+def scaled_bias_backward(
+    dy: Tensor, biases: Any, scales: Tensor, call: GroupedCall
+) -> tuple[Any, Tensor]:
     """Bias gradients [N], and scale gradients [M, 1]."""
     grads: list[Tensor | None] = []
     grad_scales: list[Tensor] = []
-    for part, bias, rows in zip(call.rows_of(dy), stack_members(biases), call.rows_of(scales), strict=True):
+    for part, bias, rows in zip(
+        call.rows_of(dy), stack_members(biases), call.rows_of(scales), strict=True
+    ):
         wide = part.float()
         grads.append((wide * rows.float()).sum(0).to(bias.dtype))
         grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))
@@ -268,11 +288,16 @@ def accept_buffers(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the caller's buffers for the output [.., width] and the input gradient, and return both."""
     shape = torch.Size((*x.shape[:-1], width))
-    kinds = ((OUTPUT_BUFFER_KEY, shape, dtype), (GRAD_INPUT_BUFFER_KEY, torch.Size(x.shape), x.dtype))
+    kinds = (
+        (OUTPUT_BUFFER_KEY, shape, dtype),
+        (GRAD_INPUT_BUFFER_KEY, torch.Size(x.shape), x.dtype),
+    )
     found: list[Tensor | None] = []
     for key, extents, kind in kinds:
         buffer = options.get(key)
         if buffer is not None:
-            buffer = check_buffers(key, buffer, extents, torch.empty(0, dtype=kind, device=x.device))
+            buffer = check_buffers(
+                key, buffer, extents, torch.empty(0, dtype=kind, device=x.device)
+            )
         found.append(buffer)
     return found[0], found[1]

@@ -46,12 +46,19 @@ class NormPasses(OperationPasses):
         convert: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
     ) -> None:
-        self.norm, self.shape, self.convert, self.gradient_dtype = norm, shape, convert, gradient_dtype
+        self.norm, self.shape, self.convert, self.gradient_dtype = (
+            norm,
+            shape,
+            convert,
+            gradient_dtype,
+        )
         self.rows_only = len(shape) == 1  # else several x dimensions form a row
         self.casts_output = self.rows_only
         self.listed = self.rows_only and convert is None
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.converted(self.convert)
         weight, bias = [*tensors.parameters, None][:2]
         assert weight is not None
@@ -62,12 +69,16 @@ class NormPasses(OperationPasses):
             if request is None:
                 y, mean, rstdev = self.norm.forward(plain_matrix(x.data), weight, bias)
             else:
-                codes, mean, rstdev = self.norm.forward(plain_matrix(x.data), weight, bias, request.cast)
+                codes, mean, rstdev = self.norm.forward(
+                    plain_matrix(x.data), weight, bias, request.cast
+                )
                 y = request.quantizer.adopt(codes, x.data.dtype)
             return ForwardResult(Value(y, x.leading), (x.data, mean, rstdev, weight))
         values = x.shaped()
         rows, weight = values.reshape(-1, math.prod(self.shape)), weight.reshape(-1)
-        y, mean, rstdev = self.norm.forward(rows, weight, None if bias is None else bias.reshape(-1))
+        y, mean, rstdev = self.norm.forward(
+            rows, weight, None if bias is None else bias.reshape(-1)
+        )
         saved = (rows, mean, rstdev, weight, tuple(values.shape))
         return ForwardResult(Value(y.reshape(values.shape)), saved)
 
@@ -94,7 +105,9 @@ class NormPasses(OperationPasses):
             operands.clear()
             rows = dy.shaped().reshape(-1, math.prod(self.shape))
             dx, *of_parameters = self.norm.backward(rows, x, mean, rstdev, weight)
-            of_parameters = [None if grad is None else grad.reshape(self.shape) for grad in of_parameters]
+            of_parameters = [
+                None if grad is None else grad.reshape(self.shape) for grad in of_parameters
+            ]
             result = Value(dx.reshape(shape))
         count = 2 if self.norm.kind == "LayerNorm" else 1
         return BackwardResult(result.converted(self.gradient_dtype), of_parameters[:count])
@@ -108,13 +121,19 @@ class L2Passes(OperationPasses):
     def __init__(self, eps: float) -> None:
         self.eps = eps
 
-    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.matrix()
         y, rstdev = l2_norm(x.data, self.eps)
         return ForwardResult(Value(y, x.leading), (x.data, rstdev))
 
     def fused_backward(
-        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
     ) -> BackwardResult:
         dy, *saved = operands
         operands.clear()

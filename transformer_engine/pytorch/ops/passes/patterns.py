@@ -29,7 +29,9 @@ from .extra_tensors import AddPasses, ExtraOutputPasses
 from .linear import LinearPasses
 from .normalization import NormPasses
 
-Forward = Callable[[Any, Any, Value, OpTensors, OpTensors], "tuple[ForwardResult, ForwardResult] | None"]
+Forward = Callable[
+    [Any, Any, Value, OpTensors, OpTensors], "tuple[ForwardResult, ForwardResult] | None"
+]
 Backward = Callable[[Any, Any, list[Any], Leading, Sequence[Any]], "BackwardResult | None"]
 
 

@@ -170,7 +170,9 @@ def _forward(x: Tensor, name: str, limit: float, alpha: float, offset: float) ->
     return TABLE.bound((name, x.shape, x.stride(), x.dtype, x.device, (limit, alpha, offset)))(x)
 
 
-def _backward(dy: Tensor, x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
+def _backward(
+    dy: Tensor, x: Tensor, name: str, limit: float, alpha: float, offset: float
+) -> Tensor:
     constants, gradient = (limit, alpha, offset), (dy.stride(), dy.dtype)
     return TABLE.bound((name, x.shape, x.stride(), x.dtype, x.device, constants, gradient))(dy, x)
 
@@ -180,7 +182,9 @@ _forward_operator = operator(
     f"activation_forward(Tensor x, {_CONSTANTS}) -> Tensor",
     _forward,
     lambda x, name, limit, alpha, offset: (
-        x.new_empty(*x.shape[:-1], x.shape[-1] // 2) if ACTIVATIONS[name].gated else x.new_empty(x.shape)
+        x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        if ACTIVATIONS[name].gated
+        else x.new_empty(x.shape)
     ),
 )
 _backward_operator = operator(
@@ -206,5 +210,8 @@ def _make_operator(request: ActivationRequest) -> Operator:
 
 
 TABLE: Table[ActivationRequest] = Table(
-    "activation", (triton.BACKEND, reference.BACKEND), describe=make_request, operator=_make_operator
+    "activation",
+    (triton.BACKEND, reference.BACKEND),
+    describe=make_request,
+    operator=_make_operator,
 )

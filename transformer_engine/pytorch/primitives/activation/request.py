@@ -71,11 +71,20 @@ class ActivationParams:
                 "and glu_linear_offset, or None"
             )
         given = dict(params or {})
-        aliases = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset", "offset": "offset"}
+        aliases = {
+            "limit": "limit",
+            "alpha": "alpha",
+            "glu_linear_offset": "offset",
+            "offset": "offset",
+        }
         unknown = sorted(set(given) - set(aliases))
         if unknown:
-            raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {', '.join(aliases)}")
-        values = {key: to_float(f"activation_params[{key!r}]", value) for key, value in given.items()}
+            raise ValueError(
+                f"activation_params has no {unknown[0]!r}; choose from {', '.join(aliases)}"
+            )
+        values = {
+            key: to_float(f"activation_params[{key!r}]", value) for key, value in given.items()
+        }
         for key, value in values.items():
             number(f"activation_params[{key!r}]", value)
         return cls(**{aliases[key]: value for key, value in values.items()})

@@ -33,10 +33,14 @@ def bind(request: ActivationRequest) -> Callable[..., Any]:
         if recomputes(request):
             return _backward_and_output(request)
         rest = request._replace(output=None, encoded=False)
-        return with_output(request, bind(rest), _forward(rest._replace(backward=False, dy=None, cast=None)))
+        return with_output(
+            request, bind(rest), _forward(rest._replace(backward=False, dy=None, cast=None))
+        )
     if cast is not None and fuses(request, cast):
         return _backward_codes(request, cast) if request.backward else _forward_codes(request, cast)
-    return with_cast(request, _backward(request) if request.backward else _forward(request), column_sums)
+    return with_cast(
+        request, _backward(request) if request.backward else _forward(request), column_sums
+    )
 
 
 def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
@@ -152,7 +156,9 @@ def _forward_codes(
         program = activation_codes.forward_blocks(*plain, request.constants, blocks, machine)
     else:
         how = fused_codes.one_scale(cast)
-        program = activation_codes.forward(*plain, DTYPE_NAMES[request.dtype], request.constants, how)
+        program = activation_codes.forward(
+            *plain, DTYPE_NAMES[request.dtype], request.constants, how
+        )
     count, performed = len(program.inputs), Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> Quantized:
@@ -185,7 +191,9 @@ def _backward_codes(
         program = activation_codes.backward_blocks(*plain, request.constants, blocks, sums, machine)
     else:
         how = fused_codes.one_scale(cast)
-        program = activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
+        program = activation_codes.backward(
+            *plain, DTYPE_NAMES[request.dtype], request.constants, how, sums
+        )
     count, performed = len(program.inputs), Performed(program, request.device)
 
     def run(
@@ -207,7 +215,11 @@ def _backward_and_output(
     from ....common.kernels import activation_recompute as kernels  # it imports triton
 
     assert request.dy is not None and request.output is not None
-    shape, cast, spec = torch.Size((request.shape[0], _width(request))), request.cast, request.output
+    shape, cast, spec = (
+        torch.Size((request.shape[0], _width(request))),
+        request.cast,
+        request.output,
+    )
     strides = (_rows(shape, request.dy[0])[1], _rows(request.shape, request.strides)[1])
     program = kernels.backward(
         request.name,
@@ -223,7 +235,9 @@ def _backward_and_output(
     )
     performed = Performed(program, request.device)
 
-    def run(dy: Tensor, x: Any, *scalings: Tensor | None) -> tuple[MeasuredGradient | Quantized, Quantized]:
+    def run(
+        dy: Tensor, x: Any, *scalings: Tensor | None
+    ) -> tuple[MeasuredGradient | Quantized, Quantized]:
         multiplier, record, output_multiplier, output_amax = scalings
         of_output = (as_float32(output_multiplier), output_amax)
         matrices = (

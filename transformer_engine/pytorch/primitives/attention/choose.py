@@ -13,7 +13,17 @@ import torch
 
 from ....common.dispatch import Table, Unsupported, Verdict
 from . import reference
-from .backends import cudnn, flash2, flash3, flash4, flex, torch_cudnn, torch_flash, torch_sdpa, triton
+from .backends import (
+    cudnn,
+    flash2,
+    flash3,
+    flash4,
+    flex,
+    torch_cudnn,
+    torch_flash,
+    torch_sdpa,
+    triton,
+)
 from .call import AttentionCall
 from .passes import Bound, Passes
 
@@ -69,7 +79,11 @@ _DEFAULT = (
 _DECODE = ("triton", *(name for name in _DEFAULT if name != "triton"))
 # GPUs for which the young library has kernels that no test in this project has run.
 _CUDNN_FIRST = ("cudnn", *(name for name in _DEFAULT if name != "cudnn"))
-_SHORT = ("cudnn", "torch_cudnn", *(name for name in _DEFAULT if name not in ("cudnn", "torch_cudnn")))
+_SHORT = (
+    "cudnn",
+    "torch_cudnn",
+    *(name for name in _DEFAULT if name not in ("cudnn", "torch_cudnn")),
+)
 # Exact float32 products do not use tensor cores: cuBLAS, which torch calls, is faster than plain FMA kernels.
 _LAUNCH_BOUND = _FLOAT32 = ("torch_sdpa", *(name for name in _DEFAULT if name != "torch_sdpa"))
 _ON_A_CPU = (

@@ -78,7 +78,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
             products.sum_over_keys(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None])
         )
         max_logit = (
-            logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
+            logits.amax(dim=(0, 2, 3))
+            if logits.numel()
+            else logits.new_full((q.shape[1],), -torch.inf)
         )
         return DenseOutput(out.to(q.dtype), lse, max_logit)
 
@@ -109,7 +111,9 @@ def backward(
         dropped = _drop_weights(probabilities, terms.dropout, rng_state)
         if terms.round_p is not None:
             dropped = terms.round_p(dropped)
-        grad_v = products.sum_over_queries(_grouped(dropped, groups), _grouped(grad_out, groups)).sum(dim=2)
+        grad_v = products.sum_over_queries(
+            _grouped(dropped, groups), _grouped(grad_out, groups)
+        ).sum(dim=2)
         grad_s = probabilities * (grad_p - inner[..., None])
         grad_after = grad_s
         if terms.softcap != 0.0:
@@ -119,8 +123,13 @@ def backward(
         if terms.softcap == 0.0 or terms.caps_bias:
             grad_after = grad_s
         grouped_s = _grouped(grad_s, groups)
-        grad_q = _ungroup_heads(products.sum_over_keys(grouped_s, _wide(k)[:, :, None])) * terms.scale
-        grad_k = products.sum_over_queries(grouped_s, _grouped(_wide(q), groups)).sum(dim=2) * terms.scale
+        grad_q = (
+            _ungroup_heads(products.sum_over_keys(grouped_s, _wide(k)[:, :, None])) * terms.scale
+        )
+        grad_k = (
+            products.sum_over_queries(grouped_s, _grouped(_wide(q), groups)).sum(dim=2)
+            * terms.scale
+        )
         bias, sink = terms.bias, terms.sink
         grad_bias = None if bias is None else grad_after.sum_to_size(bias.shape).to(bias.dtype)
         grad_sink = None
@@ -188,7 +197,9 @@ def _logits(scores: Tensor, terms: Terms) -> Tensor:
         for axis, size in enumerate(logits.shape):
             shape = [1] * logits.ndim
             shape[axis] = size
-            places.append(torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape))
+            places.append(
+                torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape)
+            )
         changed = terms.score_mod(logits, *places)
         if not isinstance(changed, Tensor):
             raise TypeError(

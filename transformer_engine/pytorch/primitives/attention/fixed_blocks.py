@@ -26,7 +26,9 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
     """Compute q [.., i, d] @ k [.., j, d].T, one product per block of keys."""
     rows, keys = q.shape[-2], k.shape[-2]
     q, k = _pad(q, -2, _ROWS), _pad(k, -2, BLOCK)
-    blocks = [multiply_without_autocast(q, block.transpose(-1, -2)) for block in k.split(BLOCK, dim=-2)]
+    blocks = [
+        multiply_without_autocast(q, block.transpose(-1, -2)) for block in k.split(BLOCK, dim=-2)
+    ]
     return torch.cat(blocks, dim=-1)[..., :rows, :keys]
 
 

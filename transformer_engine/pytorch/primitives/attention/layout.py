@@ -101,7 +101,11 @@ _PACKED_AXIS = {"{n}hd": -3, "h{n}d": -2}
 
 
 def get_qkv_layout(
-    q: Tensor, k: Tensor, v: Tensor, qkv_format: str = "sbhd", inference_params: object | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qkv_format: str = "sbhd",
+    inference_params: object | None = None,
 ) -> tuple[str, Tensor, Tensor, Tensor, str, str]:
     """Return (layout, q, k, v, q_format, kv_format), with a layout such as "bs3hd" or "thd_t2hd".
 
@@ -138,7 +142,9 @@ def _share_buffer(parts: tuple[Tensor, ...], pattern: str) -> bool:
     first = parts[0]
     if any(part.shape != first.shape or part.stride() != first.stride() for part in parts):
         return False
-    if any(part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts):
+    if any(
+        part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts
+    ):
         return False
     shape = list(first.shape)
     shape.insert(len(shape) + _PACKED_AXIS[pattern] + 1, len(parts))

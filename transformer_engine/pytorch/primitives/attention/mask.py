@@ -106,7 +106,9 @@ def cached_mask_type(name: str) -> str:
     return "padding_causal_bottom_right" if "causal" in name else "padding"
 
 
-def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
+def check_set_window_size(
+    attn_mask_type: str, window_size: tuple[int, int] | None = None
+) -> tuple[int, int]:
     """Return (left, right), -1 for unlimited: right is 0 for causal masks, and (-1, 0) is for causal masks only."""
     causal = "causal" in canonical_name(attn_mask_type)
     if window_size is None:
@@ -118,12 +120,16 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
                 f"window_size=({left}, {right}) has a size below -1; give -1 for no limit, or a number >= 0"
             )
         if right != 0:
-            _warn(f"window_size=({left}, {right}) becomes ({left}, 0): {attn_mask_type!r} is causal")
+            _warn(
+                f"window_size=({left}, {right}) becomes ({left}, 0): {attn_mask_type!r} is causal"
+            )
         return (left, 0)
     if (left, right) == UNLIMITED or (left >= 0 and right >= 0):
         return (left, right)
     if (left, right) == (-1, 0):
-        _warn(f"window_size=(-1, 0) becomes (-1, -1): attn_mask_type={attn_mask_type!r} is not causal")
+        _warn(
+            f"window_size=(-1, 0) becomes (-1, -1): attn_mask_type={attn_mask_type!r} is not causal"
+        )
         return UNLIMITED
     raise ValueError(
         f"window_size=({left}, {right}) is not allowed with attn_mask_type={attn_mask_type!r}; "

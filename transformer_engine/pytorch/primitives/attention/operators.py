@@ -82,7 +82,10 @@ def choose_when_exported(call: AttentionCall) -> Bound:
     for unsupported, reason in (
         (call.packed, "qkv_format='thd', whose extents depend on values; use 'sbhd' or 'bshd'"),
         (call.cached, "inference_params, which are state; pass all keys and values"),
-        (call.dropout > 0.0, f"attention_dropout={call.dropout} in training mode; call eval() first"),
+        (
+            call.dropout > 0.0,
+            f"attention_dropout={call.dropout} in training mode; call eval() first",
+        ),
     ):
         if unsupported:
             raise NotImplementedError(f"an attention for export does not support {reason}")
@@ -148,7 +151,9 @@ def operator_passes(name: str) -> Passes:
             name, as_text(call), list(inputs), list(attended), grad_output
         )
         bias, sink = inputs.bias is not None, inputs.sink is not None
-        return Gradients(found[0], found[1], found[2], found[3] if bias else None, found[4] if sink else None)
+        return Gradients(
+            found[0], found[1], found[2], found[3] if bias else None, found[4] if sink else None
+        )
 
     return Passes(name, forward, backward)
 
@@ -159,11 +164,15 @@ def _passes_and_call(key: tuple[str, str]) -> tuple[Passes, AttentionCall]:
     call, bind = from_text(text), TABLE.named(name).bind
     assert bind is not None
     passes = bind(call)
-    assert isinstance(passes, Passes), "the graph was traced with a backend that has separate passes"
+    assert isinstance(passes, Passes), (
+        "the graph was traced with a backend that has separate passes"
+    )
     return passes, call
 
 
-_BY_TEXT: Memory[tuple[str, str], tuple[Passes, AttentionCall]] = Memory(_passes_and_call, REMEMBERED)
+_BY_TEXT: Memory[tuple[str, str], tuple[Passes, AttentionCall]] = Memory(
+    _passes_and_call, REMEMBERED
+)
 
 
 def _returned_fields(call: AttentionCall) -> tuple[bool, ...]:
@@ -177,7 +186,8 @@ def _forward_operator(name: str, text: str, tensors: list[Tensor | None]) -> tup
     nothing = attended.output.new_empty(0)
     pairs = zip(attended, _returned_fields(call), strict=True)
     return tuple(
-        value.contiguous() if needed and value is not None else nothing.clone() for value, needed in pairs
+        value.contiguous() if needed and value is not None else nothing.clone()
+        for value, needed in pairs
     )
 
 
@@ -195,7 +205,11 @@ def _forward_shapes(name: str, text: str, tensors: list[Tensor | None]) -> tuple
 
 
 def _backward_operator(
-    name: str, text: str, tensors: list[Tensor | None], attended: list[Tensor | None], grad_output: Tensor
+    name: str,
+    text: str,
+    tensors: list[Tensor | None],
+    attended: list[Tensor | None],
+    grad_output: Tensor,
 ) -> tuple[Tensor, ...]:
     inputs = AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
     passes, call = _BY_TEXT[name, text]
@@ -204,7 +218,11 @@ def _backward_operator(
 
 
 def _backward_shapes(
-    name: str, text: str, tensors: list[Tensor | None], attended: list[Tensor | None], grad_output: Tensor
+    name: str,
+    text: str,
+    tensors: list[Tensor | None],
+    attended: list[Tensor | None],
+    grad_output: Tensor,
 ) -> tuple[Tensor, ...]:
     leaves = (*tensors[:3], tensors[BIAS], tensors[SINK])
     nothing = grad_output.new_empty(0)

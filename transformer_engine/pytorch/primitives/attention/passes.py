@@ -27,7 +27,10 @@ class Passes(NamedTuple):
     forward: Callable[[AttentionCall, AttentionInputs], Attended]
     backward: Callable[[AttentionCall, AttentionInputs, Attended, Tensor], Gradients]
     backward_into: (
-        Callable[[AttentionCall, AttentionInputs, Attended, Tensor, tuple[Tensor, Tensor, Tensor]], Gradients]
+        Callable[
+            [AttentionCall, AttentionInputs, Attended, Tensor, tuple[Tensor, Tensor, Tensor]],
+            Gradients,
+        ]
         | None
     ) = None
 

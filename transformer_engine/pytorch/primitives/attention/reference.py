@@ -15,7 +15,9 @@ from .passes import Bound, Differentiable, Passes
 from .visible import distance, visible
 
 
-def forward(call: AttentionCall, inputs: AttentionInputs, round_p: dense.Rounding | None = None) -> Attended:
+def forward(
+    call: AttentionCall, inputs: AttentionInputs, round_p: dense.Rounding | None = None
+) -> Attended:
     """Compute attention by dense matrices; round_p rounds the probabilities before their product."""
     rng_state = random_state(inputs.q.device) if call.dropout > 0.0 else None
     q, k, v = layout.dense_qkv(call, inputs)
@@ -100,9 +102,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if not call.switches.unfused:
         return "NVTE_UNFUSED_ATTN=0"
     if call.batch_invariant and call.device_type == "cuda":
-        return (
-            "on a GPU a row's result depends on the other rows, by products that are planned for their number"
-        )
+        return "on a GPU a row's result depends on the other rows, by products that are planned for their number"
     if call.batch_invariant and call.score_mod is not None and call.needs_gradient:
         return "the gradient of score_mod, by torch's operations, depends on the other rows"
     return None

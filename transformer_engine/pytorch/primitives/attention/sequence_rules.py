@@ -18,7 +18,9 @@ def are_bounds(
     _check_growing(bounds, name)
     for index, (begin, end) in enumerate(pairwise(bounds)):
         if end - begin > longest:
-            limit = f"the {longest} that the tensor has" if tokens is None else f"max_seqlen={longest}"
+            limit = (
+                f"the {longest} that the tensor has" if tokens is None else f"max_seqlen={longest}"
+            )
             raise ValueError(
                 f"{name} gives sequence {index} {end - begin} tokens, more than {limit}; give the length of the "
                 f"longest (it ends at {end})"

@@ -24,7 +24,9 @@ def column_sums(x: Tensor, dtype: torch.dtype, cast: None = None) -> Tensor: ...
 def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast) -> tuple[Quantized, Tensor]: ...
 
 
-def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast | None = None) -> Tensor | tuple[Quantized, Tensor]:
+def column_sums(
+    x: Tensor, dtype: torch.dtype, cast: Cast | None = None
+) -> Tensor | tuple[Quantized, Tensor]:
     """Sum x [M, N] over its rows: [N] in dtype, accumulated in float32 in an order that depends on the backend.
 
     With a cast, return (codes of x, sums). On a GPU the passes of the cast compute both: the cast itself where it
@@ -34,7 +36,9 @@ def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast | None = None) -> Tens
     if cast is None:
         return TABLE.bound(facts)(x)
     spec, multiplier, record = cast
-    return TABLE.bound((*facts, spec, multiplier is not None, record is not None))(x, multiplier, record)
+    return TABLE.bound((*facts, spec, multiplier is not None, record is not None))(
+        x, multiplier, record
+    )
 
 
 _operator = operator(
@@ -53,5 +57,8 @@ def _make_operator(request: ColumnSumsRequest) -> Operator:
 
 
 TABLE: Table[ColumnSumsRequest] = Table(
-    "column_sums", (triton.BACKEND, reference.BACKEND), describe=make_request, operator=_make_operator
+    "column_sums",
+    (triton.BACKEND, reference.BACKEND),
+    describe=make_request,
+    operator=_make_operator,
 )

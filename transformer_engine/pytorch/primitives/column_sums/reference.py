@@ -56,7 +56,9 @@ def with_cast(
     assert request.cast is not None
     spec = request.cast.spec
 
-    def both(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> tuple[Quantized, Tensor]:
+    def both(
+        x: Tensor, multiplier: Tensor | None, record: Tensor | None
+    ) -> tuple[Quantized, Tensor]:
         return quantize_as(x, Cast(spec, multiplier, record)), sums(x)
 
     return both

@@ -21,7 +21,9 @@ _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
 def unsupported_reason(request: ColumnSumsRequest) -> str | None:
-    if (reason := unsupported_elementwise(request.device, request.dtype, request.result)) is not None:
+    if (
+        reason := unsupported_elementwise(request.device, request.dtype, request.result)
+    ) is not None:
         return reason
     if 0 in request.shape:
         return f"{list(request.shape)} has no elements"
@@ -67,10 +69,14 @@ def _with_codes(
         sums = DTYPE_NAMES[request.result]
         if fused_codes.has_block_scales(cast.spec):
             blocks = fused_codes.blocks(cast.spec, request.dtype)
-            program = activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, _machine(request))
+            program = activation_codes.backward_blocks(
+                *plain, _NO_CONSTANTS, blocks, sums, _machine(request)
+            )
         else:
             how = fused_codes.one_scale(cast)
-            program = activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
+            program = activation_codes.backward(
+                *plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums
+            )
         ready = rows_dense
     else:
         # One pass for sums and maximum, then the cast, whose launch overlaps the end of the first.
@@ -94,7 +100,9 @@ def _with_codes(
     count = len(program.inputs)
     performed = Performed(program, request.device)
 
-    def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> tuple[Quantized, Tensor]:
+    def run(
+        x: Tensor, multiplier: Tensor | None, record: Tensor | None
+    ) -> tuple[Quantized, Tensor]:
         if interventions:
             fused_codes.report(request.shape, request.dtype, request.device, cast)
         *codes, sums = performed(*(ready(x), None, as_float32(multiplier), record)[:count])

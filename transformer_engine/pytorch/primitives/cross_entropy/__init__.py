@@ -36,7 +36,9 @@ def cross_entropy_statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tens
     return TABLE.bound(key)(x, targets)
 
 
-def cross_entropy_losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+def cross_entropy_losses(
+    partials: Tensor, targets: Tensor, labels: Labels
+) -> tuple[Tensor, Tensor]:
     """Combine partials [S, M, 4] into (loss float32 [M], statistics float32 [M, 2]).
 
     The statistics are max and sum(exp(x - max)) over whole rows. A target outside all strips has an infinite loss.
@@ -47,7 +49,12 @@ def cross_entropy_losses(partials: Tensor, targets: Tensor, labels: Labels) -> t
 
 
 def cross_entropy_gradient(
-    x: Tensor, targets: Tensor, statistics: Tensor, factor: Tensor, labels: Labels, in_place: bool = False
+    x: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    factor: Tensor,
+    labels: Labels,
+    in_place: bool = False,
 ) -> Tensor:
     """Return dx [M, V] = (softmax(x) - wanted) * factor in x's dtype.
 
@@ -85,7 +92,9 @@ _OPERATORS = {
     ),
     "losses": operator(
         f"cross_entropy_losses(Tensor partials, Tensor targets, *, {_FACTS}) -> (Tensor, Tensor)",
-        lambda partials, targets, **labels: cross_entropy_losses(partials, targets, Labels(**labels)),
+        lambda partials, targets, **labels: cross_entropy_losses(
+            partials, targets, Labels(**labels)
+        ),
         lambda partials, targets, **labels: (
             partials.new_empty(partials.shape[1]),
             partials.new_empty(partials.shape[1], 2),

@@ -62,7 +62,9 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
         return lambda partials, targets: losses(partials, targets, labels)
     if request.operation == "rescale":
         return lambda x, factor: x.copy_(x.to(torch.float32) * factor)
-    return lambda x, targets, of_rows, factor: gradient(x, targets, of_rows, factor, labels, in_place)
+    return lambda x, targets, of_rows, factor: gradient(
+        x, targets, of_rows, factor, labels, in_place
+    )
 
 
 def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
@@ -108,4 +110,6 @@ def gradient(
     return x.copy_(result) if in_place else result.to(x.dtype)
 
 
-BACKEND: Backend[CrossEntropyRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)
+BACKEND: Backend[CrossEntropyRequest] = Backend(
+    "reference", bind=bind, batch_dependent=depends_on_gpu
+)

@@ -76,7 +76,9 @@ def _check_terms(x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
             f"residual is {residual.dtype} {list(residual.shape)}, x {x.dtype} {list(x.shape)}; make them alike"
         )
     if bias is not None and tuple(bias.shape) != tuple(x.shape[-1:]):
-        raise ValueError(f"bias is {list(bias.shape)}, it needs one number per feature: {list(x.shape[-1:])}")
+        raise ValueError(
+            f"bias is {list(bias.shape)}, it needs one number per feature: {list(x.shape[-1:])}"
+        )
 
 
 def dropout_backward(dy: Tensor, mask: Tensor, p: float, *, out: Tensor | None = None) -> Tensor:

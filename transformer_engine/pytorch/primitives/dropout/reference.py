@@ -70,7 +70,9 @@ def forward(
     keep_mask = halves.reshape(-1)[:size] >= keep_threshold(p)
     y = _scaled(x if bias is None else _sum(x, bias), keep_mask, p)
     bits = torch.nn.functional.pad(keep_mask.to(torch.int32), (0, -size % 8)).reshape(-1, 8)
-    mask = (bits << torch.arange(8, device=keep_mask.device, dtype=torch.int32)).sum(1).to(torch.uint8)
+    mask = (
+        (bits << torch.arange(8, device=keep_mask.device, dtype=torch.int32)).sum(1).to(torch.uint8)
+    )
     return y if residual is None else _sum(y, residual), mask
 
 
@@ -93,10 +95,14 @@ def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
 
 def _scaled(x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return result_as(torch.where(keep_mask.view(x.shape), x.to(wide) * keep_factor(p), 0.0), x.dtype)
+    return result_as(
+        torch.where(keep_mask.view(x.shape), x.to(wide) * keep_factor(p), 0.0), x.dtype
+    )
 
 
-def _philox(seed: Tensor, counter: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _philox(
+    seed: Tensor, counter: Tensor, rounds: int = 7
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four 32-bit words per counter (below 2^32), as int64."""
     key = [seed & _WORD, (seed >> 32) & _WORD]
     zero = torch.zeros_like(counter)

@@ -36,7 +36,9 @@ def bind(request: DropoutRequest) -> Callable[..., Any]:
         return lambda dy, mask: run(backward, (dy.contiguous(), mask.contiguous()))[0].view(shape)
     width = shape[-1] if shape else 1
     if operation == "bias_add":
-        add = dropout.forward(size, width, dtype, keep_threshold(0.0), keep_factor(0.0), drops=False)
+        add = dropout.forward(
+            size, width, dtype, keep_threshold(0.0), keep_factor(0.0), drops=False
+        )
         return lambda x, bias, residual: run(
             add, (x.contiguous(), bias.contiguous(), residual.contiguous(), None)
         )[1].view(shape)

@@ -25,7 +25,14 @@ from ..operand import Operand, plain
 from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, build_plan
-from .cublaslt_problem import NO_BIAS, NO_SCALE, REFERENCE_ROWS, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
+from .cublaslt_problem import (
+    NO_BIAS,
+    NO_SCALE,
+    REFERENCE_ROWS,
+    VEC16_UE4M3,
+    VEC32_UE8M0,
+    CublasProblem,
+)
 from .request import EPILOGUES, Epilogue, GemmRequest, Key, MatrixLayout, described, request_key
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
@@ -68,9 +75,7 @@ def _unsupported_plain(request: GemmRequest) -> str | None:
     if request.a_layout.stride == 0 or request.b_layout.stride == 0:
         return "neither axis of an operand is contiguous"
     if request.dtype not in (request.a_element, torch.float32):
-        return (
-            f"the result of {request.a_element} operands is {request.dtype}; it writes their dtype or float32"
-        )
+        return f"the result of {request.a_element} operands is {request.dtype}; it writes their dtype or float32"
     return None
 
 
@@ -80,7 +85,11 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
         return "one operand is quantized and the other is not"
     if reads_bytes(request):
         return _unsupported_swizzled(request)
-    if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
+    if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (
+        FLOAT8,
+        BLOCK_1D,
+        BLOCK_2D,
+    ):
         return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
     if (formats[0] == FLOAT8) != (formats[1] == FLOAT8):
         return f"{formats[0].name} x {formats[1].name}; a tensor scale and block scales do not mix"
@@ -141,7 +150,9 @@ def _unsupported_swizzled(request: GemmRequest) -> str | None:
         return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
     for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
         if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
-            return f"the codes of {name} are not K-contiguous with rows of a multiple of {_ROWS} bytes"
+            return (
+                f"the codes of {name} are not K-contiguous with rows of a multiple of {_ROWS} bytes"
+            )
     if request.k % 32 or request.n % _ROWS:
         return f"K={request.k} is not a multiple of 32, or N={request.n} not of {_ROWS}"
     return None
@@ -154,7 +165,11 @@ def _unsupported_epilogue(request: GemmRequest) -> str | None:
         return None
     if request.bias not in _WIDE:
         return f"the bias is {request.bias}; it takes float32, bfloat16 and float16"
-    if request.a_format is not None and request.dtype == torch.float32 and request.bias != torch.bfloat16:
+    if (
+        request.a_format is not None
+        and request.dtype == torch.float32
+        and request.bias != torch.bfloat16
+    ):
         return f"an FP8 product with a float32 result takes a bfloat16 bias, not {request.bias}"
     return None
 
@@ -165,14 +180,20 @@ def reads_all_layouts() -> bool:
     The GPU has these products, and the self-test has passed there with the installed libraries.
     """
     hardware = current_hardware()
-    return hardware.has(_ALL_LAYOUTS) and library.missing() is None and untested_reason(_ALL_LAYOUTS) is None
+    return (
+        hardware.has(_ALL_LAYOUTS)
+        and library.missing() is None
+        and untested_reason(_ALL_LAYOUTS) is None
+    )
 
 
 def make_problem(request: GemmRequest) -> CublasProblem:
     """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
     bias, exponents = NO_BIAS, _uses_exponents(request)
-    if request.bias is not None:  # the dtype that the epilogue reads; a bias with another dtype is cast to it
+    if (
+        request.bias is not None
+    ):  # the dtype that the epilogue reads; a bias with another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
     any_rows = requirements.batch_invariant
@@ -221,7 +242,9 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
     return tuning.tune_plan(plan) if request.tuned else plan.run
 
 
-def _bind_any_rows(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
+def _bind_any_rows(
+    request: GemmRequest,
+) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
     """Bind the algorithm that all row counts share; the rows are copied and padded if it requires that.
 
     Another backend might have other bits, so the choice between backends depends on the algorithm for
@@ -278,7 +301,9 @@ def _run_padded(
     if scale is not None and scale.dim() == 2 and scale.shape[0] == m:
         scale = F.pad(scale, (0, 0, 0, rows - m))
     shape = (rows, b.rows)
-    result = torch.zeros(shape, dtype=epilogue.dtype if out is None else out.dtype, device=a.codes.device)
+    result = torch.zeros(
+        shape, dtype=epilogue.dtype if out is None else out.dtype, device=a.codes.device
+    )
     if out is not None and epilogue.accumulate:
         result[:m] = out.view(m, b.rows)
     run(a._replace(codes=codes, scale=scale), b, epilogue._replace(out=result))
@@ -324,7 +349,9 @@ def _unsupported_before_bias(request: GemmRequest) -> str | None:
     return unsupported_reason(_drop_bias(request))
 
 
-def bind_before_bias(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
+def bind_before_bias(
+    request: GemmRequest,
+) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
     """Bind the product alone, for problems with a bias that the library has no algorithm for."""
     product = bind(_drop_bias(request))
     if isinstance(product, PlanFailure):
@@ -336,7 +363,9 @@ def bind_before_bias(request: GemmRequest) -> Callable[[Operand, Operand, Epilog
     return call
 
 
-BACKEND = Backend("cublaslt", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+BACKEND = Backend(
+    "cublaslt", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)
 # The row before it states why it has no algorithm. The float32 result is rounded once, after the bias.
 BEFORE_BIAS = Backend(
     "cublaslt_before_bias",

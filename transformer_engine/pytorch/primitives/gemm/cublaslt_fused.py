@@ -38,20 +38,24 @@ def unsupported_reason(request: FusedRequest) -> str | None:
         return request.forced
     reason = cublaslt.unsupported_reason(request.product)
     if reason is None:
-        reason = _unsupported_codes(request) if request.kind == CODES else _unsupported_activation(request)
+        reason = (
+            _unsupported_codes(request)
+            if request.kind == CODES
+            else _unsupported_activation(request)
+        )
     return reason
 
 
 def _unsupported_activation(request: FusedRequest) -> str | None:
     product = request.product
     if product.dtype not in _SIXTEEN_BITS:
-        return f"the result is {product.dtype}; the activation's input is kept in bfloat16 or float16"
+        return (
+            f"the result is {product.dtype}; the activation's input is kept in bfloat16 or float16"
+        )
     if product.a_format not in (None, FLOAT8) and not cublaslt.reads_bytes(product):
         return f"{product.a_format.name} operands; cuBLASLt adds no activation to products of block scales"
     if product.n % _AUX_ROWS:
-        return (
-            f"N={product.n} is not a multiple of {_AUX_ROWS}, which rows of an activation's input have to be"
-        )
+        return f"N={product.n} is not a multiple of {_AUX_ROWS}, which rows of an activation's input have to be"
     if request.x is None:
         return None
     if product.a_format is not None:
@@ -167,7 +171,9 @@ def _bias(epilogue: Epilogue) -> Tensor | None:
     return bias if bias.dtype == dtype else bias.to(dtype)
 
 
-def _align_plan(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> CublasPlan | None:
+def _align_plan(
+    plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None
+) -> CublasPlan | None:
     """Return a plan for the alignment of the matrices: this one, another one for less alignment, or None."""
     joined = a.codes.data_ptr() | b.codes.data_ptr()
     if other is not None:

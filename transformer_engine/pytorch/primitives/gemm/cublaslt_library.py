@@ -13,9 +13,13 @@ from ....common.memory import Memory
 from ...runtime.device import canonical_device
 from ...runtime.tracing import constant_while_tracing
 
-WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for compute capability 9.0; smaller GPUs need less
+WORKSPACE_BYTES = (
+    32 << 20
+)  # NVIDIA's recommendation for compute capability 9.0; smaller GPUs need less
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t)
-HEURISTIC_BYTES = 96  # sizeof(cublasLtMatmulHeuristicResult_t): the algorithm, then the workspace it needs
+HEURISTIC_BYTES = (
+    96  # sizeof(cublasLtMatmulHeuristicResult_t): the algorithm, then the workspace it needs
+)
 
 # cudaDataType_t
 DATA_TYPES = {

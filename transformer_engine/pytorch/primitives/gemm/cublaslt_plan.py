@@ -21,7 +21,15 @@ from ....common.memory import Memory
 from ..operand import Operand
 from . import cublaslt_library as library
 from .block_scales import SCALE_ALIGNMENT, align_scale, block_scale_memory
-from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, CublasProblem, Descriptor, make_descriptor
+from .cublaslt_problem import (
+    NO_BIAS,
+    NO_SCALE,
+    POINTERS,
+    SCALAR,
+    CublasProblem,
+    Descriptor,
+    make_descriptor,
+)
 from .request import Epilogue
 
 # cublasLtReductionScheme_t; only COMPUTE_TYPE adds split sums in float32 instead of the narrower result.
@@ -123,7 +131,9 @@ class CublasPlan:
         if not algorithms:
             raise NoAlgorithm("cuBLASLt has no algorithm for the problem")
         if shared and not self._accepts(algorithms[0]):
-            raise NoAlgorithm(f"cuBLASLt rejects the algorithm for {reference.n} rows with {problem.n} rows")
+            raise NoAlgorithm(
+                f"cuBLASLt rejects the algorithm for {reference.n} rows with {problem.n} rows"
+            )
         self._use(ctypes.create_string_buffer(algorithms[0], library.ALGORITHM_BYTES))
 
     def _use(self, algorithm: ctypes.Array[ctypes.c_char]) -> None:
@@ -204,12 +214,24 @@ class CublasPlan:
             pointers[2] = bias.data_ptr()
             set_attribute(operation, bias_pointer, address + 16, 8)
         stream = library.current_stream(index)
-        # fmt: off
         matmul(
-            handle, operation, alpha, left, left_layout, right, right_layout, beta, result, layout, result, layout,
-            algorithm, library.workspace(index, stream), library.WORKSPACE_BYTES, stream,
+            handle,
+            operation,
+            alpha,
+            left,
+            left_layout,
+            right,
+            right_layout,
+            beta,
+            result,
+            layout,
+            result,
+            layout,
+            algorithm,
+            library.workspace(index, stream),
+            library.WORKSPACE_BYTES,
+            stream,
         )
-        # fmt: on
         self._idle.append(descriptor)
         return out
 
@@ -258,13 +280,24 @@ class CublasPlan:
             alpha, beta = scalars.data_ptr(), scalars.data_ptr() + scalars.element_size()
         left, right, layout, addend = self._layouts
         result, stream = out.data_ptr(), library.current_stream(index)
-        # fmt: off
         self._lib.matmul(
-            handle, operation, alpha, b.codes.data_ptr(), left, a.codes.data_ptr(), right,
-            beta, result if addend == layout else 0, addend, result, layout,
-            self._constants[-1][-1], library.workspace(index, stream), library.WORKSPACE_BYTES, stream,
+            handle,
+            operation,
+            alpha,
+            b.codes.data_ptr(),
+            left,
+            a.codes.data_ptr(),
+            right,
+            beta,
+            result if addend == layout else 0,
+            addend,
+            result,
+            layout,
+            self._constants[-1][-1],
+            library.workspace(index, stream),
+            library.WORKSPACE_BYTES,
+            stream,
         )
-        # fmt: on
         self._idle.append(descriptor)
 
     def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
@@ -279,7 +312,9 @@ class CublasPlan:
         a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
         compact = problem._replace(accumulate=False, result_leading=problem.m)
         product = build_plan(compact).run(a, b, Epilogue(problem.result, bias))
-        product = product.view(epilogue.out.shape)  # a repeated product's result may have more dimensions
+        product = product.view(
+            epilogue.out.shape
+        )  # a repeated product's result may have more dimensions
         return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
 
     def _run_copies(self, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -304,7 +339,9 @@ class CublasPlan:
         descriptor = self._make_descriptor()
         preference = lib.matmul_preference_create()
         try:
-            reductions = _ALL_REDUCTIONS if problem.result == torch.float32 else _SIXTEEN_BIT_REDUCTIONS
+            reductions = (
+                _ALL_REDUCTIONS if problem.result == torch.float32 else _SIXTEEN_BIT_REDUCTIONS
+            )
             if problem.any_rows:
                 reductions = _NO_REDUCTION
             preferences: dict[str, ctypes._SimpleCData] = {
@@ -337,7 +374,8 @@ class CublasPlan:
         return [
             results.raw[start : start + library.ALGORITHM_BYTES]
             for start in starts
-            if struct.unpack_from("i", results, start + library.ALGORITHM_BYTES + 8)[0] == 0  # its own status
+            if struct.unpack_from("i", results, start + library.ALGORITHM_BYTES + 8)[0]
+            == 0  # its own status
         ]
 
     def bias_dtype(self) -> torch.dtype | None:

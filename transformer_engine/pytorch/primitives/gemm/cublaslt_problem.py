@@ -81,7 +81,9 @@ class CublasProblem(NamedTuple):
         """The problem without the device, as text: the key for a stored algorithm."""
         plain = self[-5:] == ("", 0, None, False, False)
         fields: tuple[torch.dtype | int | str | None, ...] = self[1:-5] if plain else self[1:-1]
-        return ",".join(f"{x:d}" if isinstance(x, int) else str(x).removeprefix("torch.") for x in fields)
+        return ",".join(
+            f"{x:d}" if isinstance(x, int) else str(x).removeprefix("torch.") for x in fields
+        )
 
     @property
     def with_reference_rows(self) -> CublasProblem:
@@ -130,7 +132,9 @@ class Descriptor(NamedTuple):
     address: int
 
 
-def make_descriptor(lib: ModuleType, problem: CublasProblem, attributes: tuple[int, ...]) -> Descriptor:
+def make_descriptor(
+    lib: ModuleType, problem: CublasProblem, attributes: tuple[int, ...]
+) -> Descriptor:
     """Return the operation of a problem; attributes are the numbers of POINTERS."""
     p, names = problem, lib.MatmulDescAttribute
     compute = library.COMPUTE_TF32 if p.tf32 else library.COMPUTE_FLOAT32

@@ -20,7 +20,9 @@ def run(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     problem, out, bias = plan.problem, epilogue.out, epilogue.bias
     if out is None:
         shape = problem.n, problem.m
-        out = torch.empty(shape, dtype=problem.result, device=library.indexed_device(problem.device))
+        out = torch.empty(
+            shape, dtype=problem.result, device=library.indexed_device(problem.device)
+        )
     if bias is not None and bias.dtype != plan.bias_dtype():
         bias = bias.to(plan.bias_dtype())
     joined = a.codes.data_ptr() | b.codes.data_ptr() | out.data_ptr()
@@ -37,7 +39,9 @@ def run(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     return out
 
 
-def arguments(problem: CublasProblem, a: Operand, b: Operand) -> tuple[Operand, Operand, Tensor | None]:
+def arguments(
+    problem: CublasProblem, a: Operand, b: Operand
+) -> tuple[Operand, Operand, Tensor | None]:
     """Return the operands with scales in the library's order, and alpha and beta if they are in device memory."""
     if not problem.swizzled:
         return a, b, None

@@ -27,7 +27,9 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: None = None) -> Tenso
 def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast) -> Quantized: ...
 
 
-def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None) -> Tensor | Quantized:
+def gemm(
+    a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None
+) -> Tensor | Quantized:
     """y [M, N] = a [M, K] @ b [N, K].T (+ bias [N]) in epilogue.dtype; both operands end in the contracted axis.
 
     With epilogue.out, the result is written there (accumulate=True: added to it) and returned. With a cast,
@@ -42,7 +44,12 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None) -
     if cast is None:
         return product(a, b, epilogue)
     spec, multiplier, record = cast
-    if multiplier is None or spec.columnwise or not spec.rowwise or not type(a) is type(b) is Operand:
+    if (
+        multiplier is None
+        or spec.columnwise
+        or not spec.rowwise
+        or not type(a) is type(b) is Operand
+    ):
         return quantize_as(product(a, b, epilogue), cast)
     key = request_key(CODES, a, b, epilogue, record is not None, None, torch_dtype(spec.element))
     return TABLE.bound(key)(a, b, epilogue, cast)
@@ -75,7 +82,9 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     if not type(a) is type(b) is Operand:
         result = a.multiply_gelu_gradient(b, epilogue, x) if isinstance(a, OwnedOperand) else None
         return composed.gelu_gradient(False, a, b, epilogue, x) if result is None else result
-    return TABLE.bound(request_key(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)
+    return TABLE.bound(request_key(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(
+        a, b, epilogue, x
+    )
 
 
 # The operators for torch.compile.
@@ -137,7 +146,9 @@ def _gelu_gradient(
     return product(*_tensors(a, b), x, epilogue.dtype, epilogue.exact)
 
 
-def _codes_results(records: bool, a: Operand, b: Operand, epilogue: Epilogue, cast: Cast) -> Quantized:
+def _codes_results(
+    records: bool, a: Operand, b: Operand, epilogue: Epilogue, cast: Cast
+) -> Quantized:
     codes = a.codes.new_empty((a.rows, b.rows), dtype=torch_dtype(cast.spec.element))
     return Quantized(codes, a.codes.new_empty(1, dtype=torch.float32), amax=cast.record)
 
@@ -149,7 +160,9 @@ def _make_operator(request: FusedRequest) -> Operator:
             functools.partial(composed.codes, request.second),
             functools.partial(_codes_results, request.second),
         )
-    shell, made = (_gelu, _product_gelu) if request.kind == GELU else (_gelu_gradient, _product_gelu_gradient)
+    shell, made = (
+        (_gelu, _product_gelu) if request.kind == GELU else (_gelu_gradient, _product_gelu_gradient)
+    )
     return Operator(
         functools.partial(shell, made.call, request.second),
         functools.partial(shell, made.results, request.second),

@@ -46,7 +46,9 @@ _OPERANDS = (
 )
 
 
-def _product_now(a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, bias, dtype, exact) -> Tensor:
+def _product_now(
+    a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, bias, dtype, exact
+) -> Tensor:
     left = Operand(a, a_scale, format_named(a_format), a_amax)
     right = Operand(b, b_scale, format_named(b_format), b_amax)
     return product(left, right, Epilogue(dtype, bias, exact=exact))
@@ -80,7 +82,17 @@ _product_into = operator(
 
 def _as_operator(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     names = [None if x.format is None else x.format.name for x in (a, b)]
-    operands = (a.codes, a.scale, a.amax, names[0], b.codes, b.scale, b.amax, names[1], epilogue.bias)
+    operands = (
+        a.codes,
+        a.scale,
+        a.amax,
+        names[0],
+        b.codes,
+        b.scale,
+        b.amax,
+        names[1],
+        epilogue.bias,
+    )
     if epilogue.out is None:
         return _product.call(*operands, epilogue.dtype, epilogue.exact)
     _product_into.call(epilogue.out, *operands, epilogue.accumulate, epilogue.exact)
@@ -142,4 +154,7 @@ def multiplies_natively(form: TensorFormat, hardware: Hardware) -> bool:
         tf32=False,
     )
     backends = TABLE.candidates(request)
-    return next(row.name for row in backends if row.rejection_reason(request) is None) not in DEQUANTIZING
+    return (
+        next(row.name for row in backends if row.rejection_reason(request) is None)
+        not in DEQUANTIZING
+    )

@@ -162,7 +162,12 @@ def _dependence_of_reference(request: GemmRequest) -> str | None:
     return "by an algorithm that the library chooses for their number"
 
 
-REFERENCE = Backend("reference", takes=EPILOGUES, bind=_bind, batch_dependent=_dependence_of_reference)
+REFERENCE = Backend(
+    "reference", takes=EPILOGUES, bind=_bind, batch_dependent=_dependence_of_reference
+)
 WIDEN = Backend(
-    "widen", takes=EPILOGUES, unsupported_reason=_unsupported_by_widen, bind=lambda request: _run_widened
+    "widen",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_by_widen,
+    bind=lambda request: _run_widened,
 )

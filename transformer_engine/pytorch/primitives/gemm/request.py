@@ -38,7 +38,9 @@ def requests_tuning() -> bool:
 
 
 is_compiling = torch.compiler.is_compiling
-dispatch_modes = torch._C._len_torch_dispatch_stack  # the TorchDispatchModes that see every torch operator
+dispatch_modes = (
+    torch._C._len_torch_dispatch_stack
+)  # the TorchDispatchModes that see every torch operator
 
 
 class Epilogue(NamedTuple):
@@ -88,7 +90,9 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 def products_depend_on_operands_alone() -> bool:
     """Return whether a product depends on its operands alone: no backend is forced, observed or tuned."""
-    return not (interventions or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
+    return not (
+        interventions or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None
+    )
 
 
 # Request features, which a backend declares.
@@ -182,7 +186,9 @@ class GemmRequest:
     @property
     def swizzled(self) -> bool:
         """Whether matrix instructions read the scales of both operands."""
-        return self.block_products is not None and self.a_format is not None and self.a_format.swizzled
+        return (
+            self.block_products is not None and self.a_format is not None and self.a_format.swizzled
+        )
 
     @property
     def scaled_products(self) -> Capability | None:
@@ -225,7 +231,9 @@ def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool =
         exact,
         not traced and dispatch_modes() > 0,
         a.codes.dtype is torch.float32 and not traced and _rounds_to_tf32(a.codes),
-        not traced and (Switch.depth > 0 or asked_in_eager_mode() is not None) and requests_tuning(),
+        not traced
+        and (Switch.depth > 0 or asked_in_eager_mode() is not None)
+        and requests_tuning(),
     )
 
 

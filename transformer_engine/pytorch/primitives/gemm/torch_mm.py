@@ -98,9 +98,7 @@ def _unsupported_tensor_scales(request: GemmRequest) -> str | None:
     if reason := _unsupported_by_both(request):
         return reason
     if request.a_format != FLOAT8 or request.b_format != FLOAT8:
-        return (
-            f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale per tensor"  # pyright: ignore
-        )
+        return f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale per tensor"  # pyright: ignore
     return request.hardware.lacks("fp8 products")
 
 
@@ -165,16 +163,16 @@ def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
         return reason
     needs = request.scaled_products
     if needs is None:
-        return (
-            f"it takes two operands of one format, {SWIZZLED_NAMES}, or blocks whose scales are powers of two"
-        )
+        return f"it takes two operands of one format, {SWIZZLED_NAMES}, or blocks whose scales are powers of two"
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
     for form in (request.a_format, request.b_format):
         if form is not None and form.row_scaled:
-            return "a second-level scale per row; torch.nn.functional.scaled_mm takes one per tensor"
+            return (
+                "a second-level scale per row; torch.nn.functional.scaled_mm takes one per tensor"
+            )
     if request.k % 32 or request.n % _ALIGNMENT:
         return f"K={request.k} is not a multiple of 32, or N={request.n} not of {_ALIGNMENT}"
     return None
@@ -185,7 +183,9 @@ def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     one_level = b.format is not None and b.format.levels is None
     fused = one_level and _fuses_bias(b, epilogue)
     scales, kinds, swizzles = zip(*map(_swizzled_operands, (a, b)), strict=True)
-    elements = [torch.float4_e2m1fn_x2 if x.codes.dtype == torch.uint8 else x.codes.dtype for x in (a, b)]
+    elements = [
+        torch.float4_e2m1fn_x2 if x.codes.dtype == torch.uint8 else x.codes.dtype for x in (a, b)
+    ]
     product = F.scaled_mm(
         rows_dense(a.codes).view(elements[0]),
         rows_dense(b.codes).view(elements[1]).t(),
@@ -201,7 +201,9 @@ def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     return epilogue.store(product) if fused else epilogue.finish(product)
 
 
-def _swizzled_operands(operand: Operand) -> tuple[list[Tensor], list[F.ScalingType], list[F.SwizzleType]]:
+def _swizzled_operands(
+    operand: Operand,
+) -> tuple[list[Tensor], list[F.ScalingType], list[F.SwizzleType]]:
     """Return the scales, their kinds and their orders, as torch.nn.functional.scaled_mm takes them."""
     scales, level = swizzle_operand_scale(operand), second_level(operand)
     if level is None:
@@ -218,7 +220,10 @@ def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Pad codes with zeros to multiples of rows and columns, contiguous along K; return the codes where they fit."""
     height, width = codes.shape
     if height % rows or width % columns:
-        extra_rows, extra_columns = round_up(height, rows) - height, round_up(width, columns) - width
+        extra_rows, extra_columns = (
+            round_up(height, rows) - height,
+            round_up(width, columns) - width,
+        )
         return F.pad(codes.view(torch.uint8), (0, extra_columns, 0, extra_rows)).view(codes.dtype)
     return codes if codes.stride(1) == 1 else codes.contiguous()
 
@@ -251,7 +256,9 @@ def _backend(name: str, unsupported_reason: Any, run: Any, opaque: bool = False)
 
 TENSOR_SCALES = _backend("scaled_mm", _unsupported_tensor_scales, _run_tensor_scales)
 # torch 2.11 cannot trace F.scaled_mm.
-BLOCK_SCALES = _backend("scaled_mm_block", _unsupported_block_scales, _run_block_scales, opaque=True)
+BLOCK_SCALES = _backend(
+    "scaled_mm_block", _unsupported_block_scales, _run_block_scales, opaque=True
+)
 SWIZZLED_SCALES = _backend(
     "scaled_mm_swizzled", _unsupported_swizzled_scales, _run_swizzled_scales, opaque=True
 )

@@ -90,7 +90,9 @@ def _scales_in_instruction(request: GemmRequest) -> bool:
     """Whether the GPU's instruction reads the scales, and the installed Triton emits it."""
     needs = request.scaled_products
     native = needs is not None and request.hardware.has(needs)
-    return native and optional.scaled_dot_problem(request.hardware, optional.release("triton")) is None
+    return (
+        native and optional.scaled_dot_problem(request.hardware, optional.release("triton")) is None
+    )
 
 
 def runner(request: GemmRequest) -> Callable[..., Tensor]:
@@ -166,7 +168,9 @@ def _tma_options(
     """Return the tensors of a product whose addresses and rows are aligned for TMA."""
     from ....common.kernels.product_parts import TmaOptions  # it imports triton
 
-    operands = all(map(_is_aligned, codes)) and all(x.data_ptr() % launch.ALIGNMENT == 0 for x in scales)
+    operands = all(map(_is_aligned, codes)) and all(
+        x.data_ptr() % launch.ALIGNMENT == 0 for x in scales
+    )
     return TmaOptions(operands, all(x is None or _is_aligned(x) for x in results))
 
 
@@ -176,7 +180,9 @@ def _is_aligned(x: Tensor) -> bool:
     return x.numel() > 0 and x.stride(1) == 1 and (x.data_ptr() | pitch) % launch.ALIGNMENT == 0
 
 
-def run_blocks(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
+def run_blocks(
+    a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION
+) -> Tensor:
     """Multiply FP8 codes with float32 scales per 1x128 or 128x128 block."""
     from ....common.kernels.promoted_product import block_product  # it imports triton
 
@@ -251,7 +257,9 @@ def _result(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, int]:
     return out, b.rows if out.shape[0] == 1 else out.stride(0)
 
 
-BACKEND = Backend("triton", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+BACKEND = Backend(
+    "triton", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)
 # For GPUs without FP8 products: it reads codes, half the bytes of bfloat16, and promotes the sum of every block.
 DECODE = Backend(
     "decode",

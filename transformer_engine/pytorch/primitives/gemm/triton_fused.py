@@ -37,7 +37,9 @@ def bind(request: FusedRequest) -> Callable[..., Any]:
     run = triton.runner(request.product)
 
     def gelu(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
-        saved = a.codes.new_empty((a.rows, b.rows), dtype=epilogue.dtype) if request.second else None
+        saved = (
+            a.codes.new_empty((a.rows, b.rows), dtype=epilogue.dtype) if request.second else None
+        )
         return run(a, b, epilogue, triton.Activation("gelu", None, saved)), saved
 
     def gradient(a: Operand, b: Operand, epilogue: Epilogue, x: Tensor) -> Tensor:

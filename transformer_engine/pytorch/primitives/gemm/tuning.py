@@ -33,7 +33,9 @@ CANDIDATES = 8
 _ROUNDS = 3
 _DUELS = 9  # of the fastest candidate with the heuristic's first
 _ROUND_SECONDS = 1e-3  # GPU time for one candidate in one round or duel
-_GAIN = 0.98  # another algorithm than the heuristic's first must need at most this share of its time
+_GAIN = (
+    0.98  # another algorithm than the heuristic's first must need at most this share of its time
+)
 
 
 def tune_plan(plan: CublasPlan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
@@ -67,7 +69,10 @@ def _fastest(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> by
     """Return and adopt the fastest algorithm: the heuristic's first unless another is clearly faster."""
     problem = plan.problem
     scratch = torch.empty_strided(
-        (problem.n, problem.m), (problem.result_leading, 1), dtype=problem.result, device=a.codes.device
+        (problem.n, problem.m),
+        (problem.result_leading, 1),
+        dtype=problem.result,
+        device=a.codes.device,
     ).zero_()
     epilogue = epilogue._replace(out=scratch)
     first = plan.algorithm

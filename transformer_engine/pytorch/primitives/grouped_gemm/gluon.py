@@ -73,12 +73,16 @@ def _start(record: launch.Launch, product: GroupedProduct, device: int) -> None:
     a, b, layout, out = product.a, product.b, product.groups.layout, product.out
     table = None if isinstance(out, Tensor) else Matrices.of(out).table
     first = out if isinstance(out, Tensor) else out[0]
-    launch.start(record, (a.codes, b.codes, a.scale, b.scale, product.bias, layout, table, first), device)
+    launch.start(
+        record, (a.codes, b.codes, a.scale, b.scale, product.bias, layout, table, first), device
+    )
 
 
 BACKEND: Backend[GroupedGemmRequest] = Backend(
     "gluon",
     unsupported_reason=unsupported_reason,
     bind=bind,
-    batch_dependent=always_depends("by a tile that is not verified to be the same for every row count"),
+    batch_dependent=always_depends(
+        "by a tile that is not verified to be the same for every row count"
+    ),
 )

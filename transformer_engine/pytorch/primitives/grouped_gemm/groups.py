@@ -111,7 +111,9 @@ def make_groups(splits: Sequence[int] | Tensor, total: int, device: torch.device
         splits = splits.tolist()
     rows = tuple(splits)
     numbers, padded, fits = _layout(rows, total)
-    return Groups(len(rows), total, rows, cached_on_device(numbers, torch.int32, device), padded, fits)
+    return Groups(
+        len(rows), total, rows, cached_on_device(numbers, torch.int32, device), padded, fits
+    )
 
 
 @functools.lru_cache(maxsize=_KEPT_TABLES)
@@ -122,7 +124,9 @@ def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int, bo
         ValueError: Row counts are negative or do not add up to `total`.
     """
     if sum(rows) != total or min(rows, default=-1) < 0:
-        raise ValueError(f"splits={list(rows)} must be numbers >= 0 that add up to the {total} rows")
+        raise ValueError(
+            f"splits={list(rows)} must be numbers >= 0 that add up to the {total} rows"
+        )
     starts, tiles, group_of_tile = [0], [0], []
     for group, extent in enumerate(rows):
         count = ceil_div(extent, TILE_ROWS)

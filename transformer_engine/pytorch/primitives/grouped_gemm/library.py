@@ -82,7 +82,9 @@ def _each(multiply: Callable[..., None], product: GroupedProduct) -> None:
             out.zero_()
 
 
-def _plain(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, accumulate: bool, exact: bool) -> None:
+def _plain(
+    a: Operand, b: Operand, out: Tensor, bias: Tensor | None, accumulate: bool, exact: bool
+) -> None:
     same = out.dtype == a.codes.dtype
     if bias is not None:
         torch.addmm(bias.to(a.codes.dtype), a.codes, b.codes.t(), out=out)
@@ -141,7 +143,9 @@ def _block_scales(
 
 def _kind(operand: Operand) -> int:
     kinds = F.ScalingType
-    return (kinds.BlockWise1x128 if has_row_blocks(operand.format) else kinds.BlockWise128x128).value
+    return (
+        kinds.BlockWise1x128 if has_row_blocks(operand.format) else kinds.BlockWise128x128
+    ).value
 
 
 BACKEND: Backend[GroupedGemmRequest] = Backend(

@@ -24,7 +24,9 @@ def iterate_rows(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
         return
     if a.format.swizzled:
         amaxes = _amaxes(a, groups)
-        for codes, scale, amax in zip(groups.split(a.codes), groups.split(a.scale), amaxes, strict=True):
+        for codes, scale, amax in zip(
+            groups.split(a.codes), groups.split(a.scale), amaxes, strict=True
+        ):
             yield Operand(codes, scale, a.format, amax)
         return
     blocks = ceil_div(a.codes.shape[1], TILE_ROWS)
@@ -52,11 +54,15 @@ def iterate_columns(a: GroupedColumns, groups: Groups, width: int) -> Iterator[O
     else:
         codes = a.codes.split([count * TILE_ROWS * width for count in tiles])
     scales = (
-        a.scale[:, :1].unbind(0) if a.format == FLOAT8 else a.scale.split([count * width for count in tiles])
+        a.scale[:, :1].unbind(0)
+        if a.format == FLOAT8
+        else a.scale.split([count * width for count in tiles])
     )
     for part, scale, count in zip(codes, scales, tiles, strict=True):
         matrix = part.view(width, count * TILE_ROWS)
-        yield Operand(matrix, scale if a.format == FLOAT8 else scale.view(count, width).t(), a.format)
+        yield Operand(
+            matrix, scale if a.format == FLOAT8 else scale.view(count, width).t(), a.format
+        )
 
 
 def iterate_matrices(b: GroupedMatrices) -> Iterator[Operand]:
@@ -97,5 +103,8 @@ def iterate_operands(product: GroupedProduct) -> Iterator[tuple[int, Operand, Op
     else:
         assert isinstance(product.a, GroupedColumns)
         width, depth = product.extents
-        first, second = iterate_columns(product.a, groups, width), iterate_columns(product.b, groups, depth)
+        first, second = (
+            iterate_columns(product.a, groups, width),
+            iterate_columns(product.b, groups, depth),
+        )
     return zip(groups.read_rows, first, second, list_results(product), strict=True)

@@ -19,7 +19,9 @@ def run(product: GroupedProduct) -> None:
         product.out[sum(product.groups.read_rows) :].zero_()
     biases = [None] * product.groups.count if product.bias is None else product.bias.unbind(0)
     for bias, (_, a, b, out) in zip(biases, iterate_operands(product), strict=True):
-        epilogue = Epilogue(out.dtype, bias=bias, out=out, accumulate=product.accumulate, exact=product.exact)
+        epilogue = Epilogue(
+            out.dtype, bias=bias, out=out, accumulate=product.accumulate, exact=product.exact
+        )
         gemm(a, b, epilogue)
 
 

@@ -28,13 +28,16 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats == (None, None):
         if request.a_element not in _HALVES or request.a_element != request.b_element:
-            return (
-                f"it takes two bfloat16 or float16 operands, not {request.a_element} and {request.b_element}"
-            )
-    elif formats != (FLOAT8, FLOAT8) and formats not in ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)):
+            return f"it takes two bfloat16 or float16 operands, not {request.a_element} and {request.b_element}"
+    elif formats != (FLOAT8, FLOAT8) and formats not in (
+        (BLOCK_1D, BLOCK_2D),
+        (BLOCK_1D, BLOCK_1D),
+    ):
         return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
     if (
-        reason := current_hardware().lacks("bf16 products" if formats == (None, None) else "fp8 products")
+        reason := current_hardware().lacks(
+            "bf16 products" if formats == (None, None) else "fp8 products"
+        )
     ) is not None:
         return reason
     return unsupported_result(request)
@@ -67,7 +70,13 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     n, k, groups = request.n, request.k, request.groups
     if request.along == "columns":
         record = kernels.product_of_rows(
-            request.rows, n, k, groups, transposed=request.transposed, clears=request.clears, **options
+            request.rows,
+            n,
+            k,
+            groups,
+            transposed=request.transposed,
+            clears=request.clears,
+            **options,
         )
     else:
         options |= {"accumulates": request.accumulates, "tiled": request.tiled}
@@ -94,7 +103,9 @@ def run_on_device(
 def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:
     a, b, groups = product.a, product.b, product.groups
     assert isinstance(b, GroupedMatrices) and isinstance(product.out, Tensor)
-    matrix, table = (b.codes, None) if b.matrices is None else (b.matrices.tensors[0], b.matrices.table)
+    matrix, table = (
+        (b.codes, None) if b.matrices is None else (b.matrices.tensors[0], b.matrices.table)
+    )
     inputs = (a.codes, matrix, table, a.scale, b.scale, product.bias, groups.layout)
     launch.start(record, (*inputs, product.out), device)
 
@@ -110,5 +121,7 @@ BACKEND: Backend[GroupedGemmRequest] = Backend(
     "triton",
     unsupported_reason=unsupported_reason,
     bind=bind,
-    batch_dependent=always_depends("by a tile that is not verified to be the same for every row count"),
+    batch_dependent=always_depends(
+        "by a tile that is not verified to be the same for every row count"
+    ),
 )

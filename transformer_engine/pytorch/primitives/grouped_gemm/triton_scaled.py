@@ -44,7 +44,9 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.clears:
         return "rows of no group are cleared, which its products leave undefined"
     if max(request.n, request.k, request.rows) >= launch.LARGEST_EXTENT:
-        return f"N={request.n}, K={request.k} or the {request.rows} rows reach {launch.LARGEST_EXTENT}"
+        return (
+            f"N={request.n}, K={request.k} or the {request.rows} rows reach {launch.LARGEST_EXTENT}"
+        )
     if request.result not in _RESULTS:
         return f"the result is {request.result}; it writes bfloat16, float16 and float32"
     return None
@@ -55,7 +57,9 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 
     a, b = request.a_format, request.b_format
     assert a is not None and b is not None
-    factor = None if a.unit_amax is None or b.unit_amax is None else 1.0 / (a.unit_amax * b.unit_amax)
+    factor = (
+        None if a.unit_amax is None or b.unit_amax is None else 1.0 / (a.unit_amax * b.unit_amax)
+    )
     elements = _ELEMENTS[request.a_element], _ELEMENTS[request.b_element]
     scales = kernels.BlockScales(elements, a.length, factor, a.row_scaled)
     shape = request.rows, request.n, request.k, request.groups, scales
@@ -88,7 +92,16 @@ def _is_aligned(product: GroupedProduct) -> bool:
 def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:
     a, b = product.a, product.b
     assert isinstance(b, GroupedMatrices) and isinstance(product.out, Tensor)
-    inputs = (a.codes, b.codes, product.groups.layout, a.scale, b.scale, a.amax, b.amax, product.bias)
+    inputs = (
+        a.codes,
+        b.codes,
+        product.groups.layout,
+        a.scale,
+        b.scale,
+        a.amax,
+        b.amax,
+        product.bias,
+    )
     launch.start(record, (*inputs, product.out), device)
 
 
@@ -105,5 +118,7 @@ BACKEND: Backend[GroupedGemmRequest] = Backend(
     "triton_scaled",
     unsupported_reason=unsupported_reason,
     bind=bind,
-    batch_dependent=always_depends("by a tile that is not verified to be the same for every row count"),
+    batch_dependent=always_depends(
+        "by a tile that is not verified to be the same for every row count"
+    ),
 )

@@ -34,7 +34,12 @@ TABLE: Table[GroupedQuantizeRequest] = Table(
 
 
 def quantize_rows(
-    x: Tensor, groups: Groups, spec: QuantizeSpec, slots: ScaleSlots | None = None, *, tiled: bool = False
+    x: Tensor,
+    groups: Groups,
+    spec: QuantizeSpec,
+    slots: ScaleSlots | None = None,
+    *,
+    tiled: bool = False,
 ) -> GroupedQuantized:
     """Quantize each row group of x [total, K]: FLOAT8 by its slot's scale or its own amax, blocks or MXFP8.
 
@@ -89,7 +94,9 @@ def quantize_matrices(
         ValueError: The format is unsupported.
     """
     if spec.format not in (FLOAT8, BLOCK_2D) and not spec.format.has_exponent_scales:
-        raise ValueError(f"matrices are quantized to float8, block2d or exponents, not to {spec.format.name}")
+        raise ValueError(
+            f"matrices are quantized to float8, block2d or exponents, not to {spec.format.name}"
+        )
     first = matrices.tensors[0]
     key = (
         spec,

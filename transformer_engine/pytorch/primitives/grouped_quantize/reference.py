@@ -30,13 +30,17 @@ def _run(
         stacks = [_stack_tensors([part[i] for part in parts]) for i in range(4)]
         codes, scale, codes_t, scale_t = stacks
         if spec.tile is None:
-            scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
+            scale, scale_t = (
+                None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t)
+            )
         return GroupedQuantized(codes, scale, codes_t, scale_t)
     assert groups is not None
     parts = _each(groups.split(values), spec, slots)
     scale, scale_t = _flat([part.scale for part in parts]), _flat([part.scale_t for part in parts])
     if spec.tile is None:
-        scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
+        scale, scale_t = (
+            None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t)
+        )
     return GroupedQuantized(
         _join_tensors([part.codes for part in parts]),
         scale,
@@ -73,7 +77,8 @@ def _flat(tensors: list[Tensor | None]) -> Tensor | None:
     if not found:
         return None
     return _bytewise(
-        torch.cat, [(t.t() if t.dtype == torch.float32 and t.dim() == 2 else t).reshape(-1) for t in found]
+        torch.cat,
+        [(t.t() if t.dtype == torch.float32 and t.dim() == 2 else t).reshape(-1) for t in found],
     )
 
 
@@ -90,7 +95,9 @@ def _tiles(codes_t: list[Tensor | None]) -> Tensor | None:
     padded = [_padded(codes) for codes in codes_t]
     return _join_tensors(
         [
-            None if codes is None else codes.view(len(codes), codes.shape[1] // 128, 128).transpose(0, 1)
+            None
+            if codes is None
+            else codes.view(len(codes), codes.shape[1] // 128, 128).transpose(0, 1)
             for codes in padded
         ]
     )

@@ -41,7 +41,9 @@ def bind(request: GroupedQuantizeRequest) -> Call:
     scaled = _exponent_program if spec.format.has_exponent_scales else _block_program
     quantize = (_tensor_program if spec.format == FLOAT8 else scaled)(request)
 
-    def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
+    def call(
+        values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None
+    ) -> GroupedQuantized:
         if isinstance(values, Matrices):
             inputs = (values.tensors[0], values.table, None)
             result = _space_for_matrices(spec, len(values.tensors), *values.shape, inputs[0].device)
@@ -55,18 +57,25 @@ def bind(request: GroupedQuantizeRequest) -> Call:
                 codes = torch.empty(groups.total, depth, dtype=codes_dtype, device=values.device)
             if spec.columnwise:
                 columns = (
-                    (groups.padded // _WIDTH, depth, _WIDTH) if request.tiled else (groups.padded * depth,)
+                    (groups.padded // _WIDTH, depth, _WIDTH)
+                    if request.tiled
+                    else (groups.padded * depth,)
                 )
                 codes_t = torch.empty(columns, dtype=codes_dtype, device=values.device)
             if spec.format == FLOAT8:
                 inverse = torch.empty(groups.count, 4, dtype=torch.float32, device=values.device)
                 result = GroupedQuantized(
-                    codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
+                    codes,
+                    inverse if spec.rowwise else None,
+                    codes_t,
+                    inverse if spec.columnwise else None,
                 )
             else:
                 if spec.rowwise:
                     blocks = ceil_div(depth, _WIDTH)
-                    scale = torch.empty(groups.total * blocks, dtype=torch.float32, device=values.device)
+                    scale = torch.empty(
+                        groups.total * blocks, dtype=torch.float32, device=values.device
+                    )
                 if spec.columnwise:
                     scale_t = torch.empty(
                         groups.padded // _WIDTH * depth, dtype=torch.float32, device=values.device
@@ -155,4 +164,6 @@ def _space_for_matrices(
     return GroupedQuantized(codes, scale, codes_t, scale_t)
 
 
-BACKEND: Backend[GroupedQuantizeRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)
+BACKEND: Backend[GroupedQuantizeRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind
+)

@@ -71,5 +71,7 @@ TABLE: Table[CacheRequest] = Table(
     "kv_cache",
     (triton.BACKEND, reference.BACKEND),
     describe=CacheRequest,
-    operator=lambda request: _operator.given(tensor_format=request.tensor_format, longest=request.longest),
+    operator=lambda request: _operator.given(
+        tensor_format=request.tensor_format, longest=request.longest
+    ),
 )

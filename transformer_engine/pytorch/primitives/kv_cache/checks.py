@@ -63,13 +63,17 @@ def check_append(
     rows = k_cache.shape[0] if page_table is None else page_table.shape[0]
     if batch > rows:
         what = "the cache" if page_table is None else "page_table"
-        raise ValueError(f"{batch} sequences > {rows} rows of {what}; give fewer, or a larger cache")
+        raise ValueError(
+            f"{batch} sequences > {rows} rows of {what}; give fewer, or a larger cache"
+        )
     tokens = new_k.shape[1 if tensor_format == "bshd" else 0]
     if page_table is None:
         extents = CacheExtents(tokens, packed, longest, k_cache.shape[1])
     else:
         size = k_cache.shape[1]
-        extents = CacheExtents(tokens, packed, longest, size * page_table.shape[1], size, k_cache.shape[0])
+        extents = CacheExtents(
+            tokens, packed, longest, size * page_table.shape[1], size, k_cache.shape[0]
+        )
     demand(fits, (cu_new, cu_cached, None if own_table else page_table), extents)
 
 
@@ -79,7 +83,9 @@ def fits(
     """Raise ValueError unless every new token has a place in the cache; see `check_append`."""
     for name, bounds in (("new", cu_new), ("cached", cu_cached)):
         if bounds[0] != 0 or any(end < begin for begin, end in pairwise(bounds)):
-            raise ValueError(f"cumulative {name} lengths {bounds} do not begin at 0 and grow; add lengths up")
+            raise ValueError(
+                f"cumulative {name} lengths {bounds} do not begin at 0 and grow; add lengths up"
+            )
     if extents.packed and cu_new[-1] > extents.tokens:
         raise ValueError(
             f"{cu_new[-1]} new tokens are announced, the tensor has {extents.tokens}; give all of them"
@@ -100,7 +106,9 @@ def fits(
                 f"sequence {row} has {total} tokens > {extents.capacity}, its place in the cache; make it larger"
             )
         if table is not None and new:
-            for page in table[row][(total - new) // extents.page_size : -(-total // extents.page_size)]:
+            for page in table[row][
+                (total - new) // extents.page_size : -(-total // extents.page_size)
+            ]:
                 if not 0 <= page < extents.pages:
                     raise ValueError(
                         f"page_table sends sequence {row} to page {page}, outside of 0..{extents.pages - 1}; correct it"

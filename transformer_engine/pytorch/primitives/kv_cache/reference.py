@@ -89,7 +89,9 @@ def _tokens(new: Tensor, cu_new: Tensor, tensor_format: str) -> tuple[Tensor, Te
         bounds = cu_new.long()
         sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, bounds.shape[0] - 2)
         return sequence, token - bounds[sequence], token < bounds[-1]
-    size, batch = (new.shape[0], new.shape[1]) if tensor_format == "sbhd" else (new.shape[1], new.shape[0])
+    size, batch = (
+        (new.shape[0], new.shape[1]) if tensor_format == "sbhd" else (new.shape[1], new.shape[0])
+    )
     index = torch.arange(size, device=new.device).repeat(batch)
     sequence = torch.arange(batch, device=new.device).repeat_interleave(size)
     return sequence, index, index < (cu_new[1:] - cu_new[:-1])[sequence]

@@ -77,7 +77,9 @@ def _scan_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
         from_start[..., -1:, :].transpose(-1, -2),
     )
     outputs: list[Tensor] = []
-    for from_value, factor, query, scores, key, total in zip(*(x.unbind(2) for x in parts), strict=True):
+    for from_value, factor, query, scores, key, total in zip(
+        *(x.unbind(2) for x in parts), strict=True
+    ):
         update = from_value - float32_product(factor, state)
         outputs.append(float32_product(query, state) + float32_product(scores, update))
         state = total * state + float32_product(key.mT, update)

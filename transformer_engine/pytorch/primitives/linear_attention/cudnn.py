@@ -13,12 +13,28 @@ import torch
 from ....common import optional
 from ....common.dispatch import Backend, always_depends
 from .library import differentiable_once, finish_results, unsupported_by_kernels
-from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
+from .request import (
+    ALL_FEATURES,
+    DeltaInputs,
+    DeltaRequest,
+    DeltaResult,
+    DeltaSpec,
+    Option,
+    Rule,
+    binder,
+)
 
 MODULE = "cudnn.linear_attention.ops"
-FUNCTIONS = {Rule.GDN: "gated_delta_net", Rule.GDN2: "gated_delta_net_v2", Rule.GDP: "gated_delta_product"}
+FUNCTIONS = {
+    Rule.GDN: "gated_delta_net",
+    Rule.GDN2: "gated_delta_net_v2",
+    Rule.GDP: "gated_delta_product",
+}
 _SIZES = (64, 128)
-_RELEASES = (1, 29), (2, 0)  # from the first release with the module to the bound of the extra `cuda`
+_RELEASES = (
+    (1, 29),
+    (2, 0),
+)  # from the first release with the module to the bound of the extra `cuda`
 
 
 def unsupported_reason(request: DeltaRequest) -> str | None:
@@ -44,7 +60,9 @@ def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     arguments = library_arguments(differentiable_once(inputs), spec)
     output, state = getattr(ops, FUNCTIONS[spec.rule])(**arguments)
     output = output.view(*inputs.q.shape[:-1], inputs.v.shape[-1])
-    return finish_results(output, state if Option.FINAL_STATE in spec.options else None, inputs.cu_seqlens)
+    return finish_results(
+        output, state if Option.FINAL_STATE in spec.options else None, inputs.cu_seqlens
+    )
 
 
 def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
@@ -53,7 +71,9 @@ def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
     bounds = inputs.cu_seqlens
     if bounds is None:
         # Not cached: autograd saves the bounds, and a captured graph writes them in each replay.
-        bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=inputs.q.device)
+        bounds = torch.arange(
+            0, (batch + 1) * length, length, dtype=torch.int32, device=inputs.q.device
+        )
     tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
     if spec.rule == Rule.GDN2:
         tensors["w"] = inputs.w

@@ -13,7 +13,16 @@ from ....common.dispatch import Backend, always_depends
 from ....common.kernels.launch import missing
 from .gates import erase_gate, log_decay
 from .library import differentiable_once, finish_results, unsupported_by_kernels
-from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
+from .request import (
+    ALL_FEATURES,
+    DeltaInputs,
+    DeltaRequest,
+    DeltaResult,
+    DeltaSpec,
+    Option,
+    Rule,
+    binder,
+)
 
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
 _RELEASES = (0, 6), (0, 7)  # from the first release with Gated DeltaNet 2 to the last tested one
@@ -29,15 +38,15 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if (reason := unsupported_by_kernels(request)) is not None:
         return reason
-    if (reason := missing(request.hardware) or request.hardware.lacks("triton kernels")) is not None:
+    if (
+        reason := missing(request.hardware) or request.hardware.lacks("triton kernels")
+    ) is not None:
         return reason
     size = request.q[-1]
     if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD:
         return f"heads of queries and keys have size {size}; it takes {_SMALLEST_HEAD} to {_LARGEST_HEAD}"
     if request.needs_gradient and Option.LINEAR_GATE in request.spec.options:
-        return (
-            "its gradient of a decay is a difference of sums, which loses all digits of a linear gate near 0"
-        )
+        return "its gradient of a decay is a difference of sums, which loses all digits of a linear gate near 0"
     if not optional.installed("fla"):
         return f"fla-core is not installed ({optional.install_command('linear-attention')})"
     if (reason := optional.release_problem("fla-core", *_RELEASES)) is not None:
@@ -96,7 +105,9 @@ def _gated_delta_product(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaR
     # This function takes the state as [dk, dv], and the updates of all tokens along one axis.
     state = None if inputs.initial_state is None else inputs.initial_state.transpose(-1, -2)
     k, v, beta = (x.flatten(1, 2) for x in (inputs.k, inputs.v, inputs.beta))
-    output, state = compute(inputs.q, k, v, inputs.g, beta, inputs.k.shape[2], initial_state=state, **options)
+    output, state = compute(
+        inputs.q, k, v, inputs.g, beta, inputs.k.shape[2], initial_state=state, **options
+    )
     return output, None if state is None else state.transpose(-1, -2)
 
 

@@ -104,7 +104,9 @@ def shrink_gates(beta: Tensor, inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
     inverse = torch.exp(2.0 * log_decay(inputs, spec).amax(-1, keepdim=True))  # 1 / c^2
 
     def moments(gates: Tensor) -> tuple[Tensor, Tensor]:
-        return (gates * weight).sum(-1, keepdim=True), (gates.square() * weight).sum(-1, keepdim=True)
+        return (gates * weight).sum(-1, keepdim=True), (gates.square() * weight).sum(
+            -1, keepdim=True
+        )
 
     def contrast_and_limit(a: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
         limit = (1.0 / inverse - 1.0) * (1.0 - (1.0 - a).square() * inverse)

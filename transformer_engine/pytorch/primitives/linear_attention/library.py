@@ -50,7 +50,9 @@ def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
         return inputs
     tensors: list[Tensor | None] = list(inputs)
     have_tokens = tuple(i < _TOKENS for i in places)
-    recorded: tuple[Tensor, ...] = _Once.apply(inputs.cu_seqlens, have_tokens, *(tensors[i] for i in places))
+    recorded: tuple[Tensor, ...] = _Once.apply(
+        inputs.cu_seqlens, have_tokens, *(tensors[i] for i in places)
+    )
     for i, tensor in zip(places, recorded, strict=True):
         tensors[i] = tensor
     return DeltaInputs(*tensors)  # pyright: ignore[reportArgumentType]
@@ -60,7 +62,9 @@ def finish_results(output: Tensor, state: Tensor | None, cu_seqlens: Tensor | No
     """Return the results of a library, with zeros for tokens after the last packed sequence."""
     if cu_seqlens is not None:
         # In place, because autograd recorded the output; a copy would leave its padding as it is.
-        assert output.is_contiguous(), f"the library returned an output with strides {output.stride()}"
+        assert output.is_contiguous(), (
+            f"the library returned an output with strides {output.stride()}"
+        )
         zero_padded_tokens(output.detach(), cu_seqlens)
     return output, state
 

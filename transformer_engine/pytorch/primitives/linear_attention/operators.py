@@ -61,7 +61,9 @@ class TracedLinearAttention:
 
     def _backward(self, grad_output, grad_state, *args) -> tuple[Tensor, ...]:
         inputs, spec = _unpack_arguments(args)
-        leaves = [None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        leaves = [
+            None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs
+        ]
         with torch.enable_grad():
             output, state = self._compute(DeltaInputs(*leaves), spec)  # pyright: ignore
         results = [(output, grad_output)]
@@ -102,7 +104,9 @@ class _TracedPasses(Function):
             grad_output = q.new_zeros(*q.shape[:-1], v.shape[-1])
         if Option.FINAL_STATE not in options.split(","):
             grad_state = None
-        gradients = operators.backward(grad_output.contiguous(), grad_state, *tensors, rule, scale, options)
+        gradients = operators.backward(
+            grad_output.contiguous(), grad_state, *tensors, rule, scale, options
+        )
         present = zip(tensors, gradients, strict=False)
         return (None,) * 4 + tuple(None if x is None else dx for x, dx in present) + (None,)
 
@@ -131,4 +135,6 @@ def _results(*args) -> tuple[Tensor, Tensor]:
 
 def _gradient_results(grad_output, grad_state, *args) -> tuple[Tensor, ...]:
     """Allocate the gradients; absent inputs get empty gradients."""
-    return tuple(_absent(grad_output) if x is None else x.new_empty(x.shape) for x in args[:_GRADIENTS])
+    return tuple(
+        _absent(grad_output) if x is None else x.new_empty(x.shape) for x in args[:_GRADIENTS]
+    )

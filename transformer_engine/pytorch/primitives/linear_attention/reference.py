@@ -29,7 +29,9 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     # One unbind per tensor: the backward pass stacks the tokens' gradients once.
     for q, ks, vs, decay, erases, writes in zip(*(x.unbind(1) for x in rows), strict=True):
         state = torch.exp(decay).unsqueeze(-1) * state
-        for k, v, erase, write in zip(*(x.unbind(1) for x in (ks, vs, erases, writes)), strict=True):
+        for k, v, erase, write in zip(
+            *(x.unbind(1) for x in (ks, vs, erases, writes)), strict=True
+        ):
             update = write * v - _read(state, erase * k)
             state = state + k.unsqueeze(-1) * update.unsqueeze(-2)
         outputs.append(_read(state, q))
@@ -49,5 +51,7 @@ BACKEND: Backend[DeltaRequest] = Backend(
     takes=ALL_FEATURES,
     bind=BIND,
     opaque=True,
-    batch_dependent=always_depends("by products that are not verified to be the same for every batch"),
+    batch_dependent=always_depends(
+        "by products that are not verified to be the same for every batch"
+    ),
 )

@@ -40,17 +40,25 @@ Lists = Sequence[Sequence[Tensor]]
 
 def scale_all(lists: Lists, factor: Tensor, flag: Tensor) -> None:
     """lists[1][i] = lists[0][i] * factor [1], in float32; flag int32 [1] becomes 1 if an input is not finite."""
-    TABLE.bound(("scale", *_facts(lists)))(lists, Extents(map(Tensor.numel, lists[0])), factor, flag)
+    TABLE.bound(("scale", *_facts(lists)))(
+        lists, Extents(map(Tensor.numel, lists[0])), factor, flag
+    )
 
 
 def squares_of_all(tensors: Sequence[Tensor], factor: Tensor | None = None) -> Tensor:
     """Return float32 [n]: the sum of (x * factor [1])^2 over each tensor."""
     lists = (tensors,)
-    return TABLE.bound(("squares", *_facts(lists)))(lists, Extents(map(Tensor.numel, lists[0])), factor)
+    return TABLE.bound(("squares", *_facts(lists)))(
+        lists, Extents(map(Tensor.numel, lists[0])), factor
+    )
 
 
 def adam_step(
-    lists: Lists, rates: Tensor, how: Adam, flag: Tensor | None = None, extents: Extents | None = None
+    lists: Lists,
+    rates: Tensor,
+    how: Adam,
+    flag: Tensor | None = None,
+    extents: Extents | None = None,
 ) -> None:
     """Compute one Adam step on [gradients, parameters, first moments, second moments(, masters)], in place.
 
@@ -78,11 +86,18 @@ def sgd_step(lists: Lists, rates: Tensor, how: Sgd, flag: Tensor) -> None:
         how: Step settings.
         flag: int32 [1]: nothing is changed if it is not 0.
     """
-    TABLE.bound(("sgd", *_facts(lists), how, True))(lists, Extents(map(Tensor.numel, lists[0])), rates, flag)
+    TABLE.bound(("sgd", *_facts(lists), how, True))(
+        lists, Extents(map(Tensor.numel, lists[0])), rates, flag
+    )
 
 
 def adam_rates(
-    lr: float, betas: tuple[float, float], eps: float, step: int, bias_correction: bool, weight_decay: float
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    bias_correction: bool,
+    weight_decay: float,
 ) -> tuple[float, ...]:
     """Return the ten numbers for `adam_step`, in double precision: 1 - 0.999 in float32 has relative error 5e-5."""
     first, second = betas

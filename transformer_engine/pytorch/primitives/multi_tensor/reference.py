@@ -144,7 +144,9 @@ def _write(pairs: Sequence[tuple[Tensor, Tensor]], flag: Tensor | None) -> None:
     """Write target = value, unless the flag is set."""
     for target, value in pairs:
         target.copy_(
-            value if flag is None else torch.where(flag.reshape(()) == 0, value.to(target.dtype), target)
+            value
+            if flag is None
+            else torch.where(flag.reshape(()) == 0, value.to(target.dtype), target)
         )
 
 

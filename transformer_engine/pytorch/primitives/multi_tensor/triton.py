@@ -49,7 +49,9 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
             )
             captured(lists, extents, numbers, flag)
         elif chunks.table.shape[0]:
-            launch = _launches[request.operation, kinds, request.how, chunks.table.shape[0], chunks.aligned]
+            launch = _launches[
+                request.operation, kinds, request.how, chunks.table.shape[0], chunks.aligned
+            ]
             run(launch, (chunks.table, numbers, flag))
 
     def squares(lists: Lists, extents: Extents, factor: Tensor | None) -> Tensor:
@@ -81,4 +83,6 @@ def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> L
 
 _launches: Memory[tuple[Any, ...], Launch] = Memory(_launch, _REMEMBERED)
 
-BACKEND: Backend[MultiTensorRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)
+BACKEND: Backend[MultiTensorRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind
+)

@@ -18,7 +18,12 @@ from .reference import NormRequest, make_request
 
 @overload
 def layernorm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, cast: None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cast: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -42,7 +47,16 @@ def layernorm_forward(
     one scale per tensor and codes in row-wise 1 x 128 blocks. Then y is not stored, unless one
     scale is computed from its maximum.
     """
-    facts = ("layernorm_forward", x.shape, x.stride(), x.dtype, weight.dtype, x.device, zero_centered, eps)
+    facts = (
+        "layernorm_forward",
+        x.shape,
+        x.stride(),
+        x.dtype,
+        weight.dtype,
+        x.device,
+        zero_centered,
+        eps,
+    )
     if cast is None:
         return TABLE.bound(facts)(x, weight, bias)
     spec, multiplier, record = cast
@@ -51,14 +65,22 @@ def layernorm_forward(
 
 
 def layernorm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
     add: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx [M, H] + add in x's dtype, dweight [H], dbias [H] in weight's dtype; sums are float32.
 
     dx is rounded to x's dtype before `add` is added.
     """
-    layout, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
+    layout, gradient = (
+        (x.shape, x.stride(), x.dtype, weight.dtype, x.device),
+        (dy.stride(), dy.dtype),
+    )
     key = ("layernorm_backward", *layout, zero_centered, 0.0, gradient)
     if add is not None:
         key = (*key, (add.stride(), add.dtype), None, False, False, True)
@@ -81,7 +103,16 @@ def rmsnorm_forward(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps); y in x's dtype, or the cast's codes."""
-    facts = ("rmsnorm_forward", x.shape, x.stride(), x.dtype, weight.dtype, x.device, zero_centered, eps)
+    facts = (
+        "rmsnorm_forward",
+        x.shape,
+        x.stride(),
+        x.dtype,
+        weight.dtype,
+        x.device,
+        zero_centered,
+        eps,
+    )
     if cast is None:
         return TABLE.bound(facts)(x, weight)
     spec, multiplier, record = cast
@@ -90,14 +121,22 @@ def rmsnorm_forward(
 
 
 def rmsnorm_backward(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None,
+    dy: Tensor,
+    x: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
     rounds_first: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return dx [M, H] + add in x's dtype, dweight [H] in weight's dtype; sums are float32.
 
     With `rounds_first`, dx is rounded to x's dtype before `add` is added, as a separate sum would.
     """
-    layout, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
+    layout, gradient = (
+        (x.shape, x.stride(), x.dtype, weight.dtype, x.device),
+        (dy.stride(), dy.dtype),
+    )
     added = None if add is None else (add.stride(), add.dtype)
     key = ("rmsnorm_backward", *layout, zero_centered, 0.0, gradient, added)
     if rounds_first:
@@ -134,7 +173,10 @@ _OPERATORS: dict[str, TorchOperator] = {
         lambda dy, x, rstdev, weight, add, zero_centered, rounds_first: rmsnorm_backward(
             dy, x, rstdev, weight, zero_centered, add, rounds_first
         ),
-        lambda dy, x, rstdev, weight, *_, **__: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+        lambda dy, x, rstdev, weight, *_, **__: (
+            x.new_empty(x.shape),
+            weight.new_empty(weight.shape),
+        ),
     ),
 }
 

@@ -129,9 +129,14 @@ def layernorm_forward(
 
 
 def layernorm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
     add: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """dx [M, H] = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat.
 
     dx is rounded to x's dtype before `add` is added.
@@ -150,7 +155,9 @@ def layernorm_backward(
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
     average = _mean if requirements.batch_invariant else Tensor.mean
     x_wide = x.to(torch.float32)
@@ -160,9 +167,14 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
 
 
 def rmsnorm_backward(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None,
+    dy: Tensor,
+    x: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
     rounds_first: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """dx [M, H] = rstdev * (g - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat.
 
     With `rounds_first`, dx is rounded to x's dtype before `add` is added.

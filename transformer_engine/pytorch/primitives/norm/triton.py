@@ -46,7 +46,9 @@ def fuses(request: NormRequest, cast: CastRequest) -> bool:
     and its statistics differ in the last bit from a norm without codes.
     """
     narrow = not request.centered or request.shape[1] <= _WIDEST_CENTERED
-    if fused_codes.has_block_scales(cast.spec) and not (narrow and fused_codes.has_blocks_in_rows(cast.spec)):
+    if fused_codes.has_block_scales(cast.spec) and not (
+        narrow and fused_codes.has_blocks_in_rows(cast.spec)
+    ):
         return False
     return cast.inside
 
@@ -77,7 +79,14 @@ def _rows(request: NormRequest) -> NormRows:
     processors = launching.processors(request.device.index)
     stride, dtype = _row_stride(request.shape, request.strides), DTYPE_NAMES[request.dtype]
     return NormRows(
-        rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, *processors
+        rows,
+        width,
+        stride,
+        dtype,
+        request.eps,
+        request.zero_centered,
+        request.centered,
+        *processors,
     )
 
 
@@ -99,7 +108,11 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
     performed = Performed(program, request.device)
 
     def made(
-        x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None, record: Tensor | None
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        multiplier: Tensor | None,
+        record: Tensor | None,
     ) -> tuple[Quantized, Tensor, Tensor]:
         if interventions:
             fused_codes.report(request.shape, request.dtype, request.device, cast)
@@ -133,13 +146,17 @@ def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
         dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
     ) -> tuple[Tensor, ...]:
         added = None if add is None else rows_dense(add)
-        return tuple(performed(rows_dense(dy), rows_dense(x), added, weight.contiguous(), mean, rstdev))
+        return tuple(
+            performed(rows_dense(dy), rows_dense(x), added, weight.contiguous(), mean, rstdev)
+        )
 
     def rmsnorm(
         dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         added = None if add is None else rows_dense(add)
-        dx, dweight, _ = performed(rows_dense(dy), rows_dense(x), added, weight.contiguous(), None, rstdev)
+        dx, dweight, _ = performed(
+            rows_dense(dy), rows_dense(x), added, weight.contiguous(), None, rstdev
+        )
         return dx, dweight
 
     return layernorm if request.centered else rmsnorm

@@ -121,11 +121,24 @@ def _key(
     every_row: bool,
 ) -> tuple[Any, ...]:
     dtype = None if weights is None else weights.dtype
-    return (operation, shape, x.dtype, x.device, routes.layout, rows, routes.columns, dtype, every_row)
+    return (
+        operation,
+        shape,
+        x.dtype,
+        x.device,
+        routes.layout,
+        rows,
+        routes.columns,
+        dtype,
+        every_row,
+    )
 
 
 TABLE: Table[PermutationRequest] = Table(
-    "permutation", (triton.BACKEND, reference.BACKEND), describe=PermutationRequest, operator=make_operator
+    "permutation",
+    (triton.BACKEND, reference.BACKEND),
+    describe=PermutationRequest,
+    operator=make_operator,
 )
 
 
@@ -134,7 +147,9 @@ def _send(
 ) -> list[Tensor]:
     layout, tokens, columns, rows, every_row = facts
     routes = Routes(map, layout, tokens, columns, pad_offsets)
-    return [result for result in send(x, routes, rows, probs, every_row=every_row) if result is not None]
+    return [
+        result for result in send(x, routes, rows, probs, every_row=every_row) if result is not None
+    ]
 
 
 def _collect(
@@ -151,7 +166,12 @@ def _collect(
 
 
 def _send_weighted(
-    dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor | None, *facts: Any
+    dx: Tensor,
+    map: Tensor,
+    pad_offsets: Tensor | None,
+    weights: Tensor,
+    y: Tensor | None,
+    *facts: Any,
 ) -> list[Tensor]:
     layout, tokens, columns, rows = facts
     results = send_weighted(dx, Routes(map, layout, tokens, columns, pad_offsets), rows, weights, y)

@@ -39,10 +39,14 @@ def make_operator(request: PermutationRequest) -> Operator:
     operator = _defined[request.operation].given(**_facts(request))
     if request.operation in ("map", "chunks", "segments"):
         return operator
-    return Operator(functools.partial(_pair, operator.call), functools.partial(_pair, operator.results))
+    return Operator(
+        functools.partial(_pair, operator.call), functools.partial(_pair, operator.results)
+    )
 
 
-def _pair(call: Callable[..., list[Tensor]], *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _pair(
+    call: Callable[..., list[Tensor]], *tensors: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     results = call(*tensors)
     return results[0], results[1] if len(results) > 1 else None
 
@@ -69,13 +73,15 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "map": lambda mask: mask.new_empty((mask.shape[0], 2 * mask.shape[1] + 1), dtype=torch.int32),
     "chunks": lambda splits, order, tokens: splits.new_empty((tokens,), dtype=torch.int32),
     "segments": lambda segments, tokens: segments.new_empty((tokens,), dtype=torch.int32),
-    "send": lambda x, map, pad_offsets, probs, layout, tokens, columns, rows, every_row: _with_optional(
-        x.new_empty(rows, x.shape[1]), probs, rows
+    "send": lambda x, map, pad_offsets, probs, layout, tokens, columns, rows, every_row: (
+        _with_optional(x.new_empty(rows, x.shape[1]), probs, rows)
     ),
-    "collect": lambda y, map, pad_offsets, weights, row_values, layout, tokens, columns: _with_optional(
-        y.new_empty(tokens, y.shape[1]), row_values, tokens, columns
+    "collect": lambda y, map, pad_offsets, weights, row_values, layout, tokens, columns: (
+        _with_optional(y.new_empty(tokens, y.shape[1]), row_values, tokens, columns)
     ),
-    "send_weighted": lambda dx, map, pad_offsets, weights, y, layout, tokens, columns, rows: _with_optional(
-        dx.new_empty(rows, dx.shape[1]), None if y is None else weights, tokens, columns
+    "send_weighted": lambda dx, map, pad_offsets, weights, y, layout, tokens, columns, rows: (
+        _with_optional(
+            dx.new_empty(rows, dx.shape[1]), None if y is None else weights, tokens, columns
+        )
     ),
 }

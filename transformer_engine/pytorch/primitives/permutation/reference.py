@@ -66,7 +66,9 @@ def bind(request: PermutationRequest) -> Callable[..., Any]:
         return lambda splits, order: map_of_chunks(splits, order, request.shape[0])
     if request.operation == "segments":
         return lambda segments: map_of_segments(segments, request.shape[0])
-    operation = {"send": send, "collect": collect, "send_weighted": send_weighted}[request.operation]
+    operation = {"send": send, "collect": collect, "send_weighted": send_weighted}[
+        request.operation
+    ]
     layout, tokens, columns, rows = request.layout, request.shape[0], request.columns, request.rows
 
     def compute(x: Tensor, map: Tensor, pad_offsets: Tensor | None, *others: Tensor | None) -> Any:
@@ -82,7 +84,9 @@ def map_of_mask(mask: Tensor) -> Tensor:
     counts = ones.sum(0)
     rows = (counts.cumsum(0) - counts) + ones.cumsum(0) - ones
     number = ones.sum(1, keepdim=True)
-    cell = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is sliced off
+    cell = torch.where(
+        ones != 0, number - ones.cumsum(1), 2 * experts + 1
+    )  # the last cell is sliced off
     cells = torch.full((tokens, 2 * experts + 2), -1, dtype=torch.int32, device=mask.device)
     expert = torch.arange(experts, dtype=torch.int32, device=mask.device).expand(tokens, experts)
     cells.scatter_(1, cell, rows.int())
@@ -108,7 +112,9 @@ def map_of_segments(segments: Tensor, tokens: int) -> Tensor:
     return (row + torch.where(holds, target - begin, 0).sum(1)).int()
 
 
-def send(x: Tensor, routes: Routes, rows: int, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def send(
+    x: Tensor, routes: Routes, rows: int, probs: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Return y [rows, H] and row_probs [rows]; zero if a row's probability is 0, or for a row without a token."""
     token, column = _origins(routes, rows)
     y = _with_zero(x)[token]

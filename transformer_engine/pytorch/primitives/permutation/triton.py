@@ -53,11 +53,15 @@ def bind(request: PermutationRequest) -> Callable[..., Any]:
 def _map(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
     tokens, experts = request.shape
     if tokens * experts == 0:
-        return lambda mask: torch.zeros(tokens, 2 * experts + 1, dtype=torch.int32, device=mask.device)
+        return lambda mask: torch.zeros(
+            tokens, 2 * experts + 1, dtype=torch.int32, device=mask.device
+        )
     from ....common.kernels import routes  # it imports triton
 
     program = routes.map_of_mask(tokens, experts, request.strides)
-    return lambda mask: perform(program, (mask.view(torch.uint8) if mask.dtype is torch.bool else mask,))[0]
+    return lambda mask: perform(
+        program, (mask.view(torch.uint8) if mask.dtype is torch.bool else mask,)
+    )[0]
 
 
 def _chunks(request: PermutationRequest) -> Callable[[Tensor, Tensor], Tensor]:
@@ -67,7 +71,9 @@ def _chunks(request: PermutationRequest) -> Callable[[Tensor, Tensor], Tensor]:
     from ....common.kernels import routes  # it imports triton
 
     program = routes.map_of_chunks(tokens, chunks)
-    return lambda splits, order: perform(program, (splits.contiguous(), order.contiguous()))[0].view(-1)
+    return lambda splits, order: perform(program, (splits.contiguous(), order.contiguous()))[
+        0
+    ].view(-1)
 
 
 def _segments(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
@@ -91,12 +97,15 @@ def _send(request: PermutationRequest) -> Callable[..., tuple[Tensor, Tensor | N
 
     probs = None if weights is None else _NAMES[weights]
     by_mask, dtype = request.layout == MASK, _NAMES[request.dtype]
-    program = permutation.send(request.shape, rows, request.columns, by_mask, dtype, probs, request.every_row)
+    program = permutation.send(
+        request.shape, rows, request.columns, by_mask, dtype, probs, request.every_row
+    )
 
     def send(x: Tensor, map: Tensor, pad_offsets: Tensor | None, probs: Tensor | None) -> Any:
         return tuple(
             perform(
-                program, (x.contiguous(), map, pad_offsets, None if probs is None else probs.contiguous())
+                program,
+                (x.contiguous(), map, pad_offsets, None if probs is None else probs.contiguous()),
             )
         )
 
@@ -113,14 +122,20 @@ def _collect(request: PermutationRequest) -> Callable[..., tuple[Tensor, Tensor 
     from ....common.kernels import permutation  # it imports triton
 
     by_mask, dtype = request.layout == MASK, _NAMES[request.dtype]
-    names = {values: None if values is None else _NAMES[values] for values in (None, request.weights)}
+    names = {
+        values: None if values is None else _NAMES[values] for values in (None, request.weights)
+    }
     launches = {
         values: permutation.collect(request.shape, request.rows, columns, by_mask, dtype, name)
         for values, name in names.items()
     }
 
     def collect(
-        y: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor | None, row_values: Tensor | None
+        y: Tensor,
+        map: Tensor,
+        pad_offsets: Tensor | None,
+        weights: Tensor | None,
+        row_values: Tensor | None,
     ) -> Any:
         launch = launches[None if row_values is None else row_values.dtype]
         weights = None if weights is None else weights.contiguous()
@@ -140,7 +155,9 @@ def _send_weighted(request: PermutationRequest) -> Callable[..., tuple[Tensor, T
     from ....common.kernels import permutation  # it imports triton
 
     dtypes = (_NAMES[request.dtype], None if request.weights is None else _NAMES[request.weights])
-    program = permutation.send_weighted(request.shape, rows, columns, request.layout == MASK, dtypes)
+    program = permutation.send_weighted(
+        request.shape, rows, columns, request.layout == MASK, dtypes
+    )
 
     def send_weighted(
         dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor | None

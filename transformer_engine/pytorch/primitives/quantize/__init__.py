@@ -114,7 +114,11 @@ def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
 
 def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
     """Quantize x [M, K] by a cast; return x for None."""
-    return x if cast is None else quantize(x, cast.spec, multiplier=cast.multiplier, record=cast.record)
+    return (
+        x
+        if cast is None
+        else quantize(x, cast.spec, multiplier=cast.multiplier, record=cast.record)
+    )
 
 
 def _make_request(
@@ -127,7 +131,9 @@ def _make_request(
 ) -> QuantizeRequest:
     """Return the request for a key; raise ValueError or TypeError for a matrix that the format does not support."""
     if len(shape) != 2:
-        raise ValueError(f"quantize takes a matrix [M, K], not {list(shape)}; flatten the leading axes")
+        raise ValueError(
+            f"quantize takes a matrix [M, K], not {list(shape)}; flatten the leading axes"
+        )
     if not dtype.is_floating_point:
         raise TypeError(f"quantize takes floating-point values, not {dtype}; convert them first")
     if multiplier_given and spec.format.block is not None:

@@ -34,7 +34,9 @@ def dequantize(operand: Operand) -> Tensor:
         return dequantize(row_major(operand))
     row = FORMATS.get(form.name)
     if row is None:
-        raise ValueError(f"no rule to dequantize format {form.name!r}; choose one of {', '.join(FORMATS)}")
+        raise ValueError(
+            f"no rule to dequantize format {form.name!r}; choose one of {', '.join(FORMATS)}"
+        )
     return row.dequantize(operand, operand.scale)
 
 
@@ -66,7 +68,9 @@ def _bind_reference(request: QuantizeRequest) -> PlannedCall:
 
     def call_with_tiled_scales(x: Tensor, inputs: QuantizeInputs) -> Quantized:
         codes = encode(x, spec, inputs)
-        in_tiles = [s if s is None else swizzled(s).view(s.dtype) for s in (codes.scale, codes.scale_t)]
+        in_tiles = [
+            s if s is None else swizzled(s).view(s.dtype) for s in (codes.scale, codes.scale_t)
+        ]
         return codes._replace(scale=in_tiles[0], scale_t=in_tiles[1])
 
     return call_with_tiled_scales if spec.tiled else call

@@ -28,7 +28,9 @@ def element_of_dtype(dtype: torch.dtype) -> Element:
         ValueError: The dtype is not torch.float8_e4m3fn or torch.float8_e5m2.
     """
     if dtype not in _ELEMENTS:
-        raise ValueError(f"dtype={dtype} is not an FP8 format; use torch.float8_e4m3fn or torch.float8_e5m2")
+        raise ValueError(
+            f"dtype={dtype} is not an FP8 format; use torch.float8_e4m3fn or torch.float8_e5m2"
+        )
     return _ELEMENTS[dtype]
 
 
@@ -47,7 +49,9 @@ def _fp8_cs_quantize(
     tensor: Tensor, dtype: torch.dtype, amax_epsilon: float, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
     element = element_of_dtype(dtype)
-    spec = QuantizeSpec(FLOAT8, element, True, False, power_of_two=power_of_two, epsilon=amax_epsilon)
+    spec = QuantizeSpec(
+        FLOAT8, element, True, False, power_of_two=power_of_two, epsilon=amax_epsilon
+    )
     quantized = quantize(_rows(tensor), spec)
     assert quantized.codes is not None and quantized.scale is not None
     return quantized.codes.view(tensor.shape), quantized.scale.reshape(1).clone()

@@ -34,19 +34,32 @@ def cast_request(
     """Return the request for a cast of a result [M, N]; None without a cast."""
     if spec is None:
         return None
-    return CastRequest(spec, has_multiplier, records, fuses(shape, dtype, device, spec, has_multiplier))
+    return CastRequest(
+        spec, has_multiplier, records, fuses(shape, dtype, device, spec, has_multiplier)
+    )
 
 
 def fuses(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, has_multiplier: bool
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: QuantizeSpec,
+    has_multiplier: bool,
 ) -> bool:
     """Return whether a kernel's own codes equal `quantize`'s codes: scales per tensor or block, row-wise, Triton."""
-    if spec.format.name not in _FORMATS or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
+    if (
+        spec.format.name not in _FORMATS
+        or not spec.rowwise
+        or 0 in shape
+        or torch.compiler.is_compiling()
+    ):
         return False
     return TABLE.name_of((spec, shape, dtype, device, has_multiplier, False)) == "triton"
 
 
-def report(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cast: CastRequest) -> None:
+def report(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cast: CastRequest
+) -> None:
     """Report a fused quantization to observers; `quantize` reports all others."""
     TABLE.report(lambda: QuantizeRequest(cast.spec, shape, dtype, device, cast.given))
 

@@ -49,7 +49,9 @@ def make_operator(quantize: Callable[..., Quantized]) -> Callable[[QuantizeReque
         results = [quantized.codes, quantized.codes_t]
         if spec.format.block is None:
             results += [quantized.scale if spec.rowwise else quantized.scale_t]
-            results += [quantized.amax.clone()] if amax is None and quantized.amax is not None else []
+            results += (
+                [quantized.amax.clone()] if amax is None and quantized.amax is not None else []
+            )
         else:
             results += [quantized.scale, quantized.scale_t]
         return [result for result in results if result is not None]
@@ -79,7 +81,9 @@ def _results(
     row, narrow = FORMATS[format], torch_dtype(_ELEMENTS[element])
     codes = [x.new_empty((m, k // row.format.packing), dtype=narrow) for m, k in directions]
     if row.format.block is None:
-        return codes + [x.new_empty(1, dtype=torch.float32) for _ in range(2 if amax is None else 1)]
+        return codes + [
+            x.new_empty(1, dtype=torch.float32) for _ in range(2 if amax is None else 1)
+        ]
     scales = [row.new_scale(x, m, k) for m, k in directions]
     if rest[len(_OPTIONS) - 3]:  # the last option, tiled
         scales = [x.new_empty(swizzled_shape(*scale.shape), dtype=scale.dtype) for scale in scales]
@@ -126,12 +130,21 @@ def _as_operator(
         inverse = next(results)
         amax = next(results) if amax is None else amax
         return Quantized(
-            codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None, amax
+            codes,
+            inverse if spec.rowwise else None,
+            codes_t,
+            inverse if spec.columnwise else None,
+            amax,
         )
     decode = next(results) if spec.rowwise else None
     decode_t = next(results) if spec.columnwise else None
     if maxima is None:
         return Quantized(codes, decode, codes_t, decode_t)
     return Quantized(
-        codes, decode, codes_t, decode_t, amax if spec.rowwise else None, amax_t if spec.columnwise else None
+        codes,
+        decode,
+        codes_t,
+        decode_t,
+        amax if spec.rowwise else None,
+        amax_t if spec.columnwise else None,
     )

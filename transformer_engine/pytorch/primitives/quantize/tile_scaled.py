@@ -72,7 +72,9 @@ def tile_scaled(
         return lambda x, inputs: Quantized(*performed(x if x.is_contiguous() else x.contiguous()))
 
     planned = None if launch is None else plan
-    return FormatRow(form, quantize, dequantize, plan=planned, empty_scale=empty_scale, matrices=matrices)
+    return FormatRow(
+        form, quantize, dequantize, plan=planned, empty_scale=empty_scale, matrices=matrices
+    )
 
 
 def scale_a_row(scale: Tensor | None, spec: QuantizeSpec, rows: int) -> Tensor | None:

@@ -29,9 +29,14 @@ def rope_backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
 
 
 def rope_qkv_forward(
-    qkv: Tensor, q_angles: Tensor, k_angles: Tensor, positions: Positions, sizes: tuple[int, int, int],
-    spec: RopeSpec, separate: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    q_angles: Tensor,
+    k_angles: Tensor,
+    positions: Positions,
+    sizes: tuple[int, int, int],
+    spec: RopeSpec,
+    separate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [.., g * n, d], k [.., g, d], v [.., g, dv] from qkv [.., g, n * d + d + dv]; q and k rotated,
     contiguous.
 
@@ -80,14 +85,27 @@ def rope_qkv_backward(
     separate: bool = False,
 ) -> Tensor:
     """Return dqkv in the shape of qkv, contiguous, from the gradients for the results of rope_qkv_forward."""
-    if (dq.shape[-2] * dq.shape[-1], dk.shape[-1], dv.shape[-1]) != (dk.shape[-2] * sizes[0], *sizes[1:]):
+    if (dq.shape[-2] * dq.shape[-1], dk.shape[-1], dv.shape[-1]) != (
+        dk.shape[-2] * sizes[0],
+        *sizes[1:],
+    ):
         raise ValueError(
             f"gradients {list(dq.shape)}, {list(dk.shape)}, {list(dv.shape)} do not fit the split {list(sizes)}; "
             "give those of the results of rope_qkv_forward"
         )
     start, cu_seqlens = positions
     layout, shapes = (dk.shape, dk.stride()), (q_angles.shape, k_angles.shape)
-    key = ("qkv_backward", layout, dk.dtype, dk.device, spec, shapes, _sequences(cu_seqlens), sizes, separate)
+    key = (
+        "qkv_backward",
+        layout,
+        dk.dtype,
+        dk.device,
+        spec,
+        shapes,
+        _sequences(cu_seqlens),
+        sizes,
+        separate,
+    )
     return TABLE.bound(key)(dq, dk, dv, q_angles, k_angles, start, cu_seqlens)
 
 
@@ -111,19 +129,27 @@ def _sequences(cu_seqlens: Tensor | None) -> int:
 # The operators for torch.compile, with argument types that schemas support.
 
 
-def _rotate(x, angles, start, cu_seqlens, tensor_format, interleaved, cp_size, cp_rank, clamps, transposed):
+def _rotate(
+    x, angles, start, cu_seqlens, tensor_format, interleaved, cp_size, cp_rank, clamps, transposed
+):
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank, clamps)
-    return _run_rotation("backward" if transposed else "forward", x, angles, start, cu_seqlens, spec)
+    return _run_rotation(
+        "backward" if transposed else "forward", x, angles, start, cu_seqlens, spec
+    )
 
 
 def _unpack(qkv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *how):
     positions = Positions(start, cu_seqlens)
-    return rope_qkv_forward(qkv, q_angles, k_angles, positions, tuple(sizes), RopeSpec(*how), separate)
+    return rope_qkv_forward(
+        qkv, q_angles, k_angles, positions, tuple(sizes), RopeSpec(*how), separate
+    )
 
 
 def _pack(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *how):
     positions, spec = Positions(start, cu_seqlens), RopeSpec(*how)
-    return rope_qkv_backward(dq, dk, dv, q_angles, k_angles, positions, tuple(sizes), spec, separate)
+    return rope_qkv_backward(
+        dq, dk, dv, q_angles, k_angles, positions, tuple(sizes), spec, separate
+    )
 
 
 _HOW = "str tensor_format, bool interleaved, int cp_size, int cp_rank, bool clamps"
@@ -137,16 +163,16 @@ _unpack_operator = operator(
     f"rotate_unpack(Tensor qkv, Tensor q_angles, Tensor k_angles, {_POSITIONS}, int[3] sizes, bool separate, {_HOW})"
     " -> (Tensor, Tensor, Tensor)",
     _unpack,
-    lambda qkv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *_, **__: triton.empty_parts(
-        qkv, sizes, separate
+    lambda qkv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *_, **__: (
+        triton.empty_parts(qkv, sizes, separate)
     ),
 )
 _pack_operator = operator(
     "rotate_pack(Tensor dq, Tensor dk, Tensor dv, Tensor q_angles, Tensor k_angles,"
     f" {_POSITIONS}, int[3] sizes, bool separate, {_HOW}) -> Tensor",
     _pack,
-    lambda dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *_, **__: triton.empty_joint(
-        dk, sizes, separate
+    lambda dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *_, **__: (
+        triton.empty_joint(dk, sizes, separate)
     ),
 )
 

@@ -14,13 +14,17 @@ from .reference import Positions, RopeSpec
 FORMATS = ("sbhd", "bshd", "thd")
 
 
-def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec, size: int) -> None:
+def check_rotation(
+    x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec, size: int
+) -> None:
     """Raise ValueError unless angles [positions, .., rotated] fit x, whose heads have `size` features.
 
     Positions depend on shapes, and on numbers in tensors, which `demand` checks if TE_CHECK allows.
     """
     if spec.tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}")
+        raise ValueError(
+            f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}"
+        )
     if x.ndim != len(spec.tensor_format):
         raise ValueError(
             f"{spec.tensor_format!r} needs {len(spec.tensor_format)} axes, the tensor has {x.ndim}"
@@ -39,10 +43,14 @@ def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
             f"freqs rotate {angles.shape[-1]} features, which come in pairs; give an even number"
         )
     if not 0 <= spec.cp_rank < spec.cp_size:
-        raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
+        raise ValueError(
+            f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group"
+        )
     if spec.tensor_format == "thd":
         if positions.cu_seqlens is None:
-            raise ValueError("tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences")
+            raise ValueError(
+                "tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences"
+            )
         sequences = positions.cu_seqlens.shape[0] - 1 if positions.cu_seqlens.ndim == 1 else -1
         if sequences < 0:
             raise ValueError(
@@ -106,7 +114,9 @@ def reaches_packed(
         raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
     for index, (begin, end) in enumerate(pairwise(bounds)):
         if end < begin:
-            raise ValueError(f"cu_seqlens falls from {begin} to {end} at sequence {index}; it may only grow")
+            raise ValueError(
+                f"cu_seqlens falls from {begin} to {end} at sequence {index}; it may only grow"
+            )
         if cp_size > 1 and (end - begin) % (2 * cp_size):
             raise ValueError(
                 f"sequence {index} of {end - begin} tokens is not a multiple of 2 * cp_size = {2 * cp_size}; pad it"

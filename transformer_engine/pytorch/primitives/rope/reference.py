@@ -109,9 +109,14 @@ def backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -
 
 
 def qkv_forward(
-    qkv: Tensor, q_angles: Tensor, k_angles: Tensor, positions: Positions, sizes: tuple[int, int, int],
-    spec: RopeSpec, separate: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    q_angles: Tensor,
+    k_angles: Tensor,
+    positions: Positions,
+    sizes: tuple[int, int, int],
+    spec: RopeSpec,
+    separate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k from the joint tensor, rotated, and a copy of v."""
     if separate:
         each = sizes[0] // sizes[1]
@@ -168,8 +173,12 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
         assert positions.cu_seqlens is not None
         bounds = positions.cu_seqlens.long() // spec.cp_size
         token = torch.arange(x.shape[0], device=bounds.device)
-        sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(max=bounds.shape[0] - 2)
-        position = _global_position(token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec)
+        sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(
+            max=bounds.shape[0] - 2
+        )
+        position = _global_position(
+            token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec
+        )
         if positions.start is not None:
             position = position + positions.start.long()[sequence]
         return _read(angles, position, True if spec.clamps else token >= bounds[-1])

@@ -49,7 +49,9 @@ def _rotate(request: RopeRequest) -> Callable[..., Tensor]:
         return lambda x, *_: x.new_empty(shape)
     launch = _rotation(request)
 
-    def rotate(x: Tensor, angles: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def rotate(
+        x: Tensor, angles: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
         start = None if start is None else start.contiguous()
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         angles = angles.to(torch.float32).contiguous()
@@ -95,7 +97,10 @@ def _pack(request: RopeRequest) -> Callable[..., Tensor]:
 
 
 def _ready(
-    q_angles: Tensor | None, k_angles: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None
+    q_angles: Tensor | None,
+    k_angles: Tensor | None,
+    start: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     assert q_angles is not None and k_angles is not None
     return (
@@ -106,7 +111,9 @@ def _ready(
     )
 
 
-def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> Launch:
+def _packed(
+    request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool
+) -> Launch:
     """Return the launch for a joint tensor with this shape and these strides."""
     from ....common.kernels import rope_packed  # it imports triton
 
@@ -130,7 +137,9 @@ def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], t
     )
 
 
-def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[torch.Size, tuple[int, ...]]:
+def _four(
+    shape: torch.Size, strides: tuple[int, ...], layout: str
+) -> tuple[torch.Size, tuple[int, ...]]:
     """Return shape and strides with four axes for the kernels: `rows_dense` of the tensor."""
     if strides[-1] != 1:
         strides = torch.empty(shape, device="meta").stride()
@@ -139,7 +148,9 @@ def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[tor
     return torch.Size((shape[0], 1, *shape[1:])), (strides[0], 0, *strides[1:])
 
 
-def empty_parts(qkv: Tensor, sizes: tuple[int, int, int], separate: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty_parts(
+    qkv: Tensor, sizes: tuple[int, int, int], separate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate q, k and v for a joint tensor."""
     *leading, groups, _ = qkv.shape
     each = sizes[0] // sizes[1]

@@ -95,7 +95,9 @@ def count_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bound
     TABLE.bound(key)(logits, bias, histogram, bounds)
 
 
-def balance_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:
+def balance_loss(
+    probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None
+) -> Tensor:
     """Return [1] = factor * sum over c of tokens[c] * sum over r of probs[r, c], in float32, in probs' dtype.
 
     Args:
@@ -122,12 +124,19 @@ _NO_CHOICE = Choice(1, SOFTMAX)
 _CHOICE = "int k, str score, bool whole, int[]? groups, float scale, str map"
 
 
-def _read(k: int, score: str, whole: bool, groups: list[int] | None, scale: float, map: str) -> Choice:
+def _read(
+    k: int, score: str, whole: bool, groups: list[int] | None, scale: float, map: str
+) -> Choice:
     return Choice(k, score, whole, None if groups is None else (groups[0], groups[1]), scale, map)
 
 
 def _choose(
-    logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
+    logits: Tensor,
+    bias: Tensor | None,
+    indices: Tensor | None,
+    dtype: torch.dtype,
+    keeps: bool,
+    *choice: Any,
 ) -> tuple[Tensor, ...]:
     """Return three tensors, empty ones for absent results: a mutating operator cannot return a list or None."""
     results = choose(logits, _read(*choice), dtype, bias, indices, keeps)
@@ -135,13 +144,20 @@ def _choose(
 
 
 def _choose_results(
-    logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
+    logits: Tensor,
+    bias: Tensor | None,
+    indices: Tensor | None,
+    dtype: torch.dtype,
+    keeps: bool,
+    *choice: Any,
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
     width = {BYTES: experts, BITS: (experts + 7) // 8}.get(choice[-1])
     return (
         logits.new_empty((tokens, experts), dtype=dtype),
-        logits.new_empty(0) if width is None else logits.new_empty((tokens, width), dtype=torch.uint8),
+        logits.new_empty(0)
+        if width is None
+        else logits.new_empty((tokens, width), dtype=torch.uint8),
         logits.new_empty((tokens, experts), dtype=torch.float32) if keeps else logits.new_empty(0),
     )
 
@@ -162,7 +178,9 @@ _OPERATORS = {
     ),
     "margins": operator(
         "router_count_margins(Tensor logits, Tensor bias, Tensor(a!) histogram, Tensor bounds, int k) -> ()",
-        lambda logits, bias, histogram, bounds, k: count_margins(logits, bias, k, histogram, bounds),
+        lambda logits, bias, histogram, bounds, k: count_margins(
+            logits, bias, k, histogram, bounds
+        ),
         lambda *_, **__: None,
     ),
     "loss": operator(
@@ -184,7 +202,11 @@ def _make_operator(request: RouterRequest) -> Operator:
         if request.operation == "gradient":
             return call(*tensors, request.made, *request.choice)
         probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
-        return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
+        return (
+            probs,
+            None if request.choice.map == INDICES else map,
+            scores if request.keeps else None,
+        )
 
     return Operator(functools.partial(run, operator.call), functools.partial(run, operator.results))
 

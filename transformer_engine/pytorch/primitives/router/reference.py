@@ -12,7 +12,12 @@ from ....common.dispatch import Backend, depends_on_gpu
 from ...runtime.tracing import result_as
 from ..activation.reference import sigmoid
 
-SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = "softmax", "softmax_after", "sigmoid", "sqrtsoftplus"
+SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = (
+    "softmax",
+    "softmax_after",
+    "sigmoid",
+    "sqrtsoftplus",
+)
 BYTES, BITS, INDICES = "bytes", "bits", "indices"
 
 
@@ -75,11 +80,15 @@ def bind(request: RouterRequest) -> Callable[..., Any]:
     """
     choice, dtype = request.choice, request.made
     if request.operation == "choose":
-        return lambda logits, bias, indices: choose(logits, bias, indices, choice, dtype, request.keeps)
+        return lambda logits, bias, indices: choose(
+            logits, bias, indices, choice, dtype, request.keeps
+        )
     if request.operation == "gradient":
         return lambda map, scores, grad_probs: gradient(map, scores, grad_probs, choice, dtype)
     if request.operation == "margins":
-        return lambda logits, bias, histogram, bounds: margins(logits, bias, histogram, bounds, choice.k)
+        return lambda logits, bias, histogram, bounds: margins(
+            logits, bias, histogram, bounds, choice.k
+        )
     return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
 
 
@@ -128,7 +137,11 @@ def gradient(
 ) -> Tensor:
     """Return grad_logits [T, E]."""
     g = grad_probs.to(torch.float32)
-    counts = torch.ones_like(scores, dtype=torch.bool) if choice.whole else _choice_mask(map, scores, choice)
+    counts = (
+        torch.ones_like(scores, dtype=torch.bool)
+        if choice.whole
+        else _choice_mask(map, scores, choice)
+    )
     if not choice.whole:
         g = g * choice.scale
     g = torch.where(counts, g, 0.0)
@@ -180,7 +193,9 @@ def packed(chosen: Tensor) -> Tensor:
     """Pack uint8 [T, E] to uint8 [T, ceil(E / 8)], with expert e in bit e % 8 of byte e // 8."""
     rows, experts = chosen.shape
     padded = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
-    return (padded << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
+    return (
+        (padded << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
+    )
 
 
 def _first(key: Tensor, count: int) -> Tensor:
@@ -206,7 +221,9 @@ def _choice_mask(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:
         return map != 0
     if choice.map == BITS:
         places = torch.arange(8, device=map.device, dtype=torch.int32)
-        return (((map.to(torch.int32)[:, :, None] >> places) & 1) != 0).flatten(1)[:, : scores.shape[1]]
+        return (((map.to(torch.int32)[:, :, None] >> places) & 1) != 0).flatten(1)[
+            :, : scores.shape[1]
+        ]
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, map.long(), True)
 
 

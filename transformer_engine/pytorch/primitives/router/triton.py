@@ -27,9 +27,9 @@ def unsupported_reason(request: RouterRequest) -> str | None:
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
     """Return a callable with the same arguments and results as `reference.bind`."""
-    return {"choose": _choose, "gradient": _gradient, "loss": _loss, "margins": _margins}[request.operation](
-        request
-    )
+    return {"choose": _choose, "gradient": _gradient, "loss": _loss, "margins": _margins}[
+        request.operation
+    ](request)
 
 
 def _choose(request: RouterRequest) -> Callable[..., Any]:
@@ -59,7 +59,13 @@ def _gradient(request: RouterRequest) -> Callable[..., Tensor]:
     from ....common.kernels import router  # it imports triton
 
     choice = request.choice
-    facts = (choice.k, router.SCORES[choice.score], choice.whole, choice.scale, router.MAPS[choice.map])
+    facts = (
+        choice.k,
+        router.SCORES[choice.score],
+        choice.whole,
+        choice.scale,
+        router.MAPS[choice.map],
+    )
     launch = router.gradient(*request.shape, *facts, DTYPE_NAMES[request.made])
 
     def gradient(map: Tensor | None, scores: Tensor, grad_probs: Tensor) -> Tensor:
@@ -89,7 +95,9 @@ def _loss(request: RouterRequest) -> Callable[..., Tensor]:
 
     program = router.loss(rows, columns, request.factor, DTYPE_NAMES[request.made])
 
-    return lambda probs, tokens, total: perform(program, (probs.contiguous(), tokens.contiguous(), total))[0]
+    return lambda probs, tokens, total: perform(
+        program, (probs.contiguous(), tokens.contiguous(), total)
+    )[0]
 
 
 BACKEND: Backend[RouterRequest] = Backend(

@@ -10,7 +10,14 @@ from ....common.dispatch import Table
 from . import reference, triton
 from .reference import ScaleUpdateRequest, history_amax, next_scale, roll_history
 
-__all__ = ["TABLE", "ScaleUpdateRequest", "advance_scales", "history_amax", "next_scale", "roll_history"]
+__all__ = [
+    "TABLE",
+    "ScaleUpdateRequest",
+    "advance_scales",
+    "history_amax",
+    "next_scale",
+    "roll_history",
+]
 
 TABLE: Table[ScaleUpdateRequest] = Table(
     "scale_update", (triton.BACKEND, reference.BACKEND), describe=ScaleUpdateRequest
@@ -46,4 +53,6 @@ def advance_scales(
         if width > columns:
             columns = width
     rule = (algorithm, fp8_max, margin, keep_idle)
-    TABLE.bound((histories[0].device.type, length, columns, len(histories), *rule))(histories, scales)
+    TABLE.bound((histories[0].device.type, length, columns, len(histories), *rule))(
+        histories, scales
+    )

@@ -67,7 +67,9 @@ def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Te
                 busy = history[0] != 0
                 new_history = torch.where(busy, new_history, history)
                 new_scale = torch.where(busy, new_scale, scale)
-            torch._foreach_copy_([histories[i] for i in members], list(new_history.split(columns, dim=1)))
+            torch._foreach_copy_(
+                [histories[i] for i in members], list(new_history.split(columns, dim=1))
+            )
             torch._foreach_copy_([scales[i] for i in members], list(new_scale.split(columns)))
 
     return step

@@ -42,7 +42,9 @@ def scaled_softmax_forward(
     return TABLE.bound(("forward", x.shape, x.dtype, x.device, causal, scale, layout))(x, mask)
 
 
-def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, *, causal: str | None = None) -> Tensor:
+def scaled_softmax_backward(
+    dy: Tensor, y: Tensor, scale: float, *, causal: str | None = None
+) -> Tensor:
     """dx [.., q, k] = scale * y * (dy - sum(dy * y)), in y's dtype, contiguous.
 
     With `causal`, the keys that it hides are not read; the gradient is the same. dy must be finite where y is zero for
@@ -50,13 +52,17 @@ def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, *, causal: str 
     """
     _check(y, causal)
     if dy.shape != y.shape:
-        raise ValueError(f"dy is {list(dy.shape)} and y {list(y.shape)}; give the gradient of that y")
+        raise ValueError(
+            f"dy is {list(dy.shape)} and y {list(y.shape)}; give the gradient of that y"
+        )
     return TABLE.bound(("backward", y.shape, y.dtype, y.device, causal, scale))(dy, y)
 
 
 def _check(x: Tensor, causal: str | None) -> None:
     if x.dim() < 2:
-        raise ValueError(f"scores are [.., queries, keys], not {list(x.shape)}; add the missing axes")
+        raise ValueError(
+            f"scores are [.., queries, keys], not {list(x.shape)}; add the missing axes"
+        )
     if causal is not None and causal not in CAUSAL:
         raise ValueError(f"causal={causal!r}; choose None, {' or '.join(CAUSAL)}")
 
@@ -79,5 +85,7 @@ TABLE: Table[SoftmaxRequest] = Table(
     "softmax",
     (triton.BACKEND, reference.BACKEND),
     describe=SoftmaxRequest,
-    operator=lambda request: _OPERATORS[request.operation].given(scale=request.scale, causal=request.causal),
+    operator=lambda request: _OPERATORS[request.operation].given(
+        scale=request.scale, causal=request.causal
+    ),
 )

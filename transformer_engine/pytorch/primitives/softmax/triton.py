@@ -37,7 +37,9 @@ def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tenso
         batch, head, query, key = _hidden(lies, shape).stride()
         strides = (batch, head, query, key)
     shift = causal_shift(request.causal, shape)
-    launch = softmax.forward(_four(shape), strides, DTYPE_NAMES[request.dtype], request.scale, shift)
+    launch = softmax.forward(
+        _four(shape), strides, DTYPE_NAMES[request.dtype], request.scale, shift
+    )
 
     def forward(x: Tensor, mask: Tensor | None) -> Tensor:
         hidden = None if mask is None else _hidden(mask, shape)

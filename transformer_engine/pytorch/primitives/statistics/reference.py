@@ -55,9 +55,13 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
             quantized = dequantize(operand._replace(dtype=torch.float32))
             underflow = ((values != 0) & (codes == 0)).sum()
             largest, beyond = greatest(operand.codes.dtype)
-            saturation = ((codes.abs() == largest) & (values.abs() > quantized.abs() * beyond)).sum()
+            saturation = (
+                (codes.abs() == largest) & (values.abs() > quantized.abs() * beyond)
+            ).sum()
             noise = torch.where(finite, values - quantized, 0.0).double().square().sum()
-        sums = torch.stack([t.double() for t in (underflow, saturation, signal, noise, (~finite).sum())])
+        sums = torch.stack(
+            [t.double() for t in (underflow, saturation, signal, noise, (~finite).sum())]
+        )
         accumulated[0] = torch.maximum(
             accumulated[0], values.abs().amax().double() if values.numel() else none
         )

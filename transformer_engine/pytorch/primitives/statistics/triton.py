@@ -60,4 +60,6 @@ def _one(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.dim() else scale.view(1)
 
 
-BACKEND: Backend[StatisticsRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)
+BACKEND: Backend[StatisticsRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind
+)

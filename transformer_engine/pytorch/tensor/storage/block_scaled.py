@@ -40,7 +40,9 @@ def _detach_base(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor on the same memory, not marked as a view: sharded optimizers reject views as buffers."""
     if tensor is None or torch.compiler.is_compiling() or tensor._base is None:
         return tensor
-    return tensor.data  # one operation; an empty tensor and `set_` take six times as long on the host
+    return (
+        tensor.data
+    )  # one operation; an empty tensor and `set_` take six times as long on the host
 
 
 class BlockScaledStorage(QuantizedTensorStorage):
@@ -78,11 +80,20 @@ class BlockScaledStorage(QuantizedTensorStorage):
     _amax_columnwise: Tensor | None = None
 
     def __init__(
-        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
-        quantizer: Writer | None = None, *, dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
-        rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
+        self,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        fp8_dtype: DType,
+        quantizer: Writer | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ):
+        rowwise, columnwise = (
+            (rowwise_data, rowwise_scale_inv),
+            (columnwise_data, columnwise_scale_inv),
+        )
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, dtype)
 
     def _hold(
@@ -109,7 +120,11 @@ class BlockScaledStorage(QuantizedTensorStorage):
                 return torch.Size((*codes.shape[1:], *codes.shape[:1]))
             if self.COLUMNS_TRANSPOSED:
                 return torch.Size((*codes.shape[1:-1], packing * codes.shape[-1], codes.shape[0]))
-        return codes.shape if packing == 1 else torch.Size((*codes.shape[:-1], packing * codes.shape[-1]))
+        return (
+            codes.shape
+            if packing == 1
+            else torch.Size((*codes.shape[:-1], packing * codes.shape[-1]))
+        )
 
     @classmethod
     def _rowwise_shape(cls, shape: Sequence[int]) -> tuple[int, ...]:
@@ -154,7 +169,9 @@ class BlockScaledStorage(QuantizedTensorStorage):
         if in_tiles:
             form, scale = TILED_FORMATS[form], self._drop_padding(scale, *scale.shape)
         else:
-            scale = self._drop_padding(scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
+            scale = self._drop_padding(
+                scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1])
+            )
         element = torch_dtype(find_element(getattr(self, self.ELEMENT)))
         if codes.dtype is not element:
             codes = codes.view(element)
@@ -206,7 +223,9 @@ class BlockScaledStorage(QuantizedTensorStorage):
                 scale_t = scale_t.reshape(scale_t.shape[::-1]) if in_tiles else scale_t.t()
         if len(shape) != 2:  # the codes of a matrix have their shape
             codes = None if codes is None else codes.view(cls._rowwise_shape(shape))
-            transpose = None if transpose is None else transpose.reshape(cls._columnwise_shape(shape))
+            transpose = (
+                None if transpose is None else transpose.reshape(cls._columnwise_shape(shape))
+            )
         return cls(
             rowwise_data=_detach_base(codes),
             rowwise_scale_inv=_detach_base(scale),
@@ -245,7 +264,9 @@ class BlockScaledStorage(QuantizedTensorStorage):
             )
             self._with_gemm_swizzled_scales = True
 
-    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+    def copy_from_storage(
+        self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> None:
         if isinstance(src, BlockScaledStorage):
             src = src.order_scales(self._with_gemm_swizzled_scales)
         super().copy_from_storage(src, noop_flag=noop_flag)

@@ -50,17 +50,28 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     }
 
     def __init__(
-        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
-        quantizer: Writer | None = None, is_2D_scaled: bool = True,
-        data_format: int | None = GEMM_READY, *, fake_dtype: torch.dtype | None = None,
-        dtype: torch.dtype | None = None, power_of_two: bool = False,
-    ):  # fmt: skip
+        self,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        fp8_dtype: DType,
+        quantizer: Writer | None = None,
+        is_2D_scaled: bool = True,
+        data_format: int | None = GEMM_READY,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        power_of_two: bool = False,
+    ):
         if data_format is not None and int(data_format) != GEMM_READY:
             raise ValueError(
                 f"data_format={data_format!r} is unsupported; give scales in the layout GEMM_READY (0)"
             )
-        rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
+        rowwise, columnwise = (
+            (rowwise_data, rowwise_scale_inv),
+            (columnwise_data, columnwise_scale_inv),
+        )
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, nominal)
         self._is_2D_scaled = is_2D_scaled
@@ -81,7 +92,9 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         # Both scale kinds replace each other: `copy_from_storage` adopts the kind.
         return self._fp8_dtype, self._is_2D_scaled
 
-    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+    def copy_from_storage(
+        self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> None:
         super().copy_from_storage(src, noop_flag=noop_flag)
         if noop_flag is None:
             self._power_of_two = True

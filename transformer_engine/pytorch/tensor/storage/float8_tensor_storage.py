@@ -88,10 +88,14 @@ class Float8TensorStorage(QuantizedTensorStorage):
                 raise self._missing(direction)
             codes = self._data.reshape(rows, depth).t()
         matrix = codes.reshape((rows, depth) if direction == ROWWISE else (depth, rows))
-        return Operand(matrix.view(float8_dtype(self._fp8_dtype)), self._scale_inv, FLOAT8, dtype=self._dtype)
+        return Operand(
+            matrix.view(float8_dtype(self._fp8_dtype)), self._scale_inv, FLOAT8, dtype=self._dtype
+        )
 
     @classmethod
-    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> Float8TensorStorage:
+    def pack(
+        cls, quantized: Quantized, shape: Sequence[int], **constants: Any
+    ) -> Float8TensorStorage:
         codes, scale, codes_t, scale_t, _, _ = quantized
         data = None if codes is None else codes.view(torch.uint8)
         transpose = None if codes_t is None else codes_t.view(torch.uint8)
@@ -124,7 +128,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self._data is not None:
             return dequantize(self.contract(ROWWISE)._replace(dtype=dtype)).view(self.shape)
-        return dequantize(self.contract(COLUMNWISE)._replace(dtype=dtype)).t().contiguous().view(self.shape)
+        return (
+            dequantize(self.contract(COLUMNWISE)._replace(dtype=dtype))
+            .t()
+            .contiguous()
+            .view(self.shape)
+        )
 
     def with_shape(self, shape: Sequence[int]) -> Float8TensorStorage | None:
         keeps_columns = len(shape) > 0 and len(self.shape) > 0 and shape[-1] == self.shape[-1]
@@ -133,7 +142,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
         transpose = self._transpose if keeps_columns else None
         return Float8TensorStorage(
             data=None if self._data is None else self._data.view(shape),
-            data_transpose=None if transpose is None else transpose.reshape((*shape[-1:], *shape[:-1])),
+            data_transpose=None
+            if transpose is None
+            else transpose.reshape((*shape[-1:], *shape[:-1])),
             fp8_scale_inv=self._scale_inv,
             **self.constants(),
         )

@@ -22,7 +22,9 @@ from ...primitives.quantize import Quantized
 from .quantized_tensor_storage import QuantizedTensorStorage
 
 
-def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> QuantizedTensorStorage | None:
+def row_slice(
+    storage: QuantizedTensorStorage, start: int, stop: int
+) -> QuantizedTensorStorage | None:
     """Return storage[start:stop] along dimension 0, with shared codes; None if that would split a block."""
     shape = storage.shape
     if len(shape) < 2:
@@ -89,7 +91,9 @@ class GatheredPayload:
             name: tensor.view(kind).t() if name.endswith("_t") else tensor.view(kind)
             for name, kind, tensor in zip(self.fields[1:], self.dtypes[1:], tensors, strict=True)
         }
-        return replace(self, fields=self.fields[:1], dtypes=self.dtypes[:1], whole=self.whole | present)
+        return replace(
+            self, fields=self.fields[:1], dtypes=self.dtypes[:1], whole=self.whole | present
+        )
 
 
 class DerivedTensors(list[Tensor]):
@@ -170,7 +174,12 @@ def sent_shard(
     tensors, payload = gather_payload(storage)
     if ranks == 1:  # torch then copies only the first tensor
         return tensors[:1], payload.holding(tensors[1:])
-    if ranks is None or full_shape[0] % ranks == 0 or len(full_shape) > 2 or storage.format.block is not None:
+    if (
+        ranks is None
+        or full_shape[0] % ranks == 0
+        or len(full_shape) > 2
+        or storage.format.block is not None
+    ):
         return tensors, payload
     padded = []
     for tensor in tensors:
@@ -181,7 +190,10 @@ def sent_shard(
 
 
 def join_payload(
-    tensors: Sequence[Tensor], payload: GatheredPayload, dtype: torch.dtype, columnwise: bool | None = None
+    tensors: Sequence[Tensor],
+    payload: GatheredPayload,
+    dtype: torch.dtype,
+    columnwise: bool | None = None,
 ) -> QuantizedTensorStorage:
     """Return the storage for the gathered rows; columnwise: derive column-wise data (None: as in the shards)."""
     parts: dict[str, Tensor] = {name: part.clone() for name, part in payload.whole.items()}
@@ -220,7 +232,11 @@ def rewrite_codes(out: Any, gathered: Sequence[Tensor], payload: GatheredPayload
         Whether the parameter has one scale and the gathered bytes are its codes; if not, nothing is written.
     """
     scale = payload.whole.get("scale")
-    if payload.fields != ("codes",) or scale is None or out._scale_inv.data_ptr() == scale.data_ptr():
+    if (
+        payload.fields != ("codes",)
+        or scale is None
+        or out._scale_inv.data_ptr() == scale.data_ptr()
+    ):
         return False
     codes = gathered[0].view(torch.uint8)
     if codes.data_ptr() != out._data.data_ptr() or codes.dim() != 2:
@@ -286,13 +302,19 @@ class ShardedBuffers:
         storage: Any = self
         sent, payload = gather_payload(storage)
         views = storage.unpack()._asdict()
-        tensors = {name: tensor for name, tensor in storage._tensors_by_name().items() if tensor is not None}
+        tensors = {
+            name: tensor
+            for name, tensor in storage._tensors_by_name().items()
+            if tensor is not None
+        }
         fields: list[str] = []
         for part in payload.fields[: len(sent)]:
             # The tensor that begins where a view of it does; several tensors may share one storage.
             left = {name: tensor for name, tensor in tensors.items() if name not in fields}
             address = views[part].data_ptr()
-            found = next((name for name, tensor in left.items() if tensor.data_ptr() == address), None)
+            found = next(
+                (name for name, tensor in left.items() if tensor.data_ptr() == address), None
+            )
             if found is None:
                 raise RuntimeError(
                     f"no attribute of this {type(self).__name__} holds its {part} in the form that is sent; "

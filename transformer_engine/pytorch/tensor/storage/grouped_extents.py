@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from .grouped_layout import SCALES, GroupLayout, GroupMember, member_starts, running_ends, varying_extents
+from .grouped_layout import (
+    SCALES,
+    GroupLayout,
+    GroupMember,
+    member_starts,
+    running_ends,
+    varying_extents,
+)
 
 
 class GroupExtents:
@@ -80,7 +87,9 @@ class GroupExtents:
         members = self.members()
         for member in members:
             member.swizzle_()
-        self._layout = self._layout.copy_scales(members, {name: getattr(self, name) for name in SCALES})
+        self._layout = self._layout.copy_scales(
+            members, {name: getattr(self, name) for name in SCALES}
+        )
 
     def all_same_first_dim(self) -> bool:
         return not self._layout.varies[0]
@@ -106,7 +115,9 @@ class GroupExtents:
         layout = self._layout
         if not layout.varies[axis]:
             return (
-                layout.logical[-1] if axis else layout.logical[0] // (1 if layout.varies[1] else layout.count)
+                layout.logical[-1]
+                if axis
+                else layout.logical[0] // (1 if layout.varies[1] else layout.count)
             )
         extents = [member.shape[axis] for member in self._members]
         raise RuntimeError(f"the {name} extents {extents} differ; ask all_same_{name}_dim() before")

@@ -84,7 +84,9 @@ class GroupLayout:
         return replace(self, members=tuple(found))
 
     @classmethod
-    def of(cls, members: Sequence[GroupMember], varies: tuple[bool, bool] | None = None) -> GroupLayout:
+    def of(
+        cls, members: Sequence[GroupMember], varies: tuple[bool, bool] | None = None
+    ) -> GroupLayout:
         """Describe members whose shapes are known.
 
         Args:
@@ -97,7 +99,11 @@ class GroupLayout:
         if not varies[1]:
             logical = (sum(firsts), lasts[0])
         else:
-            logical = (firsts[0], sum(lasts)) if not varies[0] else (1, sum(prod(m.shape) for m in members))
+            logical = (
+                (firsts[0], sum(lasts))
+                if not varies[0]
+                else (1, sum(prod(m.shape) for m in members))
+            )
         return cls(len(members), logical, varies, tuple(members))
 
 
@@ -130,7 +136,11 @@ def member_tensors(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]
 
 
 def rebuild_arguments(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
-    return QuantizedTensorStorage.flatten(member)[1] if isinstance(member, QuantizedTensorStorage) else None
+    return (
+        QuantizedTensorStorage.flatten(member)[1]
+        if isinstance(member, QuantizedTensorStorage)
+        else None
+    )
 
 
 def has_one_scale(members: Sequence[GroupMember]) -> bool:
@@ -148,7 +158,10 @@ def varying_extents(layout: GroupLayout, device: torch.device) -> dict[str, Any]
     for name, axis, varies in zip(("first_dims", "last_dims"), (0, -1), layout.varies, strict=True):
         if varies:
             numbers[name] = [shape[axis] for shape in shapes]
-    return {name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in numbers.items()}
+    return {
+        name: torch.tensor(values, dtype=torch.int64, device=device)
+        for name, values in numbers.items()
+    }
 
 
 def running_ends(extents: Sequence[int]) -> list[int]:
@@ -258,7 +271,9 @@ def member_shapes(
     whole("num_tensors", num_tensors)
     if shapes is not None:
         if len(shapes) != num_tensors:
-            raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor")
+            raise ValueError(
+                f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor"
+            )
         return [tuple(int(extent) for extent in one) for one in shapes]
     firsts, lasts = host_numbers(first_dims), host_numbers(last_dims)
     for name, extents in (("first_dims", firsts), ("last_dims", lasts)):

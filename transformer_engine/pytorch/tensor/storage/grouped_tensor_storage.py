@@ -101,19 +101,35 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
     columnwise_data: Tensor | None
 
     def __init__(
-        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, *,
-        num_tensors: int | None = None, shapes: Sequence[Sequence[int]] | None = None,
-        quantizer: Any = None, data: Tensor | None = None, columnwise_data: Tensor | None = None,
-        scale_inv: Tensor | None = None, columnwise_scale_inv: Tensor | None = None,
-        amax: Tensor | None = None, columnwise_amax: Tensor | None = None, scale: Tensor | None = None,
-        first_dims: Tensor | None = None, last_dims: Tensor | None = None,
-        tensor_offsets: Tensor | None = None, offsets: Sequence[int] | None = None,
+        self,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_tensors: int | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
+        quantizer: Any = None,
+        data: Tensor | None = None,
+        columnwise_data: Tensor | None = None,
+        scale_inv: Tensor | None = None,
+        columnwise_scale_inv: Tensor | None = None,
+        amax: Tensor | None = None,
+        columnwise_amax: Tensor | None = None,
+        scale: Tensor | None = None,
+        first_dims: Tensor | None = None,
+        last_dims: Tensor | None = None,
+        tensor_offsets: Tensor | None = None,
+        offsets: Sequence[int] | None = None,
         scale_inv_offsets: Sequence[int] | Tensor | None = None,
-        columnwise_scale_inv_offsets: Sequence[int] | Tensor | None = None, requires_grad: bool = False,
-        stride: Sequence[int] | None = None, with_gemm_swizzled_scales: bool = False,
-        row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
-        layout: GroupLayout | None = None, rowwise_data: Tensor | None = None,
-    ):  # fmt: skip
+        columnwise_scale_inv_offsets: Sequence[int] | Tensor | None = None,
+        requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+        with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        layout: GroupLayout | None = None,
+        rowwise_data: Tensor | None = None,
+    ):
         self.rowwise_data, self.scale = data if rowwise_data is None else rowwise_data, scale
         self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
         self.scale_inv, self._amax, self._columnwise_amax = scale_inv, amax, columnwise_amax
@@ -191,10 +207,14 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             for buffer, tensor in tensors.items():
                 places.append(Place(buffer, ends[buffer], tuple(tensor.shape)))
                 ends[buffer] += tensor.numel()
-            results.append(GroupMember(tuple(member.shape), tuple(places), rebuild_arguments(member)))
+            results.append(
+                GroupMember(tuple(member.shape), tuple(places), rebuild_arguments(member))
+            )
         device = next(iter(parts[0].values())).device
         layout = GroupLayout.of(results)
-        group = cls(layout=layout, quantizer=quantizer, dtype=dtype, **varying_extents(layout, device))
+        group = cls(
+            layout=layout, quantizer=quantizer, dtype=dtype, **varying_extents(layout, device)
+        )
         for buffer, end in ends.items():
             kinds = {tensors[buffer].dtype for tensors in parts if buffer in tensors}
             if kinds:
@@ -202,7 +222,9 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         for member, tensors in zip(results, parts, strict=True):
             for position, tensor in zip(member.places, tensors.values(), strict=True):
                 group._at(position).copy_(tensor)
-        if all(tensors.get("scale_inv") is tensors.get("columnwise_scale_inv") for tensors in parts):
+        if all(
+            tensors.get("scale_inv") is tensors.get("columnwise_scale_inv") for tensors in parts
+        ):
             group.columnwise_scale_inv = group.scale_inv  # members have one scale, which they write
         return group
 
@@ -240,7 +262,9 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         """Return the members, as storages or plain tensors over buffer views."""
         members: list[Any] = []
         for member in self._members:
-            parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
+            parts = {
+                p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None
+            }
             if member.rebuild is None:
                 members.append(parts["rowwise_data"])
                 continue
@@ -290,10 +314,14 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return rebuild(tensors)  # pyright: ignore[reportReturnType]
 
     def contract(self, direction: str) -> Operand:
-        raise TypeError(f"a group of {self.num_tensors} matrices is not an operand; multiply its members()")
+        raise TypeError(
+            f"a group of {self.num_tensors} matrices is not an operand; multiply its members()"
+        )
 
     @classmethod
-    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
+    def pack(
+        cls, quantized: Quantized, shape: Sequence[int], **constants: Any
+    ) -> QuantizedTensorStorage:
         raise TypeError(
             "a group has codes of each member; make it of its members, GroupedTensorStorage.of(..)"
         )
@@ -324,7 +352,9 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
 
     @property
     def transposable(self) -> bool:
-        return all(not isinstance(member, Tensor) and member.transposable for member in self.members())
+        return all(
+            not isinstance(member, Tensor) and member.transposable for member in self.members()
+        )
 
     def _mirror(self, direction: str, usage: str) -> None:
         """Create the missing direction by transposing the other one, member by member."""
@@ -395,7 +425,9 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
                     into.quantize_(value, noop_flag=noop_flag)
                 else:
                     selected = (
-                        value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
+                        value
+                        if noop_flag is None
+                        else torch.where(noop_flag != 0, into, value.to(into))
                     )
                     into.copy_(selected)
             scales, copied = self.scale_inv, self.columnwise_scale_inv

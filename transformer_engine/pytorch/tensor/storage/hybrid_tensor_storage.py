@@ -68,9 +68,15 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             agreed = _check_agreement(parts)
             nominal = agreed.dtype if nominal is None else nominal
             slots = {}
-            for part, names, rebuild in zip(parts.values(), (_ROWWISE, _COLUMNWISE), _REBUILDS, strict=True):
-                tensors, slots[rebuild] = ((), None) if part is None else part.as_storage().flatten()
-                slots |= {name.lstrip("_"): tensor for name, tensor in zip(names, tensors, strict=False)}
+            for part, names, rebuild in zip(
+                parts.values(), (_ROWWISE, _COLUMNWISE), _REBUILDS, strict=True
+            ):
+                tensors, slots[rebuild] = (
+                    ((), None) if part is None else part.as_storage().flatten()
+                )
+                slots |= {
+                    name.lstrip("_"): tensor for name, tensor in zip(names, tensors, strict=False)
+                }
         for name in slots:
             if name not in _SLOT_KEYWORDS:
                 raise TypeError(
@@ -98,7 +104,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     rowwise_sub_storage = _rowwise_storage = rowwise_storage
     columnwise_sub_storage = _columnwise_storage = columnwise_storage
 
-    def _part(self, names: tuple[str, ...], rebuild: Rebuild | None) -> QuantizedTensorStorage | None:
+    def _part(
+        self, names: tuple[str, ...], rebuild: Rebuild | None
+    ) -> QuantizedTensorStorage | None:
         tensors = [getattr(self, name) for name in names]
         if rebuild is None or all(tensor is None for tensor in tensors):
             return None
@@ -142,7 +150,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         rowwise = quantized._replace(codes_t=None, scale_t=None, amax_t=None)
         columnwise = quantized._replace(codes=None, scale=None, amax=None)
         parts = [
-            None if data is None else rebuild.storage_class.pack(part, shape, **dict(rebuild.constants))
+            None
+            if data is None
+            else rebuild.storage_class.pack(part, shape, **dict(rebuild.constants))
             for data, part, rebuild in (
                 (quantized.codes, rowwise, constants["rowwise_rebuild"]),
                 (quantized.codes_t, columnwise, constants["columnwise_rebuild"]),

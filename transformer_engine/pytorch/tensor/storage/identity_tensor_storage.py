@@ -48,7 +48,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         nominal = nominal_dtype(fake_dtype, dtype)
         self._data = hp_data
         self._quantizer = quantizer
-        self._dtype = nominal if nominal is not None else torch.float32 if hp_data is None else hp_data.dtype
+        self._dtype = (
+            nominal if nominal is not None else torch.float32 if hp_data is None else hp_data.dtype
+        )
 
     @property
     def _hp_data(self) -> Tensor | None:
@@ -68,7 +70,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return plain(matrix if direction == ROWWISE else matrix.t())
 
     @classmethod
-    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> IdentityTensorStorage:
+    def pack(
+        cls, quantized: Quantized, shape: Sequence[int], **constants: Any
+    ) -> IdentityTensorStorage:
         codes = quantized.codes
         if codes is None and quantized.codes_t is not None:
             codes = quantized.codes_t.t()
@@ -81,7 +85,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def get_usages(self) -> dict[str, bool]:
         return {"rowwise": True, "columnwise": True}
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         """Do nothing, because the values serve both directions."""
 
     def decode(self, dtype: torch.dtype) -> Tensor:

@@ -44,13 +44,23 @@ class MXFP8TensorStorage(BlockScaledStorage):
     COLUMNS_TRANSPOSED = False
 
     def __init__(
-        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
-        quantizer: Writer | None = None, with_gemm_swizzled_scales: bool = False, *,
-        square_tiles: bool = False, fake_dtype: torch.dtype | None = None,
+        self,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        fp8_dtype: DType,
+        quantizer: Writer | None = None,
+        with_gemm_swizzled_scales: bool = False,
+        *,
+        square_tiles: bool = False,
+        fake_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
+    ):
+        rowwise, columnwise = (
+            (rowwise_data, rowwise_scale_inv),
+            (columnwise_data, columnwise_scale_inv),
+        )
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, nominal)
         self._square_tiles = square_tiles

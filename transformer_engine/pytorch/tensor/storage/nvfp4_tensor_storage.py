@@ -69,15 +69,29 @@ class NVFP4TensorStorage(BlockScaledStorage):
     _fp4_dtype: DType
 
     def __init__(
-        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None,
-        amax_rowwise: Tensor | None, amax_columnwise: Tensor | None,
-        fp4_dtype: DType = DType.kFloat4E2M1, quantizer: Writer | None = None,
-        with_gemm_swizzled_scales: bool = False, row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False,
-        nvfp4_e4m3_max: int = 448, *, square_tiles: bool = False, transform_signs: bool | None = None,
-        fake_dtype: torch.dtype | None = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
+        self,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        amax_rowwise: Tensor | None,
+        amax_columnwise: Tensor | None,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        quantizer: Writer | None = None,
+        with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        *,
+        square_tiles: bool = False,
+        transform_signs: bool | None = None,
+        fake_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        rowwise, columnwise = (
+            (rowwise_data, rowwise_scale_inv),
+            (columnwise_data, columnwise_scale_inv),
+        )
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
         self._hold(rowwise, columnwise, fp4_dtype, quantizer, nominal)
         self._amax_rowwise = amax_rowwise
@@ -108,7 +122,9 @@ class NVFP4TensorStorage(BlockScaledStorage):
         return padded(scale.view(torch.uint8), *cls.SCALE_PADDING)
 
     @classmethod
-    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> BlockScaledStorage:
+    def pack(
+        cls, quantized: Quantized, shape: Sequence[int], **constants: Any
+    ) -> BlockScaledStorage:
         # Maxima per row arrive as a column [M, 1] from row slices and gathers, see `unpack`.
         amax = quantized.amax if quantized.codes is not None else None
         return super().pack(
@@ -119,7 +135,9 @@ class NVFP4TensorStorage(BlockScaledStorage):
             **constants,
         )
 
-    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+    def copy_from_storage(
+        self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> None:
         if isinstance(src, NVFP4TensorStorage) and self._modes() != src._modes():
             raise RuntimeError(
                 f"cannot copy NVFP4 data with {src._modes()} into a tensor with {self._modes()}; quantize_() the "

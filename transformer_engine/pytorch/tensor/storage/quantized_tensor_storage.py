@@ -47,7 +47,9 @@ class Rebuild:
     Not a dataclass: torch 2.11 cannot trace a call to a frozen dataclass that was created in the same graph.
     """
 
-    def __init__(self, storage_class: type[QuantizedTensorStorage], constants: tuple[tuple[str, Any], ...]):
+    def __init__(
+        self, storage_class: type[QuantizedTensorStorage], constants: tuple[tuple[str, Any], ...]
+    ):
         self.storage_class = storage_class
         self.constants = constants
 
@@ -60,7 +62,10 @@ class Rebuild:
         if not isinstance(other, Rebuild):
             return NotImplemented
         ours, theirs = (
-            (rebuild.storage_class, [c for c in rebuild.constants if c[0] not in ("quantizer", "dtype")])
+            (
+                rebuild.storage_class,
+                [c for c in rebuild.constants if c[0] not in ("quantizer", "dtype")],
+            )
             for rebuild in (self, other)
         )
         return ours == theirs
@@ -76,7 +81,11 @@ class Writer(Protocol):
     internal: bool
 
     def quantize(
-        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+        self,
+        tensor: Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:
         """Return a new quantized tensor, or a bare storage if `internal` is set."""
         ...
@@ -88,12 +97,18 @@ class Writer(Protocol):
         ...
 
     def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        pin_memory: bool,
     ) -> QuantizedTensorStorage:
         """Return an uninitialized storage."""
         ...
 
-    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(
+        self, shape: Sequence[int], rowwise: bool, columnwise: bool
+    ) -> str | None:
         """Return the reason why a shape is unsupported."""
         ...
 
@@ -149,7 +164,9 @@ class QuantizedTensorStorage:
         return contracted(self, direction, getattr(self, "_quantizer", None))
 
     @classmethod
-    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
+    def pack(
+        cls, quantized: Quantized, shape: Sequence[int], **constants: Any
+    ) -> QuantizedTensorStorage:
         """Store codes and scales of matrices, K last and unpadded, in the layout of this class's public fields."""
         raise NotImplementedError
 
@@ -197,7 +214,9 @@ class QuantizedTensorStorage:
         maxima = rowwise.amax.view(-1, 1) if per_row and rowwise.amax is not None else rowwise.amax
         return Quantized(*rowwise[:2], *columnwise[:2], maxima, columnwise.amax)
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         """Create or drop directions in place; None leaves a direction unchanged."""
         usages = self.get_usages()
         rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
@@ -233,7 +252,9 @@ class QuantizedTensorStorage:
         existing = row_major(self.contract(COLUMNWISE if usage == "rowwise" else ROWWISE))
         mirrored = transposed_operand(existing)
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
-        quantized = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
+        quantized = Quantized(
+            first.codes, first.scale, second.codes, second.scale, first.amax, second.amax
+        )
         packed = self.storage_class().pack(quantized, self.shape, **self.constants())
         for name in self.ROWWISE if usage == "rowwise" else self.COLUMNWISE:
             setattr(self, name, getattr(packed, name))
@@ -248,7 +269,9 @@ class QuantizedTensorStorage:
         """Return a new storage without the given directions, which shares the rest."""
         gone = self.ROWWISE * rowwise + self.COLUMNWISE * columnwise
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
-        return rebuild([None if name in gone else t for name, t in zip(self.TENSORS, tensors, strict=True)])
+        return rebuild(
+            [None if name in gone else t for name, t in zip(self.TENSORS, tensors, strict=True)]
+        )
 
     def _missing(self, direction: str) -> RuntimeError:
         data = "row-wise" if direction == ROWWISE else "column-wise"
@@ -260,7 +283,9 @@ class QuantizedTensorStorage:
     def flatten(self) -> tuple[tuple[Tensor | None, ...], Rebuild]:
         """Return (tensors, rebuild) with rebuild(tensors) equal to this storage, which is not changed."""
         constants = tuple(self.constants().items())
-        return tuple(getattr(self, name) for name in self.TENSORS), Rebuild(self.storage_class(), constants)
+        return tuple(getattr(self, name) for name in self.TENSORS), Rebuild(
+            self.storage_class(), constants
+        )
 
     def constants(self) -> dict[str, Any]:
         """Return all fields except the tensors, as constructor keywords."""
@@ -303,7 +328,10 @@ class QuantizedTensorStorage:
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the payload as constructor keywords."""
-        return {keyword: getattr(self, name) for name, keyword in (self.TENSORS | self.CONSTANTS).items()}
+        return {
+            keyword: getattr(self, name)
+            for name, keyword in (self.TENSORS | self.CONSTANTS).items()
+        }
 
     def get_data_tensors(
         self, rowwise_data: bool = True, columnwise_data: bool = True
@@ -321,13 +349,17 @@ class QuantizedTensorStorage:
             return False
         for name in self.TENSORS:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if (mine is None) != (theirs is None) or (mine is not None and mine.shape != theirs.shape):
+            if (mine is None) != (theirs is None) or (
+                mine is not None and mine.shape != theirs.shape
+            ):
                 return False
         return self.byte_layout() == other.byte_layout()
 
     def byte_layout(self) -> tuple[Any, ...]:
         """Return the constants that define the meaning of the bytes, without quantizer and nominal dtype."""
-        return tuple(getattr(self, name) for name in self.CONSTANTS if name not in ("_quantizer", "_dtype"))
+        return tuple(
+            getattr(self, name) for name in self.CONSTANTS if name not in ("_quantizer", "_dtype")
+        )
 
     def row_granularity(self) -> int:
         """Return the row multiple at which slices do not split scale blocks in any present direction."""
@@ -336,7 +368,9 @@ class QuantizedTensorStorage:
             return 1
         return block[1] if self.get_usages()["columnwise"] else block[0]
 
-    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+    def copy_from_storage(
+        self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> None:
         """Overwrite this payload with the bytes of src, unless the flag on the device is set."""
         if not isinstance(src, QuantizedTensorStorage):
             kinds = with_article(type(src)), with_article(self.storage_class())
@@ -350,12 +384,16 @@ class QuantizedTensorStorage:
         for name in self.TENSORS:
             mine, theirs = getattr(self, name), getattr(src, name)
             if mine is not None:
-                mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
+                mine.copy_(
+                    theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs)
+                )
 
     def join_claims(self, source: QuantizedTensorStorage | None) -> None:
         """Drop claims about scales that the source of copied parts lacks; None: compute them from the scales."""
 
-    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
+    def quantize_(
+        self, tensor: Tensor, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensorStorage:
         """Quantize a tensor into this payload, in its present directions."""
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.decode(self.dtype)
@@ -399,10 +437,14 @@ class QuantizedTensorStorage:
         for tensor in self._tensors_by_name().values():
             if tensor is not None:
                 return tensor
-        raise RuntimeError(f"{type(self).__name__} holds no data; call restore_from_saved before using it")
+        raise RuntimeError(
+            f"{type(self).__name__} holds no data; call restore_from_saved before using it"
+        )
 
     def __repr__(self) -> str:
-        shapes = {name: None if t is None else (*t.shape,) for name, t in self._tensors_by_name().items()}
+        shapes = {
+            name: None if t is None else (*t.shape,) for name, t in self._tensors_by_name().items()
+        }
         fields = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
         return f"{type(self).__name__}({fields}, dtype={self._dtype})"
 

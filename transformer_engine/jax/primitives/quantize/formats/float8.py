@@ -36,7 +36,9 @@ def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int) ->
         multiplier = elements.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
-    multiplier, scale = tiles.settle_scales((multiplier, exact.reciprocal(multiplier.astype(jnp.float32))))
+    multiplier, scale = tiles.settle_scales(
+        (multiplier, exact.reciprocal(multiplier.astype(jnp.float32)))
+    )
     return Quantized(elements.encode(x, spec.element, multiplier), scale, amax=amax)
 
 
@@ -94,7 +96,9 @@ class ScaledCast(Kernel):
     def rule(self) -> ShardingRule:
         codes = ["r w"] * self.rowwise + ["w r"] * self.columnwise
         outputs = [*codes, "i", *["o"] * self.measures]
-        return ShardingRule(f"r w, s -> {', '.join(outputs)}", maxed=(len(codes) + 1,) * self.measures)
+        return ShardingRule(
+            f"r w, s -> {', '.join(outputs)}", maxed=(len(codes) + 1,) * self.measures
+        )
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, width = operands[0].shape
@@ -109,13 +113,23 @@ class ScaledCast(Kernel):
         x, operand = arrays
         rows, width = x.shape
         program = cast.one_scale(
-            (rows, width), self.element, self.rowwise, self.columnwise,
-            cast.MEASURED if self.measures else cast.GIVEN, power_of_two=self.power_of_two, epsilon=self.epsilon,
+            (rows, width),
+            self.element,
+            self.rowwise,
+            self.columnwise,
+            cast.MEASURED if self.measures else cast.GIVEN,
+            power_of_two=self.power_of_two,
+            epsilon=self.epsilon,
             zero_is_one=self.measures,
-        )  # fmt: skip
+        )
         inputs = [x, operand] if self.measures else [x, None, operand]
         codes, scale, codes_t, scale_t, amax = perform(program, inputs)
-        results = (codes, codes_t, scale if self.rowwise else scale_t, amax if self.measures else None)
+        results = (
+            codes,
+            codes_t,
+            scale if self.rowwise else scale_t,
+            amax if self.measures else None,
+        )
         return tuple(array for array in results if array is not None)
 
 
@@ -135,7 +149,10 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Q
     results = list(call_on_axes(kernel, counts, x, number))
     codes = results.pop(0) if spec.rowwise else None
     codes_t = results.pop(0) if spec.columnwise else None
-    scale, found = results[0], exact.maximum_over_axes(results[1], inputs.over) if kernel.measures else number
+    scale, found = (
+        results[0],
+        exact.maximum_over_axes(results[1], inputs.over) if kernel.measures else number,
+    )
     return Quantized(
         codes,
         scale if spec.rowwise else None,

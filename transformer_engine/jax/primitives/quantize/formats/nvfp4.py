@@ -30,7 +30,9 @@ from .float8 import Maximum
 def _clamp_to_largest(scale: Array) -> Array:
     """Replace infinite float32 scales by the largest finite number."""
     bits = exact.float_bits(scale)
-    return exact.bits_to_float(jnp.where(bits == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), bits))
+    return exact.bits_to_float(
+        jnp.where(bits == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), bits)
+    )
 
 
 def encode(
@@ -111,14 +113,22 @@ def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int) ->
             x_t = hadamard_transform(x_t, spec.random_sign) if spec.hadamard else x_t
             if amax_t is None:
                 separate = spec.hadamard or form.row_scaled
-                amax_t = exact.maximum_over_axes(absolute_maximum(x_t), inputs.over) if separate else amax
+                amax_t = (
+                    exact.maximum_over_axes(absolute_maximum(x_t), inputs.over)
+                    if separate
+                    else amax
+                )
             assert amax_t is not None
-            codes_t, scales_t = encode(x_t, spec, form.columnwise, amax_t, random_columns, x.ndim - axis)
+            codes_t, scales_t = encode(
+                x_t, spec, form.columnwise, amax_t, random_columns, x.ndim - axis
+            )
     return Quantized(
         codes=codes if spec.rowwise else None,
         scale=tiles.matrix_of_scales(scales, spec, x.shape, axis) if spec.rowwise else None,
         codes_t=codes_t,
-        scale_t=tiles.matrix_of_scales(scales_t, spec, (*x.shape[axis:], *x.shape[:axis]), x.ndim - axis),
+        scale_t=tiles.matrix_of_scales(
+            scales_t, spec, (*x.shape[axis:], *x.shape[:axis]), x.ndim - axis
+        ),
         amax=amax if spec.rowwise else None,
         amax_t=amax_t if spec.columnwise else None,
     )
@@ -254,9 +264,11 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Q
         of_columns = turned(random[0], request.axis)
     # For columns alone the kernel reads no row numbers, and the reverse.
     used = (
-        amax if spec.rowwise else None, amax_t if spec.columnwise else None,
-        random[0] if spec.rowwise else None, of_columns if spec.columnwise else None,
-    )  # fmt: skip
+        amax if spec.rowwise else None,
+        amax_t if spec.columnwise else None,
+        random[0] if spec.rowwise else None,
+        of_columns if spec.columnwise else None,
+    )
     present = tuple(one is not None for one in used)
     kernel = NVFP4Blocks(spec, request.shape, present, request.maxima_per_tile)  # pyright: ignore
     results = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
@@ -269,8 +281,13 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Q
     codes, codes_t = (None if one[0] is None else unpack_e2m1(one[0]) for one in (rows, columns))
     maxima = used[:2]
     if request.maxima_per_tile:
-        maxima = (inputs.amax if spec.rowwise else None, inputs.amax if spec.transposes else inputs.amax_t)
-    quantized = Quantized(codes, scale, codes_t, scale_t, maxima[0], maxima[1] if spec.columnwise else None)
+        maxima = (
+            inputs.amax if spec.rowwise else None,
+            inputs.amax if spec.transposes else inputs.amax_t,
+        )
+    quantized = Quantized(
+        codes, scale, codes_t, scale_t, maxima[0], maxima[1] if spec.columnwise else None
+    )
     return quantized.with_axes(x.shape, request.axis)
 
 
@@ -310,5 +327,6 @@ def _maxima(
 
 
 ROWS = tuple(
-    FormatRow(form, quantize, dequantize, quantize_by_kernels, check) for form in NVFP4_FORMATS.values()
+    FormatRow(form, quantize, dequantize, quantize_by_kernels, check)
+    for form in NVFP4_FORMATS.values()
 )

@@ -84,7 +84,9 @@ def check_mxfp8(rows: int, depth: int, spec: QuantizeSpec) -> None:
     """
     extents = {"K": depth} if spec.rowwise or spec.two_dimensional else {}
     extents |= {"M": rows} if spec.columnwise or spec.two_dimensional else {}
-    partial = [name for name, extent in extents.items() if not is_symbolic(extent) and extent % MXFP8_BLOCK]
+    partial = [
+        name for name, extent in extents.items() if not is_symbolic(extent) and extent % MXFP8_BLOCK
+    ]
     if partial:
         warn_once(
             "MXFP8: partial blocks",
@@ -99,7 +101,9 @@ def multiply_mxfp8(values: Array, scale: Array) -> Array:
     return times_power(values, lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32))
 
 
-def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int, encode: Encode) -> Quantized:
+def quantize(
+    x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int, encode: Encode
+) -> Quantized:
     """Quantize x [*M, *K], whose K begins at axis, in the directions that spec requests."""
     codes = scale = codes_t = scale_t = None
     if spec.rowwise or spec.transposes:

@@ -34,5 +34,7 @@ class _Backends(ModuleType):
             )
 
 
-absent.install_getter(__name__, {name: functools.partial(by_name.extension, name) for name in _EXTENSIONS})
+absent.install_getter(
+    __name__, {name: functools.partial(by_name.extension, name) for name in _EXTENSIONS}
+)
 sys.modules[__name__].__class__ = _Backends

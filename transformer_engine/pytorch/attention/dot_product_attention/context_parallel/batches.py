@@ -92,7 +92,9 @@ def get_batch_on_this_cp_rank(
     """
     CPLoadBalancingStrategy.check(load_balancing_strategy)
     if qvk_format != "thd":
-        raise ValueError(f"qvk_format={qvk_format!r}: only packed sequences can be split; give 'thd'")
+        raise ValueError(
+            f"qvk_format={qvk_format!r}: only packed sequences can be split; give 'thd'"
+        )
     size = torch.distributed.get_world_size(group=cp_group)
     if size <= 1:
         return input_ids_padded, labels_padded, position_ids_padded
@@ -100,7 +102,11 @@ def get_batch_on_this_cp_rank(
     tokens = int(cu_seqlens_padded[-1])
     device, strategy = cu_seqlens_padded.device, load_balancing_strategy
     indices = get_thd_partitioned_indices(cu_seqlens_padded, tokens, size, rank, device, strategy)
-    named = ("input_ids", input_ids_padded), ("labels", labels_padded), ("position_ids", position_ids_padded)
+    named = (
+        ("input_ids", input_ids_padded),
+        ("labels", labels_padded),
+        ("position_ids", position_ids_padded),
+    )
     ids, labels, positions = (
         None if x is None else x.index_select(_token_axis(name, x, tokens), indices.to(x.device))
         for name, x in named
@@ -123,14 +129,23 @@ def validate_no_load_balance_thd_metadata(
         ValueError: The bounds do not delimit sequences in the buffer, or the tokens cannot be divided evenly.
     """
     tokens_of_piece(total_tokens, cp_size)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.numel() < 2:
+    if (
+        cu_seqlens.ndim != 1
+        or cu_seqlens.shape != cu_seqlens_padded.shape
+        or cu_seqlens.numel() < 2
+    ):
         raise ValueError(
             f"cu_seqlens is {list(cu_seqlens.shape)} and cu_seqlens_padded {list(cu_seqlens_padded.shape)}; "
             "give both [batch + 1]"
         )
     real, padded = cu_seqlens.cpu().long(), cu_seqlens_padded.cpu().long()
     lengths, extents = sequence_lengths(real), sequence_lengths(padded)
-    if int(real[0]) or int(padded[0]) or bool((lengths < 0).any()) or bool((lengths > extents).any()):
+    if (
+        int(real[0])
+        or int(padded[0])
+        or bool((lengths < 0).any())
+        or bool((lengths > extents).any())
+    ):
         raise ValueError(
             f"cu_seqlens={real.tolist()} and cu_seqlens_padded={padded.tolist()} do not bound sequences with padding "
             "behind them; give cumulative lengths from 0, each sequence at most as long as its padded form"
@@ -171,7 +186,9 @@ def _token_axis(name: str, x: Tensor, tokens: int) -> int:
 def _padded_lengths(cu_seqlens: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     """Return lengths on the host, and the lengths rounded up."""
     if multiple < 1:
-        raise ValueError(f"divisibility_factor={multiple} is not a divisor; give 2 * (number of ranks)")
+        raise ValueError(
+            f"divisibility_factor={multiple} is not a divisor; give 2 * (number of ranks)"
+        )
     bounds = cu_seqlens.cpu().long()
     lengths = bounds[1:] - bounds[:-1]
     return lengths, (lengths + multiple - 1) // multiple * multiple

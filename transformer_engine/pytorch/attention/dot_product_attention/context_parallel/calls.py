@@ -15,19 +15,42 @@ from ..dot_product_attention import DotProductAttention
 
 
 def attn_forward_func_with_cp(
-    is_training: bool, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
-    max_seqlen_q: int | None, max_seqlen_kv: int | None, cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None, dropout_p: float, cp_group: Any, cp_global_ranks: Any, cp_stream: Any,
-    cp_comm_type: str, softmax_scale: float | None = None, qkv_format: TensorFormat = "bshd",
+    is_training: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    dropout_p: float,
+    cp_group: Any,
+    cp_global_ranks: Any,
+    cp_stream: Any,
+    cp_comm_type: str,
+    softmax_scale: float | None = None,
+    qkv_format: TensorFormat = "bshd",
     attn_mask_type: str = "causal",
-    attn_bias_type: str = "no_bias", attn_bias: Tensor | None = None, deterministic: bool = False,
-    use_fused_attention: bool = False, window_size: tuple[int, int] | None = None, fp8: bool = False,
-    fp8_meta: dict[str, Any] | None = None, quantizers: Any = None, pad_between_seqs: bool | None = None,
-    use_flash_attn_3: bool = False, softmax_type: SoftmaxType = "vanilla", softmax_offset: Tensor | None = None,
-    fp8_output: bool = False, layer_number: int | None = None, return_max_logit: bool = False,
+    attn_bias_type: str = "no_bias",
+    attn_bias: Tensor | None = None,
+    deterministic: bool = False,
+    use_fused_attention: bool = False,
+    window_size: tuple[int, int] | None = None,
+    fp8: bool = False,
+    fp8_meta: dict[str, Any] | None = None,
+    quantizers: Any = None,
+    pad_between_seqs: bool | None = None,
+    use_flash_attn_3: bool = False,
+    softmax_type: SoftmaxType = "vanilla",
+    softmax_offset: Tensor | None = None,
+    fp8_output: bool = False,
+    layer_number: int | None = None,
+    return_max_logit: bool = False,
     load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     **unused: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Compute attention from a rank's tokens to the tokens on all ranks that share the sequences.
 
     Args:
@@ -72,10 +95,15 @@ def attn_forward_func_with_cp(
     if not fp8:
         fp8_output = False
     arguments: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "pad_between_seqs": pad_between_seqs, "fp8_output": fp8_output,
-        "core_attention_bias_type": attn_bias_type, "core_attention_bias": attn_bias,
-    }  # fmt: skip
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        "pad_between_seqs": pad_between_seqs,
+        "fp8_output": fp8_output,
+        "core_attention_bias_type": attn_bias_type,
+        "core_attention_bias": attn_bias,
+    }
     if qkv_format == "thd":
         arguments |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
     elif "padding" not in attn_mask_type:

@@ -31,7 +31,10 @@ class HeadExchange:
     """
 
     def __init__(
-        self, call: AttentionCall, groups: ContextGroups, bounds: tuple[Tensor | None, Tensor | None]
+        self,
+        call: AttentionCall,
+        groups: ContextGroups,
+        bounds: tuple[Tensor | None, Tensor | None],
     ):
         self.call = call
         self.group, self.size, self.rank = groups.heads_group, groups.heads_size, groups.heads_rank
@@ -41,7 +44,7 @@ class HeadExchange:
 
     def enter(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return the tensors of this rank's heads, for all tokens in the group."""
-        q, k, v = _Exchange.apply(self, self.orders, True, inputs.q, inputs.k, inputs.v)  # pyright: ignore[reportGeneralTypeIssues]
+        q, k, v = _Exchange.apply(self, self.orders, True, inputs.q, inputs.k, inputs.v)
         return self.enter_others(inputs)._replace(q=q, k=k, v=v)
 
     def enter_others(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -55,19 +58,19 @@ class HeadExchange:
         bias = inputs.bias
         if bias is not None:
             bias = _Shared.apply(self, bias.shape[-2] != 1, bias)
-            bias = self._own_heads(bias, 1)  # pyright: ignore[reportArgumentType]
+            bias = self._own_heads(bias, 1)
         slopes = inputs.slopes
         if slopes is not None:
             slopes = self._own_heads(slopes, slopes.dim() - 1).contiguous()
         sink = inputs.sink
         if sink is not None:
-            sink = self._own_heads(_Shared.apply(self, False, sink), 0).contiguous()  # pyright: ignore[reportArgumentType]
+            sink = self._own_heads(_Shared.apply(self, False, sink), 0).contiguous()
         return inputs._replace(masked=masked, bias=bias, slopes=slopes, sink=sink)
 
     def leave(self, output: Tensor) -> Tensor:
         """Return the output [.., h * d_v] for this rank's tokens and all heads."""
         heads = self.call.heads // self.size
-        (output,) = _Exchange.apply(self, (self.queries,), False, output.unflatten(-1, (heads, -1)))  # pyright: ignore[reportGeneralTypeIssues]
+        (output,) = _Exchange.apply(self, (self.queries,), False, output.unflatten(-1, (heads, -1)))
         return output.flatten(-2)
 
     def all_heads(self, x: Tensor) -> Tensor:
@@ -88,7 +91,9 @@ class OwnHeads:
 
     def __init__(self, score_mod: Callable[..., Tensor], first: int):
         self._key = (score_mod, first)
-        self.bprop = getattr(score_mod, "bprop", None)  # a backend chooses by it, see Feature.SCORE_MOD_BPROP
+        self.bprop = getattr(
+            score_mod, "bprop", None
+        )  # a backend chooses by it, see Feature.SCORE_MOD_BPROP
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score_mod, first = self._key
@@ -102,7 +107,10 @@ class OwnHeads:
 
 
 def exchange_tokens(
-    exchange: HeadExchange, orders: tuple[TokenOrder, ...], to_heads: bool, tensors: tuple[Tensor, ...]
+    exchange: HeadExchange,
+    orders: tuple[TokenOrder, ...],
+    to_heads: bool,
+    tensors: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """Exchange tokens for heads, or heads for tokens; transfers are under way while the next tensor is packed."""
     size, pending = exchange.size, []
@@ -124,7 +132,11 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: HeadExchange, orders: tuple[TokenOrder, ...], to_heads: bool, *tensors: Tensor
+        ctx: Any,
+        exchange: HeadExchange,
+        orders: tuple[TokenOrder, ...],
+        to_heads: bool,
+        *tensors: Tensor,
     ) -> Any:
         ctx.exchange, ctx.orders, ctx.to_heads = exchange, orders, to_heads
         return exchange_tokens(exchange, orders, to_heads, tensors)

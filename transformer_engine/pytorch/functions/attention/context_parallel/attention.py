@@ -63,7 +63,10 @@ class ContextParallelAttention:
         return AttentionResult(exchange.leave(result.output), max_logit)
 
     def check_settings(
-        self, call: AttentionCall, inputs: AttentionInputs, in_fp8: Mapping[str, object] | None = None
+        self,
+        call: AttentionCall,
+        inputs: AttentionInputs,
+        in_fp8: Mapping[str, object] | None = None,
     ) -> None:
         """Compare call settings over the ranks; see `check_step`.
 
@@ -74,7 +77,9 @@ class ContextParallelAttention:
         """
         for group in (self.groups.heads_group, self.groups.ring_group):
             if group is not None and checks_step(group, inputs.q):
-                settings = shared_settings(self.scheme, call, inputs) | dict(in_fp8 or {"recipe": None})
+                settings = shared_settings(self.scheme, call, inputs) | dict(
+                    in_fp8 or {"recipe": None}
+                )
                 check_step(group, settings, inputs.q.device)
 
     def exchange(self, call: AttentionCall, inputs: AttentionInputs) -> HeadExchange:
@@ -102,7 +107,9 @@ def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -
     """Return the attention settings that the ranks sharing a sequence have in common."""
     unshared = ("device_type", "hardware", "switches", "needs_gradient", "bias_gradient")
     settings: dict[str, object] = {
-        field.name: getattr(call, field.name) for field in fields(call) if field.name not in unshared
+        field.name: getattr(call, field.name)
+        for field in fields(call)
+        if field.name not in unshared
     }
     settings |= {"scheme": scheme, "q": form(inputs.q), "k": form(inputs.k), "v": form(inputs.v)}
     return settings
@@ -112,7 +119,11 @@ def choose_shared(
     call: AttentionCall, groups: ContextGroups
 ) -> ContextParallelAttention | ContiguousAttention:
     """Choose how ranks compute an attention that they share, by their token division."""
-    return choose_context_parallel(call, groups) if groups.balanced else choose_contiguous(call, groups)
+    return (
+        choose_context_parallel(call, groups)
+        if groups.balanced
+        else choose_contiguous(call, groups)
+    )
 
 
 def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> ContextParallelAttention:
@@ -128,7 +139,9 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
     check_divisible(call, groups)
     if groups.communication == "a2a+p2p":
         # Heads first; the table chooses how the ranks in the ring share the rest.
-        reason = TABLE.named("a2a").rejection_reason(TABLE.described((call, "a2a", groups.heads_size, 1)))
+        reason = TABLE.named("a2a").rejection_reason(
+            TABLE.described((call, "a2a", groups.heads_size, 1))
+        )
         if reason is not None:
             raise NoBackend(f"cp_comm_type='a2a+p2p': {reason}")
     try:
@@ -159,9 +172,15 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
                 shape = tuple(divided)
             shapes[name] = shape
         heads = call.heads // groups.heads_size
-        score_mod = None if call.score_mod is None else OwnHeads(call.score_mod, groups.heads_rank * heads)
+        score_mod = (
+            None if call.score_mod is None else OwnHeads(call.score_mod, groups.heads_rank * heads)
+        )
         inner = replace(
-            call, heads=heads, groups=call.groups // groups.heads_size, score_mod=score_mod, **shapes
+            call,
+            heads=heads,
+            groups=call.groups // groups.heads_size,
+            score_mod=score_mod,
+            **shapes,
         )
     if groups.ring_size == 1:
         return ContextParallelAttention(groups, scheme, inner, cast(Bound, choose(inner)))

@@ -64,7 +64,10 @@ def plan_blocks(call: AttentionCall, groups: ContextGroups, gathers: bool) -> Bl
     for step in steps:
         calls = [block_call(call, block, size) for block in step]
         bound.append(
-            tuple(BoundBlock(block, of, choose_passes(of)) for block, of in zip(step, calls, strict=True))
+            tuple(
+                BoundBlock(block, of, choose_passes(of))
+                for block, of in zip(step, calls, strict=True)
+            )
         )
     return BlockPlan(call, groups, gathers, tuple(bound))
 
@@ -81,7 +84,10 @@ def block_call(call: AttentionCall, block: Block, size: int) -> AttentionCall:
     shapes = [
         None
         if shape is None
-        else (*shape[:-2], *(min(old, new) for old, new in zip(shape[-2:], (rows, columns), strict=True)))
+        else (
+            *shape[:-2],
+            *(min(old, new) for old, new in zip(shape[-2:], (rows, columns), strict=True)),
+        )
         for shape in (call.bias_shape, call.masked_shape)
     ]
     diagonal = block.mask.name == "padding_causal" and block.queries == block.keys
@@ -119,12 +125,19 @@ def tokens_of(plan: BlockPlan, inputs: AttentionInputs) -> Tokens:
         return Tokens(Rows(axis, length_q), Rows(axis, length_k), None, None)
     assert inputs.starts_q is not None and inputs.starts_kv is not None
     keys = Rows(axis, length_k, inputs.starts_kv if plan.gathers else inputs.starts_kv // size)
-    chunks = (sequence_lengths(starts) // (2 * size) for starts in (inputs.starts_q, inputs.starts_kv))
+    chunks = (
+        sequence_lengths(starts) // (2 * size) for starts in (inputs.starts_q, inputs.starts_kv)
+    )
     return Tokens(Rows(axis, length_q, inputs.starts_q // size), keys, *chunks)
 
 
 def block_inputs(
-    plan: BlockPlan, bound: BoundBlock, tokens: Tokens, inputs: AttentionInputs, k: Tensor, v: Tensor
+    plan: BlockPlan,
+    bound: BoundBlock,
+    tokens: Tokens,
+    inputs: AttentionInputs,
+    k: Tensor,
+    v: Tensor,
 ) -> AttentionInputs:
     """Return the tensors for a block, from the rank's inputs and the keys and values of the step."""
     block, call = bound.block, bound.call

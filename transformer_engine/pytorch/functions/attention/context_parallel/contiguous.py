@@ -85,19 +85,28 @@ class ContiguousAttention:
                 "rank; it takes equal numbers of tokens"
             )
         if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedStrategy("NO_LOAD_BALANCE while a CUDA graph is captured; use DUAL_CHUNK_SWAP")
+            raise UnsupportedStrategy(
+                "NO_LOAD_BALANCE while a CUDA graph is captured; use DUAL_CHUNK_SWAP"
+            )
         lengths, starts = inputs.lengths_q, inputs.starts_q
         assert lengths is not None and starts is not None
         piece = piece_of_rank(lengths, starts, tokens, groups.ring_rank)
-        k, v = (_Gathered.apply(x, groups.ring_group, groups.ring_size) for x in (inputs.k, inputs.v))
+        k, v = (
+            _Gathered.apply(x, groups.ring_group, groups.ring_size) for x in (inputs.k, inputs.v)
+        )
         sink = inputs.sink
         if sink is not None and sink.requires_grad and torch.is_grad_enabled():
             sink = sink.view_as(sink)
             sink.register_hook(functools.partial(_sum_over_ranks, groups.ring_group))
         local = inputs._replace(
-            k=k, v=v, lengths_q=piece.lengths_q, lengths_kv=piece.lengths_kv, starts_q=piece.starts_q,
-            starts_kv=starts, sink=sink,
-        )  # fmt: skip
+            k=k,
+            v=v,
+            lengths_q=piece.lengths_q,
+            lengths_kv=piece.lengths_kv,
+            starts_q=piece.starts_q,
+            starts_kv=starts,
+            sink=sink,
+        )
         result = attend(self.inner, self.inner_call, local)
         if result.max_logit is None:
             return result
@@ -114,22 +123,39 @@ def choose_contiguous(call: AttentionCall, groups: ContextGroups) -> ContiguousA
     """
     for wrong, argument, alternative in (
         (not call.packed, f"qkv_format={call.q_format!r}", "'thd'"),
-        (groups.communication != "all_gather", f"cp_comm_type={groups.communication!r}", "'all_gather'"),
-        (not call.mask.causal, f"attn_mask_type={call.mask.name!r}, window_size={call.mask.window}",
-         "causal masks with window_size=(-1, 0)"),
-        (not call.same_lengths, "cu_seqlens of queries and of keys in different tensors", "one tensor for both"),
+        (
+            groups.communication != "all_gather",
+            f"cp_comm_type={groups.communication!r}",
+            "'all_gather'",
+        ),
+        (
+            not call.mask.causal,
+            f"attn_mask_type={call.mask.name!r}, window_size={call.mask.window}",
+            "causal masks with window_size=(-1, 0)",
+        ),
+        (
+            not call.same_lengths,
+            "cu_seqlens of queries and of keys in different tensors",
+            "one tensor for both",
+        ),
         (call.cached, "inference_params", "None"),
         (call.score_mod is not None, "score_mod, which reads positions", "None"),
-        (call.bias in ("pre_scale_bias", "post_scale_bias"), f"core_attention_bias_type={call.bias!r}",
-         "'no_bias' and 'alibi'"),
-    ):  # fmt: skip
+        (
+            call.bias in ("pre_scale_bias", "post_scale_bias"),
+            f"core_attention_bias_type={call.bias!r}",
+            "'no_bias' and 'alibi'",
+        ),
+    ):
         if wrong:
             raise UnsupportedStrategy(
                 f"NO_LOAD_BALANCE with {argument}; it takes {alternative}, or use "
                 f"CPLoadBalancingStrategy.DUAL_CHUNK_SWAP"
             )
     inner = replace(
-        call, mask=Mask("padding_causal_bottom_right", (-1, 0), True), same_lengths=False, padded_between=True
+        call,
+        mask=Mask("padding_causal_bottom_right", (-1, 0), True),
+        same_lengths=False,
+        padded_between=True,
     )
     bound = cast(Bound, choose(inner))
     return ContiguousAttention(groups, inner, bound, bound.name)
@@ -147,7 +173,11 @@ class _Gathered(Function):
     @once_differentiable("context-parallel attention")
     def backward(ctx: Any, grad: Tensor) -> Any:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return reduce_scatter(wide.unflatten(0, (ctx.size, -1)), ctx.group).to(grad.dtype), None, None
+        return (
+            reduce_scatter(wide.unflatten(0, (ctx.size, -1)), ctx.group).to(grad.dtype),
+            None,
+            None,
+        )
 
 
 def _sum_over_ranks(group: Any, gradient: Tensor) -> Tensor:

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from ....distributed.common_scale import rescale_codes
 from ....distributed.faults import check_backward
-from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
+from ....primitives.attention.call import (
+    Attended,
+    AttentionCall,
+    AttentionInputs,
+    AttentionResult,
+    Gradients,
+)
 from ....quantization.autocast import AutocastState
 from ....quantization.delayed_scaling import histories_agree
 from ....runtime.autograd import Function
@@ -71,7 +77,9 @@ class FP8ContextAttention:
         shared.check_lengths(call, inputs)
         # In a head exchange the tensors that travel depend on the backward pass.
         with_gradient = self.fp8.call.needs_gradient if groups.heads_size > 1 else None
-        shared.check_settings(call, inputs, {"recipe": self.state.recipe, "needs_gradient": with_gradient})
+        shared.check_settings(
+            call, inputs, {"recipe": self.state.recipe, "needs_gradient": with_gradient}
+        )
         # Caller codes have a scale from this rank alone. Delayed scaling rescales them, see `_shared_codes`.
         inputs = _dequantize_inputs(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
         if groups.heads_size == 1:
@@ -90,11 +98,15 @@ class FP8ContextAttention:
         elif (
             self.fp8.call.needs_gradient and self.fp8.passes.high_precision and not only_codes
         ) or self.fp8.scaling not in TENSOR_SCALING:
-            fp8 = replace(self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=False)
+            fp8 = replace(
+                self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=False
+            )
             result = attend(fp8, shared.inner_call, exchange.enter(_dequantize_inputs(inputs)))
             output = exchange.leave(result.output)
         else:
-            fp8 = replace(self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=True)
+            fp8 = replace(
+                self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=True
+            )
             local = _codes_of_heads(exchange, fp8.quantizers.qkv, inputs)
             result = attend(fp8, shared.inner_call, local)
             output: Any = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
@@ -118,21 +130,23 @@ class FP8ContextAttention:
         assert isinstance(self.shared.inner, BlockAttention)
         plan = self.shared.inner.plan
         fp8 = self._with_shared_scales(plan.groups.ring_group, ("qkv",))
-        output, max_logit = _FP8BlockAttention.apply(plan, fp8, self.requested, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
+        output, max_logit = _FP8BlockAttention.apply(plan, fp8, self.requested, *inputs)
         return AttentionResult(self._returned(output), max_logit)
 
     def _returned(self, output: Tensor) -> Tensor:
         """Return the output as codes if the caller requests them."""
         if not self.fp8.fp8_output or isinstance(output, QuantizedTensor):
             return output
-        return _Quantized.apply(self.fp8.quantizers.output, output)  # pyright: ignore[reportReturnType]
+        return _Quantized.apply(self.fp8.quantizers.output, output)
 
 
 def _values(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
-def _dequantize_inputs(inputs: AttentionInputs, unchanged: type | tuple[()] = ()) -> AttentionInputs:
+def _dequantize_inputs(
+    inputs: AttentionInputs, unchanged: type | tuple[()] = ()
+) -> AttentionInputs:
     """Return the inputs with dequantized q, k and v, except tensors with class `unchanged`."""
     q, k, v = (x if isinstance(x, unchanged) else _values(x) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
@@ -159,13 +173,17 @@ def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -
             for i, dtype in zip(quantized, dtypes, strict=True)
         ]
         for i, (codes, scale) in zip(quantized, rescale_codes(shards, group), strict=True):
-            storages[i] = Float8TensorStorage(codes.view(torch.uint8), scale, **storages[i].constants())
+            storages[i] = Float8TensorStorage(
+                codes.view(torch.uint8), scale, **storages[i].constants()
+            )
     return storages
 
 
 def _wrap_codes(codes: Tensor, like: Any) -> Float8Tensor:
     """Return codes as a tensor with the scale and settings of a storage."""
-    return Float8Tensor.from_storage(Float8TensorStorage(codes, like._scale_inv, **like.constants()))
+    return Float8Tensor.from_storage(
+        Float8TensorStorage(codes, like._scale_inv, **like.constants())
+    )
 
 
 class _Quantized(Function):
@@ -189,7 +207,9 @@ class _EnteringCodes(Function):
         ctx.exchange = exchange
         ctx.set_materialize_grads(True)
         storages = _shared_codes(qkv, quantizer, exchange.group)
-        codes = tuple(_split_heads(storage, x.shape[-2]) for storage, x in zip(storages, qkv, strict=True))
+        codes = tuple(
+            _split_heads(storage, x.shape[-2]) for storage, x in zip(storages, qkv, strict=True)
+        )
         moved = exchange_tokens(exchange, exchange.orders, True, codes)
         return tuple(_wrap_codes(x, storage) for x, storage in zip(moved, storages, strict=True))
 
@@ -201,9 +221,11 @@ class _EnteringCodes(Function):
         return None, None, *exchange_tokens(exchange, exchange.orders, False, plain)
 
 
-def _codes_of_heads(exchange: HeadExchange, quantizer: Quantizer, inputs: AttentionInputs) -> AttentionInputs:
+def _codes_of_heads(
+    exchange: HeadExchange, quantizer: Quantizer, inputs: AttentionInputs
+) -> AttentionInputs:
     """Return the inputs for this rank's heads and all tokens in the group, with q, k and v as codes."""
-    q, k, v = _EnteringCodes.apply(exchange, quantizer, *inputs[:3])  # pyright: ignore[reportGeneralTypeIssues]
+    q, k, v = _EnteringCodes.apply(exchange, quantizer, *inputs[:3])
     return exchange.enter_others(inputs)._replace(q=q, k=k, v=v)
 
 
@@ -261,7 +283,12 @@ class FP8BlockPasses(BlockPasses):
     def _of(self, bound: BoundBlock) -> FP8Attention:
         passes = choose_fp8(bound.call, self._fp8.scaling, self._requested)
         return replace(
-            self._fp8, call=bound.call, passes=passes, state=None, fp8_output=False, scale_update=None
+            self._fp8,
+            call=bound.call,
+            passes=passes,
+            state=None,
+            fp8_output=False,
+            scale_update=None,
         )
 
     def _present_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -275,7 +302,9 @@ class _FP8BlockAttention(Function):
     """Autograd node of both passes over the blocks of a rank."""
 
     @staticmethod
-    def forward(ctx: Any, plan: BlockPlan, fp8: FP8Attention, requested: bool | None, *tensors: Any) -> Any:
+    def forward(
+        ctx: Any, plan: BlockPlan, fp8: FP8Attention, requested: bool | None, *tensors: Any
+    ) -> Any:
         inputs = AttentionInputs(*tensors)
         values, storages = _dequantize_inputs(inputs), None
         q, k, v = values[:3]
@@ -284,7 +313,9 @@ class _FP8BlockAttention(Function):
             shared = _shared_codes((inputs.k, inputs.v), fp8.quantizers.qkv, plan.groups.ring_group)
             storages = [quantize_heads(inputs.q, fp8.quantizers.qkv), *shared]
             heads = (plan.call.heads, plan.call.groups, plan.call.groups)
-            q, k, v = (_split_heads(storage, count) for storage, count in zip(storages, heads, strict=True))
+            q, k, v = (
+                _split_heads(storage, count) for storage, count in zip(storages, heads, strict=True)
+            )
         sent = inputs._replace(q=q, k=k, v=v)
         merged, states, max_logit = forward(plan, sent, FP8BlockPasses(fp8, requested, storages))
         output = merged.output.to(plan.call.dtype).flatten(-2)
@@ -292,7 +323,7 @@ class _FP8BlockAttention(Function):
             sent, storages = values, None
         ctx.plan, ctx.fp8, ctx.requested = plan, fp8, requested
         ctx.like = None if storages is None else [storage.constants() for storage in storages]
-        scales = [] if storages is None else [storage._scale_inv for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
+        scales = [] if storages is None else [storage._scale_inv for storage in storages]
         ctx.scales = len(scales)
         ctx.save_for_backward(*sent, *scales, output, merged.lse, *states)
         ctx.mark_non_differentiable(*(x for x in (max_logit,) if x is not None))

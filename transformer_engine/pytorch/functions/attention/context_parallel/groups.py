@@ -146,7 +146,9 @@ def all_gather(x: Tensor, group: Any, size: int) -> Callable[[], Tensor]:
         "all_gather of context parallelism",
         x,
         group,
-        lambda: dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group, async_op=True),
+        lambda: dist.all_gather_into_tensor(
+            gathered.view(-1), x.view(-1), group=group, async_op=True
+        ),
     )
 
     def wait() -> Tensor:
@@ -174,7 +176,9 @@ class Ring:
     def __init__(self, groups: ContextGroups):
         self.group, self.size, self.rank = groups.ring_group, groups.ring_size, groups.ring_rank
         stream = groups.stream
-        self.stream = stream if isinstance(stream, torch.cuda.Stream) and torch.cuda.is_available() else None
+        self.stream = (
+            stream if isinstance(stream, torch.cuda.Stream) and torch.cuda.is_available() else None
+        )
 
     def send(self, x: Tensor, from_ring: bool = False) -> Callable[[], Tensor]:
         """Begin to send a flat tensor to the next rank.
@@ -194,7 +198,9 @@ class Ring:
                 "transfer to the next rank of context parallelism",
                 x,
                 self.group,
-                lambda: dist.all_to_all_single(received, x, receives, sends, group=self.group, async_op=True),
+                lambda: dist.all_to_all_single(
+                    received, x, receives, sends, group=self.group, async_op=True
+                ),
             )
 
         def wait() -> Tensor:

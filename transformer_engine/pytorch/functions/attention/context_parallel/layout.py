@@ -74,7 +74,9 @@ def get_thd_partitioned_indices(
     CPLoadBalancingStrategy.check(load_balancing_strategy)
     device = cu_seqlens_padded.device if device is None else device
     if load_balancing_strategy is CPLoadBalancingStrategy.DUAL_CHUNK_SWAP:
-        return partitioned_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank).to(device, torch.int32)
+        return partitioned_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank).to(
+            device, torch.int32
+        )
     check_rank(cp_size, cp_rank)
     piece = tokens_of_piece(total_tokens, cp_size)
     return torch.arange(cp_rank * piece, (cp_rank + 1) * piece, dtype=torch.int32, device=device)
@@ -90,7 +92,10 @@ def tokens_of_piece(tokens: int, size: int) -> int:
 
 
 def restore_thd_gathered_kv(
-    x: Tensor, cu_seqlens_padded: Tensor, cp_size: int, load_balancing_strategy: CPLoadBalancingStrategy
+    x: Tensor,
+    cu_seqlens_padded: Tensor,
+    cp_size: int,
+    load_balancing_strategy: CPLoadBalancingStrategy,
 ) -> Tensor:
     """Return gathered keys or values x [t, ..], rank 0's tokens first, in sequence order."""
     CPLoadBalancingStrategy.check(load_balancing_strategy)
@@ -100,7 +105,10 @@ def restore_thd_gathered_kv(
 
 
 def unrestore_thd_gathered_kv(
-    x: Tensor, cu_seqlens_padded: Tensor, cp_size: int, load_balancing_strategy: CPLoadBalancingStrategy
+    x: Tensor,
+    cu_seqlens_padded: Tensor,
+    cp_size: int,
+    load_balancing_strategy: CPLoadBalancingStrategy,
 ) -> Tensor:
     """Invert `restore_thd_gathered_kv`: x [t, ..] is in sequence order."""
     CPLoadBalancingStrategy.check(load_balancing_strategy)
@@ -157,7 +165,9 @@ def get_cu_seqlens_on_cp_rank(
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     chunk = (cu_seqlens_padded_on_cp_rank[1:] - cu_seqlens_padded_on_cp_rank[:-1]) // 2
     chunks = [cp_rank] * first_half + [2 * cp_size - 1 - cp_rank] * second_half
-    return torch.nn.functional.pad(count_tokens(lengths, chunk, chunks).cumsum(0), (1, 0)).to(torch.int32)
+    return torch.nn.functional.pad(count_tokens(lengths, chunk, chunks).cumsum(0), (1, 0)).to(
+        torch.int32
+    )
 
 
 def count_tokens(lengths: Tensor, chunk: Tensor | int, chunks: list[int]) -> Tensor:
@@ -202,7 +212,9 @@ def half_of_sequences(bounds: Tensor, tokens: int, half: int) -> Tensor:
     inside = bounds[sequence] + position + half * length
     # The tail halves [bounds[-1], tokens).
     tail = (tokens - bounds[-1]) // 2
-    tail_tokens = torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
+    tail_tokens = (
+        torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
+    )
     return torch.where(position < length, inside, tail_tokens)
 
 
@@ -228,7 +240,10 @@ class TokenOrder:
         if self.tensor_format == "bshd":
             parts = parts.transpose(1, 2)
         chunks = parts.unflatten(1, (2, -1)).flatten(0, 1)
-        owners = [2 * i if i < self.size else 2 * (2 * self.size - 1 - i) + 1 for i in range(2 * self.size)]
+        owners = [
+            2 * i if i < self.size else 2 * (2 * self.size - 1 - i) + 1
+            for i in range(2 * self.size)
+        ]
         # A list as an index would be copied to the device, for which the host waits.
         full = torch.cat([chunks[owner] for owner in owners])
         return full.transpose(0, 1) if self.tensor_format == "bshd" else full
@@ -244,4 +259,8 @@ class TokenOrder:
         order = [i for rank in range(self.size) for i in (rank, 2 * self.size - 1 - rank)]
         chunks = full.chunk(2 * self.size)
         parts = torch.cat([chunks[number] for number in order]).unflatten(0, (self.size, -1))
-        return parts.transpose(1, 2).contiguous() if self.tensor_format == "bshd" else parts.contiguous()
+        return (
+            parts.transpose(1, 2).contiguous()
+            if self.tensor_format == "bshd"
+            else parts.contiguous()
+        )

@@ -97,7 +97,9 @@ class MergedAttention:
         self.lse = lse
 
 
-def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def merge(
+    output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, axis: int
+) -> tuple[Tensor, Tensor]:
     """Return the output, in the dtype of the first one, and the log-sum-exp for attention to both key sets.
 
     Args:

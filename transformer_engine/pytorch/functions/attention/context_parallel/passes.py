@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....distributed.faults import check_backward
-from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
+from ....primitives.attention.call import (
+    Attended,
+    AttentionCall,
+    AttentionInputs,
+    AttentionResult,
+    Gradients,
+)
 from ....primitives.attention.operators import BIAS, SINK
 from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
@@ -97,9 +103,13 @@ def forward(
     is_merged = plan.shares_queries or inputs.sink is not None
     output = q.new_zeros((*q.shape[:-1], call.head_dim_v), dtype=wide if is_merged else call.dtype)
     batch = () if call.packed else (call.batch,)
-    lse = torch.full((*batch, call.heads, tokens.queries.size), -torch.inf, dtype=wide, device=q.device)
+    lse = torch.full(
+        (*batch, call.heads, tokens.queries.size), -torch.inf, dtype=wide, device=q.device
+    )
     merged, states = MergedAttention(tokens.queries, output, lse), []
-    max_logit = q.new_full((call.heads,), -torch.inf, dtype=torch.float32) if call.max_logit else None
+    max_logit = (
+        q.new_full((call.heads,), -torch.inf, dtype=torch.float32) if call.max_logit else None
+    )
     for step, (k, v) in zip(plan.steps, _keys_of_steps(plan, inputs), strict=True):
         for bound in step:
             attended = passes.forward(bound, block_inputs(plan, bound, tokens, inputs, k, v))
@@ -141,10 +151,14 @@ def backward(
         for bound in step:
             queries, last = bound.block.queries, lse.dim() - 1
             attended = Attended(
-                tokens.queries.take(output, queries), tokens.queries.take(lse, queries, last), next(remaining)
+                tokens.queries.take(output, queries),
+                tokens.queries.take(lse, queries, last),
+                next(remaining),
             )
             of_block = block_inputs(plan, bound, tokens, inputs, k, v)
-            found = passes.backward(bound, of_block, attended, tokens.queries.take(grad_output, queries))
+            found = passes.backward(
+                bound, of_block, attended, tokens.queries.take(grad_output, queries)
+            )
             keys = plan.key_rows(bound.block)
             tokens.queries.add(grad_q, queries, found.q)
             tokens.keys.add(grad_k, keys, found.k)

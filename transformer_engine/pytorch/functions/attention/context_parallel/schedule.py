@@ -148,7 +148,9 @@ def _blocks_of_chunks(call: AttentionCall, size: int, rank: int) -> tuple[Block,
         block = band_block(call, span, Part(0, call.seqlen_kv))
         if block is not None:
             queries = _move_part(block.queries, i * length - span.first)
-            blocks.append(Block(queries, block.keys, block.mask, block.query_spans, block.key_spans))
+            blocks.append(
+                Block(queries, block.keys, block.mask, block.query_spans, block.key_spans)
+            )
     return tuple(blocks)
 
 
@@ -158,7 +160,9 @@ def band_block(call: AttentionCall, queries: Part, keys: Part) -> Block | None:
     Its parts are positions in the whole sequence. None if no query sees a key.
     """
     left, right = call.mask.window
-    shift = call.seqlen_kv - call.seqlen_q if call.mask.bottom_right and not call.mask.padding else 0
+    shift = (
+        call.seqlen_kv - call.seqlen_q if call.mask.bottom_right and not call.mask.padding else 0
+    )
     # Query i sees key j if -left <= j - i - shift <= right, for positions in the whole sequence.
     (first_q, stop_q), (first_k, stop_k) = queries, keys
     if right >= 0:
@@ -191,7 +195,9 @@ def _block_mask(mask: Mask, rows: int, columns: int, below: int, above: int) -> 
         below, above = below + columns - rows, above - columns + rows
     everything_below = below >= (columns - 1 if bottom_right else rows - 1)
     if mask.arbitrary or above != 0:
-        return Mask(mask.name if mask.arbitrary else prefix or "no_mask", (below, above), bottom_right)
+        return Mask(
+            mask.name if mask.arbitrary else prefix or "no_mask", (below, above), bottom_right
+        )
     name = f"{prefix}_causal" if prefix else "causal"
     name += "_bottom_right" if bottom_right else ""
     return Mask(name, (-1 if everything_below else below, 0), bottom_right)
@@ -201,7 +207,9 @@ def _move_part(part: Part, offset: int) -> Part:
     return Part(part.first + offset, part.stop + offset)
 
 
-def _join_blocks(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) -> tuple[Block, ...]:
+def _join_blocks(
+    blocks: dict[tuple[int, int], Block], length_q: int, length_k: int
+) -> tuple[Block, ...]:
     """Join unmasked blocks of neighbouring chunks: both key chunks, or both query chunks, in one attention."""
     full = {
         position
@@ -239,7 +247,9 @@ def _unsupported_blocks(request: ContextRequest) -> str | None:
     return None
 
 
-_UNEQUAL = "the diagonal ends at each sequence's last tokens, and lengths of queries and keys may differ"
+_UNEQUAL = (
+    "the diagonal ends at each sequence's last tokens, and lengths of queries and keys may differ"
+)
 
 
 def _unsupported_ring(request: ContextRequest) -> str | None:
@@ -260,7 +270,9 @@ def _unsupported_gather(request: ContextRequest) -> str | None:
     if call.packed and mask.banded and mask.window[1] != 0:
         return f"window_size={mask.window} with packed sequences is not causal"
     if call.packed and mask.banded and not mask.bottom_right and call.seqlen_q != call.seqlen_kv:
-        return "a causal mask that begins top left needs packed queries and keys of the same lengths"
+        return (
+            "a causal mask that begins top left needs packed queries and keys of the same lengths"
+        )
     return _unsupported_blocks(request)
 
 
@@ -269,9 +281,7 @@ def _unsupported_exchange(request: ContextRequest) -> str | None:
     ranks = request.heads_size * request.ring_size
     for name, heads in (("query", call.heads), ("key and value", call.groups)):
         if heads % ranks:
-            return (
-                f"{heads} {name} heads cannot be divided among {ranks} ranks; use a divisor of {heads} ranks"
-            )
+            return f"{heads} {name} heads cannot be divided among {ranks} ranks; use a divisor of {heads} ranks"
     return None
 
 

@@ -135,11 +135,16 @@ def _unsupported_backward(call: AttentionCall) -> str | None:
     packed = "thd" in (call.q_format, call.kv_format)
     if packed and call.softmax != "vanilla":
         if get_cudnn_version() < (9, 26, 0):
-            return "a sink with packed sequences: before cuDNN 9.26 its backward reads out of bounds"
+            return (
+                "a sink with packed sequences: before cuDNN 9.26 its backward reads out of bounds"
+            )
         if call.deterministic:
             return "deterministic gradients of a sink with packed sequences"
     if call.deterministic:
-        if packed and (reason := call.hardware.lacks("cudnn deterministic packed attention")) is not None:
+        if (
+            packed
+            and (reason := call.hardware.lacks("cudnn deterministic packed attention")) is not None
+        ):
             return f"deterministic gradients of packed sequences: {reason}"
         blocks = -(-call.seqlen_kv // _KEYS_OF_A_BLOCK)
         space = blocks * call.batch * call.heads * call.seqlen_q * call.head_dim_qk * 4
@@ -246,9 +251,15 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _common(call: AttentionCall, inputs: AttentionInputs, addressable: _Addressable) -> dict[str, int]:
+def _common(
+    call: AttentionCall, inputs: AttentionInputs, addressable: _Addressable
+) -> dict[str, int]:
     """Addresses of the tensors that both passes read."""
-    pointers = {"q": addressable.q.data_ptr(), "k": addressable.k.data_ptr(), "v": addressable.v.data_ptr()}
+    pointers = {
+        "q": addressable.q.data_ptr(),
+        "k": addressable.k.data_ptr(),
+        "v": addressable.v.data_ptr(),
+    }
     if addressable.bias is not None:
         pointers["bias"] = addressable.bias.data_ptr()
     if call.mask.padding:
@@ -258,7 +269,9 @@ def _common(call: AttentionCall, inputs: AttentionInputs, addressable: _Addressa
     if inputs.sink is not None:
         pointers["sink"] = inputs.sink.data_ptr()
     if addressable.strided.modifier is not None:
-        for operand, tensor in zip(addressable.strided.modifier.operands, addressable.operands, strict=True):
+        for operand, tensor in zip(
+            addressable.strided.modifier.operands, addressable.operands, strict=True
+        ):
             pointers[operand.role] = tensor.data_ptr()
     return pointers
 
@@ -288,7 +301,9 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     pointers = _common(call, inputs, addressable)
     pointers["output"] = output.data_ptr()
     rng_state = lse = score_sum = None
-    rows = (addressable.q.shape[0], call.heads) if packed else (call.batch, call.heads, call.seqlen_q)
+    rows = (
+        (addressable.q.shape[0], call.heads) if packed else (call.batch, call.heads, call.seqlen_q)
+    )
     if call.needs_gradient or call.max_logit:
         lse = torch.empty(rows, dtype=torch.float32, device=device)
         pointers["stats"] = pointers["score_max"] = lse.data_ptr()
@@ -316,7 +331,9 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
             none = none[sequence.clamp_(max=call.batch - 1)]
             rows, statistics = none[:, None, None], none[:, None]
         else:
-            rows = none[None, :, None, None] if call.q_format == "sbhd" else none[:, None, None, None]
+            rows = (
+                none[None, :, None, None] if call.q_format == "sbhd" else none[:, None, None, None]
+            )
             statistics = none[:, None, None]
         output.masked_fill_(rows, 0.0)
         if lse is not None:
@@ -366,7 +383,9 @@ def backward(
     output = attended.output.contiguous()
     strided = addressable.strided._replace(grad_output=grad_output.stride(), gradients=of_result)
     plan = _plan(describe_backward, device.index, call, strided)
-    grad_q, grad_k, grad_v = _allocate_gradients(call, inputs, addressable) if into is None else into
+    grad_q, grad_k, grad_v = (
+        _allocate_gradients(call, inputs, addressable) if into is None else into
+    )
     pointers = _common(call, inputs, addressable)
     pointers.update(
         output=output.data_ptr(),
@@ -407,4 +426,6 @@ def backward(
 
 
 PASSES = Passes("cudnn", forward, backward, backward)
-BACKEND = Backend("cudnn", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+BACKEND = Backend(
+    "cudnn", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

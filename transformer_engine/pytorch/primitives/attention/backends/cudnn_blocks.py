@@ -68,7 +68,9 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the forward pass does not support the call; None if it does."""
     if call.fp8 != SCALING:
         return "it takes the recipe MXFP8BlockScaling"
-    if (reason := unsupported_by_environment(call, "cudnn mxfp8 attention", other_kind="1")) is not None:
+    if (
+        reason := unsupported_by_environment(call, "cudnn mxfp8 attention", other_kind="1")
+    ) is not None:
         return f"{reason}; {DECODED}"
     if (reason := _unsupported_version(call)) is not None:
         return f"{reason}; {DECODED}"
@@ -90,7 +92,9 @@ def _unsupported_library() -> str | None:
     if (reason := missing()) is not None:
         return reason
     graph = load_bindings(library()).graph
-    lacking = next((name for name in ("sdpa_mxfp8", "sdpa_mxfp8_backward") if not hasattr(graph, name)), None)
+    lacking = next(
+        (name for name in ("sdpa_mxfp8", "sdpa_mxfp8_backward") if not hasattr(graph, name)), None
+    )
     return None if lacking is None else f"nvidia-cudnn-frontend has no {lacking}; {REMEDY}"
 
 
@@ -109,9 +113,7 @@ def _unsupported_version(call: AttentionCall) -> str | None:
             f"{_format_version(_CORRECTED)} corrects it; {UPGRADE_CUDNN}"
         )
     if call.demands_determinism and version < _DETERMINISTIC:
-        return (
-            f"{found} has no deterministic gradients, {_format_version(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
-        )
+        return f"{found} has no deterministic gradients, {_format_version(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
     return None
 
 
@@ -124,12 +126,18 @@ def _scale_shape(
     return call.batch, heads, round_up(size, TILE[0]), round_up(depth // _BLOCK, TILE[1])
 
 
-def _scales(tensors: Tensors, role: str, heads: int, depth: int, of_queries: bool, along_tokens: bool) -> Any:
+def _scales(
+    tensors: Tensors, role: str, heads: int, depth: int, of_queries: bool, along_tokens: bool
+) -> Any:
     """Describe the scales of a tensor in swizzled order; blocks along the tokens are contiguous along the tokens."""
     size = tensors.size_q if of_queries else tensors.size_kv
     shape = _scale_shape(tensors.call, heads, size, depth, along_tokens)
     rows, columns = shape[2:]
-    strides = (heads * rows * columns, rows * columns, *((1, rows) if along_tokens else (columns, 1)))
+    strides = (
+        heads * rows * columns,
+        rows * columns,
+        *((1, rows) if along_tokens else (columns, 1)),
+    )
     return tensors.description.tensor(role, shape, strides, torch.float8_e8m0fnu, swizzled=True)
 
 
@@ -172,7 +180,9 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
         k_T=tensors.given("k_t", *of_k[:2], strided.k, False),
         v=tensors.given("v", *of_v[:2], strided.v, False),
         o_f16=tensors.dense("output", *of_output, dtype=call.dtype),
-        dO_f16=tensors.given("grad_output", *of_output[:2], strided.grad_output, True, dtype=call.dtype),
+        dO_f16=tensors.given(
+            "grad_output", *of_output[:2], strided.grad_output, True, dtype=call.dtype
+        ),
         dO=tensors.given("grad_output_codes", *of_output[:2], strided.grad_output, True),
         dO_T=tensors.given("grad_output_t", *of_output[:2], strided.grad_output, True),
         stats=description.tensor("stats", shape, strides, ragged=ragged),
@@ -219,7 +229,9 @@ def as_matrix_of_tokens(x: Tensor, tensor_format: str) -> Tensor:
     return x.contiguous().flatten(rows).flatten(0, rows - 1)
 
 
-def block_codes(operand: Operand, shape: torch.Size, tensor_format: str, along_tokens: bool) -> BlockCodes:
+def block_codes(
+    operand: Operand, shape: torch.Size, tensor_format: str, along_tokens: bool
+) -> BlockCodes:
     """Arrange codes from `as_matrix_of_tokens` as the kernels read them.
 
     Args:
@@ -260,7 +272,9 @@ def _pointers(tensors: dict[str, BlockCodes]) -> dict[str, int]:
     return found
 
 
-def forward(call: AttentionCall, q: BlockCodes, k: BlockCodes, v: BlockCodes) -> tuple[Tensor, Tensor | None]:
+def forward(
+    call: AttentionCall, q: BlockCodes, k: BlockCodes, v: BlockCodes
+) -> tuple[Tensor, Tensor | None]:
     """Compute o [.., h, d_v] in the call's dtype and the logs of the softmax denominators [b, h, s].
 
     Args:
@@ -277,14 +291,20 @@ def forward(call: AttentionCall, q: BlockCodes, k: BlockCodes, v: BlockCodes) ->
     pointers |= {"output": output.data_ptr(), "amax_output": amax.data_ptr()}
     lse = None
     if call.needs_gradient:
-        lse = torch.empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32, device=device)
+        lse = torch.empty(
+            (call.batch, call.heads, call.seqlen_q), dtype=torch.float32, device=device
+        )
         pointers["stats"] = lse.data_ptr()
     plan.run(pointers, device)
     return output, lse
 
 
 def backward(
-    call: AttentionCall, codes: dict[str, BlockCodes], output: Tensor, grad_output: Tensor, lse: Tensor
+    call: AttentionCall,
+    codes: dict[str, BlockCodes],
+    output: Tensor,
+    grad_output: Tensor,
+    lse: Tensor,
 ) -> Gradients:
     """Compute dq, dk and dv in the call's dtype.
 
@@ -301,7 +321,11 @@ def backward(
     plan = _PLANS[describe_backward, device.index, call, strided]
     grads = [torch.empty(x.shape, dtype=call.dtype, device=device) for x in (q, k, v)]
     pointers = _pointers(codes)
-    pointers |= {"output": output.data_ptr(), "grad_output": grad_output.data_ptr(), "stats": lse.data_ptr()}
+    pointers |= {
+        "output": output.data_ptr(),
+        "grad_output": grad_output.data_ptr(),
+        "stats": lse.data_ptr(),
+    }
     pointers |= {f"grad_{role}": x.data_ptr() for role, x in zip("qkv", grads, strict=True)}
     plan.run(pointers, device)
     return Gradients(*grads)

@@ -76,9 +76,7 @@ def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
     """Return the reason why FP8 attention on compute capability 10.x and 11.0 does not support the call, or None."""
     sizes = call.head_dim_qk, call.head_dim_v
     if max(sizes) > 128 and sizes != (192, 128):
-        return (
-            f"head sizes {sizes[0]} and {sizes[1]} on {call.hardware.title}: it takes up to 128, and 192/128"
-        )
+        return f"head sizes {sizes[0]} and {sizes[1]} on {call.hardware.title}: it takes up to 128, and 192/128"
     version, row = get_cudnn_version(), call.hardware
     for needed, first, what in (
         (True, row.cudnn_fp8, "these kernels"),
@@ -161,10 +159,18 @@ def describe_backward(
         v=tensors.given("v", call.groups, call.head_dim_v, strided.v, False),
         o=tensors.dense("output", call.heads, call.head_dim_v, True, dtype=output_code),
         dO=tensors.given(
-            "grad_output", call.heads, call.head_dim_v, strided.grad_output, True, dtype=grad_output_code
+            "grad_output",
+            call.heads,
+            call.head_dim_v,
+            strided.grad_output,
+            True,
+            dtype=grad_output_code,
         ),
         stats=description.tensor("stats", shape, strides, ragged=ragged),
-        **{role: description.scalar(role) for role in ("descale_q", "descale_k", "descale_v", "descale_s")},
+        **{
+            role: description.scalar(role)
+            for role in ("descale_q", "descale_k", "descale_v", "descale_s")
+        },
         descale_o=description.scalar("descale_output"),
         descale_dO=description.scalar("descale_grad_output"),
         descale_dP=description.scalar("descale_dp"),
@@ -179,7 +185,9 @@ def describe_backward(
     tensors.dense("grad_q", call.heads, call.head_dim_qk, True, grads[0], grad_code)
     tensors.dense("grad_k", call.groups, call.head_dim_qk, False, grads[1], grad_code)
     tensors.dense("grad_v", call.groups, call.head_dim_v, False, grads[2], grad_code)
-    for role, amax in zip(("amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"), grads[3:7], strict=True):
+    for role, amax in zip(
+        ("amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"), grads[3:7], strict=True
+    ):
         description.output(role, amax, (1, 1, 1, 1))
     return description
 
@@ -187,7 +195,9 @@ def describe_backward(
 _PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(lambda key: planned(*key), MOST_PLANS)
 
 
-def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
+def _common(
+    call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs
+) -> dict[str, int]:
     """Addresses of the tensors that both passes read."""
     q, k, v = codes
     pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
@@ -230,7 +240,9 @@ def forward(
     pointers["amax_s"] = pointers["amax_output"] + amax.element_size()
     lse = None
     if call.needs_gradient:
-        lse = torch.empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32, device=device)
+        lse = torch.empty(
+            (call.batch, call.heads, call.seqlen_q), dtype=torch.float32, device=device
+        )
         pointers["stats"] = lse.data_ptr()
     plan.run(pointers, device)
     return CudnnFP8Output(output, lse, amax)

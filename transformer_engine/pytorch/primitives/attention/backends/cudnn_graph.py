@@ -31,7 +31,15 @@ ROLES = (
     *("lengths_q", "lengths_kv", "page_table", "page_table_v"),
     *("grad_output", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_sink"),
     *("descale_q", "descale_k", "descale_v", "descale_s", "descale_output", "descale_grad_output"),
-    *("descale_dp", "scale_s", "scale_output", "scale_grad_q", "scale_grad_k", "scale_grad_v", "scale_dp"),
+    *(
+        "descale_dp",
+        "scale_s",
+        "scale_output",
+        "scale_grad_q",
+        "scale_grad_k",
+        "scale_grad_v",
+        "scale_dp",
+    ),
     *("amax_s", "amax_output", "amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"),
     *(f"score_mod_{index}" for index in range(MOST_SCORE_MOD_TENSORS)),
     # MXFP8 codes with blocks along the sequence, and of the output gradient in 16 bits.
@@ -60,11 +68,15 @@ def missing() -> str | None:
         version = importlib.metadata.version("nvidia-cudnn-frontend")
     except importlib.metadata.PackageNotFoundError as error:
         return optional.import_failure("cudnn", error)
-    problem = optional.cudnn_versions_problem(version, get_cudnn_version()) or optional.failure("cudnn")
+    problem = optional.cudnn_versions_problem(version, get_cudnn_version()) or optional.failure(
+        "cudnn"
+    )
     if problem is not None:
         return problem
     lacking = missing_name(library())
-    return None if lacking is None else f"nvidia-cudnn-frontend {version} has no {lacking}; {REMEDY}"
+    return (
+        None if lacking is None else f"nvidia-cudnn-frontend {version} has no {lacking}; {REMEDY}"
+    )
 
 
 @functools.cache
@@ -91,11 +103,17 @@ def load_bindings(module: Any) -> Bindings:
     """Return the compiled functions of the module `cudnn`."""
     compiled = getattr(module, "_pybind_module", module)
     graph = compiled.backend_graph if hasattr(compiled, "backend_graph") else compiled.pygraph
-    set_stream = compiled._raw_set_stream if hasattr(compiled, "_raw_set_stream") else compiled.set_stream
+    set_stream = (
+        compiled._raw_set_stream if hasattr(compiled, "_raw_set_stream") else compiled.set_stream
+    )
     return Bindings(graph, compiled.create_handle, set_stream)
 
 
-_GRAPH_METHODS = ("_execute_with_raw_ptrs", "_get_variant_pack_uids_sorted", "_prepare_variant_pack_template")
+_GRAPH_METHODS = (
+    "_execute_with_raw_ptrs",
+    "_get_variant_pack_uids_sorted",
+    "_prepare_variant_pack_template",
+)
 
 
 def missing_name(module: Any) -> str | None:
@@ -262,16 +280,24 @@ class CudnnPlan:
         self.steps = tuple(step for _, step in self.offsets)
         self.workspace = graph.get_workspace_size()
 
-    def run(self, pointers: Mapping[str, int], device: torch.device, offsets: Sequence[int] = ()) -> None:
+    def run(
+        self, pointers: Mapping[str, int], device: torch.device, offsets: Sequence[int] = ()
+    ) -> None:
         """Run the graph on the current stream; pointers by role, offsets in the order of `self.offsets`."""
         index = device.index
         if not is_current_device(index):
             with torch.cuda.device(index):
                 self.run(pointers, device, offsets)
             return
-        keep_if_captured(self, device)  # the library may unload the kernels of a plan that no cache holds
+        keep_if_captured(
+            self, device
+        )  # the library may unload the kernels of a plan that no cache holds
         # Allocated by torch for each call: ordered by the stream, and in a captured CUDA graph's pool.
-        space = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
+        space = (
+            torch.empty(self.workspace, dtype=torch.uint8, device=device)
+            if self.workspace
+            else None
+        )
         addresses = [pointers[role] for role in self.roles]
         addresses += offsets
         handle = handles.current(index)
@@ -342,9 +368,7 @@ def _restore_plan(path: Path, description: Description, device: int) -> CudnnPla
         if found != described:
             reason = f"its tensors are {found}, where {described} are described"
         elif workspace != stored.workspace:
-            reason = (
-                f"it asks for {workspace} bytes of workspace, and for {stored.workspace} when it was built"
-            )
+            reason = f"it asks for {workspace} bytes of workspace, and for {stored.workspace} when it was built"
         else:
             return CudnnPlan(description, graph)
     except _library_errors() as error:
@@ -361,7 +385,9 @@ def _store(path: Path, plan: CudnnPlan) -> None:
     try:
         serialized = bytes(plan.graph.serialize())
     except _library_errors() as error:
-        cudnn_store.STORE.warn(f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}")
+        cudnn_store.STORE.warn(
+            f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}"
+        )
         return
     cudnn_store.write(path, cudnn_store.StoredPlan(plan.workspace, serialized))
 

@@ -66,7 +66,9 @@ def bucket_tokens(tokens: int) -> int:
     return _bucket(max(tokens, 1))
 
 
-def format_shape(tensor_format: str, batch: int, size: int, heads: int, depth: int, tokens: int) -> Strides:
+def format_shape(
+    tensor_format: str, batch: int, size: int, heads: int, depth: int, tokens: int
+) -> Strides:
     """Return the shape of a tensor in a format."""
     if tensor_format == "sbhd":
         return size, batch, heads, depth
@@ -112,12 +114,16 @@ class Tensors:
             return self.description.tensor(role, shape, placed, dtype, ragged)
         return self.description.output(role, result, shape, placed, dtype, ragged)
 
-    def dense(self, role: str, heads: int, depth: int, of_queries: bool, *result: Any, **dtype: Any) -> Any:
+    def dense(
+        self, role: str, heads: int, depth: int, of_queries: bool, *result: Any, **dtype: Any
+    ) -> Any:
         """Describe a contiguous tensor with such a shape."""
         tensor_format = self.call.q_format if of_queries else self.call.kv_format
         size = self.call.seqlen_q if of_queries else self.call.seqlen_kv
         shape = format_shape(tensor_format, self.call.batch, size, heads, depth, 1)
-        return self.given(role, heads, depth, contiguous_strides(shape), of_queries, *result, **dtype)
+        return self.given(
+            role, heads, depth, contiguous_strides(shape), of_queries, *result, **dtype
+        )
 
     def paged(self, role: str, depth: int, strides: Strides) -> Any:
         """Describe the paged keys or values [pages, page_size, g, d]."""
@@ -139,15 +145,21 @@ class Tensors:
         options: dict[str, Any] = {"attn_scale": call.scale}
         left, right = call.mask.window
         alignment = library().diagonal_alignment
-        options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if bottom_right(call) else alignment.TOP_LEFT
+        options["diagonal_alignment"] = (
+            alignment.BOTTOM_RIGHT if bottom_right(call) else alignment.TOP_LEFT
+        )
         if left >= 0:
             options["diagonal_band_left_bound"] = left + 1
         if right >= 0:
             options["diagonal_band_right_bound"] = right
         if call.mask.padding:
             options["use_padding_mask"] = True
-            options["seq_len_q"] = description.tensor("lengths_q", (call.batch, 1, 1, 1), dtype=torch.int32)
-            options["seq_len_kv"] = description.tensor("lengths_kv", (call.batch, 1, 1, 1), dtype=torch.int32)
+            options["seq_len_q"] = description.tensor(
+                "lengths_q", (call.batch, 1, 1, 1), dtype=torch.int32
+            )
+            options["seq_len_kv"] = description.tensor(
+                "lengths_kv", (call.batch, 1, 1, 1), dtype=torch.int32
+            )
         if call.bias == "alibi":
             options["use_alibi_mask"] = True
         if call.dropout > 0.0:
@@ -160,13 +172,17 @@ class Tensors:
 
     def bias(self) -> Any:
         assert self.call.bias_shape is not None
-        return self.description.tensor("bias", self.call.bias_shape, self.strided.bias, self.call.dtype)
+        return self.description.tensor(
+            "bias", self.call.bias_shape, self.strided.bias, self.call.dtype
+        )
 
 
 def bottom_right(call: AttentionCall) -> bool:
     """Return whether the diagonal ends at the last query and key, and that differs from the top-left diagonal."""
     return (
-        call.mask.bottom_right and call.mask.banded and (call.mask.padding or call.seqlen_q != call.seqlen_kv)
+        call.mask.bottom_right
+        and call.mask.banded
+        and (call.mask.padding or call.seqlen_q != call.seqlen_kv)
     )
 
 
@@ -194,7 +210,9 @@ def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Des
         table = (call.batch, 1, -(-call.seqlen_kv // call.page_size), 1)
         strides = (strided.columns, strided.columns, 1, 1)
         for name, role in (("k", "page_table"), ("v", "page_table_v")):
-            options[f"paged_attention_{name}_table"] = description.tensor(role, table, strides, torch.int32)
+            options[f"paged_attention_{name}_table"] = description.tensor(
+                role, table, strides, torch.int32
+            )
         options["paged_attention_max_seq_len_kv"] = call.seqlen_kv
     else:
         k = tensors.given("k", call.groups, call.head_dim_qk, strided.k, False)
@@ -206,7 +224,9 @@ def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Des
     if call.max_logit:
         shape, strides, ragged = tensors.row_statistics()
         for option, role in (("score_max", "score_max"), ("score_sum_exp", "score_sum")):
-            options[option] = description.tensor(role, shape, strides, ragged=ragged).set_output(True)
+            options[option] = description.tensor(role, shape, strides, ragged=ragged).set_output(
+                True
+            )
     if strided.modifier is not None:
         options.update(strided.modifier.callbacks(description, with_gradient=False))
     keeps_stats = call.needs_gradient and not call.max_logit
@@ -227,7 +247,9 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
     v = tensors.given("v", call.groups, call.head_dim_v, strided.v, False)
     output = tensors.dense("output", call.heads, call.head_dim_v, True)
     assert strided.grad_output is not None
-    grad_output = tensors.given("grad_output", call.heads, call.head_dim_v, strided.grad_output, True)
+    grad_output = tensors.given(
+        "grad_output", call.heads, call.head_dim_v, strided.grad_output, True
+    )
     shape, strides, ragged = tensors.row_statistics()
     stats = description.tensor("stats", shape, strides, ragged=ragged)
     options = tensors.options()
@@ -235,11 +257,15 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
         # Without dBias the library leaves the bias out of the probabilities too.
         assert call.bias_shape is not None
         options["bias"] = tensors.bias()
-        options["dBias"] = description.tensor("grad_bias", call.bias_shape, dtype=call.dtype).set_output(True)
+        options["dBias"] = description.tensor(
+            "grad_bias", call.bias_shape, dtype=call.dtype
+        ).set_output(True)
     if has_sink_gradient(call):
         # Only the sink's gradient needs the sink: the statistics already include it.
         options["sink_token"] = tensors.sink()
-        options["dSink_token"] = description.tensor("grad_sink", (1, call.heads, 1, 1)).set_output(True)
+        options["dSink_token"] = description.tensor("grad_sink", (1, call.heads, 1, 1)).set_output(
+            True
+        )
     if strided.modifier is not None:
         options.update(strided.modifier.callbacks(description, with_gradient=True))
     if call.q_format == "thd":

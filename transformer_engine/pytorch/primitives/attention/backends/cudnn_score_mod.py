@@ -56,7 +56,9 @@ class Modifier(NamedTuple):
     program: ScoreProgram
     operands: tuple[ScoreModTensor, ...]
 
-    def callbacks(self, description: Description, with_gradient: bool) -> dict[str, Callable[..., Any]]:
+    def callbacks(
+        self, description: Description, with_gradient: bool
+    ) -> dict[str, Callable[..., Any]]:
         """Describe the tensors that one pass reads; return the arguments score_mod and score_mod_bprop of the pass."""
         program = self.program.needed(with_gradient)
         read = program.operands()
@@ -64,7 +66,11 @@ class Modifier(NamedTuple):
         for operand in self.operands:
             if operand.number in read:
                 operands[operand.number] = description.tensor(
-                    operand.role, operand.shape, operand.strides, operand.dtype, on_host=operand.on_host
+                    operand.role,
+                    operand.shape,
+                    operand.strides,
+                    operand.dtype,
+                    on_host=operand.on_host,
                 )
         # The gradient reads values that the function has computed in the same graph.
         values: dict[int, Any] = {}
@@ -187,7 +193,9 @@ def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> st
     return None
 
 
-def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier | None, tuple[Tensor, ...]]:
+def bound_tensors(
+    call: AttentionCall, device: torch.device
+) -> tuple[Modifier | None, tuple[Tensor, ...]]:
     """Return the modifier for a supported call, and the tensors in operand order.
 
     A one-element tensor on the host stays there, in float32; other tensors on the host are copied to the device.

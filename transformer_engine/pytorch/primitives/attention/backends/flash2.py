@@ -91,9 +91,7 @@ def _unsupported_hardware(call: AttentionCall, found: tuple[int, ...]) -> str | 
     ):
         return None
     if call.dropout > 0.0:
-        return (
-            f"a gradient of heads of size {call.head_dim_qk} > {_WIDE_HEAD} with dropout on {hardware.title}"
-        )
+        return f"a gradient of heads of size {call.head_dim_qk} > {_WIDE_HEAD} with dropout on {hardware.title}"
     if found < SMALL_GRADIENTS:
         return (
             f"flash-attn {VERSION} has no gradient of heads of size {call.head_dim_qk} > {_WIDE_HEAD} on "
@@ -136,4 +134,6 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
 
 
 WHOLE = Differentiable("flash2", run)
-BACKEND = Backend("flash2", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)
+BACKEND = Backend(
+    "flash2", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE
+)

@@ -86,4 +86,6 @@ def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 WHOLE = Differentiable("flash3", run)
-BACKEND = Backend("flash3", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)
+BACKEND = Backend(
+    "flash3", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE
+)

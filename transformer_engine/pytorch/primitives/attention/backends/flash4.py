@@ -91,7 +91,9 @@ def _unsupported_softcap(call: AttentionCall) -> str | None:
     assert VERSION is not None
     if not _has_kernels_of_all(VERSION):
         return f"softcap with flash-attn-4 {VERSION}; {_FIRST_OF_ALL} has its gradient"
-    if call.needs_gradient and (reason := call.hardware.lacks("flash attention 4 gradients of scores")):
+    if call.needs_gradient and (
+        reason := call.hardware.lacks("flash attention 4 gradients of scores")
+    ):
         return reason
     names = ("create_softcap_scoremod", "create_softcap_scoremod_bwd")
     return optional.failure("flash_attn.cute.utils", *names)
@@ -189,7 +191,11 @@ def _arguments(call: AttentionCall, inputs: AttentionInputs) -> dict[str, Any]:
 
 def _score_mods(call: AttentionCall, *names: str) -> dict[str, Any]:
     """Keyword arguments of a pass for the softcap; none without a softcap, because earlier releases lack them."""
-    return {} if call.softcap == 0.0 else dict(zip(names, _score_functions(call.softcap), strict=False))
+    return (
+        {}
+        if call.softcap == 0.0
+        else dict(zip(names, _score_functions(call.softcap), strict=False))
+    )
 
 
 def _leaves_rows(call: AttentionCall) -> bool:
@@ -209,5 +215,9 @@ def _rows(call: AttentionCall, like: Tensor, heads: int, size: int, zero: bool) 
 
 PASSES = Passes("flash4", forward, backward)
 BACKEND = Backend(
-    "flash4", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+    "flash4",
+    takes=TAKES,
+    unsupported_reason=unsupported_reason,
+    bind=lambda call: PASSES,
+    opaque=True,
 )

@@ -108,7 +108,9 @@ def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
         steps.append(_cap_score(call.softcap))
     if inputs.bias is not None:
         # A bias before the scale is added before the softcap.
-        steps.insert(0 if call.bias == "pre_scale_bias" else len(steps), _bias_score(call, inputs.bias))
+        steps.insert(
+            0 if call.bias == "pre_scale_bias" else len(steps), _bias_score(call, inputs.bias)
+        )
     if call.bias == "alibi":
         steps.append(_alibi(call, inputs))
     if call.score_mod is not None:
@@ -160,4 +162,6 @@ def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
 
 
 WHOLE = Differentiable("flex", run)
-BACKEND = Backend("flex", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)
+BACKEND = Backend(
+    "flex", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE
+)

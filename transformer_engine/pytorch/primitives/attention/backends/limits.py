@@ -11,12 +11,12 @@ FLASH = frozenset(
 )
 
 UPGRADE_CUDNN = "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
-WITHOUT_DETERMINISM = (
-    "its gradients are only deterministic under torch.use_deterministic_algorithms(True) without warn_only"
-)
+WITHOUT_DETERMINISM = "its gradients are only deterministic under torch.use_deterministic_algorithms(True) without warn_only"  # noqa: E501
 
 
-def unsupported_by_environment(call: AttentionCall, capability: Capability, other_kind: str) -> str | None:
+def unsupported_by_environment(
+    call: AttentionCall, capability: Capability, other_kind: str
+) -> str | None:
     """Return the reason why switches, device or hardware exclude a cuDNN kernel; None if they do not.
 
     Args:
@@ -34,7 +34,9 @@ def unsupported_by_environment(call: AttentionCall, capability: Capability, othe
     return call.hardware.lacks(capability)
 
 
-def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: int = 8) -> str | None:
+def unsupported_beyond_flash(
+    call: AttentionCall, largest_head: int, multiple: int = 8
+) -> str | None:
     """Return the reason why a 16-bit kernel on CUDA does not support the call's tensors; None if it does."""
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
@@ -51,14 +53,15 @@ def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> 
     hardware = call.hardware
     if version < hardware.cudnn:
         found, first = (".".join(map(str, each)) for each in (version, hardware.cudnn))
-        return (
-            f"cuDNN {found} has no attention for {hardware.title}, {first} and higher have; {UPGRADE_CUDNN}"
-        )
+        return f"cuDNN {found} has no attention for {hardware.title}, {first} and higher have; {UPGRADE_CUDNN}"
     if call.cached and (reason := hardware.lacks("cudnn cached attention")) is not None:
         return reason
     if not call.needs_gradient:
         return None
-    if call.deterministic and (reason := hardware.lacks("cudnn deterministic attention")) is not None:
+    if (
+        call.deterministic
+        and (reason := hardware.lacks("cudnn deterministic attention")) is not None
+    ):
         return reason
     packed = "thd" in (call.q_format, call.kv_format)
     if packed and (reason := hardware.lacks("cudnn ragged statistics")) is not None:
@@ -71,5 +74,8 @@ def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> 
         return f"head sizes {sizes[0]} and {sizes[1]}: above 128 it takes equal ones and 192/128"
     if 128 < largest < limit and sizes[0] == sizes[1]:
         reason = hardware.lacks("cudnn gradients of equal wide heads")
-        return reason and f"head size {largest} in the backward pass: {reason}; it takes {limit} and 192/128"
+        return (
+            reason
+            and f"head size {largest} in the backward pass: {reason}; it takes {limit} and 192/128"
+        )
     return None

@@ -18,7 +18,9 @@ TAKES = frozenset({Feature.TOP_LEFT, Feature.GROUPS})
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
-    if (reason := unsupported_by_environment(call, "torch cudnn attention", other_kind="2")) is not None:
+    if (
+        reason := unsupported_by_environment(call, "torch cudnn attention", other_kind="2")
+    ) is not None:
         return reason
     return unsupported_beyond_flash(call, _LARGEST_HEAD)
 
@@ -65,5 +67,9 @@ def backward(
 
 PASSES = Passes("torch_cudnn", forward, backward)
 BACKEND = Backend(
-    "torch_cudnn", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+    "torch_cudnn",
+    takes=TAKES,
+    unsupported_reason=unsupported_reason,
+    bind=lambda call: PASSES,
+    opaque=True,
 )

@@ -99,5 +99,9 @@ def _options(call: AttentionCall) -> dict[str, Any]:
 
 PASSES = Passes("torch_flash", forward, backward)
 BACKEND = Backend(
-    "torch_flash", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+    "torch_flash",
+    takes=TAKES,
+    unsupported_reason=unsupported_reason,
+    bind=lambda call: PASSES,
+    opaque=True,
 )

@@ -56,13 +56,21 @@ def _torch_choice(key: Key) -> Passes | None:
     for (tokens, heads, size), stride in zip(sizes, strides, strict=True):
         leading = (tokens, call.batch) if call.q_format == "sbhd" else (call.batch, tokens)
         x = torch.empty_strided(
-            (*leading, heads, size), stride, dtype=call.dtype, device=device, requires_grad=needs_gradient
+            (*leading, heads, size),
+            stride,
+            dtype=call.dtype,
+            device=device,
+            requires_grad=needs_gradient,
         )
         views.append(heads_first(call.q_format, x))
     q, k, v = views
-    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, call.banded, scale=call.scale, enable_gqa=grouped)
+    choice = torch._fused_sdp_choice(
+        q, k, v, None, 0.0, call.banded, scale=call.scale, enable_gqa=grouped
+    )
     if device.type == "cpu":
-        return CPU if choice == _FLASH and not grouped else None  # its kernel supports no grouped heads
+        return (
+            CPU if choice == _FLASH and not grouped else None
+        )  # its kernel supports no grouped heads
     return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(choice)
 
 
@@ -72,7 +80,9 @@ _CHOSEN: Memory[Key, Passes | None] = Memory(_torch_choice, _MOST)
 def _forward_on_a_cpu(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     form, scale = call.q_format, call.scale
     q, k, v = (heads_first(form, x) for x in inputs[:3])
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.banded, scale=scale)
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, call.banded, scale=scale
+    )
     return Attended(heads_last(form, out).contiguous(), lse)
 
 

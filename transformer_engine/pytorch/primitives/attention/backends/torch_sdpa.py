@@ -132,7 +132,10 @@ def _is_plain(call: AttentionCall) -> bool:
 
 def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], AttentionResult]:
     batch, heads, tokens = (1, 2, 0) if call.q_format == "sbhd" else (0, 2, 1)
-    order, back = (batch, heads, tokens, 3), (2, 0, 1, 3) if call.q_format == "sbhd" else (0, 2, 1, 3)
+    order, back = (
+        (batch, heads, tokens, 3),
+        (2, 0, 1, 3) if call.q_format == "sbhd" else (0, 2, 1, 3),
+    )
     causal, dropout, scale = call.plain_causal, call.dropout, call.scale
     grouped = call.groups != call.heads
 
@@ -151,7 +154,9 @@ def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], At
         )
         _name_failure(out, inputs.q, inputs.k, inputs.v)
         # A copy even where the view is contiguous, as in layout.from_bhsd.
-        return _guard_output(out.permute(back).clone(memory_format=torch.contiguous_format).flatten(-2))
+        return _guard_output(
+            out.permute(back).clone(memory_format=torch.contiguous_format).flatten(-2)
+        )
 
     return run
 

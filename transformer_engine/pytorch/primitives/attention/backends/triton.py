@@ -22,7 +22,15 @@ from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..dropout import random_state
 from ..passes import Passes
 from . import triton_decode
-from .triton_layout import Strides, as_bytes, contiguous_triple, lse_triple, problem, strides, triple
+from .triton_layout import (
+    Strides,
+    as_bytes,
+    contiguous_triple,
+    lse_triple,
+    problem,
+    strides,
+    triple,
+)
 
 if TYPE_CHECKING:
     from .....common.kernels.launch import Launch
@@ -82,12 +90,16 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
         return triton_decode.forward(call, inputs)
     sources, q = _sources(call, inputs), inputs.q
     launch = _forward_launch(call, strides(call, inputs), q.get_device())
-    make = torch.zeros if call.packed else torch.empty  # packed: tokens outside the sequences are not visited
+    make = (
+        torch.zeros if call.packed else torch.empty
+    )  # packed: tokens outside the sequences are not visited
     out = make((*q.shape[:-1], call.head_dim_v), dtype=q.dtype, device=q.device)
     lse = None
     if call.needs_gradient and call.packed:
         # lse [h, t] is a [t, h] view, so that its strides do not change with t.
-        lse = torch.full((q.shape[0], call.heads), -torch.inf, dtype=torch.float32, device=q.device).t()
+        lse = torch.full(
+            (q.shape[0], call.heads), -torch.inf, dtype=torch.float32, device=q.device
+        ).t()
     elif call.needs_gradient:
         lse = q.new_empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32)
     rng_state = random_state(q.device) if call.dropout > 0.0 else None
@@ -155,7 +167,9 @@ class _Results(NamedTuple):
     bias: Tensor | None
 
 
-def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor) -> _Results:
+def _space(
+    call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor
+) -> _Results:
     """Allocate the gradients and their partial sums; zeros if some tokens belong to no sequence."""
     q = inputs.q
     make = torch.zeros if call.packed else torch.empty
@@ -165,7 +179,9 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
     if plan.bias_shape:
         assert inputs.bias is not None
         same_shape = plan.bias_shape == inputs.bias.shape
-        bias = q.new_empty(plan.bias_shape, dtype=inputs.bias.dtype if same_shape else torch.float32)
+        bias = q.new_empty(
+            plan.bias_shape, dtype=inputs.bias.dtype if same_shape else torch.float32
+        )
     make_keys = torch.zeros if call.kv_format == "thd" else torch.empty
 
     def choose_keys(tensor: Tensor) -> Tensor:
@@ -175,7 +191,9 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
         return make_keys(parts, dtype=torch.float32, device=tensor.device)
 
     dq = make(q.shape, dtype=q.dtype, device=q.device)
-    return _Results(torch.empty_like(lse), sink, dq, choose_keys(inputs.k), choose_keys(inputs.v), bias)
+    return _Results(
+        torch.empty_like(lse), sink, dq, choose_keys(inputs.k), choose_keys(inputs.v), bias
+    )
 
 
 def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:
@@ -229,7 +247,9 @@ def _backward_plan(
         return size, batch, token, head
 
     packed = call.kv_format == "thd"
-    keys = kernels.keys(p, grad_strides(call.head_dim_qk), grad_strides(call.head_dim_v), parts, packed)
+    keys = kernels.keys(
+        p, grad_strides(call.head_dim_qk), grad_strides(call.head_dim_v), parts, packed
+    )
     bias, bias_shape = None, ()
     if call.bias_gradient and call.bias in ("pre_scale_bias", "post_scale_bias"):
         assert call.bias_shape is not None
@@ -242,5 +262,9 @@ def _backward_plan(
 
 PASSES = Passes("triton", forward, backward)
 BACKEND = Backend(
-    "triton", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+    "triton",
+    takes=TAKES,
+    unsupported_reason=unsupported_reason,
+    bind=lambda call: PASSES,
+    opaque=True,
 )

@@ -26,14 +26,18 @@ def takes(call: AttentionCall) -> bool:
         return False
     if call.needs_gradient or call.max_logit or call.dropout > 0.0 or call.seqlen_q > LONGEST_QUERY:
         return False
-    return call.bias in ("no_bias", "alibi") and not call.mask.arbitrary and not call.padding_tensors
+    return (
+        call.bias in ("no_bias", "alibi") and not call.mask.arbitrary and not call.padding_tensors
+    )
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute the output, without lse, for a call that `takes` supports."""
     q = inputs.q
     program = _program(call, strides(call, inputs), q.get_device())
-    make = torch.zeros if call.packed else torch.empty  # packed: tokens outside the sequences are not visited
+    make = (
+        torch.zeros if call.packed else torch.empty
+    )  # packed: tokens outside the sequences are not visited
     out = make((*q.shape[:-1], call.head_dim_v), dtype=q.dtype, device=q.device)
     perform(program, (*inputs[:7], inputs.slopes, inputs.page_table, inputs.sink, out))
     return Attended(out)

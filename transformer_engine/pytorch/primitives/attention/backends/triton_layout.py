@@ -78,7 +78,9 @@ def problem(
 ) -> AttentionProblem:
     """Return a call as the kernels' numbers; out: the output's strides, in the backward pass its gradient's strides."""
     left, right = call.mask.window
-    varied = call.bias != "no_bias" or call.mask.arbitrary or call.padding_tensors or call.dropout > 0.0
+    varied = (
+        call.bias != "no_bias" or call.mask.arbitrary or call.padding_tensors or call.dropout > 0.0
+    )
     return AttentionProblem(
         dtype=DTYPE_NAMES[call.dtype],
         batch=call.batch,
@@ -112,8 +114,12 @@ def problem(
     )
 
 
-def _broadcast(shape: tuple[int, ...] | None, strides: tuple[int, ...]) -> tuple[int, int, int, int]:
+def _broadcast(
+    shape: tuple[int, ...] | None, strides: tuple[int, ...]
+) -> tuple[int, int, int, int]:
     """Return a tensor's strides when broadcast to [b, h, i, j]: 0 for a missing or one-element axis."""
-    broadcast = [0 if size == 1 else stride for size, stride in zip(shape or (), strides, strict=True)]
+    broadcast = [
+        0 if size == 1 else stride for size, stride in zip(shape or (), strides, strict=True)
+    ]
     b, h, i, j = [0] * (4 - len(broadcast)) + broadcast
     return b, h, i, j

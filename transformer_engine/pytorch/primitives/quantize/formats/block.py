@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .....common.formats import BLOCK_1D, BLOCK_1D_POWERS, BLOCK_2D, BLOCK_2D_POWERS, ceil_div, float32_max
+from .....common.formats import (
+    BLOCK_1D,
+    BLOCK_1D_POWERS,
+    BLOCK_2D,
+    BLOCK_2D_POWERS,
+    ceil_div,
+    float32_max,
+)
 from .....common.kernels.launch import Launch, Machine
 from ....runtime import launching
 from ....runtime.device import current_hardware
@@ -43,7 +50,9 @@ def _row_blocks(
         spec.element,
         spec.rowwise,
         spec.columnwise,
-        machine=Machine(*launching.processors(device.index), dtype.itemsize, current_hardware().threads),
+        machine=Machine(
+            *launching.processors(device.index), dtype.itemsize, current_hardware().threads
+        ),
         **_scales(spec, dtype),
     )
 
@@ -72,7 +81,9 @@ ROWS = (
         encode,
         launch=_row_blocks,
         # The kernel's scales [rows, ceil(depth / 128)] are column-major.
-        empty_scale=lambda x, rows, depth: x.new_empty((ceil_div(depth, 128), rows), dtype=torch.float32).t(),
+        empty_scale=lambda x, rows, depth: x.new_empty(
+            (ceil_div(depth, 128), rows), dtype=torch.float32
+        ).t(),
     ),
     tile_scaled(BLOCK_2D, encode, launch=_square_blocks),
     # Formats for operands only: specs have the option `power_of_two`.

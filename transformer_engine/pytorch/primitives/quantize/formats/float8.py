@@ -24,7 +24,9 @@ def quantize(x: Tensor, spec: QuantizeSpec, inputs: QuantizeInputs) -> Quantized
         amax = absolute_maximum(x)
     if multiplier is None:
         largest = torch.finfo(CODE_DTYPES[spec.element.name]).max
-        multiplier = scale_from_amax(amax, largest, power_of_two=spec.power_of_two, epsilon=spec.epsilon)
+        multiplier = scale_from_amax(
+            amax, largest, power_of_two=spec.power_of_two, epsilon=spec.epsilon
+        )
     codes = cast(x.to(torch.float32) * multiplier, spec.element).contiguous()
     codes_t = transposed(codes) if spec.columnwise else None
     inverse = multiplier.to(torch.float32).reciprocal()
@@ -63,7 +65,9 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
         def cast_by_amax(x: Tensor, inputs: QuantizeInputs) -> Quantized:
             x = x if x.is_contiguous() else x.contiguous()
             amax = inputs.amax
-            return Quantized(*launch(x, as_float32(inputs.multiplier), as_float32(amax)))._replace(amax=amax)
+            return Quantized(*launch(x, as_float32(inputs.multiplier), as_float32(amax)))._replace(
+                amax=amax
+            )
 
         return cast_by_amax
     if request.multiplier_given:

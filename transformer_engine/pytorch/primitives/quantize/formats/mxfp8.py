@@ -27,7 +27,9 @@ def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
     return tiles.join(codes, (x.shape[0], x.shape[1])), exponents
 
 
-def _launch(spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Launch:
+def _launch(
+    spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Launch:
     from .....common.kernels import mxfp8  # it imports triton
 
     options = {"square": spec.two_dimensional, "tiled": spec.tiled}

@@ -58,7 +58,9 @@ def encode(
         ideal = tiles.tile_amax(cut) * (encode_scale * (1.0 / E2M1.maximum))
         block_scale = cast(ideal.clamp(max=float32_max()), E4M3)
         random_tiles = None if random is None else tiles.cut(random, spec.tile)
-        codes = encode_e2m1(cut * tiles.spread(_multiplier(block_scale, encode_scale)), random_tiles)
+        codes = encode_e2m1(
+            cut * tiles.spread(_multiplier(block_scale, encode_scale)), random_tiles
+        )
     return tiles.join(codes, (x.shape[0], x.shape[1])), block_scale
 
 
@@ -80,10 +82,13 @@ def _four_or_six(
     candidates = []
     for ideal in (base, base * 1.5):
         scale = cast(ideal, E4M3)
-        candidates.append((encode_e2m1(cut * tiles.spread(_multiplier(scale, encode_scale))), scale))
+        candidates.append(
+            (encode_e2m1(cut * tiles.spread(_multiplier(scale, encode_scale))), scale)
+        )
     six, four = candidates
     error_six, error_four = (
-        _tile_error(cut, codes, scale, measure, form, amax, encode_scale) for codes, scale in (six, four)
+        _tile_error(cut, codes, scale, measure, form, amax, encode_scale)
+        for codes, scale in (six, four)
     )
     takes_four = error_four < error_six
     codes = torch.where(tiles.spread(takes_four), four[0], six[0])
@@ -101,7 +106,9 @@ def _tile_error(
     encode_scale: Tensor,
 ) -> Tensor:
     """Return the error of a tile's codes, float32 [ceil(R/r), ceil(K/16)], summed in the order of the kernels."""
-    product = decode_e2m1(codes) * tiles.spread(widen(block_scale))  # at most 6 significant bits: exact
+    product = decode_e2m1(codes) * tiles.spread(
+        widen(block_scale)
+    )  # at most 6 significant bits: exact
     if measure in (FAST_MAE, FAST_MSE):
         difference = product - cut * tiles.spread(encode_scale)
     else:
@@ -220,9 +227,7 @@ def _unsupported_transformed_maximum(request: TransformedMaximumRequest) -> str 
     if (reason := unsupported_casts(request.device, request.dtype)) is not None:
         return reason
     if not request.rows * request.columns or request.rows % GROUP:
-        return (
-            f"M={request.rows} is not a positive multiple of {GROUP}, the group of the transform, or K is 0"
-        )
+        return f"M={request.rows} is not a positive multiple of {GROUP}, the group of the transform, or K is 0"
     return None if request.contiguous else "it reads contiguous matrices"
 
 
@@ -241,11 +246,15 @@ TRANSFORMED_MAXIMUM: Table[TransformedMaximumRequest] = Table(
     "hadamard_maximum",
     (
         Backend(
-            "triton", unsupported_reason=_unsupported_transformed_maximum, bind=_bind_transformed_maximum
+            "triton",
+            unsupported_reason=_unsupported_transformed_maximum,
+            bind=_bind_transformed_maximum,
         ),
         Backend(
             "reference",
-            bind=lambda request: functools.partial(_largest_transformed, random_sign=request.random_sign),
+            bind=lambda request: functools.partial(
+                _largest_transformed, random_sign=request.random_sign
+            ),
         ),
     ),
     describe=TransformedMaximumRequest,
@@ -264,7 +273,9 @@ def hadamard_maximum(x: Tensor, random_sign: bool) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _largest_transformed(x, random_sign)
-    return TRANSFORMED_MAXIMUM.bound((*x.shape, x.dtype, x.device, x.is_contiguous(), random_sign))(x)
+    return TRANSFORMED_MAXIMUM.bound((*x.shape, x.dtype, x.device, x.is_contiguous(), random_sign))(
+        x
+    )
 
 
 def _plan(request: QuantizeRequest) -> PlannedCall:
