@@ -206,6 +206,70 @@ def test_a_call_sets_the_process_and_a_block_restores_it():
     assert not te.is_batch_invariant()
 
 
+def test_decorating_a_function_leaves_the_process_as_before():
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+
+    @te.batch_invariant()
+    def run():
+        return te.is_batch_invariant()
+
+    @te.deterministic()
+    def run_deterministic():
+        return torch.are_deterministic_algorithms_enabled()
+
+    for _ in range(2):
+        assert not te.is_batch_invariant() and run()
+        assert torch.are_deterministic_algorithms_enabled() is before and run_deterministic()
+    assert torch.utils.deterministic.fill_uninitialized_memory is fills
+
+
+def test_objects_that_are_constructed_before_others_are_entered_leave_no_trace():
+    first, second = te.batch_invariant(), te.batch_invariant()
+    with first, second:
+        assert te.is_batch_invariant()
+    assert not te.is_batch_invariant()
+    te.batch_invariant()
+    waiting = te.batch_invariant(False)  # the latest setting, until it is entered
+    assert not te.is_batch_invariant()
+    with waiting:
+        assert not te.is_batch_invariant()
+    assert te.is_batch_invariant()
+    te.batch_invariant(False)
+
+
+@pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])
+def test_rows_of_transposed_tensors_do_not_depend_on_their_number(norm):
+    norm, x = norm(256, device="cpu"), torch.randn(256, 50).t()
+    products = torch.randn(256, 256)
+    rows = torch.randn(50, 256)
+    with te.batch_invariant():
+        y = norm(x).detach()
+        assert torch.equal(norm(x.contiguous()), y)
+        gradients = {}
+        for count in (1, 2, 7, 13, 50):
+            assert torch.equal(norm(x[:count]), y[:count])
+            leaf = rows[:count].clone().requires_grad_()
+            norm(leaf).backward(products[:, :count].t())  # a gradient that is not contiguous
+            gradients[count] = leaf.grad
+    for gradient in gradients.values():
+        assert torch.equal(gradient, gradients[50][: len(gradient)])
+
+
+def test_activations_outside_of_a_block_have_torch_sigmoid_and_its_derivative():
+    from transformer_engine.pytorch.primitives.activation import reference
+
+    x = torch.tensor([[-100.0, -89.0, 1.0]], requires_grad=True)
+    for requirement in (False, True):
+        with te.batch_invariant(requirement):
+            y = reference.sigmoid(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(
+            gradient, torch.sigmoid(x) * (1 - torch.sigmoid(x)), atol=1e-37, rtol=1e-6
+        )
+        assert requirement or torch.equal(y, torch.sigmoid(x))
+
+
 def test_a_decorated_function_and_a_reused_block_set_it_each_time():
     @te.batch_invariant()
     def run(depth):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ContextDecorator
+from typing import Any
 
 import torch
 from torch.utils import deterministic as torch_settings
@@ -37,6 +38,13 @@ class deterministic(ContextDecorator):
         self._before: list[tuple[bool, bool, bool]] = []
         _set(enabled)
 
+    def __call__(self, function: Any) -> Any:
+        """Decorate a function, whose calls run in a block; the decoration itself leaves the settings as before."""
+        if self._made_before is not None:
+            _restore(self._made_before)
+            self._made_before = None
+        return super().__call__(function)
+
     def _recreate_cm(self) -> deterministic:
         """Return a new context, so that each decorated function call sets the mode again."""
         return deterministic(self._enabled)
@@ -50,9 +58,7 @@ class deterministic(ContextDecorator):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        enabled, warns_only, fills = self._before.pop()
-        torch.use_deterministic_algorithms(enabled, warn_only=warns_only)
-        torch_settings.fill_uninitialized_memory = fills  # pyright: ignore[reportAttributeAccessIssue]
+        _restore(self._before.pop())
 
 
 def _settings() -> tuple[bool, bool, bool]:
@@ -61,6 +67,12 @@ def _settings() -> tuple[bool, bool, bool]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch_settings.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
     )
+
+
+def _restore(settings: tuple[bool, bool, bool]) -> None:
+    enabled, warns_only, fills = settings
+    torch.use_deterministic_algorithms(enabled, warn_only=warns_only)
+    torch_settings.fill_uninitialized_memory = fills  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _set(enabled: bool) -> None:

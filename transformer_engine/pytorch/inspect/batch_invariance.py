@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from contextlib import ContextDecorator
+from typing import Any
 
 from ...common.checks import suggests_keywords, switch
 from ...common.dispatch import is_batch_invariant, require_batch_invariance
@@ -14,19 +17,63 @@ from ..runtime.tracing import run_eagerly
 __all__ = ["batch_invariant", "is_batch_invariant"]
 
 
-class _Blocks:
-    """The requirement of the process: that of the innermost open block, or `default` outside of all blocks."""
+class _Requirement:
+    """The requirement of the process: that of the innermost open block; outside of blocks, the latest setting.
+
+    A new `batch_invariant` object is a setting until a `with` statement enters it or a function is decorated with it,
+    because its constructor cannot know what follows. An object that is collected before that leaves its setting.
+
+    Attributes:
+        lock: Reentrant, because garbage collection may run `keep` at any time.
+        open: (key, requirement) of the open blocks of all threads, in order of entry.
+        settings: {number: requirement}; larger numbers are later settings.
+        kept: Number of the setting that stays.
+    """
 
     def __init__(self) -> None:
-        self.default = False
+        self.lock = threading.RLock()
         self.open: list[tuple[object, bool]] = []
-        self.lock = threading.Lock()
+        self.settings: dict[int, bool] = {0: False}
+        self.kept = 0
+        self._numbers = itertools.count(1)
 
     def apply(self) -> None:
-        require_batch_invariance(self.open[-1][1] if self.open else self.default)
+        latest = self.settings[max(self.settings)]
+        require_batch_invariance(self.open[-1][1] if self.open else latest)
+
+    def add(self, enabled: bool) -> int:
+        """Add a setting; return its number."""
+        with self.lock:
+            number = next(self._numbers)
+            self.settings[number] = enabled
+            self.apply()
+        return number
+
+    def remove(self, number: int) -> None:
+        """Remove a setting that `keep` has not kept."""
+        with self.lock:
+            self.settings.pop(number, None)
+            self.apply()
+
+    def keep(self, number: int) -> None:
+        """Let a setting stay, and remove the kept one before it."""
+        with self.lock:
+            if number in self.settings:
+                earlier, self.kept = sorted((self.kept, number))
+                self.settings.pop(earlier)
+
+    def enter(self, key: object, enabled: bool) -> None:
+        with self.lock:
+            self.open.append((key, enabled))
+            self.apply()
+
+    def leave(self, key: object) -> None:
+        with self.lock:
+            self.open = [block for block in self.open if block[0] is not key]
+            self.apply()
 
 
-_blocks = _Blocks()
+_requirement = _Requirement()
 
 
 class batch_invariant(ContextDecorator):
@@ -60,9 +107,13 @@ class batch_invariant(ContextDecorator):
     def __init__(self, enabled: bool = True):
         switch("enabled", enabled)
         self._enabled = enabled
-        self._default_before: bool | None = _blocks.default
         self._keys: list[object] = []
-        self._set_default(enabled)
+        self._set()
+
+    def __call__(self, function: Any) -> Any:
+        """Decorate a function, whose calls run in a block; the decoration itself leaves the process as before."""
+        self._unset()
+        return super().__call__(function)
 
     def _recreate_cm(self) -> batch_invariant:
         """Return a new context, so that each decorated function call sets the requirement again."""
@@ -70,14 +121,11 @@ class batch_invariant(ContextDecorator):
 
     @run_eagerly("te.batch_invariant() changes the choice of backends for all threads")
     def __enter__(self) -> batch_invariant:
-        """Enter the block; the first entry restores the process's requirement from before the construction."""
-        if self._default_before is not None:
-            _blocks.default, self._default_before = self._default_before, None
+        """Enter the block. The object is no longer a setting of the process."""
         key = object()
-        with _blocks.lock:
-            _blocks.open.append((key, self._enabled))
-            _blocks.apply()
+        _requirement.enter(key, self._enabled)
         self._keys.append(key)
+        self._unset()
         try:
             _check_recipe()
         except RuntimeError:
@@ -90,23 +138,24 @@ class batch_invariant(ContextDecorator):
         self._leave()
 
     def _leave(self) -> None:
-        key = self._keys.pop()
-        with _blocks.lock:
-            _blocks.open = [block for block in _blocks.open if block[0] is not key]
-            _blocks.apply()
+        _requirement.leave(self._keys.pop())
 
     @run_eagerly("te.batch_invariant() changes the choice of backends for all threads")
-    def _set_default(self, enabled: bool) -> None:
-        with _blocks.lock:
-            _blocks.default = enabled
-            _blocks.apply()
+    def _set(self) -> None:
+        """Add the setting of this object; without one if the recipe does not support it."""
+        self._number = _requirement.add(self._enabled)
         try:
             _check_recipe()
         except RuntimeError:
-            with _blocks.lock:
-                _blocks.default = bool(self._default_before)
-                _blocks.apply()
+            _requirement.remove(self._number)
             raise
+        self._collected = weakref.finalize(self, _requirement.keep, self._number)
+        self._collected.atexit = False
+
+    def _unset(self) -> None:
+        """Remove the setting of this object, if it is still one."""
+        if self._collected.detach() is not None:
+            _requirement.remove(self._number)
 
 
 def _check_recipe() -> None:

@@ -133,7 +133,10 @@ def _dependence_of_blocks(recipe: Float8BlockScaling) -> str | None:
 
 def _dependence_of_nvfp4(recipe: NVFP4BlockScaling) -> str | None:
     if not recipe.row_scaled_activation:
-        return "its second-level scale is computed from the maximum of the whole tensor; set row_scaled_activation=True"
+        return (
+            "its second-level scale is computed from the maximum of the whole tensor; set row_scaled_activation=True "
+            "and disable_rht=True"
+        )
     if recipe.backward_override != "high_precision":
         return (
             "its gradients have one second-level scale for the whole tensor, and are rounded stochastically; set "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, requirements
 from ...runtime.tracing import result_as
 from ..quantize import Cast, Quantized, dequantize, quantize, quantize_as
 from ..quantize.maximum import maximum
@@ -139,8 +139,14 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute 1 / (1 + exp(-x)). On a CPU, torch.sigmoid computes a tensor's last elements by another formula."""
-    return torch.reciprocal(1.0 + torch.exp(-x))
+    """Compute 1 / (1 + exp(-x)); batch-invariant results have one formula for all elements.
+
+    On a CPU, torch.sigmoid computes a tensor's last elements by another formula. Below -88 the exponential would
+    overflow, and the derivative would be NaN.
+    """
+    if not requirements.batch_invariant:
+        return torch.sigmoid(x)
+    return torch.reciprocal(1.0 + torch.exp(-x.clamp(min=-88.0)))
 
 
 def _qgelu_slope(x: Tensor) -> Tensor:

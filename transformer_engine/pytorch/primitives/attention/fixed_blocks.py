@@ -47,7 +47,8 @@ def sum_over_queries(p: Tensor, x: Tensor) -> Tensor:
 
 def row_sums(x: Tensor) -> Tensor:
     """Compute sum_j x [.., j], adding one block after another."""
-    return _add([block.sum(dim=-1) for block in _pad(x, -1, BLOCK).split(BLOCK, dim=-1)])
+    blocks = _pad(x, -1, BLOCK).split(BLOCK, dim=-1)
+    return _add([block.contiguous().sum(dim=-1) for block in blocks])
 
 
 def _pad(x: Tensor, axis: int, multiple: int) -> Tensor:

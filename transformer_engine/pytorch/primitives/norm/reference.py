@@ -194,7 +194,8 @@ def rmsnorm_backward(
 
 
 def _mean(x: Tensor, axis: int) -> Tensor:
-    """Compute x.mean(axis). torch divides a single row among threads, unlike several rows; see `row_functions`."""
+    """Compute x.mean(axis) row by row; see `row_functions` for what torch does otherwise."""
+    x = x.contiguous()
     return torch.cat((x, x)).mean(axis)[:1] if x.shape[0] == 1 else x.mean(axis)
 
 
