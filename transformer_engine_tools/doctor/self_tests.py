@@ -101,7 +101,7 @@ class JaxSelfTest:
         start = time.perf_counter()
         assert process.stdin is not None
         with suppress(OSError), process.stdin as pipe:  # the process may have ended
-            pipe.write(f"{seconds}\n")
+            pipe.write(f"{time.time() + seconds}\n")
         timer = threading.Timer(seconds + START_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
