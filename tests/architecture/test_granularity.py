@@ -10,8 +10,8 @@ from tests.architecture.source import modules, nodes, text
 
 SMALL_FILE_LINES = 50
 # The present ratios, which may only fall: the goals are 10 % and 65 functions per 1,000 lines.
-SMALL_FILES = 0.135
-FUNCTIONS_PER_1000_LINES = 82
+SMALL_FILES = 0.123
+FUNCTIONS_PER_1000_LINES = 73.5
 
 # Twins of one concept in PyTorch and in JAX, and public names that the original has in several places.
 TWINS = ("transformer_engine.pytorch", "transformer_engine.jax")
