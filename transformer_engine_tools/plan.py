@@ -22,7 +22,7 @@ from transformer_engine.common.planning.training import Recompute
 from .failure import FAILED, reporting
 from .options import add_flag, minimum_converter
 
-# Options without their own value: if they are left out, the model's or the planner's value applies.
+# Options without a default: if one is omitted, the model's or the planner's value applies.
 _AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "micro_batch", "global_batch")
 _SIZES = (
     "hidden",
@@ -37,7 +37,7 @@ _SIZES = (
 )
 _LINKS = ("devices_per_host", "network")
 OPTIONAL = (*_AXES, "recompute", *_SIZES)
-# Arguments of `te.plan` and of its links that are options of the command: `model` and `links` appear in no message.
+# Argument names that messages replace by option names. No message contains `model`, `links` or `sizes`.
 _NAMED = (
     *(inspect.signature(predicted).parameters.keys() - {"model", "links", "sizes"}),
     *_SIZES,

@@ -46,7 +46,7 @@ class PassStepReport:
 
 @dataclass(frozen=True)
 class PassReport:
-    """The forward or backward pass of a layer: its steps, and the buffers that it saves for the backward pass."""
+    """The forward or backward pass of a layer: its steps and, for a forward pass, the buffers that it saves."""
 
     name: str
     steps: tuple[PassStepReport, ...]

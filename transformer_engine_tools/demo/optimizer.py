@@ -81,7 +81,7 @@ class MasterAdamW:
 
 
 class FusedAdamW:
-    """The same by FusedAdam: one launch for all parameters with equal dtypes; it keeps the float32 copies itself."""
+    """AdamW by `FusedAdam`, which launches one kernel per dtype and keeps the float32 copies itself."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = list(parameters)

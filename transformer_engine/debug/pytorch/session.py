@@ -1,8 +1,9 @@
-"""The debug session: which layers compute by debug quantizers in the present training step.
+"""The debug session: in each training step, layers with enabled features use debug quantizers.
 
-The session registers an observer with the numerics of each module. The observer of a step returns the recipe with debug
-quantizers where features are enabled, and the recipe itself elsewhere, so that a layer without a feature keeps its
-compiled passes. Plans change between steps only, and a layer without a feature in later steps is not queried again.
+A plan (`TensorPlan`) states how a tensor is quantized in a step. `step()` requests the plans of all modules, and
+installs on each module with a plan an observer, which replaces the quantizers of the module's recipe. Modules without
+a plan keep their recipe and their compiled passes. Plans change between steps only; a module whose features can never
+be enabled again is not queried again.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class LayerDebugger:
 
 
 class _Observer:
-    """Returns a recipe with debug quantizers for fixed plans; a new object for each set of plans."""
+    """Replaces a recipe's quantizers by the debug quantizers of fixed plans; `LayerDebugger` keeps them."""
 
     def __init__(self, layer: LayerDebugger, plans: tuple[ProductPlan | None, ...]):
         self.layer, self.plans = layer, plans

@@ -138,8 +138,8 @@ class WeightGradStore:
         return len(self.context)
 
 
-# Parameters whose main_grad the next gradient overwrites: {index in a weight stack, 0 for a single
-# weight: captured backward pass that added the gradient of another microbatch, or _OUTSIDE}.
+# Parameters whose next gradient overwrites main_grad: {weight index, 0 unless the weights are stacked: id of the
+# captured backward pass that has already added to main_grad, or _OUTSIDE if none has}.
 _unwritten: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -192,9 +192,9 @@ _parameters: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = (
 
 
 def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
-    """Let only the first gradient for weights with one main_grad overwrite it, before they are accumulated in turn.
+    """Make weights with one main_grad overwrite it once: the first gradient overwrites, the others are added.
 
-    The weights then share one entry in `_unwritten`, which the first gradient empties.
+    The function is called before the gradients are accumulated. The weights then share one entry in `_unwritten`, which the first gradient empties.
     """
     if not len(_unwritten):
         return
@@ -259,7 +259,7 @@ class WeightGradient:
         dtype: torch.dtype,
         inspector: Inspector | None = None,
     ) -> Tensor | None:
-        """Compute dw [N, K] in dtype, from dy.T [N, M] and x.T [K, M].
+        """Compute dw [N, K] = dy.T @ x in dtype; the operands hold dy.T [N, M] and x.T [K, M].
 
         An inspector gets the gradient in its destination dtype before it is accumulated.
 
@@ -305,7 +305,7 @@ class WeightGradient:
         (main_grad.copy_ if self.begins_accumulation() else main_grad.add_)(gradient)
 
     def begins_accumulation(self) -> bool:
-        """Return whether this gradient overwrites main_grad. The next one in the same step then does not.
+        """Return whether this gradient overwrites main_grad, and record that the next one in the step adds to it.
 
         In a graph that is being captured, only gradients from calls with is_first_microbatch=True overwrite:
         the graph replays the decision, in steps whose microbatches may come in another order.
@@ -326,7 +326,7 @@ class WeightGradient:
         if not self.overwrite and is_capturing(find_main_grad(parameter).device):
             indices[index] = running
             return False
-        if indices[index] == running != _OUTSIDE:
+        if running != _OUTSIDE and indices[index] == running:
             raise RuntimeError(
                 "a captured backward pass adds the gradient of a call with is_first_microbatch=False to main_grad "
                 "before the gradient of a call with True overwrites it; pass True to both calls"

@@ -22,9 +22,9 @@ COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """A tensor with a format per direction. The row-wise part has the values.
+    """A tensor with one format per direction. `dequantize` reads the row-wise part, or the only part.
 
-    The other arguments are as in `QuantizedTensor`.
+    The arguments are the storage's, then those of `QuantizedTensor`.
     """
 
     STORAGE = HybridQuantizedTensorStorage

@@ -1,4 +1,4 @@
-"""Quantized weights [M, K] written from flat shards of their high-precision masters, scaled as if from the whole.
+"""Write quantized weights [M, K] from flat shards of their high-precision masters, with the full weight's scales.
 
 Each rank of a group owns a run of a weight's elements. Maxima are reduced over the group in one collective,
 so that every rank holds all scales, and the codes of its run; the caller gathers the codes.
@@ -32,7 +32,7 @@ class Shard:
         weight: The quantized weight, or one direction of a hybrid weight.
         values: The high-precision values of the run.
         start: First element of the run.
-        targets: Buffers that receive the row-wise and the column-wise codes instead of the weight; None: the weight.
+        targets: Buffers for the row-wise and column-wise codes; None for codes that are written into the weight.
     """
 
     weight: QuantizedTensorStorage
@@ -159,8 +159,8 @@ class _TensorScaled:
 class _BlockScaled:
     """Quantize with one scale per block.
 
-    Other ranks' elements are replaced by their block's maximum, so that blocks at a shard's ends
-    have the whole weight's scales; the codes of these elements are not written."""
+    Elements of other ranks are filled with their block's maximum, so that a block which a shard boundary
+    divides has the same scale on every rank. Their codes are not written."""
 
     def __init__(self, shard: Shard, quantizer: BlockScalingQuantizer):
         weight: Any = shard.weight

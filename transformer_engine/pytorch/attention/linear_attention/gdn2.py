@@ -64,16 +64,16 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
             w: Write gates [.., h, dv] in the queries' dtype.
             use_beta_sigmoid_in_kernel: `beta` contains logits; the erase gates are their sigmoid.
             allow_neg_eigval: Erase gates are 2 * sigmoid(beta).
-            beta_guard: Shrink erase gates whose contrast would enlarge the state; the gradient ignores this.
+            beta_guard: Shrink erase gates with which an update would enlarge the state. The gradient is computed
+                as if they were not shrunk.
 
         The other arguments are as in `GatedDeltaNetAttention.forward`.
 
         Raises:
             TypeError: A tensor has an unsupported dtype.
-            ValueError: A gate is missing, keys or values have another dtype than the queries, a tensor has another
-                shape or device than they require,
-                `allow_neg_eigval` without `use_beta_sigmoid_in_kernel`, or `beta_guard` without
-                `use_qk_l2norm_in_kernel`.
+            ValueError: A gate is missing; the dtype of the keys or values differs from the queries'; a tensor has the
+                wrong shape or device; `allow_neg_eigval` is set without `use_beta_sigmoid_in_kernel`, or `beta_guard`
+                without `use_qk_l2norm_in_kernel`.
             RuntimeError: `tp_size` > 1, and no tensor-parallel group was set.
         """
         self.prepare_forward(query_layer, allow_non_contiguous=True)

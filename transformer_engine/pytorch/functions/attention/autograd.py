@@ -89,7 +89,8 @@ class AttentionExecution(NamedTuple):
     tp_group: Any
 
 
-# Anything else in place of a backend, such as context-parallel attention, is differentiable by itself.
+# What `attend` can run. The plain callable is an attention that is differentiable by itself, such as
+# context-parallel attention.
 Attending = (
     Bound
     | FP8Attention
@@ -191,8 +192,8 @@ class _CoreAttention(Function):
         def attention(*tensors: Any) -> Tensor:
             return reference.forward(call, AttentionInputs(*tensors)).output.flatten(-2)
 
-        # By dense matrices in torch operations, which a backward pass through this backward pass
-        # differentiates. A dropout mask is drawn inside a kernel, which these operations cannot repeat.
+        # Recompute the attention with dense matrices in torch operations, which autograd can differentiate
+        # again. A dropout mask is drawn inside a kernel, which these operations cannot repeat.
         return None, None, *replay(attention, tensors, grad_output)
 
 

@@ -54,7 +54,8 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     call, quantizers = attention.call, attention.quantizers
     q, k, v = (_contiguous_codes(quantize_heads(x, quantizers.qkv)) for x in inputs[:3])
     quantizer: Any = quantizers.output
-    # The output multiplier is needed before its maximum; without a state, it is v's multiplier.
+    # The kernel needs the output's multiplier before the output's maximum is known. Current scaling uses v's, because
+    # |output| <= max |v|.
     scale_output = quantizer.scale if attention.scaling == "delayed" else v._scale_inv.reciprocal()
     descale_output = scale_output.reciprocal()
     scalars = {
@@ -102,7 +103,7 @@ def _storage(
 
 
 def _forward_of_state(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
-    """Compute the forward pass in three launches that read and write scales and amaxes in the recipe's state."""
+    """Compute the forward pass with kernels that read scales from, and record amaxes in, the recipe's state."""
     from ....common.kernels import fp8_attention
 
     call, state = attention.call, attention.state

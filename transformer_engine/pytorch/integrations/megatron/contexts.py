@@ -100,7 +100,7 @@ class PagedContext:
             raise ValueError(
                 f"new_tokens={new_tokens}; give {len(self._pages)} numbers >= 0 that are not all 0"
             )
-        lengths = [have + new for have, new in zip(self._lengths, new_tokens, strict=True)]
+        lengths = [cached + new for cached, new in zip(self._lengths, new_tokens, strict=True)]
         needed = [
             -(-length // self._page_size) - len(pages)
             for length, pages in zip(lengths, self._pages, strict=True)
@@ -114,18 +114,18 @@ class PagedContext:
         positions = [range(end - new, end) for end, new in zip(lengths, new_tokens, strict=True)]
         slots = [
             pages[p // self._page_size] * self._page_size + p % self._page_size
-            for pages, of_request in zip(self._pages, positions, strict=True)
-            for p in of_request
+            for pages, request_positions in zip(self._pages, positions, strict=True)
+            for p in request_positions
         ]
         device = self._keys.device
-        widest = max(len(pages) for pages in self._pages)
-        table = [pages + [0] * (widest - len(pages)) for pages in self._pages]
+        most_pages = max(len(pages) for pages in self._pages)
+        table = [pages + [0] * (most_pages - len(pages)) for pages in self._pages]
         self._table = torch.tensor(table, dtype=torch.int32, device=device)
         self._slots = torch.tensor(slots, device=device)
         self._positions = torch.tensor(
-            [p for of_request in positions for p in of_request], device=device
+            [p for request_positions in positions for p in request_positions], device=device
         )
-        self._lengths, self._new = lengths, new_tokens
+        self._lengths, self._new = lengths, list(new_tokens)
 
     def is_static_batching(self) -> bool:
         return False
@@ -143,20 +143,34 @@ class PagedContext:
         return slice(len(self._positions), None)
 
     def cu_query_lengths(self) -> tuple[Tensor, int]:
-        """Return (int32 [requests + 1], the longest)."""
+        """Return the cumulative new-token counts, int32 [requests + 1], and the largest count."""
         return _cumulative(self._new, self._keys.device), max(self._new)
 
     def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
-        """Return (int32 [requests + 1], int32 [requests], the longest), including this step's tokens."""
+        """Return the cumulative lengths, int32 [requests + 1], the lengths, int32 [requests], and the largest length.
+
+        The lengths include the tokens of this step.
+        """
         lengths = torch.tensor(self._lengths, dtype=torch.int32, device=self._keys.device)
         return _cumulative(self._lengths, self._keys.device), lengths, max(self._lengths)
 
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Append a layer's keys and values [t, 1, groups, size], counted from 1; raise ValueError for other shapes."""
+        """Append the keys and values of a layer in this step.
+
+        Args:
+            layer_number: Number of the layer; the first one is 1.
+            key: Keys [t, 1, groups, size] of all new tokens.
+            value: Values of the same shape.
+
+        Raises:
+            ValueError: The keys or values have another shape; nothing is written.
+        """
         expected = [len(self._slots), 1, *self._keys.shape[3:]]
-        if list(key.shape) != expected:
+        for name, new in (("keys", key), ("values", value)):
+            if list(new.shape) == expected:
+                continue
             raise ValueError(
-                f"keys are {list(key.shape)}, begin_step({self._new}) and the pages need {expected}; pass begin_step "
+                f"{name} are {list(new.shape)}, begin_step({self._new}) and the pages need {expected}; pass begin_step "
                 "the number of new tokens, and make the context for the layer's groups and size"
             )
         for cache, new in ((self._keys, key), (self._values, value)):

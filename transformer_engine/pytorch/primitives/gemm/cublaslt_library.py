@@ -55,7 +55,7 @@ def _missing() -> str | None:
 
 
 def bindings() -> ModuleType:
-    """Return nvmath.bindings.cublasLt; the import takes about 0.2 s, so that the first product does it."""
+    """Import nvmath.bindings.cublasLt on first use, because the import takes about 0.2 s."""
     from nvmath.bindings import cublasLt
 
     return cublasLt
@@ -72,7 +72,7 @@ _workspaces: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
 
 def workspace(device: int, stream: int) -> int:
-    """Return the scratch memory address for a stream, whose products run one after another and share it."""
+    """Return the address of a stream's workspace. Products on one stream run in order, so they share it."""
     found = _workspaces.get((device, stream))
     if found is None:
         memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=indexed_device(device))
@@ -95,7 +95,9 @@ def current_device() -> int:
     return torch._C._cuda_getDevice()
 
 
-_cublas_workspace = None  # the original's callers assign their own scratch memory to this name
+_cublas_workspace = (
+    None  # not read here: callers of NVIDIA's engine assign their own workspace to this name
+)
 
 
 _callers_workspaces: Memory[torch.device, Tensor] = Memory(

@@ -1,7 +1,7 @@
 """A grouped product as a loop over cuBLAS calls that write their part of the result, bit-equal to single products.
 
-It supports few groups, for which it stays bit-equal to single products, and large groups, because a call must
-keep the GPU busy for longer than its host time, 12 us unquantized and 25 us in FP8. H200, 8 groups of 2048 x
+It accepts few groups of any size, which so stay bit-equal to single products, and more groups only if each product
+takes longer on the GPU than its launch on the host, 12 us unquantized and 25 us in FP8. H200, 8 groups of 2048 x
 4096 x 2048, TFLOP/s of forward, input and weight gradient: bfloat16 724, 747, 725 (Triton 713, 704, 712),
 e4m3 1214, 1239, 1101 (Triton 1174, 997, 949), but 1.83 ms host time per step against 1.05. With 64 groups of
 512 x 1408 x 2048 the bfloat16 products run at 323 TFLOP/s, against 641.
