@@ -79,9 +79,8 @@ class AutogradAlone(torch.nn.Module):
         self.weights = torch.nn.ParameterList(
             [torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(groups)]
         )
-        self.each = tuple(
-            self.weights
-        )  # iterating over the list calls a Python function per parameter
+        # iterating over the list calls a Python function per parameter
+        self.each = tuple(self.weights)
 
     def forward(self, x: Tensor) -> Tensor:
         return Parameters.apply(x, *self.each)  # pyright: ignore[reportReturnType]

@@ -243,9 +243,8 @@ def main() -> None:
             row: dict[str, Any] = {"case": name, "layout": what, "eager_ms": round(run(), 3)}
             if devices == 1:
                 one[name] = row["eager_ms"]
-            if (
-                name in one
-            ):  # else the run on one device has failed, and there is nothing to compare with
+            # else the run on one device has failed, and there is nothing to compare with
+            if name in one:
                 row["speedup"] = round(work * one[name] / row["eager_ms"], 3)
         except (
             Exception

@@ -58,9 +58,8 @@ def accuracy(found: list[Any]) -> str:
 def exceptions(found: list[Any]) -> str:
     """One table per reason, with the measurements for which no accuracy is claimed."""
     lines: list[str] = []
-    for reason in dict.fromkeys(
-        ACCURACY["NOT_CLAIMED"].values()
-    ):  # several patterns may share a reason
+    # several patterns may share a reason
+    for reason in dict.fromkeys(ACCURACY["NOT_CLAIMED"].values()):
         rows = [
             f"| {check.group}: `{check.case}` | {check.measured:.4g} | {check.predicted:.4g} | {check.error:+.0%} |"
             for check in found

@@ -10,9 +10,8 @@ VERSION_FILE = Path(__file__).resolve().parent.parent / "transformer_engine" / "
 REFERENCE = Path(__file__).resolve().parent / "api"
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 NAMES = re.compile(r"<!-- names: .*? -->")
-PROGRAM = re.compile(
-    r"^```python-\w[\w-]*$", re.MULTILINE
-)  # python-clients: a program that needs a client
+# python-clients: a program that needs a client
+PROGRAM = re.compile(r"^```python-\w[\w-]*$", re.MULTILINE)
 CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
 BREAK = re.compile(r"([._/,=(\[:]+|(?<=[a-z])(?=[A-Z][a-z]))(?=\w)")

@@ -89,9 +89,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         return optax.apply_updates(params, updates), state, moments, loss
 
     losses = []
-    with te.autocast(
-        enabled=True, recipe=DelayedScaling(amax_history_len=16)
-    ):  # needed while a step is traced
+    # needed while a step is traced
+    with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=16)):
         variables = jax.jit(model.init)(jax.random.key(0), rows_of(jax.random.key(0))[:, :-1])
         state, params = flax.core.pop(nn.meta.unbox(variables), "params")
         moments = optimizer.init(params)

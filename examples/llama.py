@@ -34,9 +34,8 @@ class Llama(nn.Module):
         self, hidden: int, layers: int, heads: int, key_value_heads: int, dtype: torch.dtype
     ):
         super().__init__()
-        ffn = (
-            -(-hidden * 8 // (3 * 128)) * 128
-        )  # 8/3 of hidden, a multiple of 128 for every block format
+        # 8/3 of hidden, a multiple of 128 for every block format
+        ffn = -(-hidden * 8 // (3 * 128)) * 128
         self.embedding = nn.Embedding(VOCABULARY, hidden, dtype=dtype)
         self.layers = nn.ModuleList(
             te.TransformerLayer(
@@ -57,9 +56,8 @@ class Llama(nn.Module):
             for number in range(layers)
         )
         self.norm = te.RMSNorm(hidden, dtype=dtype)
-        self.head = nn.Linear(
-            hidden, VOCABULARY, bias=False, dtype=dtype
-        )  # high precision, as usual
+        # high precision, as usual
+        self.head = nn.Linear(hidden, VOCABULARY, bias=False, dtype=dtype)
         self.rotary = te.attention.RotaryPositionEmbedding(hidden // heads)
         nn.init.normal_(self.embedding.weight, std=0.02)
 

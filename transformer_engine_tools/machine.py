@@ -99,9 +99,8 @@ def machine() -> MachineReport:
         capability = "none: torch finds no CUDA device"
         hardware = {}
     versions = {name: _version(name, sentence) for name, sentence in LIBRARIES.items()}
-    versions["torch"] = str(
-        torch.__version__
-    )  # with its build, which the distribution's metadata may leave out
+    # with its build, which the distribution's metadata may leave out
+    versions["torch"] = str(torch.__version__)
     versions["CUDA"] = _format_version(cuda_version(), "none: this torch is built without CUDA")
     versions["cuDNN"] = _format_version(
         get_cudnn_version(), "none: torch loads it with a CUDA device only"

@@ -201,9 +201,8 @@ def _quantize_group_into(
             f"is {list(x.shape)} for num_tensors={num_tensors}; give a group of the same shapes"
         )
     stack = x.reshape(num_tensors, *output.tensor_shapes[0])
-    records = (
-        isinstance(quantizer, Float8Quantizer) and noop_flag is not None
-    )  # unless the flag is set
+    # unless the flag is set
+    records = isinstance(quantizer, Float8Quantizer) and noop_flag is not None
     if (
         output.scale is not None
         and output.amax is not None

@@ -255,9 +255,8 @@ def decode_blocks(tensor: BlockCodes, tensor_format: str, along_tokens: bool) ->
             exponents = torch.tensor(
                 [[read_exponent(scales, r, c, width) for c in range(columns)] for r in range(rows)]
             )
-            factors = torch.exp2(exponents.double() - 127).repeat_interleave(
-                32, 1
-            )  # [rows, contracted]
+            # [rows, contracted]
+            factors = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)
             values[b, :, h] = x[b, :, h] * (factors.t() if along_tokens else factors)
     return values.transpose(0, 1) if tensor_format == "sbhd" else values
 

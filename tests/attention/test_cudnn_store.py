@@ -542,9 +542,8 @@ def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path,
         cudnn._PLANS.clear()
         found = cudnn.forward(r, inputs)
         results.append((found.output, *cudnn.backward(r, inputs, found, grad)[:3]))
-        monkeypatch.setattr(
-            cudnn_graph, "_built", None
-        )  # the second time there is nothing to build
+        # the second time there is nothing to build
+        monkeypatch.setattr(cudnn_graph, "_built", None)
     assert len(files(tmp_path)) == 2
     assert not [record for record in caplog.records if record.name == "DotProductAttention"]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -109,9 +109,8 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(
 
     def write_backward(request, inputs, attended, grad_output, into):
         gradients = reference.backward(request, inputs, attended, grad_output)
-        tokens = (
-            TOKENS * BATCH - 3 if request.packed else None
-        )  # nothing is written after the last sequence
+        # nothing is written after the last sequence
+        tokens = TOKENS * BATCH - 3 if request.packed else None
         for target, gradient, part in zip(into, gradients[:3], inputs[:3], strict=True):
             assert target.stride() == part.stride()
             target[:tokens] = gradient[:tokens]

@@ -125,9 +125,8 @@ def test_an_explicit_gradient_replaces_the_derivative():
     twice = torch.autograd.grad(doubled.square().sum(), leaves, create_graph=True)
     once = torch.autograd.grad(plain.square().sum(), leaves)
     torch.testing.assert_close(twice[0], 2.0 * once[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        twice[2], once[2], rtol=1e-5, atol=1e-6
-    )  # values do not pass the scores
+    # values do not pass the scores
+    torch.testing.assert_close(twice[2], once[2], rtol=1e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match="score_mod_bprop"):
         twice[0].sum().backward()
 

@@ -183,9 +183,8 @@ def test_the_peak_equals_the_bytes_that_a_call_allocates():
 
 @pytest.mark.gpu
 def test_gpu_time_is_that_of_the_gpu_and_host_time_that_of_the_host():
-    timing = measure(
-        lambda: torch.cuda._sleep(40_000_000), torch.device("cuda"), BRIEF
-    )  # about 20 ms
+    # about 20 ms
+    timing = measure(lambda: torch.cuda._sleep(40_000_000), torch.device("cuda"), BRIEF)
     assert timing.gpu_ms is not None and timing.cpu_ms is not None
     assert timing.gpu_ms > 10 * timing.cpu_ms
 

@@ -216,9 +216,8 @@ def test_the_plot_is_a_picture_of_readable_size(recipe: str, tmp_path: Path):
 def test_smoothing_keeps_a_linear_curve_except_at_its_ends():
     line = [float(i) for i in range(200)]
     assert smooth(line)[3:-3] == pytest.approx(line[3:-3])
-    assert smooth(line)[0] == pytest.approx(
-        1.5
-    )  # the mean of the four values that the window still covers
+    # the mean of the four values that the window still covers
+    assert smooth(line)[0] == pytest.approx(1.5)
 
 
 @pytest.mark.sampled(2)

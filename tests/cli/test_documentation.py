@@ -118,9 +118,8 @@ def test_the_documented_error_of_an_absent_name_is_the_error():
     )
     with pytest.raises(ImportError) as raised:
         from transformer_engine.pytorch.attention import FlashAttention  # noqa: F401
-    present = re.sub(
-        r"\+py[\d.]+(\.dev0)?:", "+py:", str(raised.value)
-    )  # the page names the latest release
+    # the page names the latest release
+    present = re.sub(r"\+py[\d.]+(\.dev0)?:", "+py:", str(raised.value))
     assert present.split() == re.sub(r"\+py[\d.]+:", "+py:", listing).split()
 
 

@@ -344,9 +344,8 @@ def main() -> None:
     import megatron.core.pipeline_parallel  # noqa: F401
 
     gc.freeze()
-    other = (
-        os.fork()
-    )  # importing takes longer than all cases, so one process imports for both ranks
+    # importing takes longer than all cases, so one process imports for both ranks
+    other = os.fork()
     dist.init_process_group("gloo", rank=0 if other else 1, world_size=2)
     replace_cuda_functions()
     results: dict[str, Any] = {}

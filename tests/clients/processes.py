@@ -31,9 +31,8 @@ WITH_TORCH_211 = {
 }
 ATTEMPTS = 3
 PATIENCE = 400  # time limit for a process group, in seconds
-RUN = os.environ.get(
-    "PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex
-)  # identical in all pytest processes
+# identical in all pytest processes
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)
 
 
 def environment(**more: str) -> dict[str, str]:

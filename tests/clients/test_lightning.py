@@ -23,9 +23,8 @@ TRAINER, FABRIC = (
 pytestmark = [
     *installed.needs(TRAINER.split(".")[0], FABRIC.split(".")[0]),
     installed.EMULATED,
-    pytest.mark.filterwarnings(
-        "ignore"
-    ),  # Lightning's own warning about a Trainer without loader workers
+    # Lightning's own warning about a Trainer without loader workers
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 FEATURES, STEPS = 64, 12

@@ -85,9 +85,8 @@ def test_a_recipe_begins_where_high_precision_does(results, case):
     assert case_result(results, f"train {case}")[0] == pytest.approx(
         case_result(results, "train bfloat16")[0], abs=5e-3
     )
-    assert (
-        case_result(results, f"train {case}")[0] != case_result(results, "train bfloat16")[0]
-    )  # it does quantize
+    # it does quantize
+    assert case_result(results, f"train {case}")[0] != case_result(results, "train bfloat16")[0]
 
 
 def test_the_operation_fuser_gives_the_losses_of_modules(results):
@@ -96,9 +95,8 @@ def test_the_operation_fuser_gives_the_losses_of_modules(results):
         ("op_fuser_llama", "llama"),
         ("op_fuser_fp8", "delayed"),
     ):
-        bound = (
-            2e-2 if fused == "op_fuser_fp8" else 1e-3
-        )  # codes next to a tie move with a bias's rounding
+        # codes next to a tie move with a bias's rounding
+        bound = 2e-2 if fused == "op_fuser_fp8" else 1e-3
         assert case_result(results, f"train {fused}") == pytest.approx(
             case_result(results, f"train {modules}"), abs=bound
         )

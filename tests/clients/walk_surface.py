@@ -108,9 +108,8 @@ class Names(ast.NodeVisitor):
 def public_names(source: str) -> set[str]:
     tree = ast.parse(source)
     names = Names()
-    for node in ast.walk(
-        tree
-    ):  # imports first: a function may stand before the block that imports for it
+    # imports first: a function may stand before the block that imports for it
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign):
             names.visit(node)
     names.visit(tree)

@@ -125,9 +125,8 @@ def test_second_round_trip_returns_the_same_values(
     second_result = conversion.load_model(first, device="cpu", dtype=torch.float32)
     second = save_folder(second_result, tmp_path / "second", name)
     values, repeated = decode_folder(first), decode_folder(second)
-    exact = (
-        name != "nvfp4"
-    )  # block scales are rounded to E4M3, so the second quantization may choose others
+    # block scales are rounded to E4M3, so the second quantization may choose others
+    exact = name != "nvfp4"
     for key in values:
         if exact:
             assert torch.equal(values[key], repeated[key]), key

@@ -78,9 +78,8 @@ class Trained:
             tensors = {"": parameter, **self.optimizer.state[parameter]}
             for state, tensor in tensors.items():
                 for i, part in enumerate(gather_shards(tensor, group)):
-                    found[f"{name}/{state}/{i}"] = (
-                        part.detach().clone()
-                    )  # later steps change the tensors
+                    # later steps change the tensors
+                    found[f"{name}/{state}/{i}"] = part.detach().clone()
         for name, extra in self.model.state_dict().items():
             content = decode_extra_state(extra) if name.endswith("_extra_state") else None
             for key, value in (content or {}).items():

@@ -154,9 +154,8 @@ def rank_results(
     outputs = [
         torch.tanh(part @ a.t()) @ b.t() for part, a, b in zip(parts, fc1, fc2, strict=False)
     ]
-    out = torch.cat(
-        [*outputs, torch.full_like(parts[-1], float("nan"))]
-    )  # unused rows do not contribute
+    # unused rows do not contribute
+    out = torch.cat([*outputs, torch.full_like(parts[-1], float("nan"))])
     weighted = (out * received_weights[:, None]).to(x.dtype)
     y = ep.ep_combine(buffer, weighted, num_local_tokens=case.tokens[rank])
     y.backward(argument.gradients[rank].to(device))

@@ -130,9 +130,8 @@ def test_eager_and_compiled_layers_in_one_checkpoint(device):
     actual = train_two_steps(twin, RECIPES["delayed"], torch_checkpoint_caller(False), False)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.is_cuda or torch.equal(ours, theirs)
-        assert (
-            relative_error(ours.float(), theirs.float()) <= 1e-2
-        )  # a GPU's eager kernels fuse more
+        # a GPU's eager kernels fuse more
+        assert relative_error(ours.float(), theirs.float()) <= 1e-2
 
 
 def test_a_scale_that_the_first_run_did_not_read_raises(device):

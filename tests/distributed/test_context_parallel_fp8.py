@@ -104,9 +104,8 @@ def test_codes_are_returned_if_the_caller_requests_them(comm, recompute):
 @pytest.mark.parametrize("comm", ["p2p", "a2a", "all_gather"])
 def test_the_forward_pass_sends_bytes_of_codes(comm, recipe, monkeypatch):
     sent = []
-    monkeypatch.setattr(
-        attention, "checks_step", lambda *_: False
-    )  # it sends a hash in the first step
+    # it sends a hash in the first step
+    monkeypatch.setattr(attention, "checks_step", lambda *_: False)
     for name in ("all_to_all_single", "all_gather_into_tensor"):
         plain = getattr(dist, name)
 
@@ -120,9 +119,8 @@ def test_the_forward_pass_sends_bytes_of_codes(comm, recipe, monkeypatch):
         case = replace(CASE, comm=comm)
         given, rows = problem(case), rank_tokens((64, 64), 2, rank)
         q, k, v = (convert_layout(given[name][rows], "sbhd", 2) for name in "qkv")
-        module = create_attention(
-            case, dist.group.WORLD
-        ).eval()  # in training mode a second run may need gradients
+        # in training mode a second run may need gradients
+        module = create_attention(case, dist.group.WORLD).eval()
         with te.autocast(enabled=True, recipe=recipe), torch.no_grad():
             module(q, k, v)
 

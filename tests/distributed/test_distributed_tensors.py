@@ -119,9 +119,8 @@ def compare_gradients(used: Any, sequence: bool) -> tuple[list[str], dict[str, s
         dist.all_gather(parts, found["input"].contiguous())
         found["input"] = torch.cat(parts)
     assert all(found[name].shape == value.shape for name, value in exact.items())
-    if (
-        used is not None
-    ):  # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
+    # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
+    if used is not None:
         exact = {
             name: value
             for name, value in exact.items()

@@ -405,9 +405,8 @@ def test_compiled_code_calls_the_functions_eagerly_with_the_same_bits():
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         y = mixture(leaves[0], choices, leaves[1])
         (gradient,) = torch.autograd.grad(y.sum(), leaves[:1], create_graph=True)
-        with pytest.raises(
-            RuntimeError, match=r"moe_permute|expert parallelism"
-        ):  # a second derivative
+        # a second derivative
+        with pytest.raises(RuntimeError, match=r"moe_permute|expert parallelism"):
             gradient.sum().backward()
     finally:
         ep.ep_finalize()

@@ -311,9 +311,8 @@ def steps(rank: int, number: int, rows: Callable[[int], int] = lambda step: TOKE
 def test_settings_are_compared_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch):
     counted = exchanges(monkeypatch)
     run_on_threads(lambda rank: steps(rank, 5), 2)
-    assert (
-        len(counted) == 2 * 3
-    )  # ranks x (two micro-batches, and the first one after the optimizer step)
+    # ranks x (two micro-batches, and the first one after the optimizer step)
+    assert len(counted) == 2 * 3
 
 
 def test_every_step_is_compared_with_te_check(monkeypatch: pytest.MonkeyPatch):

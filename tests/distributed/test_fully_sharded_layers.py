@@ -56,9 +56,8 @@ RESHARDED = [case for case, (_, run) in CASES.items() if run.reshard is True and
 # On two ranks, each format and each way to train always run, and these pairs in the slow tests.
 SLOW = (
     *(f"{name}-prefetched" for name in ("current", "block", "hybrid", "nvfp4")),
-    *(
-        f"{name}-evaluated" for name in ("current", "block", "nvfp4")
-    ),  # "rowwise_only" evaluates them too
+    # "rowwise_only" evaluates them too
+    *(f"{name}-evaluated" for name in ("current", "block", "nvfp4")),
     *(
         f"delayed-{label}"
         for label in ("resharded_to_one_rank", "replicated", "rowwise_only", "three_steps")

@@ -169,7 +169,6 @@ def test_sequence_parallel_layers_gather_inputs_with_swizzled_scales(name, rows)
         y, grad_weight = step(create_quantizer(name)(x), grad)
         for results in run_on_threads(sharded, SIZE):
             assert torch.equal(results[0], y[:, : OUT // SIZE])
-            if (
-                name == "mxfp8"
-            ):  # the second-level scale of the gradient equals the one for its half
+            # the second-level scale of the gradient equals the one for its half
+            if name == "mxfp8":
                 assert torch.equal(results[1], grad_weight[: OUT // SIZE])

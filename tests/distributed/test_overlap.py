@@ -187,9 +187,8 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-5, msg=name)
     gathers = {"row": 0, "layer": 2, "operations": 1, "mlp": 1}.get(kind, 1)
-    assert uses.counts["all_gather"] >= 3 * gathers, (
-        uses.counts
-    )  # twice in training, once in evaluation
+    # twice in training, once in evaluation
+    assert uses.counts["all_gather"] >= 3 * gathers, uses.counts
     if kind not in ("column", "norm"):
         assert uses.counts["reduce_scatter"] >= 3, uses.counts
     assert uses.counts["reduce_scatter"] >= 2, uses.counts

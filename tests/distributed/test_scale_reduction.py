@@ -106,9 +106,8 @@ def test_without_a_group_maxima_are_reduced_over_all_ranks_if_the_recipe_reduces
     first, second = run_on_ranks(_train_in_blocks, 2, tmp_path)
     of_all = first[:1].expand(3, -1)
     assert torch.equal(first[:3], of_all) and torch.equal(second[:3], of_all)
-    assert torch.equal(
-        second[3:, 0], of_all[:2, 0]
-    )  # the input's scale; this rank has the largest values
+    # the input's scale; this rank has the largest values
+    assert torch.equal(second[3:, 0], of_all[:2, 0])
     assert torch.equal(first[3:, 0], 2 * of_all[:2, 0])
 
 

@@ -45,9 +45,8 @@ def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
         buffer = torch.full((64,), float("nan"), dtype=torch.bfloat16)
         peers = memory.peers(rank, buffer)
         results = []
-        for turn, count in enumerate(
-            counts
-        ):  # the second message overwrites the first message's buffer
+        # the second message overwrites the first message's buffer
+        for turn, count in enumerate(counts):
             values = draw_values(rank, count, torch.bfloat16, turn)
             reduce_values(peers, buffer, values, two_shots)
             results.append(values)

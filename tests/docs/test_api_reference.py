@@ -174,9 +174,8 @@ def test_each_name_has_a_docstring(package: str):
         name
         for name, value in api_entries.public_names(package)
         if callable(value)
-        and (getattr(value, "__module__", None) or "").startswith(
-            "transformer_engine"
-        )  # JAX's policies have no docstrings
+        # JAX's policies have no docstrings
+        and (getattr(value, "__module__", None) or "").startswith("transformer_engine")
         and not (inspect.getdoc(value) or "").strip()
     ]
     assert missing == []

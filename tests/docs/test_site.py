@@ -219,9 +219,8 @@ def test_signatures_tables_and_programs_fit_into_the_page(
         found = browser.evaluate(GEOMETRY)
         limit = PHONE_COLUMNS if width < 600 else 100
         tables = [text for columns, text in found["tables"] if columns <= limit]
-        programs = (
-            found["programs"] if width >= 1280 else []
-        )  # on a phone, they scroll in their box
+        # on a phone, they scroll in their box
+        programs = found["programs"] if width >= 1280 else []
         if (
             found["signatures"]
             or programs

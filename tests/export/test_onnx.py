@@ -89,9 +89,8 @@ def export(
 
 def run(model: Any, x: torch.Tensor) -> np.ndarray:
     settings = ort.SessionOptions()
-    if Version(ort.__version__) < Version(
-        "1.28"
-    ):  # QGemm has no FP8 kernel; docs/export.md names the setting
+    # QGemm has no FP8 kernel; docs/export.md names the setting
+    if Version(ort.__version__) < Version("1.28"):
         settings.add_session_config_entry("session.disable_quant_qdq", "1")
     session = ort.InferenceSession(
         model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
@@ -273,9 +272,8 @@ def test_a_bfloat16_model_is_exported_in_bfloat16():
     got = np.asarray(ReferenceEvaluator(model).run(None, given)[0], dtype=np.float32)
     with torch.no_grad():
         want = layer(x).float().numpy()
-    assert (
-        np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
-    )  # one step of bfloat16 at the largest value
+    # one step of bfloat16 at the largest value
+    assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
 
 
 def divide(x: torch.Tensor) -> torch.Tensor:

@@ -392,9 +392,8 @@ def test_the_softmax_quantizer_learns_the_largest_probability(device):
         tex.fused_attn_fwd(
             *call, s_quantizer=softmax, o_quantizer=create_quantizer("delayed", device)
         )
-    torch.testing.assert_close(
-        softmax.amax, torch.ones(1, device=device)
-    )  # the first query sees one key
+    # the first query sees one key
+    torch.testing.assert_close(softmax.amax, torch.ones(1, device=device))
 
 
 def test_interleaved_buffers_are_split_and_merged(device):

@@ -103,9 +103,8 @@ def decode_matrices(
 
 def tolerance(name: str, x: np.ndarray) -> np.ndarray:
     """Largest error per element: half an element step in its block's scale."""
-    if (
-        name == "nvfp4"
-    ):  # the largest step, from 4 to 6, in the largest block; and its scale's rounding
+    # the largest step, from 4 to 6, in the largest block; and its scale's rounding
+    if name == "nvfp4":
         return np.full(x.shape, np.abs(x).max(initial=0.0) * (1 / 6 + 1 / 16))
     least = np.abs(x).max(initial=0.0) * 2.0**-9 if name != "delayed" else 2.0**-10 / 4
     return np.maximum(np.abs(x) / 16, least) * (1 + 1e-6)

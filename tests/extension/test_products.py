@@ -102,9 +102,8 @@ def test_gelu_and_its_derivative(device, dtype):
     exact = (x.float() @ w.float().t() + bias.float()).requires_grad_()
     close(before, exact.detach())
     close(out, gelu(exact, approximate="tanh").detach())
-    weight = sample(
-        device, K, N, dtype=dtype, seed=6
-    )  # for a second layer, whose input is a gelu result
+    # for a second layer, whose input is a gelu result
+    weight = sample(device, K, N, dtype=dtype, seed=6)
     grad = sample(device, M, K, dtype=dtype, seed=7)
     (expected,) = torch.autograd.grad(
         gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float()

@@ -419,9 +419,8 @@ def test_a_mismatched_head_is_rejected(device):
         fused_linear_cross_entropy(hidden, weight.bfloat16(), target)
     with pytest.raises(ValueError, match=r"bias is \[3\]; give \[61\]"):
         fused_linear_cross_entropy(hidden, weight, target, bias[:3])
-    (hidden, weight, _), target = head(
-        torch.float32, "cpu"
-    )  # on a GPU the call does not wait for this check
+    # on a GPU the call does not wait for this check
+    (hidden, weight, _), target = head(torch.float32, "cpu")
     with pytest.raises(ValueError, match="target 61 is outside"):
         fused_linear_cross_entropy(hidden, weight, torch.full_like(target, 61))
 

@@ -61,9 +61,8 @@ def test_a_bit_map_equals_the_byte_map(logits, named):
     gradient = torch.randn_like(probs)
     mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
     assert torch.equal(probs, expected)
-    torch.testing.assert_close(
-        mine, theirs, rtol=1e-6, atol=1e-7
-    )  # from two kernels, whose sums have their own order
+    # from two kernels, whose sums have their own order
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
@@ -237,9 +236,8 @@ def test_quantile_balancing_margins_are_counted_and_accumulate(logits, mode):
         cutoff = (token + bias).sort(descending=True).values[K]
         for expert, score in enumerate(token):
             expected[expert, int(((cutoff - score + 1) * 16 / 2).floor().clamp(0, 15))] += 1
-    assert (histogram - expected).abs().sum() <= 2 * (
-        logits.device.type == "cuda"
-    )  # a margin on a bin's border
+    # a margin on a bin's border
+    assert (histogram - expected).abs().sum() <= 2 * (logits.device.type == "cuda")
     assert histogram.sum() == T * E
     limits = torch.tensor([-1.0, 1.0], device=logits.device)
     options = {"qb_histogram": histogram, "qb_bin_bounds": limits, "qb_histogram_mode": mode}

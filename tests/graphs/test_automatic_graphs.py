@@ -82,9 +82,8 @@ def test_explain_reports_how_many_calls_precede_the_capture(rerun):
     assert chosen == "eager"
     assert reason is not None
     assert reason.startswith("1 signatures are kept already")
-    assert (
-        rerun.log == ["forward", "backward"] * 2
-    )  # for the two calls; calls inside explain run eagerly
+    # for the two calls; calls inside explain run eagerly
+    assert rerun.log == ["forward", "backward"] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

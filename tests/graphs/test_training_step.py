@@ -104,9 +104,8 @@ def test_graphed_steps_are_bitwise_equal_to_eager_steps(form, optimizer, capture
     call = te.graphed(graphed.step)
     bit_equal(graphed, eager, call, 12)
     assert (call.kept, call.reason) == (1, None)
-    assert (
-        capture.log == ["step"] * 8
-    )  # the first call decides what the function is, three more are counted
+    # the first call decides what the function is, three more are counted
+    assert capture.log == ["step"] * 8
     gradients = [[p.grad for p in training.model.parameters()] for training in (graphed, eager)]
     assert [g is None for g in gradients[0]] == [g is None for g in gradients[1]]
     assert equal(*[[g for g in local if g is not None] for local in gradients])

@@ -185,9 +185,8 @@ def test_unsupported_calls_fall_back_to_torch_and_are_counted(case, caplog):
             for _ in range(2):
                 assert_same(output_and_gradients(injected, x), output_and_gradients(stock, x))
         assert stats_equal(fallback_scale_mismatch=4)
-        assert (
-            len([r for r in caplog.records if "scale=0.5" in r.message]) == 2
-        )  # one for each layer
+        # one for each layer
+        assert len([r for r in caplog.records if "scale=0.5" in r.message]) == 2
     else:
         stock, injected, x = (
             stock.double(),

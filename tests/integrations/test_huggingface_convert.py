@@ -60,9 +60,8 @@ def test_names_are_converted_both_ways(prefix):
         "mlp.fc2_weight",
     }
     qkv = state[f"{prefix}self_attn.layernorm_qkv.weight"]
-    assert torch.equal(
-        qkv[:6], theirs[f"{prefix}self_attn.q_proj.weight"][:6]
-    )  # the first group's two heads
+    # the first group's two heads
+    assert torch.equal(qkv[:6], theirs[f"{prefix}self_attn.q_proj.weight"][:6])
     assert torch.equal(qkv[6:9], theirs[f"{prefix}self_attn.k_proj.weight"][:3])
     names.to_theirs(state, prefix)
     assert set(state) == set(theirs)

@@ -145,9 +145,8 @@ def codes_case(name: str, member: str) -> dict[str, int]:
     parts, full = rows_of_devices()
     with te.autocast(True, RECIPES[name]):
         quantizer = getattr(QuantizerFactory.create_set(n_groups=4), member)
-    quantizer = jax.tree.map(
-        lambda leaf: leaf * 3.7 if leaf.ndim == 1 else leaf, quantizer
-    )  # scales, not histories
+    # scales, not histories
+    quantizer = jax.tree.map(lambda leaf: leaf * 3.7 if leaf.ndim == 1 else leaf, quantizer)
     over = ("dp",)
 
     def encode(quantizer, x, sizes, over):

@@ -107,9 +107,8 @@ class Dense(nn.Module):
         features = features if isinstance(features, tuple) else (features,)
         kernel = self.param("kernel", init, (x.shape[-1], *features))
         y = jnp.tensordot(inner, kernel, 1)
-        result = (
-            {} if self.normed else {"bias": self._bias(features)}
-        )  # DenseGeneral creates its bias first
+        # DenseGeneral creates its bias first
+        result = {} if self.normed else {"bias": self._bias(features)}
         if of("enable_low_rank_adaptation", False):
             y += low_rank(self, "", inner, kernel, init, of)
         y += result["bias"] if result else self._bias(features)

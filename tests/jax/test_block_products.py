@@ -82,9 +82,8 @@ def test_a_triton_without_gluon_or_with_its_interpreter_is_rejected(monkeypatch)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert "Gluon has no interpreter" in (codes_product.gluon_unsupported_reason(REQUEST) or "")
     failure = optional.failure
-    monkeypatch.setattr(
-        launch, "_gluon_reason", launch._gluon_reason.__wrapped__
-    )  # without its cache
+    # without its cache
+    monkeypatch.setattr(launch, "_gluon_reason", launch._gluon_reason.__wrapped__)
     monkeypatch.setattr(
         optional,
         "failure",

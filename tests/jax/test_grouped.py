@@ -40,9 +40,8 @@ RECIPES = {
 
 def inputs():
     keys = jax.random.split(jax.random.key(0), 4)
-    sizes = np.repeat(
-        np.float32([1.0, 9.0, 0.1, 1.0]), [32, 0, 64, 16]
-    )  # of the elements of a group
+    # of the elements of a group
+    sizes = np.repeat(np.float32([1.0, 9.0, 0.1, 1.0]), [32, 0, 64, 16])
     x = normal(keys[0], (M, K)) * sizes[:, None]
     kernel = normal(keys[1], (3, K, N)) * array([1.0, 2.0, 5.0])[:, None, None]
     return x, kernel, normal(keys[2], (M, N)), normal(keys[3], (3, N))

@@ -31,9 +31,8 @@ from transformer_engine.jax.runtime import platform as gpu_platform
 from transformer_engine.jax.triton_extensions import permutation as triton_permutation
 from transformer_engine.jax.triton_extensions import utils
 
-gemm = importlib.import_module(
-    "transformer_engine.jax.cpp_extensions.gemm"
-)  # the package has a function gemm
+# the package has a function gemm
+gemm = importlib.import_module("transformer_engine.jax.cpp_extensions.gemm")
 
 
 @pytest.fixture(autouse=True)

@@ -535,9 +535,8 @@ def test_calls_after_a_bootstrap_must_match_its_sizes():
     np.testing.assert_array_equal(counts, chosen.sum(axis=0))
     np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
     short = ep.ep_dispatch(cfg, picked, x, weights, 5)
-    assert (
-        int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T
-    )  # dropped rows are counted
+    # dropped rows are counted
+    assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T
 
 
 @pytest.mark.parametrize(

@@ -435,9 +435,8 @@ def test_products_in_groups_are_kernels_on_cuda(monkeypatch):
         ones((3, 32, 48), jnp.bfloat16),
         ones(3, jnp.int32),
     )
-    assert (
-        lower_for_cuda(lambda a, b: grouped_gemm(a, b, sizes, jnp.bfloat16), a, b) == 2
-    )  # the group layout comes first
+    # the group layout comes first
+    assert lower_for_cuda(lambda a, b: grouped_gemm(a, b, sizes, jnp.bfloat16), a, b) == 2
     dy = ones((64, 48), jnp.bfloat16)
     assert lower_for_cuda(lambda a, dy: grouped_contraction(a, dy, sizes, jnp.bfloat16), a, dy) == 2
 

@@ -279,9 +279,8 @@ def test_user_score_gradients_replace_jax_differentiation(function, gradient):
     )
     for got, expected, factor in zip(found, reference[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
         np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-6)
-    assert (
-        found[4] == found[5] == 0.0
-    )  # with a user-defined gradient, a score_mod's arrays have no gradient
+    # with a user-defined gradient, a score_mod's arrays have no gradient
+    assert found[4] == found[5] == 0.0
 
 
 def test_the_former_packed_call_equals_the_current_call():

@@ -70,9 +70,8 @@ def test_casts_to_fp8_saturate_and_round_once_on_hopper(compiled):
         for name, facts in compiled.items()
         if name.startswith("sm90") and facts["casts"]
     }
-    assert (
-        len(casting) == 10 - len(COMPARING_ON_BOTH - set(compiled)) // 2
-    )  # all but the passes for maxima
+    # all but the passes for maxima
+    assert len(casting) == 10 - len(COMPARING_ON_BOTH - set(compiled)) // 2
     assert [name for name, facts in casting.items() if facts["casts"] != facts["saturating"]] == []
 
 

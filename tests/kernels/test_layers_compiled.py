@@ -54,9 +54,8 @@ def instruction_pattern(kernel: str, dtypes: list[str], row: Hardware, native: b
         "grouped_gemm.rows_kernel",
         "grouped_gemm.columns_kernel",
     ):
-        if (
-            codes and not native
-        ):  # Triton decodes the codes to float16, which represents them exactly
+        # Triton decodes the codes to float16, which represents them exactly
+        if codes and not native:
             return HALVES
         return CODES if codes else SIXTEEN_BITS
     attends = kernel in (

@@ -368,9 +368,8 @@ def grouped() -> Iterator[Case]:
             launch = grouped_gemm.product_of_columns(
                 SHAPE[1], 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
             )
-            args = (
-                [FLOAT] if by_address or accumulates else []
-            )  # an allocated result is not an input
+            # an allocated result is not an input
+            args = [FLOAT] if by_address or accumulates else []
             inputs = (HALF, HALF, None, None, INDEX, table, *args)
             yield (
                 f"grouped gradient by_address={by_address} accumulates={accumulates}",

@@ -72,9 +72,8 @@ def test_main_grad_is_the_sum_over_microbatches(kind, name, dtype, device):
     twin = copy.deepcopy(layer)
     layer.fuse_wgrad_accumulation = True
     for p in weights(layer).values():
-        p.main_grad = torch.full_like(
-            p, float("nan"), dtype=dtype
-        )  # the first microbatch overwrites it
+        # the first microbatch overwrites it
+        p.main_grad = torch.full_like(p, float("nan"), dtype=dtype)
     sums = {n: torch.zeros_like(p, dtype=dtype) for n, p in weights(twin).items()}
     for first in (True, False, False):
         x = sample(device)

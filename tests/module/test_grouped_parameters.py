@@ -339,9 +339,8 @@ def test_a_callers_buffer_can_replace_a_plain_groups_memory(device):
     single, separate = make_layer_pair(device)
     buffer = torch.empty(single.weight.numel(), device=device)
     buffer.copy_(single.weight.detach().view(-1))
-    single.weight.data = buffer.view(
-        single.weight.shape
-    )  # as where all parameters become views of one buffer
+    # as where all parameters become views of one buffer
+    single.weight.data = buffer.view(single.weight.shape)
     assert single.weight.rowwise_data.data_ptr() == buffer.data_ptr() and isinstance(
         single.weight, GroupedTensor
     )

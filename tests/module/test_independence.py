@@ -214,9 +214,8 @@ def is_rounding(value: torch.Tensor, rounded: torch.Tensor) -> bool:
     midpoint between two bfloat16 numbers may round to either.
     """
     _, exponent = torch.frexp(rounded.float())
-    half_unit = torch.exp2(
-        exponent.float() - 9
-    )  # 8 bits of precision, and frexp's mantissa is below 1
+    # 8 bits of precision, and frexp's mantissa is below 1
+    half_unit = torch.exp2(exponent.float() - 9)
     return bool(((value - rounded.float()).abs() <= half_unit * (1 + 2.0**-8)).all())
 
 

@@ -289,9 +289,8 @@ def test_a_recomputed_stack_keeps_its_layers_inputs(reentrant: bool, recipe: str
     inputs = 512 * 256 * 2
     scales = 4 * 2 * 3 * GRANULE if recipe == "delayed" else 0  # layers, products, operands
     assert repeated.saved == 3 * inputs + scales
-    rest = 3 * (
-        alone.parameters + sum(module.parameters for module in alone.modules)
-    )  # and their gradients
+    # and their gradients
+    rest = 3 * (alone.parameters + sum(module.parameters for module in alone.modules))
     assert alone.peak + rest <= repeated.peak <= alone.peak + rest + 2 * (inputs + scales)
 
 
@@ -454,9 +453,8 @@ def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.Mo
         (x is None and y is None) or (x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs
     )
     outputs = [x for x in tree_leaves(planned) if x is not None]
-    assert sum(allocated for _, allocated in ledger.events) == len(
-        outputs
-    )  # and no other allocations
+    # and no other allocations
+    assert sum(allocated for _, allocated in ledger.events) == len(outputs)
 
 
 @pytest.mark.parametrize(

@@ -51,14 +51,12 @@ WITHOUT_ANOTHER_VALUE = {
     "ub_name",
 }
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # warnings that a layer changes the kind of its recipe
+# warnings that a layer changes the kind of its recipe
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(
-    "values", [1, pytest.param(3, marks=pytest.mark.slow)]
-)  # for each attribute
+# for each attribute
+@pytest.mark.parametrize("values", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.sampled(10)

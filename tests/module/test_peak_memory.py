@@ -266,9 +266,8 @@ def test_saved_operands_are_freed_before_the_norms_backward(
         for ref in saved
         if (s := ref()) is not None and s.data_ptr() not in contents and s.nbytes() > 4096
     ]
-    assert (
-        len(outputs) == {"swiglu": 3, "layernorm_linear": 1}[name]
-    )  # norm(x), fc1's output, the activation's
+    # norm(x), fc1's output, the activation's
+    assert len(outputs) == {"swiglu": 3, "layernorm_linear": 1}[name]
     alive: list[int] = []
 
     def heard(name: str, request: object) -> None:

@@ -104,7 +104,10 @@ def test_gelu_fused_into_a_product_is_requested_with_and_without_gradients(monke
     monkeypatch.setattr(
         norm_mlp,
         "gemm_gelu",
-        lambda a, b, epilogue, keeps: (seen.append(keeps), original(a, b, epilogue, keeps))[1],
+        lambda a, b, epilogue, keeps_input: (
+            seen.append(keeps_input),
+            original(a, b, epilogue, keeps_input=keeps_input),
+        )[1],
     )
     layer = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, device="cpu")
     x = torch.randn(16, HIDDEN, requires_grad=True)

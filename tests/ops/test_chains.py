@@ -61,9 +61,8 @@ def gradients(
         parameter.grad = None
     leaves = [x.clone().requires_grad_(), *[tensor.clone().requires_grad_() for tensor in extra]]
     with context:
-        result = run(
-            *[leaf * 1 for leaf in leaves]
-        )  # not leaves: an operation may write an extra input in place
+        # not leaves: an operation may write an extra input in place
+        result = run(*[leaf * 1 for leaf in leaves])
     outputs = list(result) if isinstance(result, tuple) else [result]
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(y.shape, generator=generator).to(x.device) for y in outputs]

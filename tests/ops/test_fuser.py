@@ -453,9 +453,8 @@ def test_wrong_calls_raise_before_anything_is_computed():
         ops.ScaledSwiGLU()(x, torch.ones(3))
     with pytest.raises(ValueError, match="activation_recompute_in_mlp"):
         ops.ScaledSwiGLU(activation_recompute_in_mlp=True)
-    recomputed = ops.ScaledSReLU(activation_recompute_in_mlp=True)(
-        x, torch.ones(4)
-    )  # without effect, with a warning
+    # without effect, with a warning
+    recomputed = ops.ScaledSReLU(activation_recompute_in_mlp=True)(x, torch.ones(4))
     assert torch.equal(recomputed, ops.ScaledSReLU()(x, torch.ones(4)))
     with pytest.raises(ValueError, match="finite number"):
         ops.SiTUGLU(beta1=0.0)
@@ -533,3 +532,21 @@ def test_a_retained_graph_runs_backward_twice():
     x.grad = None
     y.sum().backward()
     assert torch.equal(first, x.grad)
+
+
+def test_a_registered_bias_of_a_linear_without_one_raises():
+    linear = te.ops.Linear(32, 32, bias=False, device="cpu")
+    with pytest.raises(ValueError, match="no bias"):
+        linear.register_parameter("bias", torch.nn.Parameter(torch.zeros(32)))
+    linear.register_parameter("bias", None)
+    assert linear.bias is None and "bias=False" in repr(linear)
+
+
+def test_channels_are_fixed_by_a_call_in_which_a_hooked_operation_fails():
+    chain = te.ops.Sequential(te.ops.MakeExtraOutput(), te.ops.AddExtraInput())
+    for operation in chain:
+        operation.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(ValueError):
+        chain(torch.randn(2, 32))  # without the extra input
+    with pytest.raises(RuntimeError, match=r"channels .* are fixed"):
+        chain[1].set_extra_input_channel(0, "residual")

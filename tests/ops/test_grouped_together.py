@@ -245,9 +245,8 @@ def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -
 def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
     layer, alone, splits = make_layer(), make_layer(), [64, 32, 32]
     x = sample(192)
-    theirs = outcome(
-        alone, x, splits, RECIPES[name]
-    )  # a loop, because the host knows the other rows
+    # a loop, because the host knows the other rows
+    theirs = outcome(alone, x, splits, RECIPES[name])
     with sizes_stay_on_the_device(splits, monkeypatch):
         ours = outcome(layer, x, splits, RECIPES[name])
     assert not ours[0][128:].any() and not ours[1][128:].any()

@@ -257,9 +257,8 @@ def test_channels_connect_all_operations_while_hooks_are_registered_for_all_modu
         for ours, theirs in zip(results, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
     hidden = chain[1]
-    assert isinstance(
-        hidden(torch.randn(2, 16)), torch.Tensor
-    )  # the operation alone returns no hidden output
+    # the operation alone returns no hidden output
+    assert isinstance(hidden(torch.randn(2, 16)), torch.Tensor)
 
 
 def test_a_fused_operation_with_a_hook_reads_its_extra_inputs():

@@ -90,9 +90,8 @@ def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
     expected = train(
         mlp(torch.device("cpu"), False, False), argument, argument["x"], argument["dy"], name
     )
-    bound = (
-        1e-5 if name == "none" else UNIT[torch.float8_e5m2]
-    )  # each rank scales its part of a tensor separately
+    # each rank scales its part of a tensor separately
+    bound = 1e-5 if name == "none" else UNIT[torch.float8_e5m2]
     ranks = run_on_ranks(functools.partial(run_rank, name=name, sequence=sequence), SIZE, tmp_path)
     for rank, got in enumerate(ranks):
         part = (lambda t, r=rank: t.chunk(SIZE)[r]) if sequence else (lambda t: t)

@@ -432,3 +432,11 @@ def test_functional_call_accepts_both_kinds_of_names():
         assert torch.equal(by_parameter, by_state)
     assert not torch.equal(records[0][0], chain(x))
     assert len(chain._module_groups[0]._prepared) == prepared + 1  # pyright: ignore
+
+
+def test_an_unexpected_key_of_a_linear_is_reported_as_it_is_in_the_state_dict():
+    linear = te.ops.Linear(32, 32, bias=False, device="cpu")
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Identity())
+    state = {"basic_ops.0.weight": torch.zeros(32, 32)}
+    _, unexpected = linear.load_state_dict(state, strict=False)
+    assert unexpected == ["basic_ops.0.weight"]

@@ -176,9 +176,8 @@ def test_fusions_do_not_skip_methods_of_derived_operations(name, emulated):
         y.sum().backward()
         outputs.append(y)
         gradients.append(x.grad)  # pyright: ignore
-    if (
-        index == len(members) - 1
-    ):  # the output gradient is the same, and the product of the factors arrives at x
+    # the output gradient is the same, and the product of the factors arrives at x
+    if index == len(members) - 1:
         assert relative_error(outputs[1].double(), 3 * outputs[0].double()) < 1e-2
         assert relative_error(gradients[1].double(), 3 * gradients[0].double()) < 1e-2
     else:

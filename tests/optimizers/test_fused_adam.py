@@ -115,9 +115,8 @@ def test_states_of_fewer_bits_step_like_float32(first, second, device):
         device, steps=10, lr=1e-3, decay=0.0, exp_avg_dtype=first, exp_avg_sq_dtype=second
     )
     tolerance = max(KEPT[first], KEPT[second])
-    assert_parameters_close(
-        params, exact, tolerance * 1e-2 + 1e-5
-    )  # ten steps with learning rate 1e-3
+    # ten steps with learning rate 1e-3
+    assert_parameters_close(params, exact, tolerance * 1e-2 + 1e-5)
     state = ours.state[params[0]]
     if first is torch.uint8:
         assert isinstance(state["exp_avg"], te.Float8Tensor)

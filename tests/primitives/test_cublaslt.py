@@ -170,9 +170,8 @@ def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypa
         used.append(descriptor)
         joint.wait()
 
-    monkeypatch.setattr(
-        library, "matmul", matmul
-    )  # a plan keeps the function found at its creation
+    # a plan keeps the function found at its creation
+    monkeypatch.setattr(library, "matmul", matmul)
     # CPU tensors are aligned to 16 bytes, some to 256, which would select another plan in one thread.
     plan = cublaslt_plan.build_plan(
         cublaslt.make_problem(h200_request(a, b, epilogue))._replace(alignment=16)

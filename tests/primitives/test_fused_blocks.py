@@ -49,9 +49,8 @@ def _same(actual, expected):
         assert (a is None) == (b is None)
         if a is not None:
             assert a.dtype == b.dtype and a.shape == b.shape
-            assert (
-                INTERPRETED or a.stride() == b.stride()
-            )  # the reference lays its scales out otherwise
+            # the reference lays its scales out otherwise
+            assert INTERPRETED or a.stride() == b.stride()
             view = torch.uint8 if a.element_size() == 1 else a.dtype
             assert torch.equal(a.view(view), b.view(view))
 

@@ -163,9 +163,8 @@ def test_codes_are_the_scaled_product_and_the_maximum_is_unscaled(backend, eleme
         assert result.scale.item() == pytest.approx(1.0 / scale)
         maximum = torch.finfo(codes.dtype).max
         scaled = (exact * scale).clamp(-maximum, maximum)
-        step = (
-            2.0**-3 if element == "e4m3" else 2.0**-2
-        )  # rounding, once to bfloat16 before where apart
+        # rounding, once to bfloat16 before where apart
+        step = 2.0**-3 if element == "e4m3" else 2.0**-2
         error = (codes.double() - scaled).abs()
         assert (error <= step * scaled.abs() + 2.0**-8 + scale * (2.0**-8 + lost(a, b))).all()
         assert codes.dtype == torch_dtype(e)

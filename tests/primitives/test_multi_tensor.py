@@ -131,9 +131,8 @@ def test_an_adam_step_equals_the_reference(sizes, kinds, decoupled):
     lists = sample_lists(sizes, *kinds)
     rates = copy_to_device(RATES, torch.device(DEVICE))
     for flag in (None, torch.zeros(1, dtype=torch.int32, device=DEVICE)):
-        expected = clone_lists(
-            lists
-        )  # a moment that rounds the other way would show in the next step, and larger
+        # a moment that rounds the other way would show in the next step, and larger
+        expected = clone_lists(lists)
         kernels.adam_step(lists, rates, Adam(decoupled), flag)
         reference.adam(expected, rates, flag, Adam(decoupled))
         assert_alike(whole(lists), whole(expected))

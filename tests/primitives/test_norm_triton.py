@@ -72,9 +72,8 @@ def test_layernorm_and_its_gradients_equal_float64(rows, width, dtype, zero_cent
     _close(mean, x.double().mean(-1))
     _close(y, y64)
     _close(dbias, dbias64)
-    if (
-        width > 1
-    ):  # one number has no variance: its gradient is a difference between equal numbers times 300
+    # one number has no variance: its gradient is a difference between equal numbers times 300
+    if width > 1:
         _close(dx, dx64)
         _close(dweight, dweight64)
 

@@ -45,9 +45,8 @@ def _positions(tensor_format, cp_size=1, started=False):
     start = torch.tensor([3, 7], device=DEVICE) if started else None
     if tensor_format != "thd":
         return Positions(start)
-    bounds = (
-        [0, 4, 4, 20] if not started else [0, 8, 20]
-    )  # the rest is padding behind the last sequence
+    # the rest is padding behind the last sequence
+    bounds = [0, 4, 4, 20] if not started else [0, 8, 20]
     return Positions(start, torch.tensor(bounds, dtype=torch.int32, device=DEVICE) * cp_size)
 
 

@@ -94,9 +94,8 @@ def test_a_captured_update_runs_at_every_replay():
     histories, scales = states([4], "cuda")
     graph = torch.cuda.CUDAGraph()
     warm = [h.clone() for h in histories], [s.clone() for s in scales]
-    advance_scales(
-        *warm, "max", 448.0, 0, False
-    )  # another pair: the captured pair's table is unknown
+    # another pair: the captured pair's table is unknown
+    advance_scales(*warm, "max", 448.0, 0, False)
     with torch.cuda.graph(graph):
         advance_scales(histories, scales, "max", 448.0, 0, False)
     for amax in (1.0, 7.0):

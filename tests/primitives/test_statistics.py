@@ -92,9 +92,8 @@ def test_every_format_is_measured_against_its_values(run, name: str, axis: str):
 
 @RUN
 def test_values_beyond_the_largest_code_are_counted(run):
-    x = torch.tensor(
-        [[1.0, 7.0, 7.2, -8.0], [0.0, 1e-9, -7.3, 3.0]], device=DEVICE
-    )  # 7.25 is half a step beyond
+    # 7.25 is half a step beyond
+    x = torch.tensor([[1.0, 7.0, 7.2, -8.0], [0.0, 1e-9, -7.3, 3.0]], device=DEVICE)
     operand = QUANTIZERS["delayed"]().encode(x, True, False).contract(ROWWISE)  # up to 448 / 64 = 7
     saved = new_row(DEVICE)
     run(x, operand, saved)

@@ -220,9 +220,8 @@ def test_tensors_of_another_library_are_multiplied(kind, name, device):
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_both_ways_to_multiply_agree(offloaded, device, monkeypatch):
-    monkeypatch.setattr(
-        offloading, "used", offloaded
-    )  # then the backward pass reads the saved tensors early
+    # then the backward pass reads the saved tensors early
+    monkeypatch.setattr(offloading, "used", offloaded)
     module = te.Linear(64, 32, device=device)
     x = torch.randn(32, 64, device=device)
     by_values, by_product = (

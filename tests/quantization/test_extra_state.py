@@ -162,9 +162,8 @@ def test_fields_of_other_versions_are_dropped_with_a_warning():
         assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(
             margin=3
         )
-    recipe.__dict__.update(
-        interval=1, override_linear_precision=(False, False, False)
-    )  # their defaults
+    # their defaults
+    recipe.__dict__.update(interval=1, override_linear_precision=(False, False, False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(

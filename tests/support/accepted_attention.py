@@ -24,9 +24,8 @@ from .accepted_forms import (
     sample_heads,
 )
 
-LAST_TWO = torch.tensor(
-    [[0] * 6 + [1] * 2, [0] * 8]
-)  # 1 = masked: the last two tokens of the first sequence
+# 1 = masked: the last two tokens of the first sequence
+LAST_TWO = torch.tensor([[0] * 6 + [1] * 2, [0] * 8])
 PADDING = LAST_TWO.view(BATCH, 1, 1, TOKENS)
 DIAGONAL = torch.ones(1, 1, TOKENS, TOKENS).triu(1)  # 1 = masked
 ADDITIVE = DIAGONAL.masked_fill(DIAGONAL.bool(), float("-inf"))

@@ -140,9 +140,8 @@ def plain(op: Any, x: Tensor, extra: Iterator[Tensor], result: list[Tensor]) -> 
         ops.Reshape: lambda: x.reshape(op._shape),
         ops.AddExtraInput: lambda: x + next(extra),
     }
-    return (
-        simple[kind]() if kind in simple else x
-    )  # Identity, Quantize, Dropout in evaluation, one rank
+    # Identity, Quantize, Dropout in evaluation, one rank
+    return simple[kind]() if kind in simple else x
 
 
 def run_plain(chain: Any, x: Tensor, *extra: Tensor) -> Any:

@@ -244,9 +244,8 @@ def _simulate_launches(simulation: Simulation) -> None:
     from transformer_engine.pytorch.runtime import zeros
 
     launches.missing = lambda hardware: None
-    optional.triton_problem = lambda hardware, release: (
-        None
-    )  # read by modules that imported `missing`
+    # read by modules that imported `missing`
+    optional.triton_problem = lambda hardware, release: None
     launches._compile = simulation.record
     launches.current_stream = zeros.current_stream = lambda device: 0
     # Modules that imported the function before.

@@ -176,9 +176,8 @@ TILED_FORMATS = {
 
 # One format per family; NVFP4 variants are reached through `NVFP4_FORMATS`.
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
-SWIZZLED_NAMES = " or ".join(
-    form.name.upper() for form in TENSOR_FORMATS if form.swizzled
-)  # in messages
+# in messages
+SWIZZLED_NAMES = " or ".join(form.name.upper() for form in TENSOR_FORMATS if form.swizzled)
 
 # Quantized checkpoints from `pytorch.conversion` that need no sample tokens, for commands without torch.
 SERVING_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4")

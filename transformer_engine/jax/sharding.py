@@ -122,9 +122,8 @@ def global_mesh_resource() -> MeshResource:
             f"{mesh} MeshResource assigns its axes; enter autocast(mesh_resource=MeshResource(..)) or "
             "global_shard_guard(MeshResource(..))"
         )
-    _check_axes(
-        resource
-    )  # checked again, because the mesh may have been entered after the resource
+    # checked again, because the mesh may have been entered after the resource
+    _check_axes(resource)
     return resource
 
 
@@ -146,9 +145,8 @@ def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
     if not abstract.empty:
         return abstract
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # the only access to the mesh in `with mesh:`
+        # the only access to the mesh in `with mesh:`
+        warnings.simplefilter("ignore", DeprecationWarning)
         try:
             from jax.interpreters import pxla
 

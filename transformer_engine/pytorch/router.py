@@ -213,9 +213,8 @@ def token_total(total: int | Tensor, device: torch.device) -> int | Tensor:
 def finite(name: str, value: Any) -> float:
     """Convert the value to a float; raise ValueError for infinities and NaN."""
     found = to_float(name, value)
-    if (
-        not -math.inf < found < math.inf
-    ):  # `math.isfinite` does not take the symbols of torch.compile
+    # `math.isfinite` does not take the symbols of torch.compile
+    if not -math.inf < found < math.inf:
         raise ValueError(f"{name}={found} is not finite; give a finite number")
     return found
 

@@ -138,9 +138,8 @@ class RunConfig:
             )
         for field in fields(self):
             value, kind = getattr(self, field.name), KINDS[str(field.type)]
-            if not isinstance(value, kind) or isinstance(
-                value, bool
-            ):  # for example from a checkpoint
+            # for example from a checkpoint
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(
                     f"{field.name}={value!r} is {with_article(type(value))}; it must be {field.type}"
                 )

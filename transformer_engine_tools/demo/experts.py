@@ -38,9 +38,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: RunConfig, deviation: float):
         super().__init__()
         device, dtype, count = config.device, getattr(torch, config.precision), config.experts
-        inner = (
-            -(-config.feed_forward // (CHOSEN * 128)) * 128
-        )  # as much work a token as one feed-forward layer
+        # as much work a token as one feed-forward layer
+        inner = -(-config.feed_forward // (CHOSEN * 128)) * 128
         options: dict[str, Any] = {"bias": False, "params_dtype": dtype, "device": device}
         self.norm = te.RMSNorm(config.hidden, device=device, dtype=dtype)
         self.router = nn.Linear(

@@ -237,9 +237,8 @@ class ParallelRun:
     @torch.no_grad()
     def _clip(self) -> None:
         """Scale the gradients so that the norm over all parameters is at most CLIP."""
-        squares = torch.zeros(
-            2, device=self.device
-        )  # over tensor-parallel shards, and over other parameters
+        # over tensor-parallel shards, and over other parameters
+        squares = torch.zeros(2, device=self.device)
         gradients = []
         for name, parameter in self.model.named_parameters():
             gradient: Any = parameter.grad

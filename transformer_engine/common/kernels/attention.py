@@ -155,9 +155,8 @@ def cap_value(value, cap, EXACT: tl.constexpr):
     """Compute cap * tanh(value / cap) and its derivative; EXACT: small values have the relative error of float32."""
     ratio = value * (1.0 / cap)
     size = tl.abs(ratio)
-    decay = tl.exp2(
-        size * (-2.0 * LOG2_E)
-    )  # tanh(x) = (1 - u) / (1 + u), u = exp(-2 x), cannot overflow
+    # tanh(x) = (1 - u) / (1 + u), u = exp(-2 x), cannot overflow
+    decay = tl.exp2(size * (-2.0 * LOG2_E))
     inverse = 1.0 / (1.0 + decay)
     result = (1.0 - decay) * inverse
     if EXACT:  # 1 - u cancels; the series' first omitted term is 5e-8 x at x = 0.3
@@ -456,9 +455,8 @@ def attend(
     SEQUENCES: tl.constexpr,
 ):
     """Compute out and lse for ROWS queries in one head, and in tops every tile's largest logit."""
-    last = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    )  # under a causal mask, the last tile has the most work
+    # under a causal mask, the last tile has the most work
+    last = tl.num_programs(0) - 1 - tl.program_id(0)
     block, sequence = owned_tile(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)

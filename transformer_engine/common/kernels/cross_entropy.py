@@ -60,9 +60,8 @@ def _statistics(
         total = total * tl.exp(greatest - base) + tl.sum(tl.exp(value - base), 0)
         greatest = highest
         if SUMS:
-            plain += tl.sum(
-                tl.where(inside, value * share, 0.0), 0
-            )  # large logits have an infinite sum
+            # large logits have an infinite sum
+            plain += tl.sum(tl.where(inside, value * share, 0.0), 0)
     position = tl.load(targets + row) - first_id
     mine = (position >= start) & (position < end)
     chosen = tl.load(source + position, mask=mine, other=float("-inf")).to(tl.float32)

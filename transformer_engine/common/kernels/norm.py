@@ -307,9 +307,8 @@ def forward_streamed(
             CONVERSION,
         )
         if amax is not None:
-            greatest = tl.maximum(
-                greatest, tl.max(bits, 0)
-            )  # a maximum per column spills registers
+            # a maximum per column spills registers
+            greatest = tl.maximum(greatest, tl.max(bits, 0))
     if amax is not None:
         record_maximum(amax, greatest, current)
 
@@ -716,9 +715,8 @@ def forward(
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
         grid, constants = (rows, 1, 1), (*fixed, 8192, NATIVE)
         return Launch(forward_wide, grid, outputs, scalars, constants, warps=32, in_place=recorded)
-    if (
-        width > 8192
-    ):  # 3.4-3.6; one row per program 2.5-2.9, because gamma is read again from the L2 cache
+    # 3.4-3.6; one row per program 2.5-2.9, because gamma is read again from the L2 cache
+    if width > 8192:
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(
             forward_streamed,

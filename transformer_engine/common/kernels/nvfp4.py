@@ -52,9 +52,8 @@ def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
     if RANDOM_SIGN:
         # Bit i: sign for element i in a group, +1 +1 +1 -1 +1 -1 -1 -1 -1 -1 -1 +1 -1 +1 -1 -1.
         negative = (0xD7E8 >> (tl.arange(0, COLUMNS) % GROUP)) & 1
-        y = (
-            y * tl.where(negative == 1, -1.0, 1.0)[None, :]
-        )  # not -y: Triton computes 0 - y, which loses -0
+        # not -y: Triton computes 0 - y, which loses -0
+        y = y * tl.where(negative == 1, -1.0, 1.0)[None, :]
     y = _butterfly(y, 1, ROWS, COLUMNS)
     y = _butterfly(y, 2, ROWS, COLUMNS)
     y = _butterfly(y, 4, ROWS, COLUMNS)

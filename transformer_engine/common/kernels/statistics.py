@@ -18,9 +18,8 @@ from .rounding import to_values
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
 _WIDTH = tl.constexpr(8)  # partial-result columns: the next power of two
 _NEIGHBOURS = tl.constexpr(8)  # two-byte elements that one thread loads at once
-NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(
-    5
-)  # values for `Codes.scaling`
+# values for `Codes.scaling`
+NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(5)
 _NO_CODES, _ONE_SCALE = tl.constexpr(NO_CODES), tl.constexpr(ONE_SCALE)
 _EXPONENT_BLOCKS, _TWO_LEVELS = tl.constexpr(EXPONENT_BLOCKS), tl.constexpr(TWO_LEVELS)
 

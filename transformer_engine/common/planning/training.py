@@ -240,9 +240,8 @@ class TrainingStep:
             saved = forward.saved
         dense, routed = self._layer_parameters()
         gathered = LIBRARIES + working
-        if (
-            mesh.shards > 1
-        ):  # two layers' parameters, one layer's gradients, and the embedding or the projection
+        # two layers' parameters, one layer's gradients, and the embedding or the projection
+        if mesh.shards > 1:
             gathered += (
                 3 * (dense + routed) + 2 * shape.vocabulary * shape.hidden / mesh.tp
             ) * VALUE

@@ -46,9 +46,8 @@ def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
     for name, declared in _declare_fields(type(record)):
         value = record.__dict__.get(name)
         if isinstance(value, str) and declared.startswith("str"):
-            object.__setattr__(
-                record, name, str.__str__(value)
-            )  # for example a str enumeration member
+            # for example a str enumeration member
+            object.__setattr__(record, name, str.__str__(value))
         elif declared in converters and name in record.__dict__:
             converted = converters[declared](f"{type(record).__name__}: {name}", value)
             if converted is not value:

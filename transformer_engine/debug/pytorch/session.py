@@ -243,9 +243,8 @@ class _Session:
     def step(self) -> None:
         """Request the plans of the present step."""
         with self._lock:
-            if (
-                not TEDebugState.initialize()
-            ):  # nvdlfw_inspect.api.initialize() has failed after it loaded features
+            # nvdlfw_inspect.api.initialize() has failed after it loaded features
+            if not TEDebugState.initialize():
                 self.end()
                 return
             iteration = TEDebugState.get_iteration()

@@ -146,9 +146,8 @@ def attention_in_parts(
         sink: float32 [1, h or 1, 1, 1], differentiable, or None.
     """
     for x in (query, key):
-        plan.order(
-            x.shape[1], False
-        )  # raises ValueError for a number of tokens that the devices do not divide
+        # raises ValueError for a number of tokens that the devices do not divide
+        plan.order(x.shape[1], False)
     request = request._replace(layout=request.layout.to_separate())
     problem = _Problem(plan, request, scale)
     tokens = _token_sharding(plan, query.shape[0], key.shape[2])

@@ -54,9 +54,8 @@ __all__ = [
     "transpose_dims",
 ]
 
-_OF_ROWS = tuple(
-    ((a,), (b,)) for a in (0, -2) for b in (0, -2)
-)  # contracting_dims that contract the rows
+# contracting_dims that contract the rows
+_OF_ROWS = tuple(((a,), (b,)) for a in (0, -2) for b in (0, -2))
 
 
 class GemmPrimitive(BasePrimitive):

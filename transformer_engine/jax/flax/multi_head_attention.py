@@ -124,9 +124,8 @@ class MultiHeadAttention(nn.Module):
                     stacklevel=3,
                 )
                 setattr(self, name, value)
-                setattr(
-                    self, former, None
-                )  # Flax copies a module by its fields, which would warn again
+                # Flax copies a module by its fields, which would warn again
+                setattr(self, former, None)
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
         super().__post_init__()
 

@@ -38,9 +38,8 @@ def compute_reverse_ragged_all_to_all_params(
     """
     sent = rows_by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     received = sent[:, shard_id]
-    offsets = (
-        jnp.cumsum(sent, axis=1) - sent
-    )  # offsets at which a shard stores the rows of each shard
+    # offsets at which a shard stores the rows of each shard
+    offsets = jnp.cumsum(sent, axis=1) - sent
     return jnp.cumsum(received) - received, received, offsets[:, shard_id], sent[shard_id]
 
 

@@ -321,9 +321,8 @@ class Dequantizer:
             if isinstance(scaled_tensor, ScaledTensor2x)
             else scaled_tensor
         )
-        mode = getattr(
-            one, "scaling_mode", ScalingMode.NO_SCALING
-        )  # plain-value containers have no mode
+        # plain-value containers have no mode
+        mode = getattr(one, "scaling_mode", ScalingMode.NO_SCALING)
         if mode is not self.scaling_mode:
             raise ValueError(
                 f"scaled_tensor has {mode}; this is the dequantizer of {self.scaling_mode}; call dequantize() of the "

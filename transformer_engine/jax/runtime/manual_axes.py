@@ -37,7 +37,6 @@ def varying_axes(arrays: Any) -> frozenset[str]:
 
 def manual_axes(aval: Any) -> frozenset[str]:
     """Manual axes over which an array with this type varies."""
-    kind = getattr(
-        aval, "manual_axis_type", None
-    )  # its name from jax 0.10.2 on; some versions before 0.12 have vma
+    # its name from jax 0.10.2 on; some versions before 0.12 have vma
+    kind = getattr(aval, "manual_axis_type", None)
     return getattr(aval, "vma", frozenset()) if kind is None else kind.varying

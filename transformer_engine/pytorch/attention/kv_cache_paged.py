@@ -53,9 +53,8 @@ class PagedKVCacheManager(KVCacheManager):
         self.page_table = lasting_zeros(*table, dtype=torch.int32, device=self.device)
         self._table = lasting_zeros(*table, dtype=torch.int32, device=torch.device("cpu"))
         self._pages: dict[Any, list[int]] = {}
-        self._free = list(
-            range(total_num_pages - 1, -1, -1)
-        )  # used from its end: the lowest page first
+        # used from its end: the lowest page first
+        self._free = list(range(total_num_pages - 1, -1, -1))
 
     def allocate_memory(self, layer_number: int) -> None:
         if layer_number not in self.cache:

@@ -204,9 +204,8 @@ class MultiheadAttention(CheckedLoading):
             name=child_name(name, "core_attention"),
             **{name: arguments[name] for name in CORE_ARGUMENTS},
         )
-        if (
-            softmax_type == "learnable"
-        ):  # the core's one tensor; its constructor has no argument `device`
+        # the core's one tensor; its constructor has no argument `device`
+        if softmax_type == "learnable":
             self.core_attention.make_softmax_offset(device)
         self.proj = Linear(
             q_size,

@@ -54,9 +54,8 @@ class Rotation(NamedTuple):
         each = heads.queries // heads.groups
         sizes = (each * heads.size, heads.size, heads.size)
         positions = Positions(self.before, self.bounds[0])
-        separate = (
-            not heads.interleaved and heads.groups > 1
-        )  # one group has the same order in both layouts
+        # one group has the same order in both layouts
+        separate = not heads.interleaved and heads.groups > 1
         count = heads.queries + 2 * heads.groups if separate else heads.groups
         return rotate_qkv(
             x.unflatten(-1, (count, -1)), self.angles, sizes, self.spec, positions, separate

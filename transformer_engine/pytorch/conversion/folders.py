@@ -289,9 +289,8 @@ def convert(
         else:
             _write_our_settings(made, checkpoint.source())
             write_shards(made, plan, tensors, shard_bytes)
-        for path in sorted(
-            checkpoint.folder.iterdir()
-        ):  # tokenizers and other files without weights
+        # tokenizers and other files without weights
+        for path in sorted(checkpoint.folder.iterdir()):
             written = path.name in (OURS, THEIRS, MODELOPT_FILE) or path.name.endswith(
                 ".index.json"
             )

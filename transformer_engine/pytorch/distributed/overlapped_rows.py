@@ -72,9 +72,8 @@ class SharedBuffer:
         if cached is None:
             if len(self._messages) >= _MAX_CACHED_LAYOUTS:
                 self._messages.clear()
-            with torch.inference_mode(
-                False
-            ):  # other modes cannot write to views made in inference mode
+            # other modes cannot write to views made in inference mode
+            with torch.inference_mode(False):
                 cached = self._messages[layout] = self._views(layout)
         return cached
 

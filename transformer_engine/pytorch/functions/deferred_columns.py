@@ -126,9 +126,8 @@ def with_deferred_columns(
         keeps_input: Another operation saves the input values.
         caches: The call quantizes the weight into a cache, or reads the cache.
     """
-    if (
-        spec.plain or spec.traced
-    ):  # a compiler must see writes to the scaling state, and no size guards
+    # a compiler must see writes to the scaling state, and no size guards
+    if spec.plain or spec.traced:
         return spec
     if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not interventions:
         return spec  # saved, without spending time on a choice

@@ -297,9 +297,8 @@ def prepare_gradient(dy: Any, spec: LinearSpec) -> GradientOperands:
         and not isinstance(dy, GradientOperands)
     ):
         dy = begin_gather_gradient(dy, spec)
-    if isinstance(
-        dy, GradientOperands
-    ):  # from the kernel that computed dy, or from the other ranks
+    # from the kernel that computed dy, or from the other ranks
+    if isinstance(dy, GradientOperands):
         return dy
     dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
     db = None

@@ -107,9 +107,8 @@ def _rows_of_ranks(operand: Operand, ranks: int) -> list[Operand]:
     scales = (
         [scale] * ranks if scale is None or not operand.has_block_scales else scale.chunk(ranks)
     )
-    maxima = (
-        [amax] * ranks if amax is None or amax.numel() == 1 else amax.chunk(ranks)
-    )  # one per row
+    # one per row
+    maxima = [amax] * ranks if amax is None or amax.numel() == 1 else amax.chunk(ranks)
     return [
         Operand(rows, of_rank, form, maximum, dtype)
         for rows, of_rank, maximum in zip(codes.chunk(ranks), scales, maxima, strict=True)

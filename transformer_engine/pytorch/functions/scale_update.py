@@ -107,9 +107,8 @@ def _end_with_update(number: int) -> None:
         update_all(forward=False)
         return
     mine = object()
-    if (
-        _passes.setdefault(number, mine) is not mine
-    ):  # atomic, because threads in a pass share the dictionary
+    # atomic, because threads in a pass share the dictionary
+    if _passes.setdefault(number, mine) is not mine:
         return
     if len(_passes) > _MAX_RUNNING_PASSES:
         _passes.pop(next(iter(_passes)), None)

@@ -194,7 +194,8 @@ _parameters: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = (
 def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
     """Make weights with one main_grad overwrite it once: the first gradient overwrites, the others are added.
 
-    The function is called before the gradients are accumulated. The weights then share one entry in `_unwritten`, which the first gradient empties.
+    The function is called before the gradients are accumulated. The weights then share one entry in `_unwritten`,
+    which the first gradient empties.
     """
     if not len(_unwritten):
         return

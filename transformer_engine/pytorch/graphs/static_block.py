@@ -123,9 +123,8 @@ class StaticBlock:
         state = self.quantization
         args, kwargs = self.arguments()
         if self.caches and first is not None and isinstance(self.module, ProductsModule):
-            args, kwargs = with_first_microbatch(
-                first, self.module, args, kwargs
-            )  # no hook sees its call
+            # no hook sees its call
+            args, kwargs = with_first_microbatch(first, self.module, args, kwargs)
         with ExitStack() as blocks:
             blocks.enter_context(torch.set_grad_enabled(self.training))
             blocks.enter_context(flagged(self.caches))

@@ -346,9 +346,8 @@ def _block_codes(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
     for patterns in (numbers.ordered(), numbers.mixed()):
         for bits in patterns:
             x = bits.view(torch.float32)
-            if (
-                spec.format.levels is not None
-            ):  # one such value would decide the scale of the matrix
+            # one such value would decide the scale of the matrix
+            if spec.format.levels is not None:
                 x = torch.where(x.isfinite(), x, 0.0)
             yield from _quantized(x, spec)
 

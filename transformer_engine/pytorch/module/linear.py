@@ -45,9 +45,9 @@ import torch
 from torch import Tensor
 
 from ..compat.argument_orders import declare_call
-from ..compat.by_name import (
-    LinearByName as _Linear,
-)  # patched by others; `linear` has the node _LinearNode
+
+# patched by others; `linear` has the node _LinearNode
+from ..compat.by_name import LinearByName as _Linear
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
@@ -309,9 +309,8 @@ class Linear(ProductsModule):
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
-            self.begin_microbatch(
-                is_first_microbatch
-            )  # if True, the next gradient overwrites main_grad
+            # if True, the next gradient overwrites main_grad
+            self.begin_microbatch(is_first_microbatch)
             # The weight is quantized once for all microbatches in a step.
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:

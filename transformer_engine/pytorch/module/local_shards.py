@@ -200,9 +200,8 @@ def local_linear(
         redistributed.to_local(grad_placements=[Partial()]) if column else redistributed.to_local()
     )
     replicated = [_local_of_replicated(value, summed) for value in norm.values()]
-    rows_alone = (
-        summed and not column and not row
-    )  # the whole weight is applied to a part of the rows
+    # the whole weight is applied to a part of the rows
+    rows_alone = summed and not column and not row
     of_rows = [Shard(0)] if column else [Replicate()]
     local_bias = None
     if bias is not None:

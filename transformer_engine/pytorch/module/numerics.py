@@ -233,9 +233,8 @@ class Numerics:
         count = slots * owner.num_products
         previous = self.meta.get(key)
         before = () if previous is None else previous.delayed_states
-        with torch.inference_mode(
-            False
-        ):  # later steps write to it; inference tensors are read-only
+        # later steps write to it; inference tensors are read-only
+        with torch.inference_mode(False):
             state = RecipeState.renew(
                 previous,
                 recipe,

@@ -52,9 +52,8 @@ class OffloadContext(ContextDecorator):
         active.synchronizer = self.previous_offload_synchronizer
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*exception)
-        if (
-            exception[0] is not None
-        ):  # the step ends here, and the next one begins with the first layer
+        # the step ends here, and the next one begins with the first layer
+        if exception[0] is not None:
             self.offload_synchronizer.num_of_fwds = None
 
     def synchronize(self, tensor: Tensor) -> Tensor:

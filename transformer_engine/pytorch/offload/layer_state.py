@@ -226,9 +226,8 @@ class OffloadableLayerState:
 
     def release_all_memory(self) -> None:
         """Release everything except reusable host buffers; `push_tensor` results become invalid."""
-        for (
-            number
-        ) in self._unread:  # a copy without a wait may still be writing memory that is freed here
+        # a copy without a wait may still be writing memory that is freed here
+        for number in self._unread:
             self.link.wait(self.bwd_gpu_tensor_group.events[number])
         self._unread = set()
         self.fwd_gpu_tensor_group = TensorGroup()

@@ -157,9 +157,8 @@ def _forward(
     remaining = [i for i in reversed(range(len(passes))) if not passes[i].is_identity]
     while remaining:
         i = remaining.pop()
-        reader = (
-            remaining[-1] if fuse and remaining else None
-        )  # the next operation, which reads the result
+        # the next operation, which reads the result
+        reader = remaining[-1] if fuse and remaining else None
         pair = None
         if reader is not None:
             compute_pair = FORWARD_PAIRS.get((type(passes[i]), type(passes[reader])))
@@ -244,9 +243,8 @@ def _backward(
         i = remaining.pop()
         operands += saved[i]
         saved[i] = ()
-        if (
-            offloading.used and not passes[i].linears()
-        ):  # a product waits for each operand before it reads it
+        # a product waits for each operand before it reads it
+        if offloading.used and not passes[i].linears():
             wait_for_saved(*[value for value in operands[1:] if type(value) not in _SHAPES])
         result: BackwardResult | None = None
         if fuse and remaining:

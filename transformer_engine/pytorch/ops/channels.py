@@ -73,11 +73,16 @@ class Channels:
         """
         return value
 
+    def fix_channels(self) -> None:
+        """Make later changes of the channels an error, because a fuser or a container has read them."""
+        # An assignment would change `_revision`, and thereby the key of later calls.
+        object.__setattr__(self, "_captured_by_fuser", True)
+
     def _check_channel(self, kind: str, index: int, count: int, name: Any) -> None:
         if self._captured_by_fuser:
             raise RuntimeError(
-                f"the extra {kind} channels of {type(self).__name__} are fixed, because a fuser has been built with "
-                "the operation; set channels before the first forward pass"
+                f"the extra {kind} channels of {type(self).__name__} are fixed, because a call has read them; "
+                "set channels before the first forward pass"
             )
         index = to_int("index", index)
         if not 0 <= index < count:

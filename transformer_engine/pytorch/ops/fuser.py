@@ -7,7 +7,16 @@ These steps, in order, decide what a call computes:
    one `OperationFuser`.
 2. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
 3. The recipe of the autocast state is applied to the basic operations (`applied_recipe.py`).
-4. The chain runs in one of two ways. Both apply the registered fusion functions first (step 5).
+4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s, in both passes or in one
+   of them (`fusions.py`). They are called for each new key of a prepared chain (step 5), and in calls in segments if
+   their inputs differ from the last call's. If a user wrote the methods of a replacement, `build_chain` returns this
+   as its reason.
+
+   A replacement by a user in the forward pass only may leave the basic operations without the state that their own
+   backward passes read. `ChainRun._save_missing_state` then also runs their own forward passes, right after the
+   replacement's, and discards the output.
+
+5. The chain runs in one of two ways.
 
    - Prepared (`_find_prepared`): one forward and one backward pass. The passes are built once per key, which
      describes the shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them
@@ -19,17 +28,9 @@ These steps, in order, decide what a call computes:
    A call runs prepared unless one of three functions returns a reason: `_reason_for_all_calls` for all calls of the
    chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
 
-   Within `te.explain` all chains run in segments, through the same `chain.py`. It prints the reasons of the first two
-   functions, except `_INTERVENTION`, which it causes itself. It cannot print the reasons of `build_chain`, which no
-   explained call reaches.
-
-5. The registered fusion functions replace consecutive basic operations by `FusedOperation`s, in both passes or in one
-   of them (`fusions.py`). They are called when a chain is prepared, and in calls in segments if their inputs differ
-   from the last call's. If a user wrote the methods of a replacement, `build_chain` returns this as its reason.
-
-   A replacement by a user in the forward pass only may leave the basic operations without the state that their own
-   backward passes read. `ChainRun._save_missing_state` then also runs their own forward passes, right after the
-   replacement's, and discards the output.
+   Within `te.explain` every chain runs in segments, because an observer must see each choice. The report therefore
+   names why a chain would run in segments without `te.explain`: the reasons of the first two functions. It lacks those
+   of `build_chain`, which is not called then.
 
 6. Within a prepared chain or a segment, `chain.py` computes two neighboring operations together if the pair is in a
    table (`passes/patterns.py`). Otherwise the kernel of a norm, an activation or a bias gradient may quantize its
@@ -122,7 +123,6 @@ class OperationFuser:
         self._basic_ops: list[BasicOperation] = [
             basic for op in ops for basic in op.basic_operations()
         ]
-        self._num_basic_ops = len(self._basic_ops)
         self.channels = channels
         self._links = Links(self._basic_ops, channels)
         # Reason why all calls run in segments, or None.
@@ -131,10 +131,7 @@ class OperationFuser:
         # A fuser that is created in a graph is discarded after the trace, so its operations stay changeable.
         if not torch.compiler.is_compiling():
             for op in self._basic_ops:
-                # The flag makes later changes of the operation's channels an error (`channels.py`). An
-                # assignment `op._captured_by_fuser = True` would change `_revision` and thereby the key of
-                # later calls.
-                object.__setattr__(op, "_captured_by_fuser", True)
+                op.fix_channels()
 
         # Operations whose `pre_first_fuser_forward` has not run yet: all until the first call in eager mode, then none.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
@@ -174,12 +171,12 @@ class OperationFuser:
         """
         if not parametrize._cache_enabled and are_parametrized(self._basic_ops):
             # Compute each parametrized tensor once per call, so that the passes and autograd see the same object.
+            # In the inner call `_cache_enabled` is nonzero.
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         self._check_arguments(input, extra_inputs, basic_op_kwargs)
-        if (
-            extra_inputs
-        ):  # check and convert the values; clone a tensor that must not be written in place
+        # Check and convert the values; clone a tensor that must not be written in place.
+        if extra_inputs:
             extra_inputs = self._links.convert_extra_inputs(input, extra_inputs)
         if self._uninitialized:
             initialize_operations(self._uninitialized)
@@ -195,6 +192,7 @@ class OperationFuser:
                 # Also here, so that `_forward_ops` shows this call: `_update_fusions` runs only for a new key.
                 self._fusions = found.fusions
                 return found(inputs)
+            # `found` is `Unprepared`: calls with this key run in segments. `te.explain` never gets here.
         elif is_explaining() and reason is not _INTERVENTION:
             names = ", ".join([type(op).__name__ for op in self._basic_ops])
             note(f"the chain {names} runs in segments: {reason}")
@@ -214,7 +212,7 @@ class OperationFuser:
         if type(x) is not Tensor:
             check_tensor(f"the main input of {type(self._basic_ops[0]).__name__} (operation 0)", x)
         if options is not None:
-            check_options_count(options, self._num_basic_ops)
+            check_options_count(options, len(self._basic_ops))
 
     def _apply_recipe(self) -> AutocastState:
         """Make the operations use the recipe of the current autocast state, which is returned."""
@@ -314,9 +312,8 @@ class OperationFuser:
             RuntimeError: A fusion function drops or reorders operations.
         """
         first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
-        recipe = (
-            state.recipe if state.enabled else None
-        )  # not while calibrating, which computes without it
+        # Calibration computes without the recipe.
+        recipe = state.recipe if state.enabled else None
         functions = _copy_lists(self._fusion_functions)
         fusions = fuse_operations(
             self._basic_ops, functions, first_with_backward, recipe, self._fusions
@@ -330,7 +327,7 @@ class OperationFuser:
     ) -> int:
         """Index of the first operation that the backward pass reaches (see the module docstring)."""
         if not torch.is_grad_enabled():
-            return self._num_basic_ops
+            return len(self._basic_ops)
         if x.requires_grad:
             return 0
         extra_by_operation = self._links.by_operation(extra_inputs)
@@ -340,7 +337,7 @@ class OperationFuser:
             tensors = [*own_parameters, *[tensor for tensor in own_extra if tensor is not None]]
             if any(tensor.requires_grad for tensor in tensors):
                 return index
-        return self._num_basic_ops
+        return len(self._basic_ops)
 
     @property
     def _fusion_functions(self) -> FusionLists:
@@ -395,6 +392,7 @@ def _reason_for_all_calls(basic_ops: Sequence[BasicOperation], links: Links) -> 
 
 
 def _copy_lists(functions: FusionLists) -> FusionLists:
+    """Copy the lists: registrations change them in place, and cached results belong to their former contents."""
     both, forward, backward = functions
     return list(both), list(forward), list(backward)
 

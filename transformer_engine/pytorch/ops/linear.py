@@ -101,6 +101,7 @@ class Linear(PassFusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        # Checks the arguments and says which mode is in effect. `BasicLinear` and `Bias` derive the same from them.
         parallel = create_tensor_parallel(
             tensor_parallel_mode,
             tensor_parallel_group,
@@ -180,12 +181,22 @@ class Linear(PassFusedOperation):
             ValueError: The layer was constructed without a bias, and the value is a bias. No operation would
                 add it.
         """
-        # `_has_bias` is unset during construction.
-        if name == "bias" and not self.__dict__.get("_has_bias", True):
-            if value is None:
-                return
-            raise ValueError("this Linear has no bias; construct it with bias=True")
+        self._check_bias(name, value)
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Register a parameter.
+
+        Raises:
+            ValueError: The layer was constructed without a bias, and the parameter is a bias.
+        """
+        self._check_bias(name, param)
+        super().register_parameter(name, param)
+
+    def _check_bias(self, name: str, value: Any) -> None:
+        """Raise ValueError if no operation would add the bias. `_has_bias` is unset during construction."""
+        if name == "bias" and value is not None and not self.__dict__.get("_has_bias", True):
+            raise ValueError("this Linear has no bias; construct it with bias=True")
 
     def _parameter_keys(self, prefix: str) -> list[_ParameterKeys]:
         """State-dict keys for each parameter that `Linear` owns."""
@@ -230,6 +241,7 @@ class Linear(PassFusedOperation):
             RuntimeError: The state dict has a parameter under both keys.
         """
         all_keys = self._parameter_keys(prefix)
+        moved: dict[str, str] = {}
         for keys in all_keys:
             if keys.saved not in state_dict:
                 continue
@@ -241,18 +253,20 @@ class Linear(PassFusedOperation):
                     f"the state dict has {keys.own} and {keys.saved}, which are the same parameter of Linear; remove "
                     "one of them"
                 )
+            # `load_state_dict` passes a shallow copy. Without `pop`, `BasicLinear` would report the key as unexpected.
             state_dict[keys.own] = _sharded_as(parameter, state_dict.pop(keys.saved))
+            moved[keys.own] = keys.saved
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if (
-            _FSDP_PREFIX not in prefix
-        ):  # report missing parameters by the keys of `_save_to_state_dict`
+        # Report keys as the state dict had them, and missing ones as `_save_to_state_dict` writes them.
+        unexpected_keys[:] = [moved.get(key, key) for key in unexpected_keys]
+        if _FSDP_PREFIX not in prefix:
             reported = {keys.own: keys.saved for keys in all_keys}
             missing_keys[:] = [reported.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def _sharded_as(parameter: Any, value: Any) -> Any:
@@ -267,7 +281,9 @@ def _sharded_as(parameter: Any, value: Any) -> Any:
         or not isinstance(value, torch.Tensor)
     ):
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import (
+        distribute_tensor,
+    )  # imported already: the parameter is a DTensor
 
     mesh = parameter.device_mesh
     return distribute_tensor(

@@ -37,26 +37,26 @@ from .parts import ContainerPart, call_parts, connecting_channels, disconnect
 
 
 class _CacheKey(NamedTuple):
-    """Everything that the division of a Sequential into parts depends on.
+    """Everything that the division of a Sequential into parts depends on, except channels, which it fixes.
 
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
-        interceptable: The container's operations and their basic operations. The latter are included so that
+        ops_and_basic_ops: The container's operations and their basic operations. The latter are included so that
             replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
-        unintercepted: Subset of the container's operations, without their basic operations: those whose calls
-            nothing intercepts. Only these fuse.
+        fusing_ops: The container's operations that fuse: nothing intercepts their calls or those of their basic
+            operations.
     """
 
     modules: list[torch.nn.Module | None]
-    interceptable: list[FusibleOperation]
-    unintercepted: list[FusibleOperation]
+    ops_and_basic_ops: list[FusibleOperation]
+    fusing_ops: list[FusibleOperation]
 
     def equals(self, other: _CacheKey) -> bool:
         """Compare one list after the other: in torch 2.11, Dynamo cannot trace the comparison of tuples of lists."""
         return (
             self.modules == other.modules
-            and self.interceptable == other.interceptable
-            and self.unintercepted == other.unintercepted
+            and self.ops_and_basic_ops == other.ops_and_basic_ops
+            and self.fusing_ops == other.fusing_ops
         )
 
 
@@ -82,8 +82,9 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     outputs, except those that are set to `output_to_caller=False` (`set_extra_output_channel`).
 
     The list methods differ from those of `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does
-    not rename the remaining modules, and `append` uses the number after the highest one as the name. `*` repeats the
-    same modules, which share their parameters. A child is None after `chain.name = None` or `add_module(name, None)`:
+    not rename the remaining modules, `append` uses the number after the highest one as the name, and `insert` renames
+    all modules and, as `list.insert`, accepts an index outside of the list. `*` repeats the same modules, which share
+    their parameters. A child is None after `chain.name = None` or `add_module(name, None)`:
     iteration and calls skip it, indices and `len` count it.
 
     Args:
@@ -100,7 +101,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 self.add_module(name, module)
         else:
             for module in args:
-                self.append(module)  # pyright: ignore[reportArgumentType]
+                self.append(_check_module(module))
 
     if TYPE_CHECKING:
         # Declared as Tensor, the usual result; with extra outputs it is a tuple (`forward`).
@@ -148,18 +149,20 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         operations = self._list_operations(modules)
-        interceptable = list_interceptable(operations)
-        unintercepted = _without_intercepted(operations, interceptable)
+        ops_and_basic_ops = list_interceptable(operations)
+        fusing_ops = _without_intercepted(operations, ops_and_basic_ops)
         if is_explaining():
             self._note_unfused()
         # Modules compare by identity. An equal key therefore means: the same objects, in the same order, and the same
         # of them intercepted.
-        key = _CacheKey(modules, interceptable, unintercepted)
+        key = _CacheKey(modules, ops_and_basic_ops, fusing_ops)
         cached = self._cached_parts
         if cached is not None and cached.key.equals(key):
             return cached.parts
-        parts = self._build_parts(unintercepted)
+        parts = self._build_parts(fusing_ops)
         if not torch.compiler.is_compiling():  # no side effects while tracing
+            for operation in [operation for part in parts for operation in part.basic_ops]:
+                operation.fix_channels()  # the key does not contain the channels
             self._cached_parts = _CachedParts(key, operations, parts)
         return parts
 
@@ -173,18 +176,18 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             return cached.operations
         return [module for module in modules if isinstance(module, FusibleOperation)]
 
-    def _build_parts(self, unintercepted: list[FusibleOperation]) -> list[ContainerPart]:
+    def _build_parts(self, fusing_ops: list[FusibleOperation]) -> list[ContainerPart]:
         """Divide the modules into chains of consecutive operations, and single modules.
 
         Args:
-            unintercepted: The operations that fuse.
+            fusing_ops: The operations that fuse.
 
         Raises:
             ValueError: A channel has no producer, several, or one that is not earlier than its reader.
         """
         groups: list[list[Any]] = []
         for module in self:
-            if groups and module in unintercepted and groups[-1][-1] in unintercepted:
+            if groups and module in fusing_ops and groups[-1][-1] in fusing_ops:
                 groups[-1].append(module)
             else:
                 groups.append([module])
@@ -196,7 +199,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         parts: list[ContainerPart] = []
         for group, group_ops, channels in zip(groups, ops_by_group, channels_by_group, strict=True):
             runner: OperationFuser | torch.nn.Module
-            if group[0] in unintercepted:
+            if group[0] in fusing_ops:
                 # These operations may have run as single modules before, until a hook was removed. In a chain
                 # the fuser links their channels instead.
                 disconnect([*group, *group_ops])
@@ -213,11 +216,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         NVIDIA's Transformer Engine uses this name. The value is None until the first forward pass in eager
         mode, and after a change of modules until the next forward pass.
         """
-        if self._cached_parts is None or self._cached_parts.key.modules != list(
-            self._modules.values()
-        ):
+        cached = self._cached_parts
+        if cached is None or cached.key.modules != list(self._modules.values()):
             return None
-        return [part.runner for part in self._cached_parts.parts]
+        return [part.runner for part in cached.parts]
 
     def _note_unfused(self) -> None:
         """Add a note to `te.explain` for each operation that does not fuse, with the reason."""
@@ -366,15 +368,15 @@ def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
 
 
 def _without_intercepted(
-    operations: list[FusibleOperation], interceptable: list[FusibleOperation]
+    operations: list[FusibleOperation], ops_and_basic_ops: list[FusibleOperation]
 ) -> list[FusibleOperation]:
     """Subset of operations for which neither their calls nor those of their basic operations are intercepted.
 
     Args:
         operations: The operations.
-        interceptable: The operations and all their basic operations (`list_interceptable`).
+        ops_and_basic_ops: The operations and all their basic operations (`list_interceptable`).
     """
-    if not any_intercepted(interceptable):  # the usual case, in one loop
+    if not any_intercepted(ops_and_basic_ops):  # the usual case, in one loop
         return operations
     return [op for op in operations if not any_intercepted(list_interceptable([op]))]
 

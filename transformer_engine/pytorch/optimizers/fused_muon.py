@@ -318,9 +318,8 @@ def _scale(tensors: list[Tensor], factor: float) -> None:
     if all(tensor.is_cuda for tensor in tensors):
         torch._foreach_mul_(tensors, factor)
         return
-    for (
-        tensor
-    ) in tensors:  # on a CPU, torch 2.13 rounds the factor of a list to the dtype of its tensors
+    # on a CPU, torch 2.13 rounds the factor of a list to the dtype of its tensors
+    for tensor in tensors:
         tensor.mul_(factor)
 
 

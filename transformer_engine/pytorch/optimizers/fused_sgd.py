@@ -130,9 +130,8 @@ class FusedSGD(CopiedWhole):
                         )
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            if (
-                "momentum_buffer" in state and state["momentum_buffer"] is None
-            ):  # torch's, without momentum
+            # torch's, without momentum
+            if "momentum_buffer" in state and state["momentum_buffer"] is None:
                 del state["momentum_buffer"]
 
     @torch.no_grad()

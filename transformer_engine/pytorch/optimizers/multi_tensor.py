@@ -266,9 +266,8 @@ def device_rates(
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
     rates = torch.empty(len(host), dtype=torch.float32, device=lr.device)
     for index in range(1, 7):
-        rates[index].fill_(
-            host[index]
-        )  # an assignment copies from the host; graphs cannot capture it
+        # an assignment copies from the host; graphs cannot capture it
+        rates[index].fill_(host[index])
     rates[0] = lr.reshape(())
     steps = step.reshape(()).to(torch.float64)
     for index, beta in ((7, betas[0]), (8, betas[1])):

@@ -364,9 +364,8 @@ def register(
         _leave(state)
         pools = registry.pools
         pool = pools.get(key)
-        if (
-            pool is not None and pool.device != device
-        ):  # a model on several devices: one more pool for each
+        # a model on several devices: one more pool for each
+        if pool is not None and pool.device != device:
             key = f"{key}:{device}"
             pool = pools.get(key)
         if pool is None:
@@ -400,9 +399,8 @@ def _drop_empty(pools: dict[str, Pool]) -> None:
 
 def update_all(forward: bool) -> None:
     """Update every pool in one direction, in registration order; one thread at a time."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # the pools may be traced before a module registers its states
+    # the pools may be traced before a module registers its states
+    if torch.compiler.is_compiling():
         _update_all(forward)
         return
     with _updating:

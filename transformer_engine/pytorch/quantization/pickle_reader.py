@@ -22,9 +22,8 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 
-MAXIMUM_BYTES = (
-    1 << 28
-)  # of a state; a module with 1,000 quantizers and 1,024 history steps has 4 MiB
+# of a state; a module with 1,000 quantizers and 1,024 history steps has 4 MiB
+MAXIMUM_BYTES = 1 << 28
 MAXIMUM_OPCODES = 100_000  # a state has about 200
 MAXIMUM_DEPTH = 100
 _INTEGER_BITS = 80  # the magic number of torch.save has 77

@@ -329,9 +329,8 @@ def _new_zeros(
         if scale is not None and scale.dim() == 1 and scale.numel() == 1:
             getattr(storage, name).copy_(scale)
     zeros = like(tensor, storage, shape)
-    setattr(
-        zeros, ROWS_OF, None
-    )  # sharding fills its rows once, by the codes: the scale is theirs alone
+    # sharding fills its rows once, by the codes: the scale is theirs alone
+    setattr(zeros, ROWS_OF, None)
     return zeros
 
 

@@ -135,7 +135,6 @@ def list_attributes(quantized: Any) -> tuple[str, ...]:
     if hasattr(quantized, "TENSORS"):
         return tuple(quantized.TENSORS)
     found = tuple(name for name, value in vars(quantized).items() if isinstance(value, Tensor))
-    quantized._found = found or getattr(
-        quantized, "_found", ()
-    )  # all are None while the tensors are saved elsewhere
+    # all are None while the tensors are saved elsewhere
+    quantized._found = found or getattr(quantized, "_found", ())
     return quantized._found

@@ -116,9 +116,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         check_keywords(cls, (shape, dtype, *parts))
         dtype = nominal_dtype(fake_dtype, dtype) or torch.float32
         if device is not None:
-            canonical_device(
-                device
-            )  # the payload determines the device; an invalid device raises an error
+            # the payload determines the device; an invalid device raises an error
+            canonical_device(device)
         values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
         check_shape(shape, storage.shape)

@@ -112,9 +112,8 @@ def run(call: AttentionOperands, max_logit: bool = False) -> Any:
     )
 
 
-_RUN_WITH_MAXIMUM = functools.partial(
-    run, max_logit=True
-)  # one object: equal functions are traced once
+# one object: equal functions are traced once
+_RUN_WITH_MAXIMUM = functools.partial(run, max_logit=True)
 
 
 def _weights(

@@ -152,9 +152,8 @@ def modifier(
         if contract == _SCORES:
             result = score_mod_bprop(gradient, scores, bprop_tensors)
         elif contract == _GRAPH:
-            apply(
-                scores, tensors
-            )  # score_mod_bprop may read arrays that score_mod computed, as in one graph
+            # score_mod_bprop may read arrays that score_mod computed, as in one graph
+            apply(scores, tensors)
             graph = ScoreGraph(jnp, _places(scores))
             arrays = _broadcast("score_mod_bprop_tensors", bprop_tensors, scores)
             result = score_mod_bprop(graph, gradient, arrays)

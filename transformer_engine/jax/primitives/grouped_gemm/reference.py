@@ -89,9 +89,8 @@ def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp
 # JAX has no vmap rule for a ragged product unless all operands are mapped alike, and no derivative for one that
 # contracts rows. Both products are linear in either operand, and each is the transpose of the other.
 _rows = Primitive("transformer_engine_grouped_rows")  # [M, K], [G, K, N], sizes [G] -> [M, N]
-_contraction = Primitive(
-    "transformer_engine_grouped_contraction"
-)  # [M, K], [M, N], sizes [G] -> [G, K, N]
+# [M, K], [M, N], sizes [G] -> [G, K, N]
+_contraction = Primitive("transformer_engine_grouped_contraction")
 
 
 def _product(primitive: Primitive, a: Array, b: Array, group_sizes: Array) -> Array:

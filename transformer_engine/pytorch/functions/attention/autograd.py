@@ -156,9 +156,8 @@ def attend(
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
     if isinstance(backend, Differentiable):
-        if (
-            is_forward_mode()
-        ):  # torch's own attention has no forward mode; reverse-mode transforms work
+        # torch's own attention has no forward mode; reverse-mode transforms work
+        if is_forward_mode():
             check_transforms(_CoreAttention.OPERATION, inputs)
         return backend.run(call, inputs)
     check_transforms(_CoreAttention.OPERATION, inputs)

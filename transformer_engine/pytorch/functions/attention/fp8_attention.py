@@ -72,9 +72,8 @@ class FP8Passes(NamedTuple):
     high_precision: bool
 
 
-@dataclass(
-    frozen=True, eq=False
-)  # torch 2.11's compiler hashes an instance before its attributes exist
+# torch 2.11's compiler hashes an instance before its attributes exist
+@dataclass(frozen=True, eq=False)
 class FP8Attention:
     """FP8 attention for one call, in place of a backend.
 

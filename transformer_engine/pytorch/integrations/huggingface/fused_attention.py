@@ -100,9 +100,8 @@ class FusedAttention(nn.Module):
     def _queries_keys_values(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split qkv [b, s, ..] to [b, s, heads | groups | groups, d]; q and k rotated by angles [1 | b, s, d]."""
         batch, length, _ = qkv.shape
-        if (
-            angles.shape[0] > 1
-        ):  # positions differ between sequences: treat them as one sequence with all tokens
+        # positions differ between sequences: treat them as one sequence with all tokens
+        if angles.shape[0] > 1:
             qkv = qkv.reshape(1, batch * length, -1)
         table = angles.reshape(-1, 1, 1, self.head_dim)
         qkv = qkv.unflatten(-1, (self.groups, -1))

@@ -245,9 +245,8 @@ def _packed(first: Tensor, longest: int, batch: int) -> Masking:
     begins = first == torch.arange(first.shape[1], device=first.device)
     places = begins.expand(batch, -1).flatten().nonzero()[:, 0]
     bounds = torch.cat((places, places.new_tensor([tokens]))).int()
-    size = min(
-        round_up(longest, 64), first.shape[1]
-    )  # one of few sizes, because backends plan for each size
+    # one of few sizes, because backends plan for each size
+    size = min(round_up(longest, 64), first.shape[1])
     arguments = {
         "cu_seqlens_q": bounds,
         "cu_seqlens_kv": bounds,

@@ -41,9 +41,8 @@ class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleM
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if (
-            self.prototype is not None
-        ):  # the copy's prototype, which has the quantizers of the copied layers
+        # the copy's prototype, which has the quantizers of the copied layers
+        if self.prototype is not None:
             self.tracing_key = self.prototype.tracing_key
 
     def reset_parameters(self, defer_init: bool = False) -> None:

@@ -85,9 +85,8 @@ class GroupedKind:
                 "most that"
             )
         unassigned = self.total - sum(rows)
-        separate = not on_gpus or not spec.quantizers.fit(
-            sizes
-        )  # else the numbers have stayed on the GPU
+        # else the numbers have stayed on the GPU
+        separate = not on_gpus or not spec.quantizers.fit(sizes)
         if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
             return GroupedCall(spec, spec.groups, (), make_groups(rows, self.total, self.device))
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)

@@ -191,9 +191,8 @@ def make_problem(request: GemmRequest) -> CublasProblem:
     """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
     bias, exponents = NO_BIAS, _uses_exponents(request)
-    if (
-        request.bias is not None
-    ):  # the dtype that the epilogue reads; a bias with another dtype is cast to it
+    # the dtype that the epilogue reads; a bias with another dtype is cast to it
+    if request.bias is not None:
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
     any_rows = requirements.batch_invariant

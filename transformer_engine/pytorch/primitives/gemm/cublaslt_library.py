@@ -13,9 +13,8 @@ from ....common.memory import Memory
 from ...runtime.device import canonical_device
 from ...runtime.tracing import constant_while_tracing
 
-WORKSPACE_BYTES = (
-    32 << 20
-)  # NVIDIA's recommendation for compute capability 9.0; smaller GPUs need less
+# NVIDIA's recommendation for compute capability 9.0; smaller GPUs need less
+WORKSPACE_BYTES = 32 << 20
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t)
 HEURISTIC_BYTES = (
     96  # sizeof(cublasLtMatmulHeuristicResult_t): the algorithm, then the workspace it needs

@@ -312,9 +312,8 @@ class CublasPlan:
         a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
         compact = problem._replace(accumulate=False, result_leading=problem.m)
         product = build_plan(compact).run(a, b, Epilogue(problem.result, bias))
-        product = product.view(
-            epilogue.out.shape
-        )  # a repeated product's result may have more dimensions
+        # a repeated product's result may have more dimensions
+        product = product.view(epilogue.out.shape)
         return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
 
     def _run_copies(self, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:

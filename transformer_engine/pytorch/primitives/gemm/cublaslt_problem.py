@@ -160,9 +160,8 @@ def make_descriptor(
         lib.matmul_desc_set_attribute(
             operation, int(attribute), ctypes.addressof(value), ctypes.sizeof(value)
         )
-    pointers = array(
-        "Q", [ALIGNMENT] * len(POINTERS)
-    )  # the heuristic only checks that the address is not zero
+    # the heuristic only checks that the address is not zero
+    pointers = array("Q", [ALIGNMENT] * len(POINTERS))
     address = pointers.buffer_info()[0]
     for i, used in enumerate(p.reads):
         if used:

@@ -38,9 +38,8 @@ def requests_tuning() -> bool:
 
 
 is_compiling = torch.compiler.is_compiling
-dispatch_modes = (
-    torch._C._len_torch_dispatch_stack
-)  # the TorchDispatchModes that see every torch operator
+# the TorchDispatchModes that see every torch operator
+dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class Epilogue(NamedTuple):

@@ -84,9 +84,8 @@ def map_of_mask(mask: Tensor) -> Tensor:
     counts = ones.sum(0)
     rows = (counts.cumsum(0) - counts) + ones.cumsum(0) - ones
     number = ones.sum(1, keepdim=True)
-    cell = torch.where(
-        ones != 0, number - ones.cumsum(1), 2 * experts + 1
-    )  # the last cell is sliced off
+    # the last cell is sliced off
+    cell = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)
     cells = torch.full((tokens, 2 * experts + 2), -1, dtype=torch.int32, device=mask.device)
     expert = torch.arange(experts, dtype=torch.int32, device=mask.device).expand(tokens, experts)
     cells.scatter_(1, cell, rows.int())
@@ -168,9 +167,8 @@ def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
         valid = row >= 0
         column = torch.arange(columns, device=device)[:, None].expand(columns, tokens)
         token = torch.arange(tokens, device=device).expand(columns, tokens)
-    target = torch.where(valid & (row >= 0) & (row < rows), row, rows).reshape(
-        -1
-    )  # the last element is sliced off
+    # the last element is sliced off
+    target = torch.where(valid & (row >= 0) & (row < rows), row, rows).reshape(-1)
     tokens_of = torch.full((rows + 1,), tokens, device=device)
     columns_of = torch.zeros(rows + 1, dtype=torch.long, device=device)
     tokens_of = tokens_of.scatter(0, target, token.reshape(-1))[:rows]

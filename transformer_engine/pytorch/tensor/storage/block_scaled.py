@@ -40,9 +40,8 @@ def _detach_base(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor on the same memory, not marked as a view: sharded optimizers reject views as buffers."""
     if tensor is None or torch.compiler.is_compiling() or tensor._base is None:
         return tensor
-    return (
-        tensor.data
-    )  # one operation; an empty tensor and `set_` take six times as long on the host
+    # one operation; an empty tensor and `set_` take six times as long on the host
+    return tensor.data
 
 
 class BlockScaledStorage(QuantizedTensorStorage):

@@ -91,9 +91,8 @@ class OwnHeads:
 
     def __init__(self, score_mod: Callable[..., Tensor], first: int):
         self._key = (score_mod, first)
-        self.bprop = getattr(
-            score_mod, "bprop", None
-        )  # a backend chooses by it, see Feature.SCORE_MOD_BPROP
+        # a backend chooses by it, see Feature.SCORE_MOD_BPROP
+        self.bprop = getattr(score_mod, "bprop", None)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score_mod, first = self._key

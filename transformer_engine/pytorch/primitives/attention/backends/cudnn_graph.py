@@ -289,9 +289,8 @@ class CudnnPlan:
             with torch.cuda.device(index):
                 self.run(pointers, device, offsets)
             return
-        keep_if_captured(
-            self, device
-        )  # the library may unload the kernels of a plan that no cache holds
+        # the library may unload the kernels of a plan that no cache holds
+        keep_if_captured(self, device)
         # Allocated by torch for each call: ordered by the stream, and in a captured CUDA graph's pool.
         space = (
             torch.empty(self.workspace, dtype=torch.uint8, device=device)

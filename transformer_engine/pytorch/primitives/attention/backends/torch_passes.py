@@ -68,9 +68,8 @@ def _torch_choice(key: Key) -> Passes | None:
         q, k, v, None, 0.0, call.banded, scale=call.scale, enable_gqa=grouped
     )
     if device.type == "cpu":
-        return (
-            CPU if choice == _FLASH and not grouped else None
-        )  # its kernel supports no grouped heads
+        # its kernel supports no grouped heads
+        return CPU if choice == _FLASH and not grouped else None
     return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(choice)
 
 

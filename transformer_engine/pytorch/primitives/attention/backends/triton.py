@@ -90,9 +90,8 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
         return triton_decode.forward(call, inputs)
     sources, q = _sources(call, inputs), inputs.q
     launch = _forward_launch(call, strides(call, inputs), q.get_device())
-    make = (
-        torch.zeros if call.packed else torch.empty
-    )  # packed: tokens outside the sequences are not visited
+    # packed: tokens outside the sequences are not visited
+    make = torch.zeros if call.packed else torch.empty
     out = make((*q.shape[:-1], call.head_dim_v), dtype=q.dtype, device=q.device)
     lse = None
     if call.needs_gradient and call.packed:

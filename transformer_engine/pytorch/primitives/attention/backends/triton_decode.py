@@ -35,9 +35,8 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute the output, without lse, for a call that `takes` supports."""
     q = inputs.q
     program = _program(call, strides(call, inputs), q.get_device())
-    make = (
-        torch.zeros if call.packed else torch.empty
-    )  # packed: tokens outside the sequences are not visited
+    # packed: tokens outside the sequences are not visited
+    make = torch.zeros if call.packed else torch.empty
     out = make((*q.shape[:-1], call.head_dim_v), dtype=q.dtype, device=q.device)
     perform(program, (*inputs[:7], inputs.slopes, inputs.page_table, inputs.sink, out))
     return Attended(out)

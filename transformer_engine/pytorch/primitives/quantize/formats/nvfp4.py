@@ -106,9 +106,8 @@ def _tile_error(
     encode_scale: Tensor,
 ) -> Tensor:
     """Return the error of a tile's codes, float32 [ceil(R/r), ceil(K/16)], summed in the order of the kernels."""
-    product = decode_e2m1(codes) * tiles.spread(
-        widen(block_scale)
-    )  # at most 6 significant bits: exact
+    # at most 6 significant bits: exact
+    product = decode_e2m1(codes) * tiles.spread(widen(block_scale))
     if measure in (FAST_MAE, FAST_MSE):
         difference = product - cut * tiles.spread(encode_scale)
     else:
