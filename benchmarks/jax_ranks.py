@@ -246,9 +246,8 @@ def main() -> None:
             # else the run on one device has failed, and there is nothing to compare with
             if name in one:
                 row["speedup"] = round(work * one[name] / row["eager_ms"], 3)
-        except (
-            Exception
-        ) as error:  # a layout that fails is a row of the file, and the next one runs
+        except Exception as error:
+            # a layout that fails is a row of the file, and the next one runs
             row = {
                 "case": name,
                 "layout": what,

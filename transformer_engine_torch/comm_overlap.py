@@ -293,9 +293,8 @@ def _buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
             return allocate_together(size, torch.uint8, device, group)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except (
-            RuntimeError
-        ) as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
+        except RuntimeError as error:
+            # ranks on several hosts, or GPUs that cannot read each other's memory
             warn_once(
                 "CommOverlap without symmetric memory",
                 f"the buffer is not in symmetric memory: {error}",

@@ -263,7 +263,9 @@ def test_two_devices_are_compared_with_one(tmp_path: Path, monkeypatch):
 
     monkeypatch.setattr(jax_ranks, "layer", layer)
     monkeypatch.setattr(
-        sys, "argv", ["jax_ranks.py", str(tmp_path / "rows.json"), "--quick", "--layer"]
+        sys,
+        "argv",
+        ["jax_ranks.py", str(tmp_path / "rows.json"), "--quick", "--layer", "--devices", "2"],
     )
     jax_ranks.main()
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

@@ -11,9 +11,8 @@ from flax import linen
 
 try:
     from flax import nnx
-except (
-    AttributeError
-) as error:  # flax 0.12.8 uses a jax.experimental name that jax 0.11.2 has removed
+except AttributeError as error:
+    # flax 0.12.8 uses a jax.experimental name that jax 0.11.2 has removed
     raise ImportError(
         f"transformer_engine.jax.nnx: flax.nnx of flax {flax.__version__} cannot be imported beside jax "
         f"{jax.__version__} ({error}); pip install --upgrade flax"

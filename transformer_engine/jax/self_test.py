@@ -352,9 +352,8 @@ def compile_case(case: JaxCase, threads: ThreadPoolExecutor) -> CasePrograms:
     compilation = CasePrograms(case, [])
     try:
         request = first_request(case)
-    except (
-        Exception
-    ) as error:  # a fault in the backend that the table chooses is a result in this test
+    except Exception as error:
+        # a fault in the backend that the table chooses is a result in this test
         compilation.results.append(_failed(case, "chosen", error))
         return compilation
     reference = REFERENCES.get(case.operation, "reference")

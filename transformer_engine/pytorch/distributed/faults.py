@@ -405,9 +405,8 @@ def missing_ranks(ranks: list[int], own: int) -> str:
             store.wait([f"transformer_engine/failed/{rank}"], timedelta(seconds=seconds))
         except dist.DistNetworkError:
             return gone
-        except (
-            RuntimeError
-        ):  # DistStoreError, or a plain one from a FileStore: the key has not been written
+        except RuntimeError:
+            # DistStoreError, or a plain one from a FileStore: the key has not been written
             missing.append(rank)
     if not missing:
         return "every rank reports a failure"

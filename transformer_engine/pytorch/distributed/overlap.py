@@ -180,9 +180,8 @@ def _group_buffers(group: Any, device: torch.device) -> GroupBuffers | str | Non
         buffers = PeerBuffers(pairs, torch.cuda.Stream(device, priority=-1))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except (
-        RuntimeError
-    ) as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
+    except RuntimeError as error:
+        # ranks on several hosts, or GPUs that cannot read each other's memory
         problem = f"symmetric memory is not available, {error}"
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)

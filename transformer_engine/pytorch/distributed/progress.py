@@ -129,9 +129,8 @@ class Monitor:
                 self.step(time.monotonic())
                 if self._stop.wait(PERIOD):
                     return
-        except (
-            Exception
-        ) as error:  # the groups are being destroyed, or the rank that holds the store has ended
+        except Exception as error:
+            # the groups are being destroyed, or the rank that holds the store has ended
             if dist.is_initialized() and not self._stop.is_set():
                 LOGGER.warning(
                     "rank %s: the store of the process group does not respond; the rank that holds it, usually "

@@ -268,9 +268,8 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     produce_a = None
     if spec.gradient_mode == IN_PRODUCT:  # du = da * gelu'(u) in the epilogue of the product
         fc2_operands.append(u)
-    elif (
-        spec.columns_mode == RECOMPUTED
-    ):  # one kernel computes du and the columns of a, before dfc2
+    elif spec.columns_mode == RECOMPUTED:
+        # one kernel computes du and the columns of a, before dfc2
         produce_a = _gradient_and_columns(u, saved_a, spec)
     fc2_returns_du = spec.gradient_mode == IN_PRODUCT or spec.columns_mode == RECOMPUTED
     if fc2_returns_du:

@@ -118,9 +118,8 @@ class AutomaticGraph:
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         try:
             names = list(inspect.signature(call).parameters)
-        except (
-            ValueError
-        ):  # a function written in C may have no signature, and has no such argument
+        except ValueError:
+            # a function written in C may have no signature, and has no such argument
             names = []
         self._first_at = names.index(_FIRST) if _FIRST in names else None
         self.name = (

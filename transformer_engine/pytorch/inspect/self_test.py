@@ -90,9 +90,8 @@ def _examine_case(
     table, reference = tables[case.operation], REFERENCES.get(case.operation, "reference")
     try:
         request = first_request(case)
-    except (
-        Exception
-    ) as error:  # a fault in the backend that the table chooses is a result in this test
+    except Exception as error:
+        # a fault in the backend that the table chooses is a result in this test
         return [
             SelfTestResult(case.path, case.name, "chosen", "failed", reason=failure_message(error))
         ]
