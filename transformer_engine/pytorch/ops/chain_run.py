@@ -188,8 +188,8 @@ class ChainRun:
     ) -> None:
         """Run this package's forward passes after a user's fused one, to save what the backward passes read.
 
-        A user's forward pass may save what it likes, but this package's backward passes read what
-        its own forward passes save. The output of this second run is discarded.
+        A user's forward pass may save what it likes, but this package's backward passes read what its own forward
+        passes save. They run right after the user's, and their output is discarded.
 
         Raises:
             RuntimeError: Our passes would not repeat the user's forward pass.

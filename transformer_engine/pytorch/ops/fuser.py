@@ -8,14 +8,10 @@ These steps, in order, decide what a call computes:
 2. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
 3. The recipe of the autocast state is applied to the basic operations (`applied_recipe.py`).
 4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s, in both passes or in one
-   of them (`fusions.py`). They are called for each new key of a prepared chain (step 5), and in calls in segments if
-   their inputs differ from the last call's. If a user wrote the methods of a replacement, `build_chain` returns this
-   as its reason.
-
-   A replacement by a user in the forward pass only may leave the basic operations without the state that their own
-   backward passes read. `ChainRun._save_missing_state` then also runs their own forward passes, right after the
-   replacement's, and discards the output.
-
+   of them (`fusions.py`). They are considered for each new key of a prepared chain (step 5) and in each call in
+   segments, and called only if the registered functions, `first_with_backward` or the recipe differ from those of the
+   last results (`_fusions`). A replacement by a user in the forward pass only may leave the basic operations without
+   the state that their own backward passes read: see `ChainRun._save_missing_state`.
 5. The chain runs in one of two ways.
 
    - Prepared (`_find_prepared`): one forward and one backward pass. The passes are built once per key, which
@@ -26,11 +22,12 @@ These steps, in order, decide what a call computes:
      that runs these methods (`chain_run.py`).
 
    A call runs prepared unless one of three functions returns a reason: `_reason_for_all_calls` for all calls of the
-   chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
+   chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key, for
+   example because a user wrote the methods of a replacement.
 
    Within `te.explain` every chain runs in segments, because an observer must see each choice. The report therefore
    names why a chain would run in segments without `te.explain`: the reasons of the first two functions. It lacks those
-   of `build_chain`, which is not called then.
+   of `build_chain`, which is not called then, and a forced backend (`te.use_backend`).
 
 6. Within a prepared chain or a segment, `chain.py` computes two neighboring operations together if the pair is in a
    table (`passes/patterns.py`). Otherwise the kernel of a norm, an activation or a bias gradient may quantize its
@@ -86,8 +83,8 @@ __all__ = [
     "register_forward_fusion",
 ]
 
-# Reason for a call within `te.use_backend` or `te.explain`. `__call__` does not report it, because in each report
-# `te.explain` itself is the cause.
+# Reason for a call within `te.use_backend` or `te.explain`. `__call__` does not report it: within `te.explain` it
+# always holds. A forced backend is therefore not reported either.
 _INTERVENTION = (
     "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 )
@@ -142,7 +139,8 @@ class OperationFuser:
         # cache of `fuse_operations`, with one entry.
         self._fusions = FusionResults([], [], 0, None, None)
 
-        # Prepared chains by key.
+        # Prepared chains by key. A key contains the recipe indirectly: each recipe gives the operations quantizers with
+        # another `_quantizers_version`.
         self._keys = CallKeys(self._basic_ops)
         self._prepared: dict[tuple[Any, ...], PreparedChain | Unprepared] = {}
         # The fusion functions, copied, with which the chains in `_prepared` were built.
@@ -160,7 +158,8 @@ class OperationFuser:
             input: The main input.
             *extra_inputs: Extra inputs that no channel provides, in order: tensors, or values that
                 `BasicOperation.accept_extra_input` converts, such as the split sizes for a `GroupedLinear` as a list.
-            basic_op_kwargs: Keyword arguments: one dict, possibly empty, for each basic operation.
+            basic_op_kwargs: Keyword arguments: one dict, possibly empty, for each basic operation. Private functions
+                call them `options`.
 
         Returns:
             The main output, or a tuple (main output, *extra outputs).
@@ -182,14 +181,15 @@ class OperationFuser:
             initialize_operations(self._uninitialized)
             if not torch.compiler.is_compiling():
                 self._uninitialized = ()
-        # Must precede `_reason_for_call`, which reads `self._applied_recipe`, and `_find_prepared`, whose key contains
-        # the quantizers' version: this call may change both.
+        # Must come first: it may change `_applied_recipe.stateful`, which `_reason_for_call` reads, and the operations'
+        # `_quantizers_version`, which the key in `_find_prepared` contains.
         state = self._apply_recipe()
         reason = self._reason_for_call(basic_op_kwargs)
         if reason is None:
             found, inputs = self._find_prepared(state, input, extra_inputs)
             if isinstance(found, PreparedChain):
-                # Also here, so that `_forward_ops` shows this call: `_update_fusions` runs only for a new key.
+                # A chain found in the cache did not go through `_update_fusions`; `_forward_ops` and similar
+                # properties must show this call.
                 self._fusions = found.fusions
                 return found(inputs)
             # `found` is `Unprepared`: calls with this key run in segments. `te.explain` never gets here.

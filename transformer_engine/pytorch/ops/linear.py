@@ -5,7 +5,8 @@
 | None, "column", or any mode with one rank | `BasicLinear`, `Bias` |
 | "row" with several ranks | `BasicLinear`, `Bias`, `AllReduce` (with sequence parallelism `ReduceScatter`) |
 
-This file contains parameters and state dicts only; the operations compute y and the gradients:
+This file chooses the operations, owns their parameters and translates state-dict keys; the operations compute y and the
+gradients:
 
 1. `BasicLinear` owns the quantizers of the recipe (`recipe_slots.py`).
 2. `BasicLinear.passes` (`basic/basic_linear.py`) returns a `LinearPasses`, and `Bias.passes` a `BiasPasses`. Such an
@@ -146,8 +147,8 @@ class Linear(PassFusedOperation):
             reduction = ReduceScatter if parallel.sequence else AllReduce
             ops.append(reduction(parallel.group))
         super().__init__(ops)
-        # Not attributes `in_features` and `out_features`, because modules that py0.3.0 and earlier pickled contain
-        # `_sizes` instead.
+        # Keep this name and the properties below: modules that were pickled by py0.3.0 or earlier contain `_sizes`, not
+        # `in_features` and `out_features`.
         self._sizes = in_features, out_features
         self._has_bias = has_bias
         for op in ops:  # `self` owns `weight` and `bias` from here on, and the operations read them
@@ -219,6 +220,7 @@ class Linear(PassFusedOperation):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the parameters under keys that name the basic operations."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        # FullyShardedDataParallel looks the entries up by parameter name (class docstring), so they keep these keys.
         if _FSDP_PREFIX in prefix:
             return
         for keys in self._parameter_keys(prefix):
@@ -272,7 +274,8 @@ class Linear(PassFusedOperation):
 def _sharded_as(parameter: Any, value: Any) -> Any:
     """Shard a full value like a DTensor parameter, without communication.
 
-    torch shards a value only if its key is the parameter's name. A value that is a DTensor already, or whose
+    `torch.distributed.checkpoint.state_dict` shards a value only if its key is the parameter's name, so not one under
+    `_ParameterKeys.saved`. A value that is a DTensor already, or whose
     parameter is a plain tensor, is returned unchanged.
     """
     if (
@@ -281,9 +284,8 @@ def _sharded_as(parameter: Any, value: Any) -> Any:
         or not isinstance(value, torch.Tensor)
     ):
         return value
-    from torch.distributed.tensor import (
-        distribute_tensor,
-    )  # imported already: the parameter is a DTensor
+    # The module is imported already, because the parameter is a DTensor.
+    from torch.distributed.tensor import distribute_tensor
 
     mesh = parameter.device_mesh
     return distribute_tensor(

@@ -10,12 +10,13 @@ A container divides its modules into parts (`parts.py`) and calls the parts in o
 Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
 extra input, or an earlier operation provides it through a channel, a name that both operations set.
 
-Within `autocast`, operations and modules of this package use its recipe.
+Within `autocast`, operations and modules of this package use the recipe given to `autocast`.
 
 torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
 attributes of existing objects: higher-order operators such as checkpoints raise an error for such side effects. One
-exception: an operation that runs as a single module and has channels stores which of them are connected
-(`FusibleOperation.connect`). So its first call after a hook is added or removed cannot be traced within a checkpoint.
+exception: `FusibleOperation.connect` stores in an operation which of its channels lead to other parts, when it runs as a
+single module (`ContainerPart.call`), and clears this when it joins a chain (`disconnect`). If it has such channels, the
+container's first call after a hook is added or removed can therefore not be traced within a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from .parts import ContainerPart, call_parts, connecting_channels, disconnect
 
 
 class _CacheKey(NamedTuple):
-    """Everything that the division of a Sequential into parts depends on, except channels, which it fixes.
+    """Everything that the division of a Sequential into parts depends on.
+
+    Channels are left out, because `_find_parts` makes them unchangeable.
 
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
@@ -124,7 +127,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             input: The main input.
             *extra_inputs: Extra inputs that no channel provides, in the order of the operations.
             op_kwargs: {basic operation: dict of keyword arguments}. The operation is a child of the container or
-                one of the `basic_ops` of a child. The index of a child that is a basic operation may replace it.
+                one of the `basic_ops` of a child. A child that is a basic operation may be given by its index. If
+                two keys name one operation, the later one counts.
 
         Returns:
             The output, or a tuple (output, *extra outputs).
@@ -142,6 +146,9 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
     def _find_parts(self) -> list[ContainerPart]:
         """Parts for this call, from the cache if the key is equal.
+
+        The key is computed in each call, because torch does not tell a container about new hooks, `compile()` or
+        changes within a child.
 
         An operation fuses unless something intercepts its calls (`any_intercepted`): a hook, `compile()`, or a
         replaced `forward` or `__call__`. A fused chain calls no module, so it would skip the interception. The same
@@ -161,8 +168,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             return cached.parts
         parts = self._build_parts(fusing_ops)
         if not torch.compiler.is_compiling():  # no side effects while tracing
-            for operation in [operation for part in parts for operation in part.basic_ops]:
-                operation.fix_channels()  # the key does not contain the channels
+            for part in parts:
+                for operation in part.basic_ops:
+                    # For single modules; a fuser has fixed the channels of its own operations.
+                    operation.fix_channels()
             self._cached_parts = _CachedParts(key, operations, parts)
         return parts
 
