@@ -14,9 +14,9 @@ Within `autocast`, operations and modules of this package use the recipe given t
 
 torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
 attributes of existing objects: higher-order operators such as checkpoints raise an error for such side effects. One
-exception: `FusibleOperation.connect` stores in an operation which of its channels lead to other parts, when it runs as a
-single module (`ContainerPart.call`), and clears this when it joins a chain (`disconnect`). If it has such channels, the
-container's first call after a hook is added or removed can therefore not be traced within a checkpoint.
+exception: `FusibleOperation.connect` stores in an operation which of its channels lead to other parts, when it runs as
+a single module (`ContainerPart.call`), and clears this when it joins a chain (`disconnect`). If it has such channels,
+the container's first call after a hook is added or removed can therefore not be traced within a checkpoint.
 """
 
 from __future__ import annotations
