@@ -30,7 +30,7 @@ def test_interpreted_kernels_equal_plain_torch():
 COMPILE = """
 import json, sys
 sys.path[:0] = [{root!r}, {here!r}]
-from tests.kernels.compile_cases import VALUES, count, ptx_of
+from tests.kernels.compile_cases import VALUES, count, compile_ptx
 from tests.kernels.conversion_compile import attention_casts
 from transformer_engine.common.kernels import packed_sequences
 launches = {{name: (launch, pointers) for name, launch, pointers in attention_casts()}} | dict(
@@ -38,7 +38,7 @@ launches = {{name: (launch, pointers) for name, launch, pointers in attention_ca
 )
 facts = {{}}
 for name, (launch, pointers) in launches.items():
-    ptx, shared = ptx_of(launch, pointers, 90)
+    ptx, shared = compile_ptx(launch, pointers, 90)
     facts[name] = [
         shared,
         count(r"\\bcvt\\.\\S*e4m3x2\\.f", ptx) - count(r"\\bcvt\\.rn\\.satfinite\\.e4m3x2\\.f32", ptx),

@@ -17,7 +17,7 @@ def products(
     width: int, dtype: str, centered: bool, adds: bool, rounds_first: bool
 ) -> tuple[int, int]:
     """Count the products that are rounded, and those that are fused with a sum, in a backward kernel."""
-    from tests.kernels.compile_cases import count, ptx_of
+    from tests.kernels.compile_cases import compile_ptx, count
     from transformer_engine.common.kernels import norm
 
     strides = (width, width, width if adds else 0)
@@ -41,7 +41,7 @@ def products(
     launch = program.steps[0].launch
     if len(launch.outputs) == 1:  # rows that are wider than a program's registers
         del pointers["workspace"]
-    ptx, _ = ptx_of(launch, pointers if adds else pointers | {"add": None}, 90)
+    ptx, _ = compile_ptx(launch, pointers if adds else pointers | {"add": None}, 90)
     return count(r"mul\.f32", ptx), count(r"fma\.rn\.f32", ptx)
 
 
