@@ -44,6 +44,11 @@ def supports_all(request: Any) -> None:
     return None
 
 
+# Reasons of `Backend.batch_dependent` that several backends share.
+BY_ALGORITHM = "by an algorithm that the library chooses for their number"
+BY_TILE = "by a tile that is not verified to be the same for every row count"
+
+
 def always_depends(reason: str) -> Callable[[Any], str]:
     """`Backend.batch_dependent` of a backend whose rows depend on the batch in every request."""
     return lambda request: reason

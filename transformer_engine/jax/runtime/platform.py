@@ -46,9 +46,9 @@ def _has_cuda_plugin() -> bool:
     """Whether a CUDA plugin is installed where JAX looks for plugins: the package `jax_plugins`, and entry points."""
     package = importlib.util.find_spec("jax_plugins")
     folders = () if package is None else package.submodule_search_locations or ()
-    names = {module.name for module in pkgutil.iter_modules(folders)}
-    names.update(point.name for point in entry_points(group="jax_plugins"))
-    return any("cuda" in name for name in names)
+    if any("cuda" in module.name for module in pkgutil.iter_modules(folders)):
+        return True
+    return any("cuda" in point.name for point in entry_points(group="jax_plugins"))
 
 
 def has_gpu() -> bool:

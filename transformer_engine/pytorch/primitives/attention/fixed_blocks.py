@@ -2,7 +2,7 @@
 
 The bits of a query's result then depend on its own keys only: not on the number of queries, nor on the hidden keys and
 sequences beside them. A library's product of whole matrices adds in an order that depends on their extents. A hidden
-key adds zero, which changes no bits. Row counts are padded to multiples of 16, see `primitives/gemm/any_rows.py`.
+key adds zero, which changes no bits. Row counts are padded to multiples of `ROWS`, see `primitives/gemm/any_rows.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ....common.formats import round_up
 from ...runtime.autograd import multiply_without_autocast
+from ..gemm.any_rows import ROWS
 
 BLOCK = 64
-_ROWS = 16
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
     """Compute q [.., i, d] @ k [.., j, d].T, one product per block of keys."""
     rows, keys = q.shape[-2], k.shape[-2]
-    q, k = _pad(q, -2, _ROWS), _pad(k, -2, BLOCK)
+    q, k = _pad(q, -2, ROWS), _pad(k, -2, BLOCK)
     blocks = [
         multiply_without_autocast(q, block.transpose(-1, -2)) for block in k.split(BLOCK, dim=-2)
     ]
@@ -35,7 +35,7 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 def sum_over_keys(p: Tensor, v: Tensor) -> Tensor:
     """Compute p [.., i, j] @ v [.., j, d], adding one block of keys after another."""
     rows = p.shape[-2]
-    p, v = _pad(_pad(p, -2, _ROWS), -1, BLOCK), _pad(v, -2, BLOCK)
+    p, v = _pad(_pad(p, -2, ROWS), -1, BLOCK), _pad(v, -2, BLOCK)
     products = map(multiply_without_autocast, p.split(BLOCK, dim=-1), v.split(BLOCK, dim=-2))
     return _add(products)[..., :rows, :]
 

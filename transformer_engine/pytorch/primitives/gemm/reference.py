@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, requirements
+from ....common.dispatch import BY_ALGORITHM, Backend, requirements
 from ....common.formats import FLOAT8
 from ...runtime.autograd import matrix_product
 from ..operand import Operand
@@ -159,7 +159,7 @@ def _tensor_scale(operand: Operand) -> Tensor | float:
 def _dependence_of_reference(request: GemmRequest) -> str | None:
     if request.device != "cuda" or request.empty or request.a_format is not None:
         return None
-    return "by an algorithm that the library chooses for their number"
+    return BY_ALGORITHM
 
 
 REFERENCE = Backend(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import Backend, always_depends, requirements
+from ....common.dispatch import BY_ALGORITHM, Backend, always_depends, requirements
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, round_up
 from ...runtime.autograd import matrix_product
 from ...runtime.launching import rows_dense
@@ -71,10 +71,9 @@ def _bind_matmul(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue],
 
 
 def _dependence_of_matmul(request: GemmRequest) -> str | None:
-    return _CHOSEN if request.device == "cuda" else None
+    return BY_ALGORITHM if request.device == "cuda" else None
 
 
-_CHOSEN = "by an algorithm that the library chooses for their number"
 MATMUL = Backend(
     "matmul",
     takes=EPILOGUES,
@@ -250,7 +249,7 @@ def _backend(name: str, unsupported_reason: Any, run: Any, opaque: bool = False)
         unsupported_reason=unsupported_reason,
         bind=lambda request: run,
         opaque=opaque,
-        batch_dependent=always_depends(_CHOSEN),
+        batch_dependent=always_depends(BY_ALGORITHM),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, always_depends
+from ....common.dispatch import BY_TILE, Backend, always_depends
 from ....common.formats import FLOAT8
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
@@ -82,7 +82,5 @@ BACKEND: Backend[GroupedGemmRequest] = Backend(
     "gluon",
     unsupported_reason=unsupported_reason,
     bind=bind,
-    batch_dependent=always_depends(
-        "by a tile that is not verified to be the same for every row count"
-    ),
+    batch_dependent=always_depends(BY_TILE),
 )

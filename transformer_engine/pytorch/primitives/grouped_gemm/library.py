@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.dispatch import Backend, always_depends
+from ....common.dispatch import BY_ALGORITHM, Backend, always_depends
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ...runtime.device import current_hardware
 from ..gemm.block_scales import block_scale, has_row_blocks
@@ -152,5 +152,5 @@ BACKEND: Backend[GroupedGemmRequest] = Backend(
     "library",
     unsupported_reason=unsupported_reason,
     bind=_bind,
-    batch_dependent=always_depends("by an algorithm that the library chooses for their number"),
+    batch_dependent=always_depends(BY_ALGORITHM),
 )

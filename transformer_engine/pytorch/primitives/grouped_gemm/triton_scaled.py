@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common import optional
-from ....common.dispatch import Backend, always_depends
+from ....common.dispatch import BY_TILE, Backend, always_depends
 from ....common.formats import SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
@@ -118,7 +118,5 @@ BACKEND: Backend[GroupedGemmRequest] = Backend(
     "triton_scaled",
     unsupported_reason=unsupported_reason,
     bind=bind,
-    batch_dependent=always_depends(
-        "by a tile that is not verified to be the same for every row count"
-    ),
+    batch_dependent=always_depends(BY_TILE),
 )

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, depends_on_gpu, requirements
+from ....common.dispatch import Backend, depends_on_gpu
+from ...runtime.row_functions import mean_rows
 from ...runtime.tracing import result_as
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
@@ -117,11 +118,10 @@ def layernorm_forward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
-    average = _mean if requirements.batch_invariant else Tensor.mean
     x_wide = x.to(torch.float32)
-    mean = average(x_wide, -1)
+    mean = mean_rows(x_wide)
     centered = x_wide - mean[:, None]
-    rstdev = torch.rsqrt(average(centered.square(), -1) + eps)
+    rstdev = torch.rsqrt(mean_rows(centered.square()) + eps)
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
@@ -141,12 +141,11 @@ def layernorm_backward(
 
     dx is rounded to x's dtype before `add` is added.
     """
-    average = _mean if requirements.batch_invariant else Tensor.mean
     dy_wide = dy.to(torch.float32)
     normalized = (x.to(torch.float32) - mean[:, None]) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = average(g * normalized, -1)[:, None]
-    dx = rstdev[:, None] * (g - average(g, -1)[:, None] - normalized * projection)
+    projection = mean_rows(g * normalized)[:, None]
+    dx = rstdev[:, None] * (g - mean_rows(g)[:, None] - normalized * projection)
     dweight = (dy_wide * normalized).sum(dim=0)
     dbias = dy_wide.sum(dim=0)
     dx = dx.to(x.dtype)
@@ -159,9 +158,8 @@ def rmsnorm_forward(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
-    average = _mean if requirements.batch_invariant else Tensor.mean
     x_wide = x.to(torch.float32)
-    rstdev = torch.rsqrt(average(x_wide.square(), -1) + eps)
+    rstdev = torch.rsqrt(mean_rows(x_wide.square()) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
     return result_as(y, x.dtype), rstdev
 
@@ -179,11 +177,10 @@ def rmsnorm_backward(
 
     With `rounds_first`, dx is rounded to x's dtype before `add` is added.
     """
-    average = _mean if requirements.batch_invariant else Tensor.mean
     dy_wide = dy.to(torch.float32)
     normalized = x.to(torch.float32) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = average(g * normalized, -1)[:, None]
+    projection = mean_rows(g * normalized)[:, None]
     dx = rstdev[:, None] * (g - normalized * projection)
     if add is not None:
         if rounds_first:
@@ -191,12 +188,6 @@ def rmsnorm_backward(
         dx = dx + add.to(torch.float32)
     dweight = (dy_wide * normalized).sum(dim=0)
     return dx.to(x.dtype), dweight.to(weight.dtype)
-
-
-def _mean(x: Tensor, axis: int) -> Tensor:
-    """Compute x.mean(axis) row by row; see `row_functions` for what torch does otherwise."""
-    x = x.contiguous()
-    return torch.cat((x, x)).mean(axis)[:1] if x.shape[0] == 1 else x.mean(axis)
 
 
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:

@@ -11,7 +11,10 @@ FLASH = frozenset(
 )
 
 UPGRADE_CUDNN = "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
-WITHOUT_DETERMINISM = "its gradients are only deterministic under torch.use_deterministic_algorithms(True) without warn_only"  # noqa: E501
+WITHOUT_DETERMINISM = (
+    "its gradients are only deterministic under torch.use_deterministic_algorithms(True) "
+    "without warn_only"
+)
 
 
 def unsupported_by_environment(
