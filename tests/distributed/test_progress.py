@@ -20,7 +20,7 @@ import transformer_engine.pytorch as te
 from tests.support.forked import CONTEXT
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.distributed import progress
-from transformer_engine.pytorch.distributed.progress import Report, missing_ranks
+from transformer_engine.pytorch.distributed.progress import Report, delaying_ranks
 
 HIDDEN, TOKENS = 256, 256
 WAIT = 90.0  # seconds in which a test's ranks must be done
@@ -28,15 +28,15 @@ WAIT = 90.0  # seconds in which a test's ranks must be done
 
 def test_a_rank_with_fewer_collectives_delays_the_others():
     reports = {1: Report(9, {"a": 4, "b": 7}, 100.0), 2: Report(8, {"a": 5}, 101.0)}
-    assert missing_ranks("a", 5, reports, 102.0) == "rank 1 has queued 4 and does not take part"
-    assert missing_ranks("b", 8, reports, 102.0) == "rank 1 has queued 7 and does not take part"
-    assert missing_ranks("a", 4, reports, 102.0) == ""
-    assert missing_ranks("c", 4, reports, 102.0) == ""
+    assert delaying_ranks("a", 5, reports, 102.0) == "rank 1 has queued 4 and does not take part"
+    assert delaying_ranks("b", 8, reports, 102.0) == "rank 1 has queued 7 and does not take part"
+    assert delaying_ranks("a", 4, reports, 102.0) == ""
+    assert delaying_ranks("c", 4, reports, 102.0) == ""
 
 
 def test_a_rank_without_reports_has_ended():
     reports = {1: Report(9, {"a": 5}, 100.0), 2: Report(8, {"a": 5}, 120.0)}
-    assert missing_ranks("a", 5, reports, 121.0) == (
+    assert delaying_ranks("a", 5, reports, 121.0) == (
         "rank 1 has ended or does not respond, it has not reported for 21 s"
     )
 

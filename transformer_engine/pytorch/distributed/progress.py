@@ -71,8 +71,8 @@ class Report:
     arrived: float
 
 
-def missing_ranks(name: str, count: int, reports: dict[int, Report], now: float) -> str:
-    """Describe the ranks that delay a group; "" if none is known to.
+def delaying_ranks(name: str, count: int, reports: dict[int, Report], now: float) -> str:
+    """Describe the ranks that delay a group; "" if no report shows one.
 
     Args:
         name: Group name.
@@ -163,8 +163,8 @@ class Monitor:
             members = dist.get_process_group_ranks(group)
             reports = {rank: self._read(store, rank, now) for rank in members if rank != own}
             found = {rank: report for rank, report in reports.items() if report is not None}
-            missing = missing_ranks(group.group_name, progress.count, found, now)
-            if missing and waited >= limit:
+            delaying = delaying_ranks(group.group_name, progress.count, found, now)
+            if delaying and waited >= limit:
                 progress.named = True
                 LOGGER.warning(
                     "rank %s has queued %s collectives over ranks %s and none for %.0f s: %s",
@@ -172,7 +172,7 @@ class Monitor:
                     progress.count,
                     members,
                     waited,
-                    missing,
+                    delaying,
                 )
 
     def _read(self, store: Any, rank: int, now: float) -> Report | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import Backend, Table, always_depends, interventions
+from ...common.dispatch import BY_TILE, Backend, Table, always_depends, interventions
 
 TOGETHER, LOOP = "together", "loop"
 
@@ -133,9 +133,7 @@ TABLE: Table[GroupedRequest] = Table(
         Backend(
             TOGETHER,
             unsupported_reason=_unsupported_together,
-            batch_dependent=always_depends(
-                "by a tile that is not verified to be the same for every row count"
-            ),
+            batch_dependent=always_depends(BY_TILE),
         ),
         Backend(LOOP, takes=_FEATURES),
     ),
