@@ -201,7 +201,7 @@ class RowOperation:
 
 
 def _row_count(draw: random.Random, most: int) -> int:
-    """A number of rows, often small or beside a multiple of a tile."""
+    """A number of rows, often small or close to a multiple of a tile."""
     kind = draw.random()
     if kind < 0.3:
         return draw.randint(1, 17)
@@ -709,7 +709,7 @@ def main() -> None:
     figures: dict[str, Any] = {"dtype": chosen.dtype}
 
     def record(**part: Any) -> None:
-        """Print and write what has been measured so far."""
+        """Print a part of the measurements, and write all of them."""
         figures.update(part)
         print(json.dumps(part), flush=True)
         write(chosen.json, **figures)

@@ -129,7 +129,7 @@ def _quantized(device: torch.device, ranks: int, last: bool) -> None:
 def run_until(
     function: Callable[..., None], ranks: int, folder: Path, fault: str, done: Callable[[], bool]
 ) -> None:
-    """Run function(rank, ..) in processes until done() or all have ended, and kill those that are left."""
+    """Run function(rank, ..) in processes until done() or all have ended, then kill the others."""
     processes = [
         CONTEXT.Process(target=function, args=(rank, ranks, str(folder), fault))
         for rank in range(ranks)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 def products(
     width: int, dtype: str, centered: bool, adds: bool, rounds_first: bool
 ) -> tuple[int, int]:
-    """Count the products that are rounded, and those that are fused with a sum, in a backward kernel."""
+    """Count the rounded products, and the products fused with a sum, in a backward kernel."""
     from tests.kernels.compile_cases import compile_ptx, count
     from transformer_engine.common.kernels import norm
 

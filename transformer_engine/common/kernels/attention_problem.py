@@ -22,8 +22,8 @@ class AttentionProblem:
         tokens: Maximum total query and key counts in packed sequences; None: unknown.
         softcap: Limit c in c * tanh(scale * q k^T / c); 0: no limit.
         caps_bias: The bias is added before the softcap.
-        batch_invariant: The bits of a row must not depend on the number of rows, keys and sequences beside its own
-            keys: tiles depend on the head sizes only, and no product is fused with a sum, because masked and unmasked
+        batch_invariant: The bits of a row must not depend on the number of rows, sequences and keys other than its
+            own: tiles depend on the head sizes only, and no product is fused with a sum, because masked and unmasked
             tiles would be fused differently.
     """
 

@@ -36,7 +36,7 @@ multiplier or amax of h. The backward pass normalizes x again and casts the resu
 **Residual.** In a transformer layer x is also the residual. With `returns_residual` the node returns x as a
 second output, so that the residual's gradient arrives in the same node, and the norm's backward kernel adds it to
 dx. If `residual_unsupported_reason` is not None, the layer returns its input itself, and autograd sums the two
-gradients. The layers' methods `forward_with_residual` return this residual beside their outputs.
+gradients. The layers' methods `forward_with_residual` return their outputs and this residual.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class _Requirement:
     """The requirement of the process: that of the innermost open block; outside of blocks, the latest setting.
 
     A new `batch_invariant` object is a setting until a `with` statement enters it or a function is decorated with it,
-    because its constructor cannot know what follows. An object that is collected before that leaves its setting.
+    because its constructor cannot know which of them follows. If an object is collected before, its setting stays.
 
     Attributes:
         lock: Reentrant, because garbage collection may run `keep` at any time.
@@ -50,7 +50,7 @@ class _Requirement:
         return number
 
     def remove(self, number: int) -> None:
-        """Remove a setting that `keep` has not kept."""
+        """Remove a setting, unless a later one has replaced it."""
         with self.lock:
             self.settings.pop(number, None)
             self.apply()
@@ -121,7 +121,7 @@ class batch_invariant(ContextDecorator):
 
     @run_eagerly("te.batch_invariant() changes the choice of backends for all threads")
     def __enter__(self) -> batch_invariant:
-        """Enter the block. The object is no longer a setting of the process."""
+        """Enter the block, and remove the setting that the constructor added."""
         key = object()
         _requirement.enter(key, self._enabled)
         self._keys.append(key)

@@ -77,7 +77,7 @@ from .specs import (
 
 # Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
-# Names in this file that programs monkey-patch. `_replaced.names` contains those that now have another value.
+# Names in this file that programs monkey-patch. `_replaced.names` contains the patched ones.
 _replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})
 
 

@@ -217,7 +217,7 @@ class ProductsModule(TransformerEngineBaseModule):
         """Store a layer's settings, and apply the other arguments that all layers have, for the constructor.
 
         Args:
-            arguments: The constructor's arguments by name; those that are fields of the config are stored.
+            arguments: {name: value} of the constructor's arguments; config fields among them are stored.
             tp_size: Rank count.
             sharded: The parameters are sharded over the ranks.
             settings: Fields whose value is not that of the argument with the same name.

@@ -131,7 +131,7 @@ def get_parameter_value(module: torch.nn.Module, name: str) -> Any:
 
 
 def get_parameter_values(module: torch.nn.Module, names: Sequence[str]) -> list[Any]:
-    """Return several parameters by name, as `get_parameter_value` does."""
+    """Return the values of `get_parameter_value` for several names."""
     try:
         return [*map(module._parameters.__getitem__, names)]
     except KeyError:  # a parametrization or another attribute replaces a parameter

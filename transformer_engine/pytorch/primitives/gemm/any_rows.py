@@ -2,8 +2,8 @@
 
 The libraries behind torch.mm compute one to seven rows by other kernels than more rows, in another order of the sum
 (MKL: float32 with up to 3 rows on one thread and up to 7 on eight; bfloat16 with one row). With a multiple of 16
-contiguous rows, the bits of a row were equal for all row counts up to 2100 on 1, 2, 3 and 8 threads
-(`tests/primitives/test_batch_invariance.py`).
+contiguous rows, the bits of a row were equal for all row counts up to 2100 on 1, 2, 3 and 8 threads.
+`tests/module/test_batch_invariance.py` compares the layers that call these products.
 """
 
 from __future__ import annotations
