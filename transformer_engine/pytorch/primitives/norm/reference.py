@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, depends_on_gpu
+from ....common.dispatch import Backend, depends_on_gpu, requirements
 from ...runtime.row_functions import mean_rows
 from ...runtime.tracing import result_as
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
@@ -118,10 +118,11 @@ def layernorm_forward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
+    average = mean_rows if requirements.batch_invariant else Tensor.mean
     x_wide = x.to(torch.float32)
-    mean = mean_rows(x_wide)
+    mean = average(x_wide, -1)
     centered = x_wide - mean[:, None]
-    rstdev = torch.rsqrt(mean_rows(centered.square()) + eps)
+    rstdev = torch.rsqrt(average(centered.square(), -1) + eps)
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
@@ -141,11 +142,12 @@ def layernorm_backward(
 
     dx is rounded to x's dtype before `add` is added.
     """
+    average = mean_rows if requirements.batch_invariant else Tensor.mean
     dy_wide = dy.to(torch.float32)
     normalized = (x.to(torch.float32) - mean[:, None]) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = mean_rows(g * normalized)[:, None]
-    dx = rstdev[:, None] * (g - mean_rows(g)[:, None] - normalized * projection)
+    projection = average(g * normalized, -1)[:, None]
+    dx = rstdev[:, None] * (g - average(g, -1)[:, None] - normalized * projection)
     dweight = (dy_wide * normalized).sum(dim=0)
     dbias = dy_wide.sum(dim=0)
     dx = dx.to(x.dtype)
@@ -158,8 +160,9 @@ def rmsnorm_forward(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
+    average = mean_rows if requirements.batch_invariant else Tensor.mean
     x_wide = x.to(torch.float32)
-    rstdev = torch.rsqrt(mean_rows(x_wide.square()) + eps)
+    rstdev = torch.rsqrt(average(x_wide.square(), -1) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
     return result_as(y, x.dtype), rstdev
 
@@ -177,10 +180,11 @@ def rmsnorm_backward(
 
     With `rounds_first`, dx is rounded to x's dtype before `add` is added.
     """
+    average = mean_rows if requirements.batch_invariant else Tensor.mean
     dy_wide = dy.to(torch.float32)
     normalized = x.to(torch.float32) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = mean_rows(g * normalized)[:, None]
+    projection = average(g * normalized, -1)[:, None]
     dx = rstdev[:, None] * (g - normalized * projection)
     if add is not None:
         if rounds_first:
