@@ -32,8 +32,16 @@ from ..primitives.gemm import as_matrix
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, quantize, quantize_as
 from ..tensor.quantizer import Matrix, Quantizer
-from .linear_operands import copied
-from .linear_spec import PRODUCED, QUANTIZED, RECOMPUTED, SAVED, LinearSpec, replace_fields
+from .linear_operands import copied, dequantized
+from .linear_spec import (
+    DEQUANTIZED,
+    PRODUCED,
+    QUANTIZED,
+    RECOMPUTED,
+    SAVED,
+    LinearSpec,
+    replace_fields,
+)
 from .saving import DeferredColumns, wait_for_saved
 
 # Reading a weight once more takes 1.3 % of the time for its three products with 8,192 rows, 6 *
@@ -205,3 +213,12 @@ def cast_columns(x: Any, quantizer: Quantizer) -> Operand | Matrix | None:
     multiplier, amax = (None, saved) if cast.multiplier is None else (saved, None)
     codes = quantize(values, cast.spec, multiplier=multiplier, amax=amax)
     return quantizer.adopt(codes, values.dtype).columnwise
+
+
+def weight_column_operand(weight: Any, spec: LinearSpec) -> Any:
+    """Weight [N, K] as dx reads it: the column-wise operand of its saved form, or its decoded row-wise codes."""
+    if offloading.used:
+        wait_for_saved(weight)
+    if spec.weight_columns == RECOMPUTED:
+        return cast_columns(weight, spec.weight)
+    return Matrix(dequantized(weight, spec.dtype)) if spec.backward == DEQUANTIZED else weight

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import mark_ready
 from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
 from ..tensor.quantizer import Matrix, Operands
@@ -31,9 +30,9 @@ from .linear_operands import (
     cast_input,
     dense_values,
     dequantized,
+    input_to_save,
 )
 from .linear_spec import (
-    DEQUANTIZED,
     HIGH_PRECISION,
     ONCE,
     QUANTIZED,
@@ -62,12 +61,10 @@ def gather_quantized_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
         # gathered.
         columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
         x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
-    saved = x_rows if spec.backward == DEQUANTIZED or way == ROW_CODES else x_columns
+    if way == ROW_CODES:
+        x_columns = x_rows  # the backward pass transposes the gathered rows
     # The codes [M / ranks, K] of this rank are sent while the weight is quantized.
-    x_rows = begin_gather(x_rows, spec)
-    if spec.keep_input or spec.backward == HIGH_PRECISION:
-        saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
-    return x_rows, save_value(saved, spec.needs_grad_weight)
+    return begin_gather(x_rows, spec), input_to_save(x, x_rows, x_columns, spec)
 
 
 def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
@@ -84,10 +81,7 @@ def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     x_rows, x_columns = cast_input(x, spec, True, columns and way == ONCE)
     if way == VALUES:
         return x_rows, shard if spec.needs_grad_weight else None
-    saved = x_rows if spec.backward == DEQUANTIZED else x_columns
-    if spec.keep_input or spec.backward == HIGH_PRECISION:
-        saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
-    return x_rows, save_value(saved, spec.needs_grad_weight)
+    return x_rows, input_to_save(x, x_rows, x_columns, spec)
 
 
 def begin_gather_gradient(dy: Any, spec: LinearSpec) -> GradientOperands | Tensor:
@@ -150,8 +144,8 @@ def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
     return begin_gather(x, spec, axis=0 if by_rows else 1)
 
 
-def column_operand(x: Any, spec: LinearSpec) -> Any:
-    """Columns of gathered x rows, or of saved or deferred values, or the values that an override multiplies."""
+def input_column_operand(x: Any, spec: LinearSpec) -> Any:
+    """x [M, K] as dw reads it: the column-wise operand of its saved form, or values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
     if way is None and offloading.used:
@@ -177,12 +171,3 @@ def begin_gather(x: Any, spec: LinearSpec, axis: int = 0, dense: bool = False) -
     """Begin to gather x along an axis; `dense` gathers values with a contiguous axis."""
     overlaps = spec.parallel.overlap.gather and not spec.traced and not axis
     return begin("all_gather", x, spec.parallel, axis, overlaps, dense)
-
-
-def save_value(x: Any, is_read: bool) -> Any:
-    """The saved x, marked as complete for copies to the host; None if no gradient reads it."""
-    if not is_read:
-        return None
-    if offloading.synchronizer is not None:
-        mark_ready(x)
-    return x

@@ -14,6 +14,7 @@ from ..fast.recorded_collectives import is_symbolic, record_check
 from ..fast.recorded_products import SymbolicOperand
 from ..fast.symbols import Symbol, TensorLayout
 from ..offload.marks import active as offloading
+from ..offload.marks import mark_ready
 from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, plain
@@ -33,7 +34,6 @@ from .linear_spec import (
     gathers_gradient_codes,
     gathers_values,
 )
-from .saving import wait_for_saved
 
 
 class GradientOperands(NamedTuple):
@@ -155,22 +155,20 @@ def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
     return plain_matrix(x)
 
 
-def save_values(x: Any, x_rows: Any, spec: LinearSpec) -> Any:
-    """x [M, K] in the form that is saved for a backward pass that does not read column-wise codes.
+def input_to_save(x: Any, x_rows: Any, x_columns: Any, spec: LinearSpec) -> Any:
+    """x [M, K] in the form that is saved for dw; None if dw is not needed.
 
-    The form is the values of x if the backward pass quantizes them again or multiplies them in high
-    precision. It is the row-wise codes `x_rows` if the backward pass dequantizes them.
+    The form is the column-wise operand, unless a setting requires another one: the values of x, which the backward pass
+    quantizes again or multiplies in high precision, or the row-wise codes, which it dequantizes.
     """
+    if not spec.needs_grad_weight:
+        return None
+    saved = x_rows if spec.backward == DEQUANTIZED else x_columns
     if spec.keep_input or spec.backward == HIGH_PRECISION:
-        return Matrix(dequantized(x, spec.dtype))
-    return x_rows
-
-
-def readable_weight(weight: Any, spec: LinearSpec) -> Any:
-    """Wait for a saved weight that was moved to the host; decode it if the backward pass multiplies values."""
-    if offloading.used:
-        wait_for_saved(weight)
-    return Matrix(dequantized(weight, spec.dtype)) if spec.backward == DEQUANTIZED else weight
+        saved = Matrix(dequantized(x, spec.dtype))
+    if offloading.synchronizer is not None:
+        mark_ready(saved)  # an offloading context may begin to copy it to the host
+    return saved
 
 
 def converted(weight: Any, dtype: torch.dtype) -> Tensor:

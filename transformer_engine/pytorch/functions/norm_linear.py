@@ -1,5 +1,8 @@
 """LayerNormLinear: y = norm(x) @ weight.T + bias, a norm and a linear layer in one node in autograd's graph.
 
+Read `linear.py` first: it explains quantization and the terms row-wise, column-wise and `Operands`. Then read
+`norm_linear_forward` and `norm_linear_backward`. The next file is `norm_mlp.py`, which adds a second linear layer.
+
 **Norm.** A norm scales each row of x [M, K] by its statistics, then each column by gamma [K]:
 
 | norm | h [M, K] | rstdev [M], of each row |
@@ -10,28 +13,25 @@
 The statistics are float32 and are saved for the backward pass. A norm with `zero_centered` gamma multiplies by 1 +
 gamma.
 
-**Product.** The linear layer multiplies h instead of x. Its passes come from `linear.py`, which
-explains quantization and the terms row-wise, column-wise and `Operands`.
+**Passes.** The forward pass computes h (`norm_forward`), then y = h @ weight.T + bias (`linear_forward`). The backward
+pass computes dh, the gradient with respect to h (`linear_backward`), then dx from dh (`norm_backward`).
 
 **Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the norm kernel
 writes these codes and no h in high precision: M * K values are neither written nor read. In the
-mode SEPARATE the norm writes h, and the linear layer quantizes it. `NormLinearSpec.with_modes` stores the mode
-that `fusions.choose_norm_mode` chooses once per call kind. It is FUSED_CAST if all of these conditions hold:
+mode SEPARATE the norm writes h, and the linear layer quantizes it. `fusions.choose_norm_mode` chooses the mode once
+per call kind. It is FUSED_CAST if all of these conditions hold:
 
 - The input quantizer of the linear layer describes its cast to another kernel: `linear.input.cast(..)` is not None.
 - Nothing else reads h: the caller does not receive it (`returns_norm_output`), and the layer does not save its values.
 - The backward pass multiplies codes, and codes instead of values are gathered from other ranks.
 - No compiler is tracing.
 
-`input_cast` (`linear_operands.py`) tests all of this except `returns_norm_output`, which `choose_norm_mode` adds. The
-norms of `te.ops` call it too (`LinearPasses.input_request`). `norm_forward` passes the cast to the kernel.
+`input_cast` (`linear_operands.py`) tests all of this except `returns_norm_output`.
 
 **Columns of h.** dw reads the column-wise codes of h, which the forward pass saves by default. With
 `use_backend(norm_columns="recomputed")`, for an RMSNorm in the mode FUSED_CAST, the forward pass saves only the
-multiplier or amax of h. The backward pass normalizes x again and casts the result with it (`columns_producer`).
-`linear.input_columns` is then PRODUCED.
-
-**Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
+multiplier or amax of h, and `linear.input_columns` is PRODUCED. The backward pass then normalizes x again and casts the
+result with this number (`columns_producer`).
 
 **Residual.** In a transformer layer x is also the residual. With `returns_residual` the node returns x as a
 second output, so that the residual's gradient arrives in the same node, and the norm's backward kernel adds it to
@@ -100,6 +100,98 @@ class NormLinearSpec(LayerSpec):
         return (self.linear,)
 
 
+def norm_linear(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: NormLinearSpec,
+    returns_residual: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute y [.., N], differentiable in every tensor.
+
+    Returns:
+        (y; h = norm(x) [.., K] with `spec.returns_norm_output`, x with `returns_residual`, otherwise None).
+        `norm_backward` adds the gradient of the returned x to dx. The sum is bit-equal to autograd's sum of the
+        two gradients.
+    """
+    if not spec.needs_grad:
+        tensors = (x, gamma, beta, weight, bias)
+        y, norm_output = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, tensors)
+        return y, norm_output
+    outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec, returns_residual)
+    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
+
+
+class _NormLinear(Function):
+    """Node in autograd's graph: returns y, (y, norm(x)) with `spec.returns_norm_output`, or (y, x) with a residual."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Any,
+        gamma: Any,
+        beta: Any,
+        weight: Any,
+        bias: Any,
+        spec: NormLinearSpec,
+        returns_residual: bool,
+    ) -> Any:
+        tensors = (x, gamma, beta, weight, bias)
+        y, norm_output = run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, tensors)
+        ctx.returns_residual = returns_residual
+        second = x if returns_residual else norm_output
+        # torch 2.11 cannot trace the backward for an output that is None.
+        return y if second is None else (y, second)
+
+    @staticmethod
+    @once_differentiable("LayerNormLinear")
+    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:
+        grads = (grad_output, grad_second, None)
+        if ctx.returns_residual:
+            grads = (grad_output, None, grad_second)
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
+        # An RMSNorm has no beta; spec and returns_residual have no gradients.
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None, None
+
+
+def norm_linear_forward(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: NormLinearSpec,
+) -> tuple[Any, ...]:
+    """Compute y [M, N] = norm(x) [M, K] @ weight [N, K].T + bias [N].
+
+    Args:
+        x: Tensor [.., K].
+        gamma: Norm scale [K].
+        beta: Norm offset [K], or None.
+        weight: Weight [N, K] on this rank.
+        bias: Bias [N], or None.
+        spec: Norm, linear layer and fusion mode for this call kind.
+
+    Returns:
+        (y, h or None), then the saved values (x, gamma, mean, rstdev, h for dw, weight for dh),
+        which `norm_linear_backward` reads in this order; None for one that no gradient needs. If the backward pass
+        produces the columns of h (PRODUCED), their multiplier or amax replaces h. With sequence parallelism h has
+        the rows on this rank; the module gathers them if requested (`ProductsModule.pack_outputs`).
+    """
+    # h [M, K] = norm(x [M, K])
+    h, mean, rstdev, multiplier_or_amax = norm_forward(
+        x, gamma, beta, spec.norm, spec.linear, spec.norm_mode
+    )
+    # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
+    y, saved_h, saved_weight = linear_forward(h, weight, bias, spec.linear)
+    if multiplier_or_amax is not None:
+        saved_h = multiplier_or_amax
+    saved_by_norm = [x, gamma, mean, rstdev] if spec.linear.needs_grad_input else [None] * 4
+    return y, h if spec.returns_norm_output else None, *saved_by_norm, saved_h, saved_weight
+
+
 def norm_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, mode: str
 ) -> tuple[Any, Tensor | None, Tensor, Tensor | None]:
@@ -132,28 +224,28 @@ def norm_forward(
     return linear.input.adopt(codes, x.dtype), mean, rstdev, multiplier_or_amax
 
 
-def columns_producer(
-    saved: Sequence[Any], multiplier_or_amax: Tensor, norm: Norm, linear: LinearSpec
-) -> Callable[[Any], tuple[Any, Any]]:
-    """Return the function dh -> (dh, column-wise h [K, M]), which computes the output h [M, K] of an RMSNorm again.
-
-    `linear_backward` calls it as `produce_input`.
+def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]:
+    """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
-        saved: x, gamma, None and rstdev.
-        multiplier_or_amax: Float32 [1] with which the forward pass cast h (`save_multiplier_or_amax`).
-        norm: The norm.
-        linear: The linear layer.
+        operands: dy [.., N], the gradient of the returned h or None, the gradient of the residual or None,
+            and the saved values. The list is emptied, so that `linear_backward` frees the operands h and
+            weight after their last reader.
+        spec: Norm, linear layer and fusion mode for this call kind.
     """
-    x, gamma = saved[:2]
-
-    def produce(dh: Any) -> tuple[Any, Any]:
-        if offloading.used:
-            wait_for_saved(x, gamma)
-        h, _, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
-        return dh, cast_columns(DeferredColumns(h, multiplier_or_amax), linear.input)
-
-    return produce
+    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, saved_h, weight = operands
+    operands.clear()
+    linear_operands, saved_by_norm = [dy, saved_h, weight], (x, gamma, mean, rstdev)
+    produce_input = None
+    if spec.linear.input_columns == PRODUCED:  # saved_h is the multiplier or amax of h
+        produce_input = columns_producer(saved_by_norm, saved_h, spec.norm, spec.linear)
+    del dy, saved_h, weight
+    # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
+    dh, dw, db = linear_backward(linear_operands, spec.linear, produce_input=produce_input)
+    if dh is None:  # neither x nor the norm's parameters need a gradient
+        return [None, None, None, dw, db]
+    # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]
+    return [*norm_backward(dh, grad_norm_output, grad_residual, saved_by_norm, spec.norm), dw, db]
 
 
 def norm_backward(
@@ -195,69 +287,28 @@ def norm_backward(
     )
 
 
-def norm_linear_forward(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: NormLinearSpec,
-) -> tuple[Any, ...]:
-    """Compute y [M, N] = norm(x) [M, K] @ weight [N, K].T + bias [N].
+def columns_producer(
+    saved: Sequence[Any], multiplier_or_amax: Tensor, norm: Norm, linear: LinearSpec
+) -> Callable[[Any], tuple[Any, Any]]:
+    """Return the function dh -> (dh, column-wise h [K, M]), which computes the output h [M, K] of an RMSNorm again.
+
+    `linear_backward` calls it as `produce_input`.
 
     Args:
-        x: Tensor [.., K].
-        gamma: Norm scale [K].
-        beta: Norm offset [K], or None.
-        weight: Weight [N, K] on this rank.
-        bias: Bias [N], or None.
-        spec: Norm, linear layer and fusion mode for this call kind.
-
-    Returns:
-        (y, h or None), then the saved values (x, gamma, mean, rstdev, h for dw, weight for dh),
-        which `norm_linear_backward` reads in this order; None for one that no gradient needs. If the backward pass
-        produces the columns of h (PRODUCED), their multiplier or amax replaces h. With sequence parallelism h has
-        the rows on this rank; the module gathers them if requested (`ProductsModule.pack_outputs`).
+        saved: x, gamma, None and rstdev.
+        multiplier_or_amax: Float32 [1] with which the forward pass cast h (`save_multiplier_or_amax`).
+        norm: The norm.
+        linear: The linear layer.
     """
-    # h [M, K] = norm(x [M, K])
-    h, mean, rstdev, multiplier_or_amax = norm_forward(
-        x, gamma, beta, spec.norm, spec.linear, spec.norm_mode
-    )
-    # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
-    y, saved_h, saved_weight = linear_forward(h, weight, bias, spec.linear)
-    if multiplier_or_amax is not None:
-        saved_h = multiplier_or_amax
-    saved_by_norm = [x, gamma, mean, rstdev] if spec.linear.needs_grad_input else [None] * 4
-    return y, h if spec.returns_norm_output else None, *saved_by_norm, saved_h, saved_weight
+    x, gamma = saved[:2]
 
+    def produce(dh: Any) -> tuple[Any, Any]:
+        if offloading.used:
+            wait_for_saved(x, gamma)
+        h, _, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
+        return dh, cast_columns(DeferredColumns(h, multiplier_or_amax), linear.input)
 
-def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]:
-    """Compute the gradients of x, gamma, beta, weight and bias.
-
-    Args:
-        operands: dy [.., N], the gradient of the returned h or None, the gradient of the residual or None,
-            and the saved values. The list is emptied, so that `linear_backward` frees the operands h and
-            weight after their last reader.
-        spec: Norm, linear layer and fusion mode for this call kind.
-    """
-    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, saved_h, weight = operands
-    operands.clear()
-    linear_operands, saved_by_norm = [dy, saved_h, weight], (x, gamma, mean, rstdev)
-    produce_input = None
-    if spec.linear.input_columns == PRODUCED:  # saved_h is the multiplier or amax of h
-        produce_input = columns_producer(saved_by_norm, saved_h, spec.norm, spec.linear)
-    del dy, saved_h, weight
-    # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
-    dh, dw, db = linear_backward(linear_operands, spec.linear, produce_input=produce_input)
-    if dh is None:  # neither x nor the norm's parameters need a gradient
-        return [None, None, None, dw, db]
-    # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]
-    return [*norm_backward(dh, grad_norm_output, grad_residual, saved_by_norm, spec.norm), dw, db]
-
-
-NORM_LINEAR_FUNCTIONS = LayerFunctions(
-    "LayerNormLinear", norm_linear_forward, norm_linear_backward, num_results=2, num_gradients=3
-)
+    return produce
 
 
 def residual_unsupported_reason(
@@ -289,67 +340,6 @@ def residual_unsupported_reason(
     return "a program has replaced functions of the layer" if is_patched else None
 
 
-def norm_linear(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: NormLinearSpec,
-    returns_residual: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute y [.., N], differentiable in every tensor.
-
-    Returns:
-        (y; h = norm(x) [.., K] with `spec.returns_norm_output`, x with `returns_residual`, otherwise None).
-        `norm_backward` adds the gradient of the returned x to dx. The sum is bit-equal to autograd's sum of the
-        two gradients.
-    """
-    if not spec.needs_grad:
-        y, norm_output = run_without_saving(
-            NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias)
-        )
-        return y, norm_output
-    node = _NormLinearWithResidual if returns_residual else _NormLinear
-    outputs = node.apply(x, gamma, beta, weight, bias, spec)
-    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
-
-
-class _NormLinear(Function):
-    """Node in autograd's graph that returns y, or (y, norm(x)) with `returns_norm_output`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec
-    ) -> Any:
-        y, norm_output = run_and_save(
-            NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias)
-        )
-        # torch 2.11 cannot trace the backward for an output that is None.
-        return y if norm_output is None else (y, norm_output)
-
-    @staticmethod
-    @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:
-        grads = (grad_output, grad_norm_output, None)
-        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
-        # beta is None in an RMSNorm; the spec has no gradient.
-        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None
-
-
-class _NormLinearWithResidual(Function):
-    """Node in autograd's graph that returns (y, x); x is the residual."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec
-    ) -> Any:
-        return run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x
-
-    @staticmethod
-    @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:
-        grads = (grad_output, None, grad_residual)
-        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
-        # beta is None in an RMSNorm; the spec has no gradient.
-        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None
+NORM_LINEAR_FUNCTIONS = LayerFunctions(
+    "LayerNormLinear", norm_linear_forward, norm_linear_backward, num_results=2, num_gradients=3
+)

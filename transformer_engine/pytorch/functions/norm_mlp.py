@@ -382,7 +382,7 @@ def norm_mlp(
     if not spec.needs_grad:
         y, norm_output = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
-    outputs = (_NormMLPWithResidual if returns_residual else _NormMLP).apply(spec, *tensors)
+    outputs = _NormMLP.apply(spec, returns_residual, *tensors)
     return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
 
 
@@ -437,36 +437,23 @@ def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequen
 
 
 class _NormMLP(Function):
-    """Node in autograd's graph that returns y, or (y, norm(x)) with `returns_norm_output`."""
+    """Node in autograd's graph: returns y, (y, norm(x)) with `spec.returns_norm_output`, or (y, x) with a residual."""
 
     @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+    def forward(ctx: Any, spec: NormMLPSpec, returns_residual: bool, *tensors: Any) -> Any:
         y, norm_output = _run_and_save(ctx, spec, tensors)
+        ctx.returns_residual = returns_residual
+        second = tensors[0] if returns_residual else norm_output
         # torch 2.11 cannot trace the backward for an output that is None.
-        return y if norm_output is None else (y, norm_output)
+        return y if second is None else (y, second)
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:
+    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:
         run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
-        dx, dgamma, dbeta, *others = run(
-            NORM_MLP_FUNCTIONS, ctx, (grad_output, grad_norm_output, None)
-        )
-        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others
-
-
-class _NormMLPWithResidual(Function):
-    """Node in autograd's graph that returns (y, x); x is the residual."""
-
-    @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        return _run_and_save(ctx, spec, tensors)[0], tensors[0]
-
-    @staticmethod
-    @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:
-        run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
-        dx, dgamma, dbeta, *others = run(
-            NORM_MLP_FUNCTIONS, ctx, (grad_output, None, grad_residual)
-        )
-        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others
+        grads = (grad_output, grad_second, None)
+        if ctx.returns_residual:
+            grads = (grad_output, None, grad_second)
+        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, grads)
+        # An RMSNorm has no beta; spec and returns_residual have no gradients.
+        return None, None, dx, dgamma, dbeta if ctx.needs_input_grad[4] else None, *others
