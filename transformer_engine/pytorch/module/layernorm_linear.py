@@ -85,43 +85,6 @@ class NormLinearConfig(LinearConfig):
     zero_centered_gamma: bool = False
 
 
-def norm_linear_spec_of_call(call: Call) -> NormLinearSpec:
-    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
-    config: NormLinearConfig = call.config
-    check_call(call, config.in_features)
-    weight, bias, *of_norm = call.parameters
-    _, fp8_output, _ = call.options
-    assert weight is not None
-    parallel = config.parallel()
-    (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
-    before = (call.input, *of_norm)
-    needs = (
-        call.records and any(facts is not None and facts.requires_grad for facts in before),
-        call.records and weight.requires_grad,
-        call.records and bias is not None and bias.requires_grad and not config.return_bias,
-    )
-    update = scale_update(call, any(needs))
-    linear = product_spec(
-        call,
-        number=0,  # the layer has one product
-        quantizers=quantizers,
-        parallel=parallel,
-        needs=needs,
-        update=update,
-        weight=weight,
-        results=(fp8_output, False),  # the norm's gradient is returned in high precision
-        shard=call.rows,
-    )
-    spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
-        norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
-        linear=linear,
-        returns_norm_output=bool(config.return_layernorm_output),
-        scale_update=update,
-        needs_grad=any(needs),
-    ).with_modes()
-    return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
-
-
 @configure_class(NormLinearConfig, fixed=SIZES)
 class LayerNormLinear(ProductsModule):
     """Compute y [.., out_features] = norm(x [.., in_features]) @ weight.T + bias.
@@ -138,7 +101,6 @@ class LayerNormLinear(ProductsModule):
     The other arguments are as in `Linear`.
     """
 
-    build = staticmethod(norm_linear_spec_of_call)
     _config: NormLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
@@ -321,6 +283,43 @@ class LayerNormLinear(ProductsModule):
         if config.return_bias or config.return_layernorm_output:
             y = self.pack_outputs(y, bias, second)
         return y, second if returns_residual else inp
+
+    @staticmethod
+    def build(call: Call) -> NormLinearSpec:
+        """Compute the settings for all calls that equal `call`; see `Linear.build`."""
+        config: NormLinearConfig = call.config
+        check_call(call, config.in_features)
+        weight, bias, *of_norm = call.parameters
+        _, fp8_output, _ = call.options
+        assert weight is not None
+        parallel = config.parallel()
+        (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
+        before = (call.input, *of_norm)
+        needs = (
+            call.records and any(facts is not None and facts.requires_grad for facts in before),
+            call.records and weight.requires_grad,
+            call.records and bias is not None and bias.requires_grad and not config.return_bias,
+        )
+        update = scale_update(call, any(needs))
+        linear = product_spec(
+            call,
+            number=0,  # the layer has one product
+            quantizers=quantizers,
+            parallel=parallel,
+            needs=needs,
+            update=update,
+            weight=weight,
+            results=(fp8_output, False),  # the norm's gradient is returned in high precision
+            shard=call.rows,
+        )
+        spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
+            norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
+            linear=linear,
+            returns_norm_output=bool(config.return_layernorm_output),
+            scale_update=update,
+            needs_grad=any(needs),
+        ).with_modes()
+        return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
 
     def onnx_forward(
         self, inp: Tensor, fp8_output: bool | None = False

@@ -1,20 +1,20 @@
 """Linear: y = x @ weight.T + bias under any recipe, alone or as one shard of a tensor-parallel layer.
 
-The file contains the module: its arguments, parameters and settings. `functions/linear.py` contains
-the computation. A module call has three steps:
+This file contains the module: its arguments, parameters and settings. The computation is in `functions/linear.py`, the
+next file to read. A call of the module has three steps:
 
 1. `Linear.forward` reads the parameters and converts the call switches.
-2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads.
-   They depend on a `Call` (`specs.py`): the layer's configuration, the recipe of `autocast`, tensor metadata,
-   call switches, grad mode, torch.autocast, environment variables, and the parameters or the queue that
-   receive weight gradients. Specs are cached by their call; `linear_spec_of_call` computes the spec for a new call. The
-   first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
+2. `Linear._compute_output` gets a `LinearSpec`, all settings that the computation reads, from `ProductsModule.spec`
+   (`linear_base.py`). The settings depend on a `Call` (`specs.py`): the layer's configuration, the recipe of
+   `autocast`, tensor metadata, call switches, grad mode, torch.autocast, environment variables, and the parameters
+   or the queue that receive weight gradients. Specs are cached by their call; `Linear.build` computes the spec for a
+   new call.
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
 **From a recipe to a cast.** `autocast` stores its recipe in the state of the thread. `ProductsModule.spec` reads the
-state, and `Numerics.of_call` (`numerics.py`) returns the quantizers that the recipe's family has created for this
-layer, as a `ModuleRecipe`. `linear_spec_of_call` stores those of its only product in the `LinearSpec`. The functions of
-`functions/linear.py` pass each matrix and its quantizer to a function of `functions/linear_operands.py`:
+state, and `Numerics.of_call` (`numerics.py`) returns the layer's quantizers as a `ModuleRecipe`; the first call under a
+recipe creates them and their scaling states. `Linear.build` stores them in the `LinearSpec`. The functions in
+`functions/linear.py` pass each matrix and its quantizer to a function in `functions/linear_operands.py`:
 
 | matrix | quantizer | passed by | to |
 | --- | --- | --- | --- |
@@ -45,9 +45,9 @@ import torch
 from torch import Tensor
 
 from ..compat.argument_orders import declare_call
-
-# patched by others; `linear` has the node _LinearNode
-from ..compat.by_name import LinearByName as _Linear
+from ..compat.by_name import (
+    LinearByName as _Linear,
+)  # other libraries patch it; the layer calls `linear`
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
@@ -75,50 +75,10 @@ from .specs import (
     with_compiled_passes,
 )
 
-# Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
+# `Linear`, and names from NVIDIA's Transformer Engine that other libraries import or monkey-patch in this file.
 __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
 # Names in this file that programs monkey-patch. `_replaced.names` contains the patched ones.
 _replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})
-
-
-def linear_spec_of_call(call: Call) -> LinearSpec:
-    """Compute the settings for all calls that equal `call`.
-
-    Args:
-        call: Layer configuration and recipe, call switches, and tensor metadata: `weight` and
-            `bias` below are `Facts`, such as shape and dtype, not tensors.
-
-    Raises:
-        TypeError: The input dtype is unsupported.
-        ValueError: The tensors do not fit the layer or each other.
-    """
-    config: LinearConfig = call.config
-    weight, bias = call.parameters
-    _, fp8_output, fp8_grad = call.options
-    assert weight is not None
-    in_features = weight.shape[1]  # the local size, if the parameters are DTensors
-    check_call(call, in_features)
-    parallel = config.parallel()
-    (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    # The bias that `Linear._compute_output` passes to the product.
-    product_bias = None if config.adds_bias_late else bias
-    needs = (
-        call.records and call.input.requires_grad,
-        call.records and weight.requires_grad,
-        call.records and product_bias is not None and product_bias.requires_grad,
-    )
-    spec = product_spec(
-        call,
-        number=0,  # the layer has one product
-        quantizers=quantizers,
-        parallel=parallel,
-        needs=needs,
-        update=scale_update(call, any(needs)),
-        weight=weight,
-        results=(fp8_output, fp8_grad),
-        shard=rows_of_shard(call, parallel),
-    )
-    return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 
 
 @configure_class(LinearConfig, fixed=SIZES)
@@ -164,7 +124,6 @@ class Linear(ProductsModule):
         ValueError: A size is not positive, or a sharded size is not divisible by tp_size.
     """
 
-    build = staticmethod(linear_spec_of_call)
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     # Types for the properties that `@configure_class` defines.
     in_features: int
@@ -262,6 +221,7 @@ class Linear(ProductsModule):
             NotImplementedError: The DTensor placements are unsupported.
         """
         options: Options = (is_first_microbatch, fp8_output, fp8_grad)
+        # Other values, such as an int or None, become bools, or raise an error that names the switch.
         if not (
             fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES
         ):
@@ -305,23 +265,61 @@ class Linear(ProductsModule):
         """
         config = self._config
         is_first_microbatch, _, _ = options
-        # Creates the quantizers and scaling states in the first call under a recipe.
         spec = self.spec(inp, (weight, bias), options)
-        product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
-            # if True, the next gradient overwrites main_grad
+            # The next gradient overwrites main_grad if True, and the weight is quantized once for all microbatches.
             self.begin_microbatch(is_first_microbatch)
-            # The weight is quantized once for all microbatches in a step.
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             # Autograd casts db back. The product casts the weight, and returns dw in `spec.grad_weight_dtype`.
             bias = bias.to(spec.dtype)
         product_bias = None if config.adds_bias_late else bias
+        product = _linear_by_name if _replaced.names else linear
         y = product(inp, weight, product_bias, spec)
         if config.return_bias:
             return y, bias
         # A row-parallel layer adds the bias once, to the sum over ranks.
         return y if product_bias is not None or bias is None else y + bias
+
+    @staticmethod
+    def build(call: Call) -> LinearSpec:
+        """Compute the settings for all calls that equal `call`.
+
+        Args:
+            call: Layer configuration and recipe, call switches, and tensor metadata: `weight` and
+                `bias` below are `Facts`, such as shape and dtype, not tensors.
+
+        Raises:
+            TypeError: The input dtype is unsupported.
+            ValueError: The tensors do not fit the layer or each other.
+        """
+        config: LinearConfig = call.config
+        weight, bias = call.parameters
+        _, fp8_output, fp8_grad = call.options
+        assert weight is not None
+        in_features = weight.shape[1]  # the local size, if the parameters are DTensors
+        check_call(call, in_features)
+        parallel = config.parallel()
+        (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
+        # The bias that `_compute_output` passes to the product.
+        product_bias = None if config.adds_bias_late else bias
+        needs = (
+            call.records and call.input.requires_grad,
+            call.records and weight.requires_grad,
+            call.records and product_bias is not None and product_bias.requires_grad,
+        )
+        spec = product_spec(
+            call,
+            number=0,  # the layer has one product
+            quantizers=quantizers,
+            parallel=parallel,
+            needs=needs,
+            update=scale_update(call, any(needs)),
+            weight=weight,
+            results=(fp8_output, fp8_grad),
+            shard=rows_of_shard(call, parallel),
+        )
+        return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         """Return the number of columns of the weight, or of its shard if the parameters are DTensors."""

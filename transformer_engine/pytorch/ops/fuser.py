@@ -1,37 +1,34 @@
 """OperationFuser: runs a chain of operations as one differentiable function.
 
-A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself.
-These steps, in order, decide what a call computes:
+A chain is a list of consecutive operations in a `Sequential` (`sequential.py`), or a single operation that is called by
+itself. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
 
-1. `Sequential._find_parts` (`sequential.py`) finds sequences of operations that may fuse. Each sequence is the chain of
-   one `OperationFuser`.
-2. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
-3. The recipe of the autocast state is applied to the basic operations (`applied_recipe.py`).
-4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s, in both passes or in one
-   of them (`fusions.py`). They are considered for each new key of a prepared chain (step 5) and in each call in
-   segments, and called only if the registered functions, `first_with_backward` or the recipe differ from those of the
-   last results (`_fusions`). A replacement by a user in the forward pass only may leave the basic operations without
-   the state that their own backward passes read: see `ChainRun._save_missing_state`.
-5. The chain runs in one of two ways.
+**A call** (`OperationFuser.__call__`) runs in one of two ways:
 
-   - Prepared (`_find_prepared`): one forward and one backward pass. The passes are built once per key, which
-     describes the shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them
-     (`prepared_chain.py`).
-   - In segments (`_run_segments`): the chain is divided into segments anew in each call. Consecutive operations of
-     this package form a segment, unless a channel connects them. An operation whose methods a user wrote is a segment
-     that runs these methods (`chain_run.py`).
+| | prepared (`prepared_chain.py`) | in segments (`chain_run.py`) |
+| --- | --- | --- |
+| passes | one forward and one backward pass for the whole chain | a forward and a backward pass for each segment |
+| built | once for each key, which describes the shapes, dtypes and settings of a call (`call_key.py`) | in each call |
+| when | usually | if there is a reason not to run prepared |
 
-   A call runs prepared unless one of three functions returns a reason: `_reason_for_all_calls` for all calls of the
-   chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key, for
-   example because a user wrote the methods of a replacement.
+A segment is either several consecutive operations of this package, or one operation whose methods a user wrote; a
+segment of the second kind runs these methods. A channel between two operations separates their segments.
 
-   Within `te.explain` every chain runs in segments, because an observer must see each choice. The report therefore
-   names why a chain would run in segments without `te.explain`: the reasons of the first two functions. It lacks those
-   of `build_chain`, which is not called then, and a forced backend (`te.use_backend`).
+Three functions return reasons to run in segments: `_reason_for_all_calls` for all calls of the chain,
+`_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
 
-6. Within a prepared chain or a segment, `chain.py` computes two neighboring operations together if the pair is in a
-   table (`passes/patterns.py`). Otherwise the kernel of a norm, an activation or a bias gradient may quantize its
-   result for the next operation. The result of a matrix product is quantized by its reader.
+**What is computed together** is decided in `chain.py`, the next file to read, for prepared chains and segments alike.
+Two neighboring operations in a table (`passes/patterns.py`) are one step. Otherwise the kernel of a norm, an activation
+or a bias gradient may quantize its result for the next operation.
+
+**Registered fusions.** Users register functions that replace basic operations by `FusedOperation`s, in both passes or
+in one of them (`fusions.py`). They are applied for each new key, and in each call in segments, unless nothing that they
+depend on has changed (`_update_fusions`). A user's replacement in the forward pass only may leave the basic operations
+without the state that their own backward passes read: see `ChainRun._save_missing_state`.
+
+**te.explain** must see each choice of a backend, so within it every chain runs in segments. It reports the reasons of
+the first two functions above, for which the chain would run in segments without `te.explain`. The reasons of
+`build_chain`, which is not called then, and a forced backend (`te.use_backend`) are not reported.
 
 While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
 checkpoints, raise an error for such side effects.
@@ -73,7 +70,7 @@ from .links import Links, check_options_count, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_passes, initialize_operations
-from .prepared_chain import PreparedChain, Unprepared, build_chain
+from .prepared_chain import PreparedChain, build_chain
 
 # Beside the fuser, original names that other libraries import from here.
 __all__ = [
@@ -83,8 +80,7 @@ __all__ = [
     "register_forward_fusion",
 ]
 
-# Reason for a call within `te.use_backend` or `te.explain`. `__call__` does not report it: within `te.explain` it
-# always holds. A forced backend is therefore not reported either.
+# Reason for a call within `te.use_backend` or `te.explain`. Not reported, because it always holds within `te.explain`.
 _INTERVENTION = (
     "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 )
@@ -142,7 +138,8 @@ class OperationFuser:
         # Prepared chains by key. A key contains the recipe indirectly: each recipe gives the operations quantizers with
         # another `_quantizers_version`.
         self._keys = CallKeys(self._basic_ops)
-        self._prepared: dict[tuple[Any, ...], PreparedChain | Unprepared] = {}
+        # Value for a key whose calls run in segments: the reason.
+        self._prepared: dict[tuple[Any, ...], PreparedChain | str] = {}
         # The fusion functions, copied, with which the chains in `_prepared` were built.
         self._functions_of_prepared = _copy_lists(self._fusion_functions)
 
@@ -181,18 +178,14 @@ class OperationFuser:
             initialize_operations(self._uninitialized)
             if not torch.compiler.is_compiling():
                 self._uninitialized = ()
-        # Must come first: it may change `_applied_recipe.stateful`, which `_reason_for_call` reads, and the operations'
-        # `_quantizers_version`, which the key in `_find_prepared` contains.
+        # The reason and the key below depend on the quantizers that the recipe creates.
         state = self._apply_recipe()
         reason = self._reason_for_call(basic_op_kwargs)
         if reason is None:
-            found, inputs = self._find_prepared(state, input, extra_inputs)
-            if isinstance(found, PreparedChain):
-                # A chain found in the cache did not go through `_update_fusions`; `_forward_ops` and similar
-                # properties must show this call.
-                self._fusions = found.fusions
-                return found(inputs)
-            # `found` is `Unprepared`: calls with this key run in segments. `te.explain` never gets here.
+            chain, inputs = self._find_prepared(state, input, extra_inputs)
+            if isinstance(chain, PreparedChain):
+                self._fusions = chain.fusions  # for `_forward_ops` and similar properties
+                return chain(inputs)
         elif is_explaining() and reason is not _INTERVENTION:
             names = ", ".join([type(op).__name__ for op in self._basic_ops])
             note(f"the chain {names} runs in segments: {reason}")
@@ -246,7 +239,7 @@ class OperationFuser:
 
     def _find_prepared(
         self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> tuple[PreparedChain | Unprepared, list[Any]]:
+    ) -> tuple[PreparedChain | str, list[Any]]:
         """Look up the prepared chain for a call; the first call with a key builds the chain.
 
         Returns:
@@ -257,10 +250,10 @@ class OperationFuser:
             self._prepared.clear()
             self._functions_of_prepared = _copy_lists(self._fusion_functions)
         key, inputs = self._keys.key_and_inputs(state, x, extra_inputs)
-        found = self._prepared.get(key)
-        if found is None:
+        chain = self._prepared.get(key)
+        if chain is None:
             parameters = self._read_parameters()
-            found = build_chain(
+            chain = build_chain(
                 self._basic_ops,
                 self._update_fusions(state, x, parameters, extra_inputs),
                 x,
@@ -270,8 +263,8 @@ class OperationFuser:
             )
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            self._prepared[key] = found
-        return found, inputs
+            self._prepared[key] = chain
+        return chain, inputs
 
     def _run_segments(
         self,

@@ -5,15 +5,14 @@
 | None, "column", or any mode with one rank | `BasicLinear`, `Bias` |
 | "row" with several ranks | `BasicLinear`, `Bias`, `AllReduce` (with sequence parallelism `ReduceScatter`) |
 
-This file chooses the operations, owns their parameters and translates state-dict keys; the operations compute y and the
-gradients:
+This file chooses the operations, owns their parameters and translates state-dict keys. The operations compute y and the
+gradients, in the order in which these files may be read next:
 
-1. `BasicLinear` owns the quantizers of the recipe (`recipe_slots.py`).
-2. `BasicLinear.passes` (`basic/basic_linear.py`) returns a `LinearPasses`, and `Bias.passes` a `BiasPasses`. Such an
-   object holds the forward and the backward function of one operation (`passes/linear.py`, `passes/bias.py`).
-3. If both follow each other, `passes/patterns.py` adds the bias in the epilogue of the product.
-4. `LinearPasses` calls `functions/linear.py`, which quantizes the operands (`functions/linear_operands.py`) and
-   computes the product.
+1. `BasicLinear` (`basic/basic_linear.py`) owns the quantizers of the recipe. Its method `passes` returns a
+   `LinearPasses`, which holds the forward and the backward function of the operation for one kind of call
+   (`passes/linear.py`). `Bias` likewise has `BiasPasses` (`passes/bias.py`).
+2. `LinearPasses` calls `functions/linear.py`, which quantizes the operands and computes the products.
+3. `passes/patterns.py` adds the bias in the epilogue of the product.
 
 `Linear` owns the parameters that these operations read (`lent_parameters.py`), so that torch's tools find
 `weight` and `bias` as in torch.nn.Linear. State dicts use the keys of NVIDIA's Transformer Engine, which
@@ -40,20 +39,6 @@ _OPERATION_INDEX = {"weight": 0, "bias": 1}
 # torch.distributed.fsdp.FullyShardedDataParallel inserts this text into the state-dict prefixes of the modules that it
 # wraps.
 _FSDP_PREFIX = "_fsdp_wrapped_module."
-
-
-class _ParameterKeys(NamedTuple):
-    """State-dict keys for a parameter of `Linear`.
-
-    Attributes:
-        name: Parameter name, such as "weight".
-        own: Key by the parameter name: prefix + "weight".
-        saved: Key by the basic operation: prefix + "basic_ops.0.weight".
-    """
-
-    name: str
-    own: str
-    saved: str
 
 
 class Linear(PassFusedOperation):
@@ -269,6 +254,20 @@ class Linear(PassFusedOperation):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class _ParameterKeys(NamedTuple):
+    """State-dict keys for a parameter of `Linear`.
+
+    Attributes:
+        name: Parameter name, such as "weight".
+        own: Key by the parameter name: prefix + "weight".
+        saved: Key by the basic operation: prefix + "basic_ops.0.weight".
+    """
+
+    name: str
+    own: str
+    saved: str
 
 
 def _sharded_as(parameter: Any, value: Any) -> Any:

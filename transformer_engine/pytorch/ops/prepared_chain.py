@@ -148,16 +148,6 @@ class PreparedChain:
             return self(inputs, gathered=True)
 
 
-class Unprepared(NamedTuple):
-    """Result of `build_chain` for a key whose calls run in segments.
-
-    Attributes:
-        reason: Why they do.
-    """
-
-    reason: str
-
-
 def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: FusionResults,
@@ -165,7 +155,7 @@ def build_chain(
     extra_inputs: Sequence[Sequence[Any]],
     parameters: Sequence[Sequence[Any]],
     updates_scales: bool,
-) -> PreparedChain | Unprepared:
+) -> PreparedChain | str:
     """Prepare a chain whose basic operations all have passes.
 
     Args:
@@ -183,9 +173,7 @@ def build_chain(
     for direction, indexed in (("forward", fusions.forward), ("backward", fusions.backward)):
         for op, _ in indexed:
             if not has_pass(op, direction):
-                return Unprepared(
-                    f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
-                )
+                return f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
     for op, indices in fusions.forward:
         op.pre_fuser_forward(requires_grad=indices[-1] >= first_with_backward)
     contexts = create_contexts(len(basic_ops), first_with_backward, x)
@@ -195,9 +183,7 @@ def build_chain(
     for op, read, own in zip(basic_ops, read_parameters, parameters, strict=True):
         # Gradients are returned in the order of `own_tensors`.
         if len(read) != len(own) or any(a is not b for a, b in zip(read, own, strict=True)):
-            return Unprepared(
-                f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
-            )
+            return f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
     # Checks that every call repeats, because they depend on more than the key (main_grad).
     checks = [
         partial(op.pre_fuser_forward, requires_grad=i >= first_with_backward)

@@ -2,21 +2,23 @@
 
 A container divides its modules into parts (`parts.py`) and calls the parts in order. A part is one of two kinds:
 
-- A fused chain: one or more consecutive operations. `fuser.py` runs the chain, and `chain.py` decides which operations
-  a kernel computes together.
+- A fused chain: one or more consecutive operations. An `OperationFuser` runs the chain (`fuser.py`, the next file to
+  read).
 - A single module: a module that is not an operation, such as torch.nn.Linear, or an operation that must be called as a
   module, for example because it has a hook (`intercepted_calls.py`).
+
+`Sequential.forward` runs a call, and `_find_parts` returns its parts.
 
 Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
 extra input, or an earlier operation provides it through a channel, a name that both operations set.
 
 Within `autocast`, operations and modules of this package use the recipe given to `autocast`.
 
-torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
-attributes of existing objects: higher-order operators such as checkpoints raise an error for such side effects. One
-exception: `FusibleOperation.connect` stores in an operation which of its channels lead to other parts, when it runs as
-a single module (`ContainerPart.call`), and clears this when it joins a chain (`disconnect`). If it has such channels,
-the container's first call after a hook is added or removed can therefore not be traced within a checkpoint.
+torch.compile sees the same parts. While it traces, no attributes of existing objects are assigned, because higher-order
+operators such as checkpoints raise an error for such side effects. One exception: an operation that runs as a single
+module stores the names of its channels that lead to other parts (`FusibleOperation.connect`), until it joins a chain
+(`disconnect`). If it has such channels, the container's first call after a hook is added or removed can therefore not
+be traced within a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,46 +37,6 @@ from .fuser import OperationFuser
 from .intercepted_calls import list_interceptable, unfused_reason
 from .operation import BasicOperation, FusedOperation, FusibleOperation
 from .parts import ContainerPart, call_parts, connecting_channels, disconnect
-
-
-class _CacheKey(NamedTuple):
-    """Everything that the division of a Sequential into parts depends on.
-
-    Channels are left out, because `_find_parts` makes them unchangeable.
-
-    Attributes:
-        modules: All modules of the container, in order (the values of `_modules`).
-        ops_and_basic_ops: The container's operations and their basic operations. The latter are included so that
-            replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
-        fusing_ops: The container's operations that fuse: nothing intercepts their calls or those of their basic
-            operations.
-    """
-
-    modules: list[torch.nn.Module | None]
-    ops_and_basic_ops: list[FusibleOperation]
-    fusing_ops: list[FusibleOperation]
-
-    def equals(self, other: _CacheKey) -> bool:
-        """Compare one list after the other: in torch 2.11, Dynamo cannot trace the comparison of tuples of lists."""
-        return (
-            self.modules == other.modules
-            and self.ops_and_basic_ops == other.ops_and_basic_ops
-            and self.fusing_ops == other.fusing_ops
-        )
-
-
-class _CachedParts(NamedTuple):
-    """Division of a Sequential into parts, valid for calls whose key is equal.
-
-    Attributes:
-        key: Key of the call that divided the container.
-        operations: Subset of `key.modules` that are operations.
-        parts: Fused chains and single modules, in order.
-    """
-
-    key: _CacheKey
-    operations: list[FusibleOperation]
-    parts: list[ContainerPart]
 
 
 class Sequential(CheckedLoading, torch.nn.Sequential):
@@ -360,6 +322,46 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         product = self[:]
         product *= count
         return product
+
+
+class _CacheKey(NamedTuple):
+    """Everything that the division of a Sequential into parts depends on.
+
+    Channels are left out, because `_find_parts` makes them unchangeable.
+
+    Attributes:
+        modules: All modules of the container, in order (the values of `_modules`).
+        ops_and_basic_ops: The container's operations and their basic operations. The latter are included so that
+            replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
+        fusing_ops: The container's operations that fuse: nothing intercepts their calls or those of their basic
+            operations.
+    """
+
+    modules: list[torch.nn.Module | None]
+    ops_and_basic_ops: list[FusibleOperation]
+    fusing_ops: list[FusibleOperation]
+
+    def equals(self, other: _CacheKey) -> bool:
+        """Compare one list after the other: in torch 2.11, Dynamo cannot trace the comparison of tuples of lists."""
+        return (
+            self.modules == other.modules
+            and self.ops_and_basic_ops == other.ops_and_basic_ops
+            and self.fusing_ops == other.fusing_ops
+        )
+
+
+class _CachedParts(NamedTuple):
+    """Division of a Sequential into parts, valid for calls whose key is equal.
+
+    Attributes:
+        key: Key of the call that divided the container.
+        operations: Subset of `key.modules` that are operations.
+        parts: Fused chains and single modules, in order.
+    """
+
+    key: _CacheKey
+    operations: list[FusibleOperation]
+    parts: list[ContainerPart]
 
 
 def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
