@@ -282,11 +282,11 @@ def linear_backward(
             dx, dy_rows = begin_input_gradient(product_operands, epilogue, spec)
     if produce_input is not None:
         dx, x = produce_input(dx)
+    if spec.communicates and spec.needs_grad_weight:
+        dy_columns = gather_columns(dy_columns, dy_rows)
+    del dy_rows
     dw = None
     if spec.needs_grad_weight:
-        if spec.communicates:
-            dy_columns = gather_columns(dy_columns, dy_rows)
-        del dy_rows
         # By default the saved form is the column-wise operand, which needs no call.
         casts_again = spec.keep_input or spec.input_columns == RECOMPUTED
         if casts_again or spec.backward != QUANTIZED or spec.communicates or offloading.used:
@@ -294,11 +294,14 @@ def linear_backward(
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
         left, right = to_operand(dy_columns), to_operand(x)
         del dy_columns, x
-        dtype, exact = spec.grad_weight_dtype or spec.dtype, spec.accumulation.grad_weight
-        dw = spec.weight_gradient.compute(left, right, exact, dtype, spec.inspector)
+        dw = spec.weight_gradient.compute(
+            left,
+            right,
+            exact=spec.accumulation.grad_weight,
+            dtype=spec.grad_weight_dtype or spec.dtype,
+            inspector=spec.inspector,
+        )
         del left, right
-    else:
-        del dy_rows, dy_columns
     if isinstance(dx, Pending):
         dx = end_input_gradient(dx, spec)
     return dx, dw, db

@@ -117,8 +117,9 @@ def norm_linear(
         two gradients.
     """
     if not spec.needs_grad:
-        tensors = (x, gamma, beta, weight, bias)
-        y, norm_output = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, tensors)
+        y, norm_output = run_without_saving(
+            NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias)
+        )
         return y, norm_output
     outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec, returns_residual)
     return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
@@ -138,8 +139,9 @@ class _NormLinear(Function):
         spec: NormLinearSpec,
         returns_residual: bool,
     ) -> Any:
-        tensors = (x, gamma, beta, weight, bias)
-        y, norm_output = run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, tensors)
+        y, norm_output = run_and_save(
+            NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias)
+        )
         ctx.returns_residual = returns_residual
         second = x if returns_residual else norm_output
         # torch 2.11 cannot trace the backward for an output that is None.
@@ -148,10 +150,10 @@ class _NormLinear(Function):
     @staticmethod
     @once_differentiable("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:
-        grads = (grad_output, grad_second, None)
-        if ctx.returns_residual:
-            grads = (grad_output, None, grad_second)
-        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, grads)
+        seconds = (None, grad_second) if ctx.returns_residual else (grad_second, None)
+        dx, dgamma, dbeta, dw, db = run_backward(
+            NORM_LINEAR_FUNCTIONS, ctx, (grad_output, *seconds)
+        )
         # An RMSNorm has no beta; spec and returns_residual have no gradients.
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None, None
 

@@ -451,9 +451,7 @@ class _NormMLP(Function):
     @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:
         run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
-        grads = (grad_output, grad_second, None)
-        if ctx.returns_residual:
-            grads = (grad_output, None, grad_second)
-        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, grads)
+        seconds = (None, grad_second) if ctx.returns_residual else (grad_second, None)
+        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, (grad_output, *seconds))
         # An RMSNorm has no beta; spec and returns_residual have no gradients.
         return None, None, dx, dgamma, dbeta if ctx.needs_input_grad[4] else None, *others
