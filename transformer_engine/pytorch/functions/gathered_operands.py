@@ -21,7 +21,7 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
-from ..tensor.quantizer import Matrix, Operands
+from ..tensor.quantizer import Operands, TransposedValues
 from .communication import Pending, begin
 from .deferred_columns import cast_columns
 from .linear_operands import (
@@ -59,7 +59,9 @@ def gather_quantized_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     else:
         # The backward pass computes the columns if the values are saved, or if only row-wise codes can be
         # gathered.
-        columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
+        columns = (
+            spec.needs_grad_weight and spec.backward_operands == QUANTIZED and not spec.keep_input
+        )
         x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
     if way == ROW_CODES:
         x_columns = x_rows  # the backward pass transposes the gathered rows
@@ -74,10 +76,10 @@ def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     quantization is not repeatable.
     """
     pending = begin_gather(x, spec)
-    if spec.plain and way == VALUES:
+    if spec.is_unquantized and way == VALUES:
         return pending, x if spec.needs_grad_weight else None
     shard, x = x, pending.wait()
-    columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
+    columns = spec.needs_grad_weight and spec.backward_operands == QUANTIZED and not spec.keep_input
     x_rows, x_columns = cast_input(x, spec, True, columns and way == ONCE)
     if way == VALUES:
         return x_rows, shard if spec.needs_grad_weight else None
@@ -91,7 +93,7 @@ def begin_gather_gradient(dy: Any, spec: LinearSpec) -> GradientOperands | Tenso
         Operands of dy [M, N], each possibly a `Pending` gather; or the gathered values, which each
         rank quantizes.
     """
-    quantizes = spec.backward == QUANTIZED and not spec.plain
+    quantizes = spec.backward_operands == QUANTIZED and not spec.is_unquantized
     if quantizes and gathers_gradient_codes(spec):
         return GradientOperands(_gather_gradient_codes(dy, spec), None)
     pending = begin_gather(dy, spec, dense=True)
@@ -123,7 +125,7 @@ def gather_columns(columns: Any, rows: Any) -> Any:
         return columns.wait()
     if columns is not None:
         return columns
-    return transposed_operand(rows) if isinstance(rows, Operand) else Matrix(rows)
+    return transposed_operand(rows) if isinstance(rows, Operand) else TransposedValues(rows)
 
 
 def saves_input_shard(spec: LinearSpec) -> bool:
@@ -135,8 +137,8 @@ def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
     """Begin to gather the saved x rows: values, codes by rows, or codes by columns [K, M / ranks]."""
     if offloading.used:
         wait_for_saved(x)
-    if spec.backward != QUANTIZED or spec.gather_input == VALUES:
-        return begin_gather(x.values if isinstance(x, Matrix) else x, spec)
+    if spec.backward_operands != QUANTIZED or spec.gather_input == VALUES:
+        return begin_gather(x.values if isinstance(x, TransposedValues) else x, spec)
     by_rows = spec.gather_input == ROW_CODES
     if spec.keep_input:
         rows, columns = cast_input(x.values, spec, by_rows, not by_rows)
@@ -151,15 +153,15 @@ def input_column_operand(x: Any, spec: LinearSpec) -> Any:
     if way is None and offloading.used:
         wait_for_saved(x)
     if spec.input_columns == RECOMPUTED:
-        return cast_columns(x, spec.input)
-    keeps_values = spec.keep_input or spec.backward == HIGH_PRECISION
-    if keeps_values and (way == VALUES or isinstance(x, Matrix)):
+        return cast_columns(x, spec.input_quantizer)
+    keeps_values = spec.keep_input or spec.backward_operands == HIGH_PRECISION
+    if keeps_values and (way == VALUES or isinstance(x, TransposedValues)):
         x = dequantized(x, spec.dtype)
-    if spec.backward != QUANTIZED:
+    if spec.backward_operands != QUANTIZED:
         if way == VALUES and not keeps_values:
             # The forward pass multiplied these codes; the backward pass multiplies their values.
             x, _ = cast_input(x, spec, True, False)
-        return Matrix(dequantized(x, spec.dtype))
+        return TransposedValues(dequantized(x, spec.dtype))
     if way == ROW_CODES:
         return transposed_operand(x)
     if way == VALUES or (way is None and spec.keep_input):

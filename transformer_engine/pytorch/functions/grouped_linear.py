@@ -104,20 +104,22 @@ def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any
     layer = call.spec.layer
     rows: Any
     columns: Any
-    if layer.plain:
+    if layer.is_unquantized:
         rows = columns = x
     else:
         # One kernel reads x once for both directions.
         quantizes_columns = (
-            layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
+            layer.needs_grad_weight
+            and layer.backward_operands == QUANTIZED
+            and not layer.keep_input
         )
         rows, columns = cast_groups(x, call, "input", rowwise=True, columnwise=quantizes_columns)
     if not (saves and layer.needs_grad_weight):
         return rows, None
     saved = columns
-    if layer.keep_input or layer.backward == HIGH_PRECISION:
+    if layer.keep_input or layer.backward_operands == HIGH_PRECISION:
         saved = values_of_groups(x, call)
-    elif layer.backward == DEQUANTIZED and not layer.plain:
+    elif layer.backward_operands == DEQUANTIZED and not layer.is_unquantized:
         saved = operands_of_trained_weights(rows, call)
     if offloading.synchronizer is not None and saved is not x:
         mark_ready(saved)  # an offloading context may begin to copy it to the host
@@ -133,19 +135,19 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
         unquantized layer, and the row-wise codes for DEQUANTIZED.
     """
     layer = call.spec.layer
-    if layer.plain:
+    if layer.is_unquantized:
         rows = columns = convert_weights(weights, call)
     else:
-        quantizes_columns = layer.needs_grad_input and layer.backward == QUANTIZED
+        quantizes_columns = layer.needs_grad_input and layer.backward_operands == QUANTIZED
         rows, columns = cast_groups(
             weights, call, "weight", rowwise=True, columnwise=quantizes_columns
         )
     if not (saves and layer.needs_grad_input):
         return rows, None
     saved = columns
-    if layer.backward == DEQUANTIZED:
+    if layer.backward_operands == DEQUANTIZED:
         saved = rows
-    elif layer.backward == HIGH_PRECISION and not layer.plain:
+    elif layer.backward_operands == HIGH_PRECISION and not layer.is_unquantized:
         saved = convert_weights(weights, call)
     if offloading.synchronizer is not None:
         keep_weight(saved)  # an offloading context leaves weights on the device
@@ -174,7 +176,7 @@ def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]
         else None
     )
     rows = columns = dy
-    quantizes = layer.backward == QUANTIZED and not layer.plain
+    quantizes = layer.backward_operands == QUANTIZED and not layer.is_unquantized
     if quantizes and (layer.needs_grad_input or layer.needs_grad_weight):
         # dy_g [M_g, N] row-wise for dx_g, and column-wise [N, M_g] for dw_g.
         rows, columns = cast_groups(
@@ -189,7 +191,7 @@ def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]
     if layer.needs_grad_input:
         if offloading.used:
             wait_for_saved(w)
-        if layer.backward == DEQUANTIZED and not layer.plain:
+        if layer.backward_operands == DEQUANTIZED and not layer.is_unquantized:
             w = values_of_groups(w, call)
         # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g row-wise, w_g column-wise.
         dx = product_of_groups(rows, w, call, "grad_input")
@@ -198,7 +200,7 @@ def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]
     del rows, w
     dw = None
     if layer.needs_grad_weight:
-        if offloading.used or layer.keep_input or layer.backward != QUANTIZED:
+        if offloading.used or layer.keep_input or layer.backward_operands != QUANTIZED:
             x = _column_operand(x, call)
         # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both column-wise. It is returned, accumulated into main_grad, or
         # delayed.
@@ -215,9 +217,9 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
     layer = call.spec.layer
     if offloading.used:
         wait_for_saved(x)
-    if layer.keep_input and layer.backward == QUANTIZED and not layer.plain:
+    if layer.keep_input and layer.backward_operands == QUANTIZED and not layer.is_unquantized:
         return cast_groups(x, call, "input", rowwise=False, columnwise=True)[1]
-    if layer.backward == DEQUANTIZED and not (layer.keep_input or layer.plain):
+    if layer.backward_operands == DEQUANTIZED and not (layer.keep_input or layer.is_unquantized):
         return values_of_groups(x, call)
     return x
 

@@ -127,7 +127,11 @@ def gradients_of_key(key: str) -> tuple[bool, ...]:
 
 def _quantizers(spec: GroupedSpec) -> list[Quantizer]:
     """Return the input and weight quantizers."""
-    return [quantizer for group in spec.groups for quantizer in (group.input, group.weight)]
+    return [
+        quantizer
+        for group in spec.groups
+        for quantizer in (group.input_quantizer, group.weight_quantizer)
+    ]
 
 
 def _repeats(quantizer: Quantizer) -> bool:
@@ -168,13 +172,20 @@ def _with_states(
         return copied
 
     groups: list[LinearSpec] = [
-        replace_fields(g, input=of(g.input), weight=of(g.weight), grad_output=of(g.grad_output))
+        replace_fields(
+            g,
+            input_quantizer=of(g.input_quantizer),
+            weight_quantizer=of(g.weight_quantizer),
+            grad_output_quantizer=of(g.grad_output_quantizer),
+        )
         for g in kernel.spec.groups
     ]
     merged = kernel.spec.quantizers
     if merged.input is not None:
         merged = GroupedQuantizers.merged(
-            [g.input for g in groups], [g.weight for g in groups], [g.grad_output for g in groups]
+            [g.input_quantizer for g in groups],
+            [g.weight_quantizer for g in groups],
+            [g.grad_output_quantizer for g in groups],
         )
     return replace(kernel.spec, groups=tuple(groups), quantizers=merged), maxima
 

@@ -69,7 +69,7 @@ def grouped_spec_of_call(call: Call) -> GroupedSpec:
                 [product.weight for product in products],
                 [product.grad_output for product in products],
             )
-        features = _features(call, of_weights, of_biases, quantizers, groups[0].backward)
+        features = _features(call, of_weights, of_biases, quantizers, groups[0].backward_operands)
         request = _request(call, features, of_weights[0], quantizers)
         in_one_launch = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
@@ -78,7 +78,7 @@ def grouped_spec_of_call(call: Call) -> GroupedSpec:
         first,
         needs_grad_weight=any(group.needs_grad_weight for group in groups),
         needs_grad_bias=any(group.needs_grad_bias for group in groups),
-        plain=all(group.plain for group in groups),
+        is_unquantized=all(group.is_unquantized for group in groups),
     )
     return GroupedSpec(
         groups,
@@ -123,9 +123,9 @@ def _groups(
         specs.append(
             replace_fields(
                 first,
-                input=product.input,
-                weight=product.weight,
-                grad_output=product.grad_output,
+                input_quantizer=product.input,
+                weight_quantizer=product.weight,
+                grad_output_quantizer=product.grad_output,
                 weight_gradient=gradient,
                 needs_grad_input=call.records and call.input.requires_grad,
                 needs_grad_weight=call.records and weight.requires_grad,
@@ -133,7 +133,7 @@ def _groups(
                 and bias is not None
                 and bias.requires_grad
                 and not config.return_bias,
-                plain=product is UNQUANTIZED
+                is_unquantized=product is UNQUANTIZED
                 and not (weight.is_quantized or call.input.is_quantized),
                 inspector=product.inspector,
             )
@@ -200,7 +200,8 @@ def fitting_groups(
     n, k = spec.extents
     groups = []
     for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
-        reason = unsupported_product_reason(group, m, k, n)
+        quantizers = group.input_quantizer, group.weight_quantizer, group.grad_output_quantizer
+        reason = unsupported_product_reason(quantizers, m, k, n)
         if reason is not None:
             said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
             warn_once("group", f"GroupedLinear {said}")

@@ -26,12 +26,11 @@ from ..compat.replaceable import watched
 from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.linear_spec import replace_fields
+from ..functions.linear_spec import LinearSpec, replace_fields
 from ..functions.norm_linear import (
     NORM_LINEAR_FUNCTIONS,
     NormLinearSpec,
     norm_linear,
-    residual_unsupported_reason,
 )
 from ..functions.normalization import Norm
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -215,9 +214,8 @@ class LayerNormLinear(ProductsModule):
         """Return the outputs of `forward`, and inp, which the caller uses as the residual.
 
         The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd
-        launches no kernel for the sum, unless `residual_unsupported_reason` (`functions/norm_linear.py`) has a
-        reason. A caller that calls this method instead of the module checks `is_unintercepted`
-        (`compat/replaceable.py`).
+        launches no kernel for the sum, unless `residual_unsupported_reason` has a reason. A caller that calls this
+        method instead of the module checks `is_unintercepted` (`compat/replaceable.py`).
         """
         options: Options = (is_first_microbatch, fp8_output, fp8_grad)
         if not (
@@ -340,6 +338,35 @@ class LayerNormLinear(ProductsModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def residual_unsupported_reason(
+    linear: LinearSpec,
+    norm_input: Tensor,
+    layer_input: Tensor,
+    returns_norm_output: bool,
+    is_patched: bool,
+) -> str | None:
+    """Reason why the norm's backward kernel cannot add the gradient of the residual; None if it can.
+
+    Args:
+        linear: The linear layer that reads norm(x).
+        norm_input: x, the layer's input in the dtype of the layer.
+        layer_input: Input of the layer, which is the residual.
+        returns_norm_output: The layer returns norm(x), which the caller may use as the residual instead.
+        is_patched: A program has monkey-patched functions of the layer (`compat/by_name.py`).
+    """
+    if returns_norm_output:
+        return "the layer returns norm(x), whose gradient the node receives instead"
+    if norm_input is not layer_input:
+        return "the layer converts its input to another dtype"
+    if type(layer_input) is not Tensor:
+        return f"the input is a {type(layer_input).__name__}, and autograd wraps subclasses that are returned"
+    if not (linear.needs_grad_input and layer_input.requires_grad):
+        return "the input needs no gradient"
+    if linear.traced:
+        return "a compiler traces the call, and fuses the sum itself"
+    return "a program has replaced functions of the layer" if is_patched else None
 
 
 def _warn_of_fp8_grad(fp8_grad: Any) -> None:

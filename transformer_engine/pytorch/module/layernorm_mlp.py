@@ -27,7 +27,6 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_linear import residual_unsupported_reason
 from ..functions.norm_mlp import (
     NORM_MLP_FUNCTIONS,
     NormMLPSpec,
@@ -42,6 +41,7 @@ from ._common import apply_normalization
 from .arguments import FLAG_TYPES, accepts, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
+from .layernorm_linear import residual_unsupported_reason
 from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values

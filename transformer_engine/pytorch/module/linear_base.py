@@ -468,7 +468,9 @@ class ProductsModule(TransformerEngineBaseModule):
         self, key: str, weight: Tensor, spec: LinearSpec, first: bool
     ) -> LinearSpec:
         """Return the spec with the weight as quantized for the first microbatch of the step."""
-        cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
+        cached = self.numerics.cached_weight(
+            key, weight, spec.weight_quantizer, spec.needs_grad_input, first
+        )
         if cached is None:
             return spec
         parts = tuple([part for part in cached.flatten()[0] if part is not None])

@@ -145,7 +145,7 @@ def build_from_key(build: Callable[[Call], Any], key: tuple[Any, ...]) -> Any:
     facts = [None if fields is None else Facts._make(fields) for fields in tensors]
     if counts is not None:
         facts = [fact for fact, count in zip(facts, counts, strict=True) for _ in range(count)]
-    return build(Call(*settings, Facts._make(x), tuple(facts)))
+    return build(Call._make((*settings, Facts._make(x), tuple(facts), None, False)))
 
 
 def check_call(call: Call, features: int) -> None:
@@ -348,7 +348,7 @@ def product_spec(
         results: Which results are quantized: its output and its input's gradient.
         shard: Rows in its sharded matrix on this rank, with sequence parallelism.
     """
-    output, grad_input = quantized_results(quantizers, *results)
+    output_quantizer, grad_input_quantizer = quantized_results(quantizers, *results)
     active, inp = call.active, call.input
     if not call.traced and inp.device.type == "cuda":
         run_backward_on_calling_thread()
@@ -359,13 +359,15 @@ def product_spec(
         parallel,
         weight_gradient(call, number),
         needs,
-        output=output,
-        grad_input=grad_input,
+        output_quantizer=output_quantizer,
+        grad_input_quantizer=grad_input_quantizer,
         grad_weight_dtype=weight.dtype,
         keep_input=keeps_input(call),
         scale_update=update,
         traced=call.traced,
-        plain=(quantizers is UNQUANTIZED and not (weight.is_quantized or inp.is_quantized)),
+        is_unquantized=(
+            quantizers is UNQUANTIZED and not (weight.is_quantized or inp.is_quantized)
+        ),
         may_run_again=call.gradients is None,
     )
     is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1

@@ -1,7 +1,7 @@
 """OperationFuser: runs a chain of operations as one differentiable function.
 
 A chain is a list of consecutive operations in a `Sequential` (`sequential.py`), or a single operation that is called by
-itself. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
+itself (`FusibleOperation.forward`). The fuser replaces each fused operation, such as `Linear`, by its basic operations.
 
 **A call** (`OperationFuser.__call__`) runs in one of two ways:
 
@@ -14,12 +14,21 @@ itself. The fuser replaces each fused operation, such as `Linear`, by its basic 
 A segment is either several consecutive operations of this package, or one operation whose methods a user wrote; a
 segment of the second kind runs these methods. A channel between two operations separates their segments.
 
-Three functions return reasons to run in segments: `_reason_for_all_calls` for all calls of the chain,
-`_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key.
+Three functions return reasons to run in segments:
+
+| function | reason for | examples |
+| --- | --- | --- |
+| `_reason_for_all_calls` | all calls of the chain | methods of a user, channels |
+| `_reason_for_call` | one call | keyword arguments, torch.compile, te.explain |
+| `build_chain` (`prepared_chain.py`) | all calls with one key | a registered fusion with methods of a user |
 
 **What is computed together** is decided in `chain.py`, the next file to read, for prepared chains and segments alike.
 Two neighboring operations in a table (`passes/patterns.py`) are one step. Otherwise the kernel of a norm, an activation
 or a bias gradient may quantize its result for the next operation.
+
+`first_with_backward`, in this file and others, is the index of the first basic operation that the backward pass
+reaches: the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients
+are disabled, the index is the number of basic operations.
 
 **Registered fusions.** Users register functions that replace basic operations by `FusedOperation`s, in both passes or
 in one of them (`fusions.py`). They are applied for each new key, and in each call in segments, unless nothing that they
@@ -32,10 +41,6 @@ the first two functions above, for which the chain would run in segments without
 
 While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
 checkpoints, raise an error for such side effects.
-
-`first_with_backward`, in this file and others, is the index of the first basic operation that the backward pass
-reaches: the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients
-are disabled, the index is the number of basic operations.
 """
 
 from __future__ import annotations
@@ -84,7 +89,7 @@ __all__ = [
 _INTERVENTION = (
     "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 )
-# Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
+# Prepared chains per fuser. A full cache is cleared. It fills if shapes vary: then each call builds its passes.
 _MAX_PREPARED = 64
 
 
@@ -92,15 +97,14 @@ class OperationFuser:
     """Runs consecutive operations as one differentiable function.
 
     Args:
-        ops: The operations in order. Of a fused operation the fuser runs the basic operations, not its own
-            `fuser_forward` and `fuser_backward`.
+        ops: The operations in order.
         channels: Channel names that connect these operations with other parts of the container. The caller
             passes and receives the tensors of these channels as extra inputs and outputs (see `Links`).
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller passes.
         forward_fusion_functions: Functions from `register_forward_fusion`. All fusers share this list and the next
-            two, which change by registration only.
+            two, which change by registration only (`fusions.py`).
         backward_fusion_functions: Functions from `register_backward_fusion`.
         forward_backward_fusion_functions: Functions from `register_forward_backward_fusion`.
     """
@@ -119,15 +123,15 @@ class OperationFuser:
         self.channels = channels
         self._links = Links(self._basic_ops, channels)
         # Reason why all calls run in segments, or None.
-        self._reason_never_prepared = _reason_for_all_calls(self._basic_ops, self._links)
+        self._reason_against_preparing = _reason_for_all_calls(self._basic_ops, self._links)
         self.num_extra_inputs: int = len(self._links.public_inputs)
-        # A fuser that is created in a graph is discarded after the trace, so its operations stay changeable.
+        # A fuser that is created in a graph is discarded after the trace, so channels may still change.
         if not torch.compiler.is_compiling():
             for op in self._basic_ops:
                 op.fix_channels()
 
         # Operations whose `pre_first_fuser_forward` has not run yet: all until the first call in eager mode, then none.
-        self._uninitialized: Sequence[FusibleOperation] = list(ops)
+        self._ops_to_initialize: Sequence[FusibleOperation] = list(ops)
         # The recipe that the operations use from one call to the next.
         self._applied_recipe = AppliedRecipe(self._basic_ops)
 
@@ -174,11 +178,11 @@ class OperationFuser:
         # Check and convert the values; clone a tensor that must not be written in place.
         if extra_inputs:
             extra_inputs = self._links.convert_extra_inputs(input, extra_inputs)
-        if self._uninitialized:
-            initialize_operations(self._uninitialized)
+        if self._ops_to_initialize:
+            initialize_operations(self._ops_to_initialize)
             if not torch.compiler.is_compiling():
-                self._uninitialized = ()
-        # The reason and the key below depend on the quantizers that the recipe creates.
+                self._ops_to_initialize = ()
+        # Creates the quantizers, on which the reason (`_applied_recipe.stateful`) and the key of the chain depend.
         state = self._apply_recipe()
         reason = self._reason_for_call(basic_op_kwargs)
         if reason is None:
@@ -219,9 +223,9 @@ class OperationFuser:
         return state
 
     def _reason_for_call(self, options: list[dict[str, Any]] | None) -> str | None:
-        """Reason why a call runs in segments; None if it runs prepared, unless `build_chain` rejects its key."""
-        if self._reason_never_prepared is not None:
-            return self._reason_never_prepared
+        """Reason why a call runs in segments; None if it runs prepared, unless `build_chain` returns a reason."""
+        if self._reason_against_preparing is not None:
+            return self._reason_against_preparing
         if options is not None and any(options):
             return "the call has keyword arguments"
         if torch.compiler.is_compiling():
@@ -324,11 +328,9 @@ class OperationFuser:
         if x.requires_grad:
             return 0
         extra_by_operation = self._links.by_operation(extra_inputs)
-        for index, (own_parameters, own_extra) in enumerate(
-            zip(parameters, extra_by_operation, strict=True)
-        ):
-            tensors = [*own_parameters, *[tensor for tensor in own_extra if tensor is not None]]
-            if any(tensor.requires_grad for tensor in tensors):
+        for index, tensors in enumerate(zip(parameters, extra_by_operation, strict=True)):
+            own_tensors = [tensor for group in tensors for tensor in group if tensor is not None]
+            if any(tensor.requires_grad for tensor in own_tensors):
                 return index
         return len(self._basic_ops)
 

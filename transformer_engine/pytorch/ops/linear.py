@@ -5,19 +5,18 @@
 | None, "column", or any mode with one rank | `BasicLinear`, `Bias` |
 | "row" with several ranks | `BasicLinear`, `Bias`, `AllReduce` (with sequence parallelism `ReduceScatter`) |
 
-This file chooses the operations, owns their parameters and translates state-dict keys. The operations compute y and the
-gradients, in the order in which these files may be read next:
+This file chooses the operations, owns their parameters and translates state-dict keys. `forward` is inherited
+(`operation.py`): alone, the layer runs as a chain of its own; in a `Sequential`, as a part of the container's chain
+(`fuser.py`). A call has three steps:
 
-1. `BasicLinear` (`basic/basic_linear.py`) owns the quantizers of the recipe. Its method `passes` returns a
-   `LinearPasses`, which holds the forward and the backward function of the operation for one kind of call
-   (`passes/linear.py`). `Bias` likewise has `BiasPasses` (`passes/bias.py`).
-2. `LinearPasses` calls `functions/linear.py`, which quantizes the operands and computes the products.
-3. `passes/patterns.py` adds the bias in the epilogue of the product.
+1. The method `passes` of each operation returns its forward and backward function for one kind of call: `LinearPasses`
+   (`passes/linear.py`) and `BiasPasses` (`passes/bias.py`). The recipe's quantizers belong to `BasicLinear`
+   (`recipe_slots.py`).
+2. `passes/patterns.py` adds the bias in the epilogue of the product.
+3. `LinearPasses` calls `functions/linear.py`, which quantizes the operands and multiplies.
 
 `Linear` owns the parameters that these operations read (`lent_parameters.py`), so that torch's tools find
-`weight` and `bias` as in torch.nn.Linear. State dicts use the keys of NVIDIA's Transformer Engine, which
-contain the index of the operation ("basic_ops.0.weight"). The keys of torch.nn.Linear ("weight", "bias") can
-be loaded too.
+`weight` and `bias` as in torch.nn.Linear.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _FSDP_PREFIX = "_fsdp_wrapped_module."
 
 
 class Linear(PassFusedOperation):
-    """y = x @ weight.T + bias over the last dimension of x.
+    """Compute y [.., out_features] = x [.., in_features] @ weight.T + bias.
 
     State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" can be loaded
     too. Within torch.distributed.fsdp.FullyShardedDataParallel, which looks parameters up by their names, the
@@ -59,8 +58,8 @@ class Linear(PassFusedOperation):
         in_features: Size of the last input dimension, over all ranks.
         out_features: Size of the last output dimension, over all ranks.
         bias: Add a bias.
-        device: Parameter device, by default the GPU if there is one. With "meta" the first forward pass
-            allocates the parameters.
+        device: Parameter device, by default the GPU if there is one, unlike torch.nn. With "meta" the first forward
+            pass allocates the parameters.
         dtype: Parameter dtype, by default torch's default dtype.
         tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
@@ -87,7 +86,7 @@ class Linear(PassFusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        # Checks the arguments and says which mode is in effect. `BasicLinear` and `Bias` derive the same from them.
+        # Raises an error for invalid arguments. `parallel.mode` is None with one rank.
         parallel = create_tensor_parallel(
             tensor_parallel_mode,
             tensor_parallel_group,
@@ -96,7 +95,6 @@ class Linear(PassFusedOperation):
             out_features,
         )
         has_bias = to_bool("bias", bias)
-        # Not the argument `tensor_parallel_mode`: with one rank `parallel` has no mode.
         is_row_parallel = parallel.mode == "row"
         linear_options: dict[str, Any] = {
             "device": device,
@@ -180,7 +178,10 @@ class Linear(PassFusedOperation):
         super().register_parameter(name, param)
 
     def _check_bias(self, name: str, value: Any) -> None:
-        """Raise ValueError if no operation would add the bias. `_has_bias` is unset during construction."""
+        """Raise ValueError if no operation would add the bias.
+
+        `_has_bias` is unset during construction, when `self._has_bias` would raise an error.
+        """
         if name == "bias" and value is not None and not self.__dict__.get("_has_bias", True):
             raise ValueError("this Linear has no bias; construct it with bias=True")
 
@@ -209,8 +210,8 @@ class Linear(PassFusedOperation):
         if _FSDP_PREFIX in prefix:
             return
         for keys in self._parameter_keys(prefix):
-            if keys.own in destination:
-                destination[keys.saved] = destination.pop(keys.own)
+            if keys.torch_key in destination:
+                destination[keys.indexed_key] = destination.pop(keys.torch_key)
 
     def _load_from_state_dict(
         self,
@@ -230,26 +231,26 @@ class Linear(PassFusedOperation):
         all_keys = self._parameter_keys(prefix)
         moved: dict[str, str] = {}
         for keys in all_keys:
-            if keys.saved not in state_dict:
+            if keys.indexed_key not in state_dict:
                 continue
             parameter = self._parameters.get(keys.name)  # None if parametrized
-            # Two entries are an error, unless the one under `keys.own` is the parameter itself:
+            # Two entries are an error, unless the one under `torch_key` is the parameter itself:
             # torch.distributed.checkpoint.state_dict adds this entry.
-            if keys.own in state_dict and state_dict[keys.own] is not parameter:
+            if keys.torch_key in state_dict and state_dict[keys.torch_key] is not parameter:
                 raise RuntimeError(
-                    f"the state dict has {keys.own} and {keys.saved}, which are the same parameter of Linear; remove "
-                    "one of them"
+                    f"the state dict has {keys.torch_key} and {keys.indexed_key}, which are the same parameter of "
+                    "Linear; remove one of them"
                 )
             # `load_state_dict` passes a shallow copy. Without `pop`, `BasicLinear` would report the key as unexpected.
-            state_dict[keys.own] = _sharded_as(parameter, state_dict.pop(keys.saved))
-            moved[keys.own] = keys.saved
+            state_dict[keys.torch_key] = _sharded_as(parameter, state_dict.pop(keys.indexed_key))
+            moved[keys.torch_key] = keys.indexed_key
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         # Report keys as the state dict had them, and missing ones as `_save_to_state_dict` writes them.
         unexpected_keys[:] = [moved.get(key, key) for key in unexpected_keys]
         if _FSDP_PREFIX not in prefix:
-            reported = {keys.own: keys.saved for keys in all_keys}
+            reported = {keys.torch_key: keys.indexed_key for keys in all_keys}
             missing_keys[:] = [reported.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
@@ -261,21 +262,21 @@ class _ParameterKeys(NamedTuple):
 
     Attributes:
         name: Parameter name, such as "weight".
-        own: Key by the parameter name: prefix + "weight".
-        saved: Key by the basic operation: prefix + "basic_ops.0.weight".
+        torch_key: Key as in torch.nn.Linear: prefix + "weight".
+        indexed_key: Key with the index of the basic operation: prefix + "basic_ops.0.weight".
     """
 
     name: str
-    own: str
-    saved: str
+    torch_key: str
+    indexed_key: str
 
 
 def _sharded_as(parameter: Any, value: Any) -> Any:
     """Shard a full value like a DTensor parameter, without communication.
 
     `torch.distributed.checkpoint.state_dict` shards a value only if its key is the parameter's name, so not one under
-    `_ParameterKeys.saved`. A value that is a DTensor already, or whose
-    parameter is a plain tensor, is returned unchanged.
+    `_ParameterKeys.indexed_key`. A value that is a DTensor already, or whose parameter is a plain tensor, is returned
+    unchanged.
     """
     if (
         not is_distributed(parameter)

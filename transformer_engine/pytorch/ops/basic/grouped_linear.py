@@ -336,7 +336,9 @@ class GroupedLinear(PassOperation):
             groups.append(replace_fields(spec, **of_bias))
             if given is not None and enabled:
                 spec = linear_spec(call, dtype, None, *product, plain, first.dtype)
-                unquantized.append(replace_fields(spec, **of_bias, backward=groups[-1].backward))
+                unquantized.append(
+                    replace_fields(spec, **of_bias, backward_operands=groups[-1].backward_operands)
+                )
         quantizers, features = GroupedQuantizers(), self._features(call, groups[0])
         if enabled and forward and not call.traced:
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)
@@ -380,7 +382,7 @@ class GroupedLinear(PassOperation):
             QUANTIZED_PARAMETERS: any(issubclass(kind, QuantizedTensorStorage) for kind in kinds),
             OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter, *[torch.Tensor] * stacked},
             CALIBRATION: call.state.calibrating and not call.state.enabled,
-            OTHER_BACKWARD: group.backward != "quantized",
+            OTHER_BACKWARD: group.backward_operands != "quantized",
             SCALED_BIAS: self._scale_bias,
         }
         return tuple([feature for feature, used in found.items() if used])

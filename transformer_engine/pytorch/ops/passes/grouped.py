@@ -110,7 +110,11 @@ class GroupedKind:
         groups, (n, k) = list(self.spec.groups), self.spec.extents
         for i, unquantized in enumerate(self.spec.unquantized):
             group = groups[i]
-            quantizers = (group.input, group.weight, group.grad_output)
+            quantizers = (
+                group.input_quantizer,
+                group.weight_quantizer,
+                group.grad_output_quantizer,
+            )
             if not fitting("GroupedLinear", quantizers, rows[i], k, n, group.traced):
                 groups[i] = unquantized
         return tuple(groups)
