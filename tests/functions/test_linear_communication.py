@@ -110,7 +110,7 @@ QUANTIZED = itertools.product(
 def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(
     plain, keep_input, backward, way, device, events
 ):
-    options = {"gather_input": way, "backward": backward, "keep_input": keep_input}
+    options = {"gather_input": way, "backward_operands": backward, "keep_input": keep_input}
     forward, back, saved = passes(events, "column", way, device, plain, **options)
     assert forward == ["all_gather begins", "all_gather ends", "product"]
     assert back == [

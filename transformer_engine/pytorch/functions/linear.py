@@ -226,10 +226,9 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Saved]:
     if spec.weight_columns == RECOMPUTED:  # chosen only where dx is needed
         return cast_rows(weight, spec.weight_quantizer)
     needs_columns = spec.needs_grad_input and spec.backward_operands == QUANTIZED
-    w_rows, w_columns = weight_operands(weight, spec, needs_columns)
+    w_rows, saved = weight_operands(weight, spec, needs_columns)
     if not spec.needs_grad_input:
         return w_rows, None
-    saved: Any = w_columns
     if spec.backward_operands == DEQUANTIZED:
         saved = w_rows
     elif spec.backward_operands == HIGH_PRECISION:
@@ -338,8 +337,10 @@ def prepare_gradient(dy: Any, spec: LinearSpec) -> GradientOperands:
             codes, db = column_sums(as_matrix(dy), dtype, cast)
             return GradientOperands(spec.grad_output_quantizer.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)
-    operands = cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight)
-    return GradientOperands(operands, db)
+    return GradientOperands(
+        cast_gradient(dy, spec, rowwise=spec.needs_grad_input, columnwise=spec.needs_grad_weight),
+        db,
+    )
 
 
 def _epilogue(

@@ -207,14 +207,11 @@ def norm_forward(
         return *norm.forward(x, gamma, beta), None
     is_produced_again = linear.input_columns == PRODUCED
     # The cast describes row-wise codes, which y reads, and column-wise codes if they are saved for dw.
-    quantizer = linear.input_quantizer
-    cast = (
-        quantizer.cast(rowwise=True, columnwise=False) if is_produced_again else input_cast(linear)
-    )
+    cast = linear.input_quantizer.cast(True, False) if is_produced_again else input_cast(linear)
     assert cast is not None  # `choose_norm_mode` returns FUSED_CAST only for layers with a cast
     codes, mean, rstdev = norm.forward(x, gamma, beta, cast)
     multiplier_or_amax = save_multiplier_or_amax(cast, codes, x) if is_produced_again else None
-    return quantizer.adopt(codes, x.dtype), mean, rstdev, multiplier_or_amax
+    return linear.input_quantizer.adopt(codes, x.dtype), mean, rstdev, multiplier_or_amax
 
 
 def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]:
