@@ -303,19 +303,30 @@ def _register_while_tracing(
     def group_states(key: str) -> tuple[Any, ...]:
         return module.numerics.delayed_states(key) if recipe is not None else ()
 
-    def padded(inputs: list[Any]) -> list[Any]:
-        return [*inputs, *[None] * (3 - len(inputs))]  # a layer without biases
+    def forward(call: GroupedCall, inputs: Sequence[Tensor], **options: bool) -> Sequence[Any]:
+        x, *tensors = inputs
+        weights, biases = tensors[: counts[0]], tensors[counts[0] :]
+        return grouped_linear_forward(
+            x,
+            weights[0] if spec.stacked_weight else weights,
+            biases[0] if biases and spec.stacked_bias else biases or None,
+            call=call,
+            **options,
+        )
+
+    def backward(call: GroupedCall, operands: list[Any]) -> list[Tensor | None]:
+        gradients: list[Tensor | None] = []
+        results = grouped_linear_backward(operands, call)
+        for result, count in zip(results, (1, *counts), strict=True):
+            group_gradients = result if isinstance(result, list) else [result] + [None] * count
+            gradients += group_gradients[:count]
+        return gradients
 
     kernel = GroupedKernel(
         spec=spec,
-        inference=lambda call, inputs: grouped_linear_forward(
-            *padded(inputs), call=call, saves=False
-        )[0],
-        again=lambda call, inputs: [
-            *grouped_linear_forward(*padded(inputs), call=call, compute_y=False)[1:]
-        ],
-        backward=lambda call, operands: grouped_linear_backward(operands, call),
-        lists=tuple([count for count in counts if count]),
+        inference=lambda call, inputs: forward(call, inputs, saves=False)[0],
+        again=lambda call, inputs: [*forward(call, inputs, compute_y=False)[1:]],
+        backward=backward,
         present=(groups[0].needs_grad_input, *weights, *biases),
         call=call,
         states=(group_states("scaling_fwd"), group_states("scaling_bwd")),

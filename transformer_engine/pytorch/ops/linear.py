@@ -22,7 +22,7 @@ This file chooses the operations, owns their parameters and translates state-dic
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -185,10 +185,15 @@ class Linear(PassFusedOperation):
         if name == "bias" and value is not None and not self.__dict__.get("_has_bias", True):
             raise ValueError("this Linear has no bias; construct it with bias=True")
 
-    def _parameter_keys(self, prefix: str) -> list[_ParameterKeys]:
-        """State-dict keys for each parameter that `Linear` owns."""
+    def _parameter_keys(self, prefix: str) -> dict[str, str]:
+        """State-dict keys of the parameters that `Linear` owns.
+
+        Returns:
+            {key as in torch.nn.Linear, prefix + "weight": key with the index of the basic operation,
+            prefix + "basic_ops.0.weight"}.
+        """
         operations = self.basic_operations()
-        keys: list[_ParameterKeys] = []
+        keys: dict[str, str] = {}
         for name, index in _OPERATION_INDEX.items():
             # A parametrization removes the name from `_parameters`. None means that there is no bias.
             is_none = name in self._parameters and self._parameters[name] is None
@@ -196,11 +201,8 @@ class Linear(PassFusedOperation):
                 continue
             # A user may have replaced the operation, for example `linear.basic_ops[0] = LoRA(..)`. If the new
             # one owns a parameter of this name, it saves and loads the parameter itself.
-            if name in operations[index]._parameters:
-                continue
-            keys.append(
-                _ParameterKeys(name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}")
-            )
+            if name not in operations[index]._parameters:
+                keys[f"{prefix}{name}"] = f"{prefix}basic_ops.{index}.{name}"
         return keys
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -209,9 +211,9 @@ class Linear(PassFusedOperation):
         # FullyShardedDataParallel looks the entries up by parameter name (class docstring), so they keep these keys.
         if _FSDP_PREFIX in prefix:
             return
-        for keys in self._parameter_keys(prefix):
-            if keys.torch_key in destination:
-                destination[keys.indexed_key] = destination.pop(keys.torch_key)
+        for torch_key, indexed_key in self._parameter_keys(prefix).items():
+            if torch_key in destination:
+                destination[indexed_key] = destination.pop(torch_key)
 
     def _load_from_state_dict(
         self,
@@ -228,54 +230,39 @@ class Linear(PassFusedOperation):
         Raises:
             RuntimeError: The state dict has a parameter under both keys.
         """
-        all_keys = self._parameter_keys(prefix)
+        keys = self._parameter_keys(prefix)
         moved: dict[str, str] = {}
-        for keys in all_keys:
-            if keys.indexed_key not in state_dict:
+        for torch_key, indexed_key in keys.items():
+            if indexed_key not in state_dict:
                 continue
-            parameter = self._parameters.get(keys.name)  # None if parametrized
+            parameter = self._parameters.get(torch_key.removeprefix(prefix))  # None if parametrized
             # Two entries are an error, unless the one under `torch_key` is the parameter itself:
             # torch.distributed.checkpoint.state_dict adds this entry.
-            if keys.torch_key in state_dict and state_dict[keys.torch_key] is not parameter:
+            if torch_key in state_dict and state_dict[torch_key] is not parameter:
                 raise RuntimeError(
-                    f"the state dict has {keys.torch_key} and {keys.indexed_key}, which are the same parameter of "
-                    "Linear; remove one of them"
+                    f"the state dict has {torch_key} and {indexed_key}, which are the same parameter of Linear; remove "
+                    "one of them"
                 )
             # `load_state_dict` passes a shallow copy. Without `pop`, `BasicLinear` would report the key as unexpected.
-            state_dict[keys.torch_key] = _sharded_as(parameter, state_dict.pop(keys.indexed_key))
-            moved[keys.torch_key] = keys.indexed_key
+            state_dict[torch_key] = _sharded_as(parameter, state_dict.pop(indexed_key))
+            moved[torch_key] = indexed_key
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         # Report keys as the state dict had them, and missing ones as `_save_to_state_dict` writes them.
         unexpected_keys[:] = [moved.get(key, key) for key in unexpected_keys]
         if _FSDP_PREFIX not in prefix:
-            reported = {keys.torch_key: keys.indexed_key for keys in all_keys}
-            missing_keys[:] = [reported.get(key, key) for key in missing_keys]
+            missing_keys[:] = [keys.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class _ParameterKeys(NamedTuple):
-    """State-dict keys for a parameter of `Linear`.
-
-    Attributes:
-        name: Parameter name, such as "weight".
-        torch_key: Key as in torch.nn.Linear: prefix + "weight".
-        indexed_key: Key with the index of the basic operation: prefix + "basic_ops.0.weight".
-    """
-
-    name: str
-    torch_key: str
-    indexed_key: str
-
-
 def _sharded_as(parameter: Any, value: Any) -> Any:
     """Shard a full value like a DTensor parameter, without communication.
 
-    `torch.distributed.checkpoint.state_dict` shards a value only if its key is the parameter's name, so not one under
-    `_ParameterKeys.indexed_key`. A value that is a DTensor already, or whose parameter is a plain tensor, is returned
+    `torch.distributed.checkpoint.state_dict` shards a value only if its key is the parameter's name, so not one that
+    contains "basic_ops". A value that is a DTensor already, or whose parameter is a plain tensor, is returned
     unchanged.
     """
     if (

@@ -58,7 +58,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     """
 
     # Division for the last call in eager mode. `_find_parts` writes it, `__getstate__` leaves it out of copies.
-    _cached_parts: _CachedParts | None = None
+    _division: _Division | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles, without the cached parts; a copy computes its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
+        return {name: value for name, value in self.__dict__.items() if name != "_division"}
 
     if TYPE_CHECKING:
         # Declared as Tensor, the usual result; with extra outputs it is a tuple (`forward`).
@@ -114,10 +114,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return call_parts(parts, input, extra_inputs, _options_by_operation(self, op_kwargs))
 
     def _find_parts(self) -> list[ContainerPart]:
-        """Parts for this call, from the cache if the key is equal.
+        """Parts for this call, from the cached division if nothing has changed.
 
-        The key is computed in each call, because torch does not tell a container about new hooks, `compile()` or
-        changes within a child.
+        This is checked in each call, because torch does not tell a container about new hooks, `compile()` or changes
+        within a child.
 
         An operation fuses unless something intercepts its calls (`any_intercepted`): a hook, `compile()`, or a
         replaced `forward` or `__call__`. A fused chain calls no module, so it would skip the interception. The same
@@ -127,10 +127,15 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         operations = self._list_operations(modules)
         ops_and_basic_ops = list_interceptable(operations)
         fusing_ops = _without_intercepted(operations, ops_and_basic_ops)
-        # Modules compare by identity. Equal keys: the same objects in the same order, the same of them intercepted.
-        key = _CacheKey(modules, ops_and_basic_ops, fusing_ops)
-        cached = self._cached_parts
-        if cached is not None and cached.key.equals(key):
+        # Modules compare by identity: the same objects in the same order, and the same of them intercepted. In torch
+        # 2.11, Dynamo cannot trace the comparison of tuples of lists.
+        cached = self._division
+        if (
+            cached is not None
+            and cached.modules == modules
+            and cached.ops_and_basic_ops == ops_and_basic_ops
+            and cached.fusing_ops == fusing_ops
+        ):
             return cached.parts
         parts = self._build_parts(fusing_ops)
         if not torch.compiler.is_compiling():  # no side effects while tracing
@@ -138,7 +143,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             for part in parts:
                 for operation in part.basic_ops:
                     operation.fix_channels()
-            self._cached_parts = _CachedParts(key, operations, parts)
+            self._division = _Division(modules, operations, ops_and_basic_ops, fusing_ops, parts)
         return parts
 
     def _list_operations(self, modules: list[torch.nn.Module | None]) -> list[FusibleOperation]:
@@ -146,8 +151,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         Cached with the parts: isinstance with an abstract class would take time in each call.
         """
-        cached = self._cached_parts
-        if cached is not None and cached.key.modules == modules:
+        cached = self._division
+        if cached is not None and cached.modules == modules:
             return cached.operations
         return [module for module in modules if isinstance(module, FusibleOperation)]
 
@@ -191,8 +196,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         NVIDIA's Transformer Engine uses this name. The value is None until the first forward pass in eager
         mode, and after a change of modules until the next forward pass.
         """
-        cached = self._cached_parts
-        if cached is None or cached.key.modules != list(self._modules.values()):
+        cached = self._division
+        if cached is None or cached.modules != list(self._modules.values()):
             return None
         return [part.runner for part in cached.parts]
 
@@ -323,43 +328,24 @@ def _options_by_operation(
     return result
 
 
-class _CacheKey(NamedTuple):
-    """Everything that the division of a Sequential into parts depends on.
+class _Division(NamedTuple):
+    """Division of a Sequential into parts, and what it depends on.
 
     Channels are left out, because the first call fixes them (`fix_channels`).
 
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
-        ops_and_basic_ops: The container's operations and their basic operations. The latter are included so that
+        operations: Those that are operations.
+        ops_and_basic_ops: The operations and their basic operations. The latter are included so that
             replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
-        fusing_ops: The container's operations that fuse: nothing intercepts their calls or those of their basic
-            operations.
-    """
-
-    modules: list[torch.nn.Module | None]
-    ops_and_basic_ops: list[FusibleOperation]
-    fusing_ops: list[FusibleOperation]
-
-    def equals(self, other: _CacheKey) -> bool:
-        """Compare one list after the other: in torch 2.11, Dynamo cannot trace the comparison of tuples of lists."""
-        return (
-            self.modules == other.modules
-            and self.ops_and_basic_ops == other.ops_and_basic_ops
-            and self.fusing_ops == other.fusing_ops
-        )
-
-
-class _CachedParts(NamedTuple):
-    """Division of a Sequential into parts, valid for calls whose key is equal.
-
-    Attributes:
-        key: Key of the call that divided the container.
-        operations: Subset of `key.modules` that are operations.
+        fusing_ops: The operations that fuse: nothing intercepts their calls or those of their basic operations.
         parts: Fused chains and single modules, in order.
     """
 
-    key: _CacheKey
+    modules: list[torch.nn.Module | None]
     operations: list[FusibleOperation]
+    ops_and_basic_ops: list[FusibleOperation]
+    fusing_ops: list[FusibleOperation]
     parts: list[ContainerPart]
 
 

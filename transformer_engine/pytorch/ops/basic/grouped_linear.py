@@ -41,8 +41,6 @@ from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.grouped import (
     GRAD_INPUT_BUFFER_KEY,
     OUTPUT_BUFFER_KEY,
-    GroupedKind,
-    GroupedParameters,
     GroupedPasses,
     accept_buffers,
 )
@@ -306,12 +304,15 @@ class GroupedLinear(PassOperation):
             "grad_bias_dtype": bias_dtype,
         }
         spec = self._spec(call, x, dtype, of_bias)
-        kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
-        stacks = self.single_grouped_weight, self.single_grouped_bias
-        parameters = GroupedParameters(self.parameter_names, *stacks)
-        buffers = accept_buffers(x, self.out_features, call.options, dtype)
         result = GroupedPasses(
-            kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers
+            spec,
+            x,
+            self.parameter_names,
+            self._weight_parameters,
+            bias_dtype,
+            self._scale_bias,
+            grad_bias,
+            accept_buffers(x, self.out_features, call.options, dtype),
         )
         return result, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 

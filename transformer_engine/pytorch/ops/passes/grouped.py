@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,23 +44,56 @@ GRAD_INPUT_BUFFER_KEY = "grad_input"
 OUTPUT_BUFFER_KEY = "output"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupedKind:
-    """A grouped linear call kind: everything but the per-group row counts.
+class GroupedPasses(OperationPasses):
+    """A grouped linear layer by the functions in `functions/grouped_linear.py`.
 
-    Attributes:
-        spec: The settings.
-        total: Input row count.
-        device: Input device.
+    Args:
+        spec: The settings, apart from the row counts of the groups.
+        x: Input metadata.
+        names: Parameter names in order: weight0, bias0, weight1, .., or stacks.
         weights: Function that returns the parameters that are weights.
+        bias_dtype: Bias dtype; None without biases.
+        scale_bias: Biases are multiplied by a scale per row, the second extra input.
+        grad_bias: Bias gradients are needed.
+        buffers: Caller-owned buffers for the output and the input gradient.
     """
 
-    spec: GroupedSpec
-    total: int
-    device: torch.device
-    weights: Callable[[], Sequence[Tensor]]
+    listed = False
 
-    def call(self, sizes: Tensor) -> GroupedCall:
+    def __init__(
+        self,
+        spec: GroupedSpec,
+        x: InputFacts,
+        names: tuple[str, ...],
+        weights: Callable[[], Sequence[Tensor]],
+        bias_dtype: torch.dtype | None,
+        scale_bias: bool,
+        grad_bias: bool,
+        buffers: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        self.spec, self.names, self.weights, self.buffers = spec, names, weights, buffers
+        self.total, self.device = math.prod(x.shape[:-1]), x.device
+        dtype = spec.groups[0].dtype
+        self.converts_to = None if x.dtype == dtype else dtype
+        self.gradient_dtype = None if x.dtype == dtype else x.dtype
+        self.has_bias, self.converts_bias = bias_dtype is not None, bias_dtype not in (None, dtype)
+        self.scale_bias, self.grad_bias = scale_bias and self.has_bias, grad_bias
+        self.call: GroupedCall | None = None
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.spec.groups
+
+    def bound(self, extra: Sequence[Tensor]) -> GroupedPasses:
+        """Passes for a call with the row counts in the first extra input."""
+        return self.with_call(self.bind_rows(extra[0]))
+
+    def with_call(self, call: GroupedCall) -> GroupedPasses:
+        """Passes for a call."""
+        result = copy.copy(self)
+        result.call = call
+        return result
+
+    def bind_rows(self, sizes: Tensor) -> GroupedCall:
         """Return the call with these row counts; they stay on a GPU if one launch serves all groups.
 
         Args:
@@ -119,86 +152,6 @@ class GroupedKind:
                 groups[i] = unquantized
         return tuple(groups)
 
-
-@dataclass(frozen=True)
-class GroupedParameters:
-    """The parameters of a grouped linear layer.
-
-    Attributes:
-        names: Their names in order: weight0, bias0, weight1, .., or stacks.
-        stacked_weight: All weights are one parameter.
-        stacked_bias: All biases are one parameter.
-    """
-
-    names: tuple[str, ...]
-    stacked_weight: bool
-    stacked_bias: bool
-
-    def of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
-        """The weights or biases: one stack, or a list with one per group."""
-        members = [
-            p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)
-        ]
-        return (
-            members[0]
-            if (self.stacked_weight if kind == "weight" else self.stacked_bias)
-            else members
-        )
-
-    def gradients(self, of_weights: Any, of_biases: Any) -> tuple[Any, ...]:
-        """The gradients in parameter order; an absent kind is None."""
-        made = {"weight": of_weights, "bias": of_biases}
-        lists = {kind: iter(grads) for kind, grads in made.items() if isinstance(grads, list)}
-        kinds = ["weight" if name.startswith("weight") else "bias" for name in self.names]
-        return tuple([next(lists[kind]) if kind in lists else made[kind] for kind in kinds])
-
-
-class GroupedPasses(OperationPasses):
-    """A grouped linear layer by the functions in `functions/grouped_linear.py`.
-
-    Args:
-        kind: Call kind.
-        parameters: The parameters.
-        x_dtype: Input dtype; the input is converted to the product dtype.
-        bias_dtype: Bias dtype; None without biases.
-        scale_bias: Biases are multiplied by a scale per row, the second extra input.
-        grad_bias: Bias gradients are needed.
-        buffers: Caller-owned buffers for the output and the input gradient.
-    """
-
-    listed = False
-
-    def __init__(
-        self,
-        kind: GroupedKind,
-        parameters: GroupedParameters,
-        x_dtype: torch.dtype,
-        bias_dtype: torch.dtype | None,
-        scale_bias: bool,
-        grad_bias: bool,
-        buffers: tuple[Tensor | None, Tensor | None],
-    ) -> None:
-        self.kind, self.parameters, self.buffers = kind, parameters, buffers
-        dtype = kind.spec.groups[0].dtype
-        self.converts_to = None if x_dtype == dtype else dtype
-        self.gradient_dtype = None if x_dtype == dtype else x_dtype
-        self.has_bias, self.converts_bias = bias_dtype is not None, bias_dtype not in (None, dtype)
-        self.scale_bias, self.grad_bias = scale_bias and self.has_bias, grad_bias
-        self.call: GroupedCall | None = None
-
-    def linears(self) -> tuple[LinearSpec, ...]:
-        return self.kind.spec.groups
-
-    def bound(self, extra: Sequence[Tensor]) -> GroupedPasses:
-        """Passes for a call with the row counts in the first extra input."""
-        return self.with_call(self.kind.call(extra[0]))
-
-    def with_call(self, call: GroupedCall) -> GroupedPasses:
-        """Passes for a call."""
-        result = copy.copy(self)
-        result.call = call
-        return result
-
     def fused_forward(
         self,
         x: Value,
@@ -210,10 +163,10 @@ class GroupedPasses(OperationPasses):
         call = self.call
         assert call is not None
         x = x.converted(self.converts_to).matrix()
-        weights = self.parameters.of_kind("weight", tensors.parameters)
+        weights = self._of_kind("weight", tensors.parameters)
         biases = converted = None
         if self.has_bias:
-            biases = self.parameters.of_kind("bias", tensors.parameters)
+            biases = self._of_kind("bias", tensors.parameters)
             converted = convert_weights(biases, call) if self.converts_bias else biases
         bias = None if self.scale_bias else converted
         saves = call.spec.needs_grad
@@ -253,13 +206,28 @@ class GroupedPasses(OperationPasses):
             of_biases = sums
         elif not self.grad_bias:
             of_biases = None
-        parameters = self.parameters.gradients(of_weights, of_biases)
+        parameters = self._parameter_gradients(of_weights, of_biases)
         if dx is None:
             return BackwardResult(None, parameters, extra)
         if self.buffers[1] is not None:
             self.buffers[1].copy_(dx)
             dx = alias_buffer(self.buffers[1])
         return BackwardResult(Value(dx, leading).converted(self.gradient_dtype), parameters, extra)
+
+    def _of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
+        """The weights or biases: one stack, or a list with one per group."""
+        members = [
+            p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)
+        ]
+        stacked = self.spec.stacked_weight if kind == "weight" else self.spec.stacked_bias
+        return members[0] if stacked else members
+
+    def _parameter_gradients(self, of_weights: Any, of_biases: Any) -> tuple[Any, ...]:
+        """The gradients in parameter order; an absent kind is None."""
+        made = {"weight": of_weights, "bias": of_biases}
+        lists = {kind: iter(grads) for kind, grads in made.items() if isinstance(grads, list)}
+        kinds = ["weight" if name.startswith("weight") else "bias" for name in self.names]
+        return tuple([next(lists[kind]) if kind in lists else made[kind] for kind in kinds])
 
 
 def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Tensor:
