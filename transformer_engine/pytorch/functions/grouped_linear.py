@@ -242,16 +242,34 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
-    return run_without_saving(GROUPED_LINEAR_FUNCTIONS, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+    return run_without_saving(
+        GROUPED_LINEAR_FUNCTIONS, call, group_tensors(x, weights, biases, call)
+    )[0]  # pyright: ignore[reportArgumentType]
 
 
-def _tensors(
+def group_tensors(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, call: GroupedCall
 ) -> tuple[Any, Any, Any]:
     """Return x, the weights and the biases as `grouped_linear_forward` takes them: each a list or one stack."""
     spec = call.spec
     bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
     return x, weights[0] if spec.stacked_weight else list(weights), bias
+
+
+def separate_gradients(gradients: Sequence[Any], counts: Sequence[int]) -> list[Tensor | None]:
+    """Gradient per parameter, from the weight and bias gradients: each a list, a stack's, or None for all.
+
+    Args:
+        gradients: Weight gradients and bias gradients.
+        counts: Number of weights and biases that are parameters.
+    """
+    separate: list[Tensor | None] = []
+    for gradient, count in zip(gradients, counts, strict=True):
+        if isinstance(gradient, list):
+            separate += gradient
+        else:  # a stack is a single parameter
+            separate += [gradient] * count
+    return separate
 
 
 class _GroupedLinear(Function):
@@ -265,7 +283,7 @@ class _GroupedLinear(Function):
             GROUPED_LINEAR_FUNCTIONS,
             ctx,
             call,  # pyright: ignore[reportArgumentType]
-            _tensors(x, weights, biases, call),
+            group_tensors(x, weights, biases, call),
         )[0]
 
     @staticmethod
@@ -278,12 +296,5 @@ class _GroupedLinear(Function):
         grad_input, *parameter_gradients = run_backward(
             GROUPED_LINEAR_FUNCTIONS, ctx, (grad_output,)
         )
-        grads: list[Tensor | None] = []
-        for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
-            if isinstance(gradient, list):
-                grads += gradient
-            elif gradient is None:
-                grads += [None] * count
-            else:
-                grads.append(gradient)  # for a stack, which is a single parameter
+        grads = separate_gradients(parameter_gradients, ctx.counts)
         return grad_input, None, None, *grads  # no gradients for call and count

@@ -14,7 +14,12 @@ from ...common.recipe import recipe_described_as, recipe_description
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.caller_buffers import NO_BUFFERS
 from ..functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
-from ..functions.grouped_linear import grouped_linear_backward, grouped_linear_forward
+from ..functions.grouped_linear import (
+    group_tensors,
+    grouped_linear_backward,
+    grouped_linear_forward,
+    separate_gradients,
+)
 from ..functions.grouped_operators import (
     GroupedKernel,
     TracedGroups,
@@ -305,22 +310,12 @@ def _register_while_tracing(
 
     def forward(call: GroupedCall, inputs: Sequence[Tensor], **options: bool) -> Sequence[Any]:
         x, *tensors = inputs
-        weights, biases = tensors[: counts[0]], tensors[counts[0] :]
-        return grouped_linear_forward(
-            x,
-            weights[0] if spec.stacked_weight else weights,
-            biases[0] if biases and spec.stacked_bias else biases or None,
-            call=call,
-            **options,
-        )
+        operands = group_tensors(x, tensors[: counts[0]], tensors[counts[0] :], call)
+        return grouped_linear_forward(*operands, call=call, **options)
 
     def backward(call: GroupedCall, operands: list[Any]) -> list[Tensor | None]:
-        gradients: list[Tensor | None] = []
-        results = grouped_linear_backward(operands, call)
-        for result, count in zip(results, (1, *counts), strict=True):
-            group_gradients = result if isinstance(result, list) else [result] + [None] * count
-            gradients += group_gradients[:count]
-        return gradients
+        dx, *gradients = grouped_linear_backward(operands, call)
+        return [dx, *separate_gradients(gradients, counts)]
 
     kernel = GroupedKernel(
         spec=spec,
