@@ -122,7 +122,11 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
-    """Cast with which the kernel that computes x may quantize it; None if the layer must do it."""
+    """Cast with which the kernel that computes x may quantize it; None if the layer must do it.
+
+    It is None if the quantizer cannot run in another kernel, if the layer saves values of x, if the backward pass does
+    not multiply codes, if values instead of codes are gathered from other ranks, and while a compiler is tracing.
+    """
     if spec.is_unquantized or spec.keep_input or spec.backward_operands != QUANTIZED:
         return None
     # A compiler must trace writes to the scaling state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,6 @@ from ..functions.linear_spec import (
     LinearSpec,
     ProductQuantizers,
     replace_fields,
-    unsupported_product_reason,
 )
 from ..quantization.autocast import AutocastState, current, reinstate, snapshot
 from ..runtime.device import autocast_dtype
@@ -196,22 +195,6 @@ def _request(
         None if call.active.quantizes else weight.dtype,
         quantizers.multiple,
     )
-
-
-def fitting_groups(
-    spec: GroupedSpec, rows: tuple[int, ...], warn_once: Callable[[str, str], object]
-) -> tuple[LinearSpec, ...]:
-    """Return the group specs, in high precision where the format does not support a group's rows."""
-    n, k = spec.extents
-    groups = []
-    for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
-        quantizers = group.input_quantizer, group.weight_quantizer, group.grad_output_quantizer
-        reason = unsupported_product_reason(quantizers, m, k, n)
-        if reason is not None:
-            said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
-            warn_once("group", f"GroupedLinear {said}")
-        groups.append(group if reason is None else unquantized)
-    return tuple(groups)
 
 
 def traced_call(

@@ -11,23 +11,22 @@ import torch
 from torch import Tensor
 
 from ....common.kernels import launch
-from ...distributed.recompute import is_fp8_activation_recompute_enabled
 from ...functions.caller_buffers import alias_buffer, check_buffers
-from ...functions.grouped_call import GroupedCall, GroupedSpec, stack_gradient, stack_members
+from ...functions.grouped_call import (
+    GroupedCall,
+    GroupedSpec,
+    groups_of_rows,
+    stack_gradient,
+    stack_members,
+)
 from ...functions.grouped_linear import grouped_linear_backward, grouped_linear_forward
 from ...functions.grouped_products import convert_weights
-from ...functions.grouped_request import (
-    IRREGULAR,
-    RECOMPUTATION,
-    UNASSIGNED_ROWS,
-    UNFIT_ROWS,
-    are_regular,
-    runs_together,
-)
+from ...functions.grouped_request import UNASSIGNED_ROWS, runs_together
 from ...functions.linear_spec import LinearSpec
 from ...functions.weight_gradient import WeightGradient
 from ...primitives.grouped_gemm import make_groups
 from ...runtime.device import current_hardware
+from ...runtime.warn_once import warn_once
 from .contract import (
     BackwardResult,
     ForwardResult,
@@ -38,7 +37,6 @@ from .contract import (
     ReaderCast,
     Value,
 )
-from .linear import fitting
 
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 OUTPUT_BUFFER_KEY = "output"
@@ -108,7 +106,7 @@ class GroupedPasses(OperationPasses):
             and self.device.type == "cuda"
             and launch.missing(current_hardware()) is None
         )
-        if on_gpus and self._runs_together(sizes, ()):
+        if on_gpus and self._runs_together(sizes):
             layout = make_groups(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
         rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
@@ -120,37 +118,19 @@ class GroupedPasses(OperationPasses):
         unassigned = self.total - sum(rows)
         # else the numbers have stayed on the GPU
         separate = not on_gpus or not spec.quantizers.fit(sizes)
-        if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
+        if separate and self._runs_together(rows, *[UNASSIGNED_ROWS] * (unassigned > 0)):
             return GroupedCall(spec, spec.groups, (), make_groups(rows, self.total, self.device))
-        return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
+        groups = groups_of_rows(spec, rows, self._warn_of_high_precision)
+        return GroupedCall(spec, groups, rows, unassigned=unassigned)
 
-    def _runs_together(self, splits: Sequence[int] | Tensor, features: tuple[str, ...]) -> bool:
+    def _runs_together(self, splits: Sequence[int] | Tensor, *features: str) -> bool:
         """Return whether all groups in a call with these features are computed in one launch per step."""
-        spec = self.spec
-        if spec.request is None:  # a compiler is tracing
-            return False
-        if spec.together:
-            if spec.quantizers.input is not None and is_fp8_activation_recompute_enabled():
-                features += (RECOMPUTATION,)
-            if not are_regular(self.weights()):
-                features += (IRREGULAR,)
-            if not spec.quantizers.fit(splits):
-                features += (UNFIT_ROWS,)
-        return runs_together(spec.request, spec.together, features, self.total > 0)
+        weights = self.weights() if self.spec.together else ()
+        return runs_together(self.spec, splits, weights, self.total > 0, features)
 
-    def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
-        """Return the group specs, in high precision where the format does not support a group's rows."""
-        groups, (n, k) = list(self.spec.groups), self.spec.extents
-        for i, unquantized in enumerate(self.spec.unquantized):
-            group = groups[i]
-            quantizers = (
-                group.input_quantizer,
-                group.weight_quantizer,
-                group.grad_output_quantizer,
-            )
-            if not fitting("GroupedLinear", quantizers, rows[i], k, n, group.traced):
-                groups[i] = unquantized
-        return tuple(groups)
+    def _warn_of_high_precision(self, reason: str) -> None:
+        if not self.spec.groups[0].traced:
+            warn_once(f"GroupedLinear {reason}", f"GroupedLinear runs in high precision: {reason}")
 
     def fused_forward(
         self,

@@ -1,7 +1,8 @@
 """Passes for normalizations.
 
 The kernel of a norm quantizes its output if the next operation requests a cast (`input_request`). Linear
-products do so under a recipe; `functions/norm_linear.py` lists the conditions.
+products do so under a recipe; `input_cast` (`functions/linear_operands.py`) lists the
+conditions.
 """
 
 from __future__ import annotations
