@@ -18,12 +18,12 @@ from torch import Tensor
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
-from ..functions.saving import save_tensors, take_saved
+from ..functions.saving import pack, save_tensors, take_saved, unpack
 from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
+from .chain import backward, build_passes, forward, fusion_enabled
 from .chain_run import clone_shared_quantized, create_contexts, distinct
 from .fusions import FusionResults
 from .operation import BasicOperation, FusibleOperation
@@ -218,19 +218,19 @@ def _forward_pass(
     outputs = (y, *itertools.chain(*extra))
     start = chain.first_with_backward
     if start == len(chain.passes):
-        return outputs, ([], {}, ())
+        return outputs, ([], ())
     saved[:start] = [()] * start
-    parts, forms, shapes = pack_values(list(itertools.chain(*saved)))
-    return (*outputs, *parts), (forms, shapes, tuple(map(len, saved)))
+    parts, forms = pack(*itertools.chain(*saved))
+    return (*outputs, *parts), (forms, tuple(map(len, saved)))
 
 
 def _backward_pass(
     tensors: list[Any], chain: PreparedChain, ctx: Any
 ) -> tuple[tuple[Any, ...], None]:
     """Forward-input gradients from the output gradients and the saved tensors."""
-    forms, shapes, lengths = ctx.forms
+    forms, lengths = ctx.forms
     gradients = tensors[: chain.outputs]
-    values = iter(unpack_values(tensors[chain.outputs :], forms, shapes))
+    values = iter(unpack(tensors[chain.outputs :], forms))
     tensors.clear()
     start = chain.first_with_backward
     saved: list[Sequence[Any]] = [

@@ -152,8 +152,8 @@ class GroupedPasses(OperationPasses):
         saves = call.spec.needs_grad
         y, *saved = grouped_linear_forward(x.data, weights, bias, call, saves, compute_y)
         if self.scale_bias:
-            scales = tensors.extra[1].reshape(-1, 1)
-            saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
+            scales = tensors.extra[1]
+            saved = [*saved, scales, biases]
             if compute_y:
                 y = scaled_bias(y, converted, scales, call)
         if self.buffers[0] is not None:
@@ -174,9 +174,9 @@ class GroupedPasses(OperationPasses):
         extra: tuple[Value | None, ...] = (None,)
         of_biases = None
         if self.scale_bias:
-            scales, biases, shape = operands[3:]
+            scales, biases = operands[3:]
             of_biases, grad_scales = scaled_bias_backward(dy.data, biases, scales, call)
-            extra = (None, Value(grad_scales.reshape(shape)))
+            extra = (None, Value(grad_scales.reshape(scales.shape)))
         products = [dy.data, *operands[1:3]]
         operands.clear()
         leading = dy.leading
@@ -212,7 +212,8 @@ class GroupedPasses(OperationPasses):
 
 def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Tensor:
     """y_g + scales_g * bias_g for each group g, in float32."""
-    parts = zip(call.rows_of(y), stack_members(biases), call.rows_of(scales), strict=True)
+    scale_rows = call.rows_of(scales.reshape(-1, 1))
+    parts = zip(call.rows_of(y), stack_members(biases), scale_rows, strict=True)
     return call.joined(
         [(part.float() + rows.float() * bias.float()).to(y.dtype) for part, bias, rows in parts]
     )
@@ -224,9 +225,8 @@ def scaled_bias_backward(
     """Bias gradients [N], and scale gradients [M, 1]."""
     grads: list[Tensor | None] = []
     grad_scales: list[Tensor] = []
-    for part, bias, rows in zip(
-        call.rows_of(dy), stack_members(biases), call.rows_of(scales), strict=True
-    ):
+    scale_rows = call.rows_of(scales.reshape(-1, 1))
+    for part, bias, rows in zip(call.rows_of(dy), stack_members(biases), scale_rows, strict=True):
         wide = part.float()
         grads.append((wide * rows.float()).sum(0).to(bias.dtype))
         grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))
