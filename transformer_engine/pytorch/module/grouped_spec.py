@@ -114,7 +114,12 @@ def _groups(
     first_weight = weights[0]
     assert first_weight is not None
     first = product_spec(
-        call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight
+        call,
+        quantizers=products[0],
+        parallel=TensorParallel(),
+        needs=(False, False, False),
+        update=None,
+        weight=first_weight,
     )
     specs: list[LinearSpec] = []
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):

@@ -275,12 +275,14 @@ class LayerNormLinear(ProductsModule):
             spec.linear, x, inp, spec.returns_norm_output, is_patched
         )
         if is_patched:
-            y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
+            y, h, residual = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
-            y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
+            y, h, residual = norm_linear(
+                x, gamma, beta, weight, product_bias, spec, returns_residual
+            )
         if config.return_bias or config.return_layernorm_output:
-            y = self.pack_outputs(y, bias, second)
-        return y, second if returns_residual else inp
+            y = self.pack_outputs(y, bias, h)
+        return y, inp if residual is None else residual
 
     @staticmethod
     def build(call: Call) -> NormLinearSpec:
@@ -301,14 +303,13 @@ class LayerNormLinear(ProductsModule):
         update = scale_update(call, any(needs))
         linear = product_spec(
             call,
-            number=0,  # the layer has one product
             quantizers=quantizers,
             parallel=parallel,
             needs=needs,
             update=update,
             weight=weight,
             results=(fp8_output, False),  # the norm's gradient is returned in high precision
-            shard=call.rows,
+            local_rows=call.rows,
         )
         spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
             norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
@@ -386,7 +387,7 @@ def _run_by_name(
     weight: Tensor,
     bias: Tensor | None,
     spec: NormLinearSpec,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, None]:
     """Compute `norm_linear` with the functions that a program has assigned in this file.
 
     If only `apply_normalization` is replaced, the product may still be quantized.
@@ -400,4 +401,4 @@ def _run_by_name(
     check_unquantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = call_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
-    return y if spec.returns_norm_output else (y, None)
+    return (*y, None) if spec.returns_norm_output else (y, None, None)

@@ -337,12 +337,12 @@ class LayerNormMLP(ProductsModule):
             spec.fc1, x, inp, spec.returns_norm_output, is_patched
         )
         inputs = (x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
-        y, second = norm_mlp(inputs, spec, returns_residual)
+        y, h, residual = norm_mlp(inputs, spec, returns_residual)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
         if config.return_bias or config.return_layernorm_output:
-            y = self.pack_outputs(y, fc2_bias, second)
-        return y, second if returns_residual else inp
+            y = self.pack_outputs(y, fc2_bias, h)
+        return y, inp if residual is None else residual
 
     @staticmethod
     def build(call: Call) -> NormMLPSpec:
@@ -375,7 +375,7 @@ class LayerNormMLP(ProductsModule):
                 needs=needs,
                 update=update,
                 weight=weight,
-                shard=call.rows,
+                local_rows=call.rows,
             )
             return replace_fields(result, may_run_again=True) if checkpoint else result
 

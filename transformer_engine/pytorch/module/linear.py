@@ -276,13 +276,13 @@ class Linear(ProductsModule):
         if bias is not None and bias.dtype != spec.dtype:
             # Autograd casts db back. The product casts the weight, and returns dw in `spec.grad_weight_dtype`.
             bias = bias.to(spec.dtype)
-        product_bias = None if config.adds_bias_late else bias
+        adds_bias_late = config.adds_bias_late
         product = _linear_by_name if _replaced.names else linear
-        y = product(inp, weight, product_bias, spec)
+        y = product(inp, weight, None if adds_bias_late else bias, spec)
         if config.return_bias:
             return y, bias
         # A row-parallel layer adds the bias once, to the sum over ranks.
-        return y + bias if bias is not None and config.adds_bias_late else y
+        return y + bias if bias is not None and adds_bias_late else y
 
     @staticmethod
     def build(call: Call) -> LinearSpec:
@@ -313,14 +313,13 @@ class Linear(ProductsModule):
         )
         spec = product_spec(
             call,
-            number=0,  # the layer has one product
             quantizers=quantizers,
             parallel=parallel,
             needs=needs,
             update=scale_update(call, any(needs)),
             weight=weight,
             results=(fp8_output, fp8_grad),
-            shard=rows_of_shard(call, parallel),
+            local_rows=rows_of_shard(call, parallel),
         )
         return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 

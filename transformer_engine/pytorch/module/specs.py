@@ -326,27 +326,28 @@ def weight_gradient(call: Call, product: int) -> WeightGradient:
 
 def product_spec(
     call: Call,
-    number: int,
+    *,
     quantizers: ProductQuantizers,
     parallel: TensorParallel,
     needs: tuple[bool, bool, bool],
     update: ScaleUpdate | None,
     weight: Facts,
+    number: int = 0,
     results: tuple[Any, Any] = (False, False),
-    shard: int | None = None,
+    local_rows: int | None = None,
 ) -> LinearSpec:
     """Settings for one product in a call.
 
     Args:
         call: The call.
-        number: Product number in its layer.
         quantizers: Its quantizers.
         parallel: Its boundary to the tensor-parallel group.
         needs: Which gradients are needed: for its input, its weight and the bias that it adds.
         update: What delayed scaling updates after the backward pass.
         weight: Facts of the weight, or of one weight in a group.
+        number: Product number in its layer.
         results: Which results are quantized: its output and its input's gradient.
-        shard: Rows in its sharded matrix on this rank, with sequence parallelism.
+        local_rows: Rows in its sharded matrix on this rank, with sequence parallelism.
     """
     output_quantizer, grad_input_quantizer = quantized_results(quantizers, *results)
     active, inp = call.active, call.input
@@ -374,14 +375,14 @@ def product_spec(
     is_shared = call.config._shares_input and not inp.is_quantized
     caches = call.options[0] is not None  # is_first_microbatch
     spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared, caches)
-    if shard is None or not (spec.communicates and parallel.sequence):
+    if local_rows is None or not (spec.communicates and parallel.sequence):
         return spec
     agree = (
         active.follows_history
         and parallel.group is not None
         and histories_agree(active.recipe, active.group, parallel.group)
     )
-    return with_gathering(spec, shard, inp.kind if inp.is_quantized else None, agree)
+    return with_gathering(spec, local_rows, inp.kind if inp.is_quantized else None, agree)
 
 
 def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> Any:
