@@ -37,6 +37,7 @@ from ..quantization.delayed_scaling import histories_agree
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+from .arguments import CallSwitches
 from .products import ModuleRecipe
 
 
@@ -85,7 +86,7 @@ class Call(NamedTuple):
     Attributes:
         config: Module settings.
         active: Module quantizers, and the recipe.
-        options: `forward` switches, named by `config._options`.
+        switches: Switches of the call.
         gradients: Whether autograd records; None if it does not, but a second run of the call may record.
         autocast: torch.autocast dtype, if it is active.
         environment: `env.generation()`.
@@ -100,7 +101,7 @@ class Call(NamedTuple):
 
     config: Any
     active: ModuleRecipe
-    options: tuple[Any, ...]
+    switches: CallSwitches
     gradients: bool | None
     autocast: torch.dtype | None
     environment: int
@@ -174,7 +175,7 @@ def check_call(call: Call, features: int) -> None:
             raise ValueError(
                 f"the input is on {x.device}, parameter {name} on {parameter.device}; move one of them with .to()"
             )
-    for name, value in zip(call.config._options, call.options, strict=True):
+    for name, value in zip(CallSwitches._fields, call.switches, strict=True):
         switch(name, value)
     for name in ("return_bias", "return_layernorm_output"):
         switch(name, getattr(call.config, name))
@@ -319,7 +320,7 @@ def weight_gradient(call: Call, product: int) -> WeightGradient:
     return WeightGradient(
         call.targets[product],
         call.config.fuse_wgrad_accumulation,
-        bool(call.options[0]),
+        bool(call.switches.is_first_microbatch),
         call.store,
     )
 
@@ -373,7 +374,7 @@ def product_spec(
     )
     is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1
     is_shared = call.config._shares_input and not inp.is_quantized
-    caches = call.options[0] is not None  # is_first_microbatch
+    caches = call.switches.is_first_microbatch is not None
     spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared, caches)
     if local_rows is None or not (spec.communicates and parallel.sequence):
         return spec
