@@ -47,11 +47,11 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
     State dicts are checked before they are loaded (`CheckedLoading`). The list methods are those of the `Sequential`
     in NVIDIA's Transformer Engine, with whose checkpoints the names of modules must agree. They differ from
-    `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does
-    not rename the remaining modules, `append` uses the number after the highest one as the name, and `insert` renames
-    all modules and, as `list.insert`, accepts an index outside of the list. `*` repeats the same modules, which share
-    their parameters. A child is None after `chain.name = None` or `add_module(name, None)`:
-    iteration and calls skip it, indices and `len` count it.
+    `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does not rename the remaining modules,
+    `append` uses the number after the highest one as the name, and `insert` renames all modules and, as
+    `list.insert`, accepts an index outside of the list. `*` repeats the same modules, which share their parameters.
+    A child is None after `chain.name = None` or `add_module(name, None)`: iteration and calls skip it, indices and
+    `len` count it.
 
     Args:
         *args: Modules in order, or one dict {name: module}.
@@ -70,7 +70,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 self.append(_check_module(module))
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles, without the cached parts; a copy computes its own."""
+        """State for copies and pickles, without the division; a copy computes its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_division"}
 
     if TYPE_CHECKING:
