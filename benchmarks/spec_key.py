@@ -50,7 +50,7 @@ def main() -> None:
                 lambda: layer.spec(x, tensors, options), 5_000
             ),
             "construction by all rules (build)": microseconds(
-                lambda: specs.built(linear.linear_spec_of_call, key), 500
+                lambda: specs.build_from_key(linear.Linear.build, key), 500
             ),
             "constructor of LinearSpec alone": microseconds(lambda: LinearSpec(**settings), 5_000),
             "hash of a LinearSpec": microseconds(lambda: hash(spec), 20_000),

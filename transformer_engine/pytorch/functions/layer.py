@@ -19,7 +19,7 @@ from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..runtime.autograd import check_transforms, disable_autocast
 from ..runtime.tracing import reshape_result
-from ..tensor.quantizer import Matrix, Quantizer
+from ..tensor.quantizer import Quantizer, TransposedValues
 from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
 from .saving import pack, save_tensors, take_saved, unpack
 
@@ -149,7 +149,11 @@ def compile_layer(
         return None
     linears = spec.linears()
     for linear in linears:
-        if linear.traced or linear.output is not None or linear.grad_input is not None:
+        if (
+            linear.traced
+            or linear.output_quantizer is not None
+            or linear.grad_input_quantizer is not None
+        ):
             return None
 
     def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
@@ -180,7 +184,9 @@ def compiled_passes(
         forward, backward: Functions that run the steps of the passes, on tensors or on symbols.
     """
     forward_quantizers = [
-        quantizer for linear in linears for quantizer in (linear.input, linear.weight)
+        quantizer
+        for linear in linears
+        for quantizer in (linear.input_quantizer, linear.weight_quantizer)
     ]
     backward_quantizers = [
         quantizer for linear in linears for quantizer in _backward_quantizers(linear)
@@ -198,11 +204,11 @@ def compiled_passes(
 
 def _backward_quantizers(linear: LinearSpec) -> Iterator[Quantizer]:
     """Quantizers that the backward pass of a linear layer calls."""
-    yield linear.grad_output
+    yield linear.grad_output_quantizer
     if linear.keep_input or linear.input_columns != SAVED:
-        yield linear.input
+        yield linear.input_quantizer
     if linear.weight_columns == RECOMPUTED:
-        yield linear.weight
+        yield linear.weight_quantizer
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -244,12 +250,12 @@ def _restore_shape(
 
 
 def _replace_result(saved: Any, result: Any, returned: Any) -> Any:
-    """Replace a saved value that is the result, or a `Matrix` of it, by `returned`; return other values."""
+    """Replace a saved value that is the result, or `TransposedValues` of it, by `returned`; return other values."""
     value: Any = saved
     if saved is result:
         value = returned
-    elif isinstance(saved, Matrix) and saved.values is result:
-        value = Matrix(returned)
+    elif isinstance(saved, TransposedValues) and saved.values is result:
+        value = TransposedValues(returned)
     if value is not saved:
         mark_ready(value)
     return value

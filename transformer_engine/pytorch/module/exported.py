@@ -58,7 +58,8 @@ def export_products(
     call = module._build_uncached_call(inp, tensors, options, active)
     dtype = computing_dtype(call)
     if not isinstance(call.rows, int):
-        call = call._replace(x=(call.x[0], torch.Size((_ANY_ROWS, inp.shape[-1])), *call.x[2:]))
+        shape = torch.Size((_ANY_ROWS, inp.shape[-1]))
+        call = call._replace(input=call.input._replace(shape=shape))
     return dtype, [(product.input, product.weight) for product in quantizers_of_call(call, shapes)]
 
 

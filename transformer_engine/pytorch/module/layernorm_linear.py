@@ -26,12 +26,11 @@ from ..compat.replaceable import watched
 from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.linear_spec import replace_fields
+from ..functions.linear_spec import LinearSpec, replace_fields
 from ..functions.norm_linear import (
     NORM_LINEAR_FUNCTIONS,
     NormLinearSpec,
     norm_linear,
-    residual_unsupported_reason,
 )
 from ..functions.normalization import Norm
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -85,43 +84,6 @@ class NormLinearConfig(LinearConfig):
     zero_centered_gamma: bool = False
 
 
-def norm_linear_spec_of_call(call: Call) -> NormLinearSpec:
-    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
-    config: NormLinearConfig = call.config
-    check_call(call, config.in_features)
-    weight, bias, *of_norm = call.parameters
-    _, fp8_output, _ = call.options
-    assert weight is not None
-    parallel = config.parallel()
-    (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
-    before = (call.input, *of_norm)
-    needs = (
-        call.records and any(facts is not None and facts.requires_grad for facts in before),
-        call.records and weight.requires_grad,
-        call.records and bias is not None and bias.requires_grad and not config.return_bias,
-    )
-    update = scale_update(call, any(needs))
-    linear = product_spec(
-        call,
-        number=0,  # the layer has one product
-        quantizers=quantizers,
-        parallel=parallel,
-        needs=needs,
-        update=update,
-        weight=weight,
-        results=(fp8_output, False),  # the norm's gradient is returned in high precision
-        shard=call.rows,
-    )
-    spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
-        norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
-        linear=linear,
-        returns_norm_output=bool(config.return_layernorm_output),
-        scale_update=update,
-        needs_grad=any(needs),
-    ).with_modes()
-    return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
-
-
 @configure_class(NormLinearConfig, fixed=SIZES)
 class LayerNormLinear(ProductsModule):
     """Compute y [.., out_features] = norm(x [.., in_features]) @ weight.T + bias.
@@ -138,7 +100,6 @@ class LayerNormLinear(ProductsModule):
     The other arguments are as in `Linear`.
     """
 
-    build = staticmethod(norm_linear_spec_of_call)
     _config: NormLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
@@ -253,9 +214,8 @@ class LayerNormLinear(ProductsModule):
         """Return the outputs of `forward`, and inp, which the caller uses as the residual.
 
         The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd
-        launches no kernel for the sum, unless `residual_unsupported_reason` (`functions/norm_linear.py`) has a
-        reason. A caller that calls this method instead of the module checks `is_unintercepted`
-        (`compat/replaceable.py`).
+        launches no kernel for the sum, unless `residual_unsupported_reason` has a reason. A caller that calls this
+        method instead of the module checks `is_unintercepted` (`compat/replaceable.py`).
         """
         options: Options = (is_first_microbatch, fp8_output, fp8_grad)
         if not (
@@ -322,6 +282,43 @@ class LayerNormLinear(ProductsModule):
             y = self.pack_outputs(y, bias, second)
         return y, second if returns_residual else inp
 
+    @staticmethod
+    def build(call: Call) -> NormLinearSpec:
+        """Compute the settings for all calls that equal `call`; see `Linear.build`."""
+        config: NormLinearConfig = call.config
+        check_call(call, config.in_features)
+        weight, bias, *of_norm = call.parameters
+        _, fp8_output, _ = call.options
+        assert weight is not None
+        parallel = config.parallel()
+        (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
+        before = (call.input, *of_norm)
+        needs = (
+            call.records and any(facts is not None and facts.requires_grad for facts in before),
+            call.records and weight.requires_grad,
+            call.records and bias is not None and bias.requires_grad and not config.return_bias,
+        )
+        update = scale_update(call, any(needs))
+        linear = product_spec(
+            call,
+            number=0,  # the layer has one product
+            quantizers=quantizers,
+            parallel=parallel,
+            needs=needs,
+            update=update,
+            weight=weight,
+            results=(fp8_output, False),  # the norm's gradient is returned in high precision
+            shard=call.rows,
+        )
+        spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
+            norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
+            linear=linear,
+            returns_norm_output=bool(config.return_layernorm_output),
+            scale_update=update,
+            needs_grad=any(needs),
+        ).with_modes()
+        return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
+
     def onnx_forward(
         self, inp: Tensor, fp8_output: bool | None = False
     ) -> Tensor | tuple[Any, ...]:
@@ -341,6 +338,35 @@ class LayerNormLinear(ProductsModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def residual_unsupported_reason(
+    linear: LinearSpec,
+    norm_input: Tensor,
+    layer_input: Tensor,
+    returns_norm_output: bool,
+    is_patched: bool,
+) -> str | None:
+    """Reason why the norm's backward kernel cannot add the gradient of the residual; None if it can.
+
+    Args:
+        linear: The linear layer that reads norm(x).
+        norm_input: x, the layer's input in the dtype of the layer.
+        layer_input: Input of the layer, which is the residual.
+        returns_norm_output: The layer returns norm(x), which the caller may use as the residual instead.
+        is_patched: A program has monkey-patched functions of the layer (`compat/by_name.py`).
+    """
+    if returns_norm_output:
+        return "the layer returns norm(x), whose gradient the node receives instead"
+    if norm_input is not layer_input:
+        return "the layer converts its input to another dtype"
+    if type(layer_input) is not Tensor:
+        return f"the input is a {type(layer_input).__name__}, and autograd wraps subclasses that are returned"
+    if not (linear.needs_grad_input and layer_input.requires_grad):
+        return "the input needs no gradient"
+    if linear.traced:
+        return "a compiler traces the call, and fuses the sum itself"
+    return "a program has replaced functions of the layer" if is_patched else None
 
 
 def _warn_of_fp8_grad(fp8_grad: Any) -> None:

@@ -43,7 +43,7 @@ from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
 from .specs import (
     Call,
-    built,
+    build_from_key,
     check_call,
     count_repeated_facts,
     metadata_facts,
@@ -209,7 +209,9 @@ class ProductsModule(TransformerEngineBaseModule):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         if self.build is not None:
-            self._specs: Memory[tuple[Any, ...], Any] = Memory(built, _MAX_SPECS, type(self).build)
+            self._specs: Memory[tuple[Any, ...], Any] = Memory(
+                build_from_key, _MAX_SPECS, type(self).build
+            )
 
     def _configure_from(
         self, arguments: Mapping[str, Any], tp_size: int, sharded: bool, **settings: Any
@@ -329,7 +331,7 @@ class ProductsModule(TransformerEngineBaseModule):
                 facts = tuple([None if t is None else tensor_facts(t) for t in tensors])
             autocast = autocast_dtype(inp.device.type) if autocast_is_active() else None
             environment = env.generation()
-            fields = (
+            key = (
                 config,
                 active,
                 options,
@@ -343,7 +345,7 @@ class ProductsModule(TransformerEngineBaseModule):
                 counts,
             )
             # Computed again if an observer records the choices.
-            return built(type(self).build, fields) if interventions else self._specs[fields]
+            return build_from_key(type(self).build, key) if interventions else self._specs[key]
         except (AttributeError, TypeError) as error:
             stumbled = error
         self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault
@@ -366,8 +368,8 @@ class ProductsModule(TransformerEngineBaseModule):
             0 if compiling else env.generation(),
             self.wgrad_store,
             self._targets() if accumulates else None,
-            metadata_facts(inp),  # pyright: ignore[reportArgumentType]
-            tuple([metadata_facts(tensor) for tensor in tensors]),
+            metadata_facts(inp),
+            tuple([None if tensor is None else metadata_facts(tensor) for tensor in tensors]),
             traced=compiling,
         )
 
@@ -466,7 +468,9 @@ class ProductsModule(TransformerEngineBaseModule):
         self, key: str, weight: Tensor, spec: LinearSpec, first: bool
     ) -> LinearSpec:
         """Return the spec with the weight as quantized for the first microbatch of the step."""
-        cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
+        cached = self.numerics.cached_weight(
+            key, weight, spec.weight_quantizer, spec.needs_grad_input, first
+        )
         if cached is None:
             return spec
         parts = tuple([part for part in cached.flatten()[0] if part is not None])
