@@ -260,7 +260,7 @@ def device_rates(
     weight_decay: float,
     inv_scale: Tensor | None,
 ) -> Tensor:
-    """Return the ten numbers of `adam_step`, computed on the device of lr from values on that device."""
+    """Return the numbers for `adam_step`, computed on the device of lr from values on that device."""
     for name, value in (("lr", lr), ("step", step)):
         tensor(name, value)
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
@@ -275,6 +275,8 @@ def device_rates(
             1.0
         )
     rates[9].fill_(1.0) if inv_scale is None else rates[9].copy_(_factor("inv_scale", inv_scale)[0])
+    rates[10].copy_(steps)
+    rates[11].fill_(0.0)
     return rates
 
 
