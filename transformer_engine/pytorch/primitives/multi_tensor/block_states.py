@@ -16,7 +16,8 @@ from torch import Tensor
 from ....common.operation_settings import STATE_BLOCK
 
 _DROPPED = 20  # mantissa bits that the codes lack
-_LEAST_EXPONENT, _NONFINITE = 16, 255
+LEAST_EXPONENT = 16
+_NONFINITE = 255
 _WORD = 0xFFFFFFFF
 
 
@@ -70,7 +71,7 @@ def encode(values: Tensor, of: BlockFormat, words: Tensor | None = None) -> tupl
     magnitude = flat.abs()
     bits = torch.nn.functional.pad(magnitude, (0, blocks * STATE_BLOCK - flat.numel()))
     largest = bits.view(torch.int32).view(blocks, STATE_BLOCK).amax(1)
-    exponents = (largest >> 23).clamp_(min=_LEAST_EXPONENT)
+    exponents = (largest >> 23).clamp_(min=LEAST_EXPONENT)
     inverse = _spread(_power_of_two(254 + of.top - exponents), flat.numel())
     shifted = ((magnitude * inverse) * 2.0**-of.rebias).view(torch.int32)
     if words is None:
