@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.multi_tensor import halves, join_halves
-from ..primitives.multi_tensor.block_states import FIRST, SECOND, BlockFormat
+from ..primitives.multi_tensor.block_states import FIRST, SECOND, BlockFormat, block_count
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .checks import check_saved
@@ -83,6 +83,24 @@ class AdamStates(CopiedWhole):
         """Create the moments of a parameter, filled with zeros, and its master weight if `master_weights` is set."""
         self.state[param] = {}
         self._complete(param, store_param_remainders)
+
+    def state_bytes(self) -> int:
+        """Bytes of the states of all parameters on this rank, whether they exist yet or not."""
+        return sum(
+            self._bytes_of(local_part(parameter).detach(), self._keeps_remainder(parameter))
+            for parameter in self._parameters()
+        )
+
+    def _bytes_of(self, local: Tensor, keeps_remainder: bool) -> int:
+        names = NAMES if self.master_weights and not _is_own(local) else NAMES[:2]
+        total = 0
+        for name in names:
+            halved = name == "master_param" and keeps_remainder
+            dtype = torch.int16 if halved else self.name_to_dtype_map[name]
+            total += local.numel() * dtype.itemsize
+            if self._block_format(name) is not None:
+                total += block_count(local.numel())
+        return total
 
     def _complete(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Create the missing states of a parameter."""
