@@ -81,6 +81,7 @@ def test_no_script_times_by_itself():
         *(
             "convergence",
             "convert",
+            "finetune",
             "model_step",
             "recipe_table",
             "train_switches",
