@@ -2,14 +2,14 @@
 
     python benchmarks/finetune.py [--json FILE] [--arms NAME ...] [--batch N ...] [--steps N] [--tiny] [--eager]
 
-A step is forward pass, backward pass and optimizer on sequences of 8192 tokens, with a bfloat16 head of 128,256 rows and
-FP8 products with one scale per tensor in the layers. Arms:
+A step is forward pass, backward pass and optimizer on sequences of 8192 tokens, with a bfloat16 head of 128,256 rows
+and FP8 products with one scale per tensor in the layers. Arms:
 
 - te:*: `examples/finetune_8b.py`. "stochastic": block-scaled FP8 moments, bfloat16 parameters rounded stochastically;
   "remainders": the same moments, float32 masters in two halves; "float32": float32 moments and masters; "quantized":
   FP8 parameters, block-scaled moments, float32 masters; "delayed", "block": recipes, with "stochastic";
-- ao:*: torchao's float8 training, each layer and the head with its loss compiled, cuDNN's attention, and an optimizer of
-  torchao with block-scaled moments whose updates of bfloat16 parameters are rounded stochastically.
+- ao:*: torchao's float8 training, each layer and the head with its loss compiled, cuDNN's attention, and an optimizer
+  of torchao with block-scaled moments whose updates of bfloat16 parameters are rounded stochastically.
 
 Every arm runs in its own process. Without a GPU, `--tiny --eager` shows that everything runs.
 """
@@ -62,9 +62,7 @@ def main() -> None:
     if chosen.arm is not None:
         print(json.dumps(measure(chosen.arm, chosen)))
         return
-    rows = [
-        run_arm(arm, batch, chosen) for batch in chosen.batch for arm in chosen.arms
-    ]
+    rows = [run_arm(arm, batch, chosen) for batch in chosen.batch for arm in chosen.arms]
     print(table(rows))
     write(chosen.json, machine=machine(), rows=rows)
     if any("error" in row for row in rows):

@@ -1,8 +1,8 @@
 """Train all parameters of an 8-billion-parameter Llama on one H200: `python examples/finetune_8b.py --steps 50`.
 
 Sequences of 8192 tokens, FP8 products and bfloat16 parameters. Three things keep the step small: Adam's moments are
-block-scaled FP8, 2 bytes per parameter together; each parameter is stepped in the backward pass, so that gradients never
-exist together; and the loss stores no logits. Parameters are rounded stochastically, so that they need no masters.
+block-scaled FP8, 2 bytes per parameter together; each parameter is stepped in the backward pass, so that gradients
+never exist together; and the loss stores no logits. Parameters are rounded stochastically and need no masters.
 
 The program plans the peak memory, trains, and prints tokens per second beside the measured and the planned peak. The
 weights are random, or those of a Hugging Face checkpoint: `--checkpoint FOLDER --data TEXT --save FOLDER`.
@@ -29,6 +29,7 @@ from transformer_engine.pytorch.conversion import (
     load_model,
     save_model,
 )
+from transformer_engine.pytorch.inspect.memory_plan import MemoryPlan
 
 GIB = 2**30
 BLOCK_SCALED: dict[str, Any] = {
@@ -102,7 +103,9 @@ def read_tokens(options: argparse.Namespace) -> Tensor:
 def batch_of(text: Tensor, step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Random windows of the text and their next tokens [batch, length]; they depend on the step only."""
     if len(text) < length + 2:
-        raise ValueError(f"the text has {len(text)} tokens; {length + 2} are needed, give more --data")
+        raise ValueError(
+            f"the text has {len(text)} tokens; {length + 2} are needed, give more --data"
+        )
     starts = torch.randint(
         len(text) - length - 1, (batch,), generator=torch.Generator().manual_seed(step)
     )
@@ -115,12 +118,13 @@ def plan_memory(
     optimizer: te.optimizers.FusedAdam,
     scaling: recipe.Recipe,
     options: argparse.Namespace,
-) -> te.MemoryPlan:
+) -> MemoryPlan:
     """Plan the step; the norm and MLP of all layers are recomputed if the plan exceeds the budget."""
     tokens = torch.empty(options.batch, options.length, dtype=torch.int64, device="meta")
     for recomputed in (False, True):
-        for layer in model.decoder.layers if recomputed else ():
-            layer.layernorm_mlp.checkpoint = True
+        for module in model.modules():
+            if isinstance(module, te.LayerNormMLP):
+                module.checkpoint = recomputed
         plan = te.memory_plan(
             model,
             scaling,
@@ -216,7 +220,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     losses: list[Tensor] = []
     clock = StepClock(on_gpu)
     for step in range(options.steps):
-        tokens, targets = (x.to(device) for x in batch_of(text, step, options.batch, options.length))
+        tokens, targets = (
+            x.to(device) for x in batch_of(text, step, options.batch, options.length)
+        )
         if on_gpu and step == options.warm_up:
             torch.cuda.reset_peak_memory_stats()
         with te.autocast(recipe=scaling):

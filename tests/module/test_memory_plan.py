@@ -600,9 +600,7 @@ def test_the_states_of_a_fused_adam_are_planned_before_they_exist(options, bytes
 
 
 def test_gradients_that_are_freed_in_the_backward_pass_are_not_planned_together():
-    layers = torch.nn.Sequential(
-        *(te.Linear(512, 512, bias=False, device="cpu") for _ in range(8))
-    )
+    layers = torch.nn.Sequential(*(te.Linear(512, 512, bias=False, device="cpu") for _ in range(8)))
     weight = 512 * 512 * 4
     together = te.memory_plan(layers, None, 16)
     freed = te.memory_plan(layers, None, 16, step_in_backward=True)

@@ -125,19 +125,20 @@ def test_a_gradient_after_the_backward_pass_is_stepped_at_the_end(device):
 def test_a_second_backward_pass_is_an_error(device):
     model = make_model(device, torch.float32)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    with pytest.raises(RuntimeError, match="second gradient in one step_in_backward"):
-        with optimizer.step_in_backward():
-            loss_of(model, 0).backward()
-            loss_of(model, 1).backward()
+    with (
+        pytest.raises(RuntimeError, match="second gradient in one step_in_backward"),
+        optimizer.step_in_backward(),
+    ):
+        loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
     loss_of(model, 0).backward()  # no hook is left
     assert all(p.grad is not None for p in model.parameters())
 
 
 def test_decoupled_gradients_are_an_error(device):
     optimizer = FusedAdam(make_model(device, torch.float32).parameters(), use_decoupled_grad=True)
-    with pytest.raises(RuntimeError, match="use_decoupled_grad=True"):
-        with optimizer.step_in_backward():
-            pass
+    with pytest.raises(RuntimeError, match="use_decoupled_grad=True"), optimizer.step_in_backward():
+        pass
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

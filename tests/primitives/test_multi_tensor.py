@@ -106,6 +106,7 @@ STATES = {
     "fp32": (torch.float32,) * 4,
     "bf16 gradients": (torch.bfloat16, torch.float32, torch.float32, torch.float32),
     "bf16 moments": (torch.bfloat16,) * 4,
+    "bf16, fp32 moments": (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
     "fp16, masters": (torch.float16, torch.float16, torch.float32, torch.float32, torch.float32),
     "bf16, remainders": (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.int16),
 }
@@ -188,6 +189,22 @@ def test_block_scaled_moments_have_the_codes_of_the_reference(sizes, kinds, stoc
             for x in (lists, expected)
         )
     assert_alike(lists, expected)
+
+
+@runs_kernels
+@SIZES
+def test_stochastically_rounded_parameters_have_the_random_bits_of_the_reference(sizes):
+    """A fused multiply-add may change the last bits of float32, and with them few of the rounded parameters."""
+    lists = sample_lists(sizes, *STATES["bf16, fp32 moments"])
+    expected, how = clone_lists(lists), Adam(stochastic=True)
+    rates = copy_to_device(RATES, torch.device(DEVICE))
+    kernels.adam_step(lists, rates, how)
+    reference.adam(expected, rates, None, how)
+    assert_alike(lists[2:], expected[2:])
+    for a, b in zip(lists[1], expected[1], strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-7, atol=1e-6)
+    equal = torch.cat([a == b for a, b in zip(lists[1], expected[1], strict=True)])
+    assert equal.float().mean() > 0.99
 
 
 @runs_kernels

@@ -342,10 +342,8 @@ def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launc
     )
     tables = (AddressTable(0, (NUMBER, READ, *(WRITTEN,) * (lists - 1))),)
     # Codes have the reference's bits only if products are rounded before they are added.
-    fuses = not (how.block_scaled or how.stochastic)
-    return Launch(
-        _adam, (chunks, 1, 1), (), (), constants, _WARPS, fuses=fuses, tables=tables
-    )
+    fuses = not how.block_scaled
+    return Launch(_adam, (chunks, 1, 1), (), (), constants, _WARPS, fuses=fuses, tables=tables)
 
 
 def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:

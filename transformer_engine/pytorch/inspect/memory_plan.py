@@ -179,8 +179,8 @@ def memory_plan(
     number("budget", budget)
     if budget <= 0:
         raise ValueError(
-            f"budget={budget} GiB is not positive; give the memory of the GPU, without optimizer states if no optimizer "
-            "is planned"
+            f"budget={budget} GiB is not positive; give the memory of the GPU, without optimizer states unless the "
+            "optimizer is planned"
         )
     layers, most = len(list(norm_mlps(model))), int(budget * 1024 * MIB)
     plan, options = cheapest(plan_with, layers, most)

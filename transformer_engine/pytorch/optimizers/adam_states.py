@@ -57,7 +57,9 @@ class AdamStates(CopiedWhole):
         if skip_unscale:
             return state
         local = local_part(state)
-        numbers = states.unscale(local, self._scale(param, state_name), self._block_format(state_name))
+        numbers = states.unscale(
+            local, self._scale(param, state_name), self._block_format(state_name)
+        )
         return state if numbers is local else like(param, numbers)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:

@@ -257,11 +257,10 @@ class FusedAdam(AdamStates):
     def step_in_backward(self) -> AbstractContextManager[None]:
         """Step each parameter as soon as a backward pass has accumulated its gradient, and free the gradient.
 
-        The gradients of a model then never exist together, and `step` is not called. Bits are equal to those of
-        `loss.backward(); optimizer.step()` for parameters that all have gradients. Gradients of earlier backward passes,
-        outside of the context, are added. Gradients that appear only after the backward pass, as those of FSDP2,
-        are stepped at the end of the context. The norm of all gradients is unknown before the steps, so that it cannot
-        be clipped.
+        The gradients of a model then never exist together, and `step` is not called. If all parameters have gradients,
+        the bits are equal to those of `loss.backward(); optimizer.step()`. Gradients of backward passes before the
+        context are added. Gradients that appear only after the backward pass, as with FSDP2, are stepped at
+        the end of the context. The norm of all gradients is unknown before the first step and cannot be clipped.
 
         Example:
             with optimizer.step_in_backward():
@@ -344,9 +343,7 @@ class FusedAdam(AdamStates):
     ) -> None:
         """Step the parameters of a bucket; may_skip: the overflow flag may be set."""
         names, device = self._names(bucket), bucket.parameters[0].device
-        settings = Adam(
-            bool(self.adam_w_mode), self.block_scaled_states, self.stochastic_rounding
-        )
+        settings = Adam(bool(self.adam_w_mode), self.block_scaled_states, self.stochastic_rounding)
         how = (rates[device], settings, self.capturable)
         converts = [
             self.name_to_dtype_map[name] in states.RANGES and self._block_format(name) is None
@@ -360,8 +357,8 @@ class FusedAdam(AdamStates):
         if self.block_scaled_states:
             del state_lists[2:4]
         read = [
-            self._read(bucket.params, *state) if converted else state[0]
-            for converted, *state in zip(converts, state_lists, names, strict=True)
+            self._read(bucket.params, stored, name) if converted else stored
+            for converted, stored, name in zip(converts, state_lists, names, strict=True)
         ]
         moments, masters = read[:2], read[2:]
         if bucket.quantized:
@@ -374,9 +371,7 @@ class FusedAdam(AdamStates):
             [grads, stepped, *moments, *exponents, *masters],
             *how,
         )
-        for state, name, values, converted in zip(
-            state_lists, names, read, converts, strict=True
-        ):
+        for state, name, values, converted in zip(state_lists, names, read, converts, strict=True):
             if converted:  # float32 numbers from `_read`
                 for parameter, stored, numbers in zip(bucket.params, state, values, strict=True):
                     states.store(numbers, local_part(stored), self._scale(parameter, name))

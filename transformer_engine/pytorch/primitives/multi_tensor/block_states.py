@@ -1,9 +1,10 @@
 """Block-scaled FP8 optimizer states: codes uint8, and one exponent, uint8, per 128 consecutive values.
 
-The exponent is the float32 exponent field of the block's largest magnitude, at least 16, and scales it by a power of two
-to [2^7, 2^8) for first moments (E4M3) and to [2^14, 2^15) for second moments, whose codes have no sign (5 exponent bits,
-3 mantissa bits). No value saturates, and decoded values have the same codes again. A block with an infinity or a NaN
-has the exponent 255 and decodes to NaN. A positive second moment never becomes 0, since Adam divides by its root.
+The exponent is the float32 exponent field of the block's largest magnitude, at least 16. It scales this magnitude by a
+power of two to [2^7, 2^8) for first moments (E4M3) and to [2^14, 2^15) for second moments, whose codes have no sign (5
+exponent bits, 3 mantissa bits). No value saturates, and decoded values have the same codes again. A block with an
+infinity or a NaN has the exponent 255 and decodes to NaN. A positive second moment never becomes 0, because Adam
+divides by its root.
 """
 
 from __future__ import annotations

@@ -79,7 +79,10 @@ def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
     first_bias, second_bias, factor, seed, chunk = rest
     number = chunk.to(torch.int64) * CHUNK  # of a tensor's first element, for its random bits
     for grad, parameter, *states in zip(*lists, strict=True):
-        moments, masters = states[: 4 if how.block_scaled else 2], states[4 if how.block_scaled else 2 :]
+        moments, masters = (
+            states[: 4 if how.block_scaled else 2],
+            states[4 if how.block_scaled else 2 :],
+        )
         halved = bool(masters) and masters[0].dtype == torch.int16
         p = (
             join_halves(parameter, masters[0])
