@@ -132,9 +132,7 @@ def _quantize(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     return cast(x.to(torch.float32) * multiplier, scaling.element), multiplier.reciprocal()
 
 
-def _multiply(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, epilogue: Epilogue
-) -> Tensor:
+def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, epilogue: Epilogue) -> Tensor:
     """Compute a [M, K] @ b [N, K].T from codes."""
     run = torch_mm.run_tensor_scales if a.is_cuda else reference.run
     return run(Operand(a, a_scale, FLOAT8), Operand(b, b_scale, FLOAT8), epilogue)
