@@ -101,23 +101,25 @@ class _TracedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_codes, x_scale, w_codes, w_scale)
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, bias is not None)
         epilogue = Epilogue(dtype, bias, exact=recipe.accumulation.forward)
-        return _multiply(x_codes, x_scale, w_codes, w_scale, epilogue)
+        return _distinct(_multiply(x_codes, x_scale, w_codes, w_scale, epilogue))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_codes, x_scale, w_codes, w_scale = ctx.saved_tensors
         (x_dtype, w_dtype, has_bias), exact = ctx.dtypes, ctx.recipe.accumulation
         codes, scale = _quantize(dy, ctx.recipe.grad_output)
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            epilogue = Epilogue(dy.dtype, exact=exact.grad_input)
-            dx = _multiply(codes, scale, transposed(w_codes), w_scale, epilogue).to(x_dtype)
-        if ctx.needs_input_grad[1]:
-            epilogue = Epilogue(w_dtype, exact=exact.grad_weight)
-            dw = _multiply(transposed(codes), scale, transposed(x_codes), x_scale, epilogue)
-        if has_bias and ctx.needs_input_grad[2]:
-            db = dy.sum(0, dtype=torch.float32).to(dy.dtype)
-        return dx, dw, db, None, None
+        # Compilers drop the gradients that nothing reads.
+        epilogue = Epilogue(dy.dtype, exact=exact.grad_input)
+        dx = _multiply(codes, scale, transposed(w_codes), w_scale, epilogue).to(x_dtype)
+        epilogue = Epilogue(w_dtype, exact=exact.grad_weight)
+        dw = _multiply(transposed(codes), scale, transposed(x_codes), x_scale, epilogue)
+        db = _distinct(dy.sum(0, dtype=torch.float32).to(dy.dtype)) if has_bias else None
+        return _distinct(dx), _distinct(dw), db, None, None
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """A view of a result. torch 2.11 loses the gradient of a result that is also its own cast to an equal dtype."""
+    return x.view(x.shape)
 
 
 def _quantize(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
