@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections import Counter
@@ -107,13 +108,15 @@ def convert(
     rows = [chooser.choice(name, module, reasons[name]) for name, module in modules.items()]
     rows += [*chooser.attention(model, include, exclude), *_list_stacked_experts(model)]
     before = _model_ms(model, sample) if timed else None
-    named = dict(model.named_modules())
-    for row in rows:
-        if row.choice != "torch":
-            _convert(named[row.name], row, chooser.converter)
-    table = ConversionTable(rows, _rule(timed, sample is not None))
-    if before is not None and any(row.choice != "torch" for row in rows):
-        _keep_if_faster(model, table, before, _model_ms(model, sample))
+    rule = _rule(timed, sample is not None)
+    if before is None:
+        # A model in shards is not timed, and may be limited by its host.
+        table = ConversionTable(_by_host_time(rows) if timed and not compiled else rows, rule)
+        _convert_rows(model, table.rows, chooser.converter)
+    else:
+        plans = [rows, _every_linear(rows) if compiled else _by_host_time(rows)]
+        table = _convert_to_fastest(model, sample, before, plans, chooser.converter)
+        table.summary = f"{rule}\n{table.summary}".rstrip()
     model.__dict__[_TABLE] = table
     if verbose:
         print(table)
@@ -202,11 +205,15 @@ def _rule(timed: bool, sampled: bool) -> str:
     )
 
 
-def _convert(module: nn.Module, row: LayerChoice, converter: Converter) -> None:
-    if row.module == _ATTENTION:
-        convert_attention(module, converter.recipe)
-    else:
-        converter.convert(module)
+def _convert_rows(model: nn.Module, rows: list[LayerChoice], converter: Converter) -> None:
+    named = dict(model.named_modules())
+    for row in rows:
+        if row.choice == "torch":
+            continue
+        if row.module == _ATTENTION:
+            convert_attention(named[row.name], converter.recipe)
+        else:
+            converter.convert(named[row.name])
 
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -326,7 +333,34 @@ def _compare_attention(calls: Counter[SampleCall]) -> Comparison:
 def _time_choice(name: str, module: str, converted: str, compared: Comparison) -> LayerChoice:
     ratio = compared.converted.ms / compared.original.ms
     choice = converted if ratio <= MARGIN else "torch"
-    return LayerChoice(name, module, choice, f"{ratio:.2f} of the time", compared)
+    return LayerChoice(name, module, choice, f"{ratio:.2f} of the time", compared, converted)
+
+
+def _by_host_time(rows: list[LayerChoice]) -> list[LayerChoice]:
+    """Rows without the layers that take longer than the original when the host's launches count."""
+
+    def kept(row: LayerChoice) -> LayerChoice:
+        if row.choice == "torch" or row.costs is None:
+            return row
+        ratio = row.costs.converted.host_ms / row.costs.original.host_ms
+        if ratio <= MARGIN:
+            return row
+        reason = f"{row.reason}, {ratio:.2f} with the host's launches"
+        return dataclasses.replace(row, choice="torch", reason=reason)
+
+    return [kept(row) for row in rows]
+
+
+def _every_linear(rows: list[LayerChoice]) -> list[LayerChoice]:
+    """Rows with every supported linear layer: a compiler fuses casts with neighbors, and shares them."""
+    return [
+        dataclasses.replace(
+            row, choice=row.converted, reason=f"{row.reason} alone; casts are fused"
+        )
+        if row.choice == "torch" and row.converted not in ("", "te")
+        else row
+        for row in rows
+    ]
 
 
 def _description(module: Any) -> str:
@@ -374,19 +408,53 @@ def _model_ms(model: nn.Module, sample: Any) -> float | None:
     return sorted(times[3:])[2]
 
 
-def _keep_if_faster(
-    model: nn.Module, table: ConversionTable, before: float, after: float | None
-) -> None:
-    """Add the whole-model comparison to the table, and restore a model that became slower."""
-    assert after is not None
-    table.summary += f"\nwhole model: {before:.3g} ms, converted {after:.3g} ms"
-    if after > before:
+def _convert_to_fastest(
+    model: nn.Module,
+    sample: Any,
+    before: float,
+    plans: list[list[LayerChoice]],
+    converter: Converter,
+) -> ConversionTable:
+    """Time the whole model under each plan, and leave it in the fastest; the originals if no plan is faster.
+
+    Args:
+        model: The model, not converted.
+        sample: The sample.
+        before: Milliseconds of the original.
+        plans: Choices to compare.
+        converter: The converter.
+    """
+    measured: list[tuple[float, list[LayerChoice]]] = []
+    for rows in plans:
+        choices = [row.choice for row in rows]
+        if set(choices) <= {"torch"} or any(
+            choices == [row.choice for row in earlier] for _, earlier in measured
+        ):
+            continue
+        if measured:
+            _restore(model)
+        _convert_rows(model, rows, converter)
+        after = _model_ms(model, sample)
+        assert after is not None
+        measured.append((after, rows))
+    if not measured:
+        return ConversionTable(plans[0])
+    ms, rows = min(measured, key=lambda pair: pair[0])
+    times = ", ".join(f"{after:.3g} ms" for after, _ in measured)
+    summary = f"whole model: {before:.3g} ms, converted {times}"
+    if len(measured) > 1:
+        summary += f" ({len(measured)} choices; the fastest is used)"
+    if ms > before:
         _restore(model)
         reason = "the whole model was slower converted"
-        table.rows = [
+        rows = [
             row
             if row.choice == "torch"
-            else LayerChoice(**{**vars(row), "choice": "torch", "reason": reason})
-            for row in table
+            else dataclasses.replace(row, choice="torch", reason=reason)
+            for row in rows
         ]
-        table.summary += f": {reason}, and was restored"
+        summary += f": {reason}, and was restored"
+    elif rows is not measured[-1][1]:
+        _restore(model)
+        _convert_rows(model, rows, converter)
+    return ConversionTable(rows, summary)
