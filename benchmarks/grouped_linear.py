@@ -1,16 +1,19 @@
 """GroupedLinear against torch's grouped product: GPU milliseconds for forward and backward, in turns.
 
-    python benchmarks/grouped_linear.py [--json FILE] [--only TEXT] [--runs 20]
+    python benchmarks/grouped_linear.py [--json FILE] [--only TEXT] [--runs 20] [--kernels]
 
 Cases are 64 experts of 2048 x 1408 and 128 experts of 2048 x 1536 with 32768 tokens, as many for each expert. Every arm
 is the layer's forward and backward pass, with the L2 cache flushed. "cast" quantizes the weights in each call, "cached"
-passes is_first_microbatch=False after a call that cached them. Ratios are to the fastest bfloat16 arm.
+passes is_first_microbatch=False after a call that cached them. Ratios are to the fastest bfloat16 arm. --kernels adds
+a table of each arm's kernels: microseconds per pass, averaged over the passes of a profile.
 """
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +52,12 @@ def main() -> None:
     arguments.add_argument(
         "--runs", type=int, default=20, help="turns; each figure is their median"
     )
+    arguments.add_argument(
+        "--kernels", action="store_true", help="profile the kernels of each arm as well"
+    )
     chosen = options(arguments)
     rows = []
+    kernels = []
     for case in select_cases(CASES, chosen.only):
         arms = make_arms(case)
         times = dict(zip(arms, measure_in_turns(list(arms.values()), chosen.runs), strict=True))
@@ -59,7 +66,35 @@ def main() -> None:
             row = {"case": case.name, "by": name, "ms": round(milliseconds, 4)}
             rows.append(row | {"of the best bfloat16": round(milliseconds / best, 3)})
             print(*rows[-1].values(), flush=True)
-    write(chosen.json, rows=rows)
+        if chosen.kernels:
+            for name, arm in arms.items():
+                table = profile_kernels(arm)
+                kernels.append({"case": case.name, "by": name, "kernels": table})
+                print(case.name, name, json.dumps(table), sep="\n", flush=True)
+    write(chosen.json, rows=rows, **({"kernels": kernels} if kernels else {}))
+
+
+def profile_kernels(arm: Callable[[], None], passes: int = 5) -> list[dict[str, Any]]:
+    """Count and microseconds per pass of each kernel, the largest sum first."""
+    arm()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as observed:
+        for _ in range(passes):
+            arm()
+        torch.cuda.synchronize()
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in observed.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            durations[event.name].append(event.time_range.elapsed_us())
+    return [
+        {
+            "kernel": name[:100],
+            "count": len(samples) / passes,
+            "us": round(sum(samples) / passes, 1),
+            "each": [round(sample, 1) for sample in samples[: len(samples) // passes]],
+        }
+        for name, samples in sorted(durations.items(), key=lambda item: -sum(item[1]))
+    ]
 
 
 def make_arms(case: Case) -> dict[str, Callable[[], None]]:
