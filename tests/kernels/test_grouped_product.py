@@ -61,6 +61,34 @@ def test_column_products_spill_nothing(tmp_path, exact, by_address, dtype, accum
     check(*assemble(tmp_path, launch, dtypes))
 
 
+@pytest.mark.parametrize("n, k", [(1408, 2048), (400, 272)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+@pytest.mark.sampled(4)
+def test_row_products_of_blocks_spill_nothing(tmp_path, bias, dtype, n, k):
+    from transformer_engine.common.kernels.grouped_block_product import product_of_rows
+
+    launch = product_of_rows(32768, n, k, 64, dtype, processors=132)
+    dtypes = (GRADIENTS, CODES, *SCALES, bias, "int32", None, dtype)
+    check(*assemble(tmp_path, launch, dtypes))
+
+
+@pytest.mark.parametrize("n, k", [(1408, 2048), (400, 272)])
+@pytest.mark.parametrize(
+    "dtype, accumulates", [("bfloat16", False), ("float32", False), ("float32", True)]
+)
+@pytest.mark.parametrize("by_address", [False, True])
+@pytest.mark.sampled(4)
+def test_column_products_of_blocks_spill_nothing(tmp_path, by_address, dtype, accumulates, n, k):
+    from transformer_engine.common.kernels.grouped_block_product import product_of_columns
+
+    options = {"processors": 132, "accumulates": accumulates, "by_address": by_address}
+    launch = product_of_columns(n, k, 64, dtype, **options)
+    table = "int64" if by_address else None
+    dtypes = (GRADIENTS, CODES, *SCALES, None, "int32", table, dtype)
+    check(*assemble(tmp_path, launch, dtypes))
+
+
 def test_programs_do_not_outnumber_tiles_or_processors():
     from transformer_engine.common.kernels.grouped_product import (
         product_of_columns,

@@ -121,8 +121,6 @@ def write(
     results,
     out,
     total,
-    scale_a,
-    scale_b,
     bias,
     first,
     rows,
@@ -135,7 +133,6 @@ def write(
     BY_ADDRESS: gl.constexpr,
 ):
     """Write total [64, 128] to rows first + m of out, of which those below `rows` exist, and columns n."""
-    total = total * scale_a * scale_b
     if bias is not None:
         columns = n + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
         total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -249,9 +246,7 @@ def multiply(
             write(
                 results,
                 matrix,
-                upper,
-                by_a,
-                by_b,
+                upper * by_a * by_b,
                 added_row,
                 first,
                 rows,
@@ -268,9 +263,7 @@ def multiply(
             write(
                 results,
                 matrix,
-                lower,
-                by_a,
-                by_b,
+                lower * by_a * by_b,
                 added_row,
                 first,
                 rows,

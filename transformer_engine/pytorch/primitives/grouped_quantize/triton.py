@@ -94,7 +94,8 @@ def _block_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     infinite = min(torch.finfo(request.dtype).max, FLOAT32_MAX)
     steps = (spec.element, spec.power_of_two, spec.epsilon, infinite, spec.rowwise, spec.columnwise)
     blocks = kernels.square_blocks if request.matrices else kernels.row_blocks
-    record = blocks(request.shape, request.groups, *steps)
+    more = {} if request.matrices else {"tiled": request.tiled}
+    record = blocks(request.shape, request.groups, *steps, **more)
 
     def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
         run_program_into(record, (*inputs, *outputs[:4]), inputs[0].device)
