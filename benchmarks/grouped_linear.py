@@ -1,6 +1,6 @@
 """GroupedLinear against torch's grouped product: GPU milliseconds for forward and backward, in turns.
 
-    python benchmarks/grouped_linear.py [--json FILE] [--only TEXT] [--runs 20] [--kernels]
+    python benchmarks/grouped_linear.py [--json FILE] [--only TEXT] [--runs 20] [--kernels] [--arms NAMES]
 
 Cases are 64 experts of 2048 x 1408 and 128 experts of 2048 x 1536 with 32768 tokens, as many for each expert. Every arm
 is the layer's forward and backward pass, with the L2 cache flushed. "cast" quantizes the weights in each call, "cached"
@@ -55,11 +55,18 @@ def main() -> None:
     arguments.add_argument(
         "--kernels", action="store_true", help="profile the kernels of each arm as well"
     )
+    arguments.add_argument(
+        "--arms", default="", help="arms whose name contains one of these, separated by commas"
+    )
     chosen = options(arguments)
     rows = []
-    kernels = []
+    kernels: list[dict[str, Any]] = []
     for case in select_cases(CASES, chosen.only):
-        arms = make_arms(case)
+        arms = {
+            name: arm
+            for name, arm in make_arms(case).items()
+            if any(part in name for part in chosen.arms.split(","))
+        }
         times = dict(zip(arms, measure_in_turns(list(arms.values()), chosen.runs), strict=True))
         best = min(milliseconds for name, milliseconds in times.items() if "bfloat16" in name)
         for name, milliseconds in times.items():
@@ -71,7 +78,8 @@ def main() -> None:
                 table = profile_kernels(arm)
                 kernels.append({"case": case.name, "by": name, "kernels": table})
                 print(case.name, name, json.dumps(table), sep="\n", flush=True)
-    write(chosen.json, rows=rows, **({"kernels": kernels} if kernels else {}))
+    figures: dict[str, Any] = {"rows": rows} | ({"kernels": kernels} if kernels else {})
+    write(chosen.json, None, **figures)
 
 
 def profile_kernels(arm: Callable[[], None], passes: int = 5) -> list[dict[str, Any]]:
