@@ -680,7 +680,7 @@ def _probe_case(
         for count in (heads[0], heads[1], heads[1], heads[0])
     )
     together = _attend(name, case, heads, (q, k, v), dy)
-    counts = dict.fromkeys(("output", "dq", "dk", "dv"), 0)
+    counts: dict[str, int] = dict.fromkeys(("output", "dq", "dk", "dv"), 0)
     alone = ProbedCase(1, case.length, "bshd")
     for i in range(case.batch):
         part = slice(i, i + 1)

@@ -130,6 +130,28 @@ def test_tiled_columns_equal_contiguous_columns_per_128_rows(name, splits, devic
     assert first * 128 == groups.padded
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("shape", [(1408, 2048), (1000, 400)])
+@pytest.mark.parametrize("name", ["current", "power of two"])
+def test_many_matrices_are_measured_and_cast_as_if_alone(name, shape, directions, device):
+    matrices = [torch.randn(shape, device=device, dtype=torch.bfloat16) * 2.0**i for i in range(40)]
+    matrices[3].zero_()
+    matrices[7][5, 7] = torch.inf
+    matrices[39][-1, -1] = torch.nan
+    spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **SCALINGS[name])
+    for _ in range(3):
+        result = quantize_matrices(Matrices.of(matrices), spec)
+        for group, matrix in enumerate(matrices):
+            with use_backend(quantize="reference"):
+                alone = quantize(matrix, spec)
+            if spec.rowwise:
+                assert torch.equal(bits(result.codes[group]), bits(alone.codes))
+                assert torch.equal(result.scale[group, :1], alone.scale)
+            if spec.columnwise:
+                assert torch.equal(bits(result.codes_t[group]), bits(alone.codes_t))
+
+
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("shape", [(256, 128), (144, 272)])
 @pytest.mark.parametrize("name", ["given", "current", "power of two", "square", "square float32"])

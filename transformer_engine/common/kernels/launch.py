@@ -167,6 +167,7 @@ class Launch:
             choice.
         dependent: May start before the previous launch has ended (programmatic dependent launch); the kernel waits
             before it reads the results of that launch.
+        cooperative: All programs run at the same time; the grid must fit the GPU.
         fuses: A product and a following sum may become one fused multiply-add, which rounds once.
         in_place: Indices of inputs that are also written, if present; they are passed once.
         tables: Inputs with the addresses of further tensors.
@@ -185,6 +186,7 @@ class Launch:
     warps: int
     registers: int | None = None
     dependent: bool = False
+    cooperative: bool = False
     fuses: bool = True
     in_place: tuple[int, ...] = ()
     tables: tuple[AddressTable, ...] = ()
@@ -272,6 +274,8 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
         options["launch_pdl"] = True
+    if launch.cooperative:
+        options["launch_cooperative_grid"] = True
     import triton
 
     # Under TRITON_INTERPRET=1, kernels have another class.

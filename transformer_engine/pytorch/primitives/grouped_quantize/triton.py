@@ -1,4 +1,4 @@
-"""Grouped quantization in one Triton launch, two where the scales come from the values' own maxima.
+"""Grouped quantization in one Triton launch, two where the scales of row groups come from their own maxima.
 
 The groups' bits equal `quantize`'s kernel and reference.
 """
@@ -14,7 +14,8 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
 from ....common.kernels.launch import LARGEST_EXTENT
-from ...runtime.launching import Performed, run_program_into, unsupported_casts
+from ...runtime.device import current_hardware
+from ...runtime.launching import Performed, processors, run_program_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import FORMATS, QuantizeSpec, torch_dtype
 from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
@@ -116,15 +117,23 @@ def _exponent_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
 
 
 def _tensor_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
-    from ....common.kernels import grouped_cast as kernels  # it imports triton
+    # They import triton.
+    from ....common.kernels import grouped_cast, grouped_held_cast
 
-    # Groups are measured in a launch before the cast. One launch that casts each group from the L2 cache after its
-    # measurement is slower on an H200: 285 instead of 280 us for 64 x 1408 x 2048, 260 instead of 205 for 8 row groups.
+    # Other groups are measured in a launch before the cast. One launch that casts each group from the L2 cache after
+    # its measurement is slower on an H200: 285 instead of 280 us for 64 x 1408 x 2048, 260 instead of 205 for 8 row
+    # groups.
     spec = request.spec
     how = (spec.element, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
-    program = kernels.tensor_scaled(
-        request.shape, request.groups, not request.matrices, *how, request.slots, request.tiled
-    )
+    if _holds_matrices(request):
+        count = processors(request.device.index).count
+        program = grouped_held_cast.held_scaled(
+            request.shape, request.groups, *how, processors=count
+        )
+    else:
+        program = grouped_cast.tensor_scaled(
+            request.shape, request.groups, not request.matrices, *how, request.slots, request.tiled
+        )
     performed = Performed(program, request.device)
 
     def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
@@ -134,6 +143,18 @@ def _tensor_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
         performed(*inputs, *states, *results)
 
     return quantize
+
+
+def _holds_matrices(request: GroupedQuantizeRequest) -> bool:
+    """Return whether one launch measures and casts the matrices, which needs Hopper's registers and few tiles each."""
+    if request.slots is not None or not request.matrices or request.device.type != "cuda":
+        return False
+    if not current_hardware().has("hopper instructions") or torch.version.hip is not None:
+        return False
+    from ....common.kernels import grouped_held_cast  # it imports triton
+
+    count = processors(request.device.index).count
+    return grouped_held_cast.fits(request.shape, request.dtype.itemsize, count)
 
 
 def _space_for_matrices(
