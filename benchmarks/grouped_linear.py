@@ -11,13 +11,12 @@ a table of each arm's kernels: microseconds per pass, averaged over the passes o
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from record import GPU, options, parser, select_cases, write
+from record import GPU, kernel_durations, options, parser, select_cases, write
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
@@ -85,15 +84,7 @@ def main() -> None:
 def profile_kernels(arm: Callable[[], None], passes: int = 5) -> list[dict[str, Any]]:
     """Count and microseconds per pass of each kernel, the largest sum first."""
     arm()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as observed:
-        for _ in range(passes):
-            arm()
-        torch.cuda.synchronize()
-    durations: dict[str, list[float]] = defaultdict(list)
-    for event in observed.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            durations[event.name].append(event.time_range.elapsed_us())
+    durations = kernel_durations(arm, passes)
     return [
         {
             "kernel": name[:100],

@@ -49,6 +49,17 @@ def tile_position(tile, tiles_m, tiles_n, BAND: gl.constexpr):
 
 
 @gluon.jit
+def stage_barriers(STAGES: gl.constexpr):
+    """Allocate the barriers (full, free) of every stage: a stage is filled by one warp, and read by two groups."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    return full, free
+
+
+@gluon.jit
 def fetch(
     matrices,
     scales,
@@ -247,11 +258,7 @@ def product_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES if BY_ROW else 1, BLOCK], LINE),
     )
     buffers = gl.allocate_shared_memory(out.dtype.element_ty, [2 * BUFFERS, HALF, BLOCK], RESULT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
+    full, free = stage_barriers(STAGES)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(2):
         mbarrier.init(turns.index(group), count=1)

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..formats import ceil_div
-from .block_product import REGISTERS, added, load_tile
+from .block_product import REGISTERS, added, load_tile, stage_barriers
 from .grouped_layout import TILE_ROWS, tiles_at_most
-from .grouped_product import CODE_BYTES, HALF, SIDE, TILE_COLUMNS, locate, write
+from .grouped_product import CODE_BYTES, HALF, SIDE, TILE_COLUMNS, locate, write_tile
 from .launch import WRITTEN, AddressTable, Launch, Output
 
 
@@ -49,14 +49,14 @@ def fetch(
         group, row, tile_n, steps, first_tile, _ = locate(
             tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS
         )
-        n = tile_n * 2 * SIDE
-        both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         start = 0
         height = M
         if not COLUMNS:
             # The scales of a group are [steps, height], and begin behind those of all earlier rows.
             start = gl.load(layout + group)
             height = gl.load(layout + group + 1) - start
+        n = tile_n * 2 * SIDE
+        both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
             place = step % STAGES
             # In the first round the stages are free: the phase before the first one counts as completed.
@@ -121,13 +121,13 @@ def multiply(
         )
         n = tile_n * 2 * SIDE + GROUP * SIDE
         if n < N:
-            upper = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
-            lower = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             squares = scale_b
             square = 1.0
             if not COLUMNS:
                 squares = scale_b + (group * gl.cdiv(N, SIDE) + n // SIDE) * gl.cdiv(K, SIDE)
                 square = gl.load(squares)
+            upper = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
+            lower = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             for block in range(steps):
                 place = step % STAGES
                 mbarrier.wait(full.index(place), step // STAGES & 1)
@@ -155,50 +155,25 @@ def multiply(
                 mbarrier.arrive(free.index(place), count=1)
                 lower = added(lower, product, second, by_column, COLUMNS)
                 step += 1
-            matrix = out
-            first_row = row
-            if COLUMNS:
-                first_row = group * M + row
-                rows = M - row
-                if table is not None:
-                    first_row = row
-                    address = gl.load(table + group).to(gl.pointer_type(out.dtype.element_ty))
-                    matrix = gl.multiple_of(address, 16)
-            added_row = bias
-            if bias is not None:
-                added_row = bias + group.to(gl.int64) * N
-            tma.store_wait(0)
-            write(
+            write_tile(
                 results,
-                matrix,
+                out,
                 upper,
-                added_row,
-                first_row,
-                rows,
-                0,
-                n,
-                N,
-                buffers.index(GROUP * BUFFERS),
-                LAYOUT,
-                ACCUMULATE,
-                table is not None,
-            )
-            if BUFFERS == 1:
-                tma.store_wait(0)
-            write(
-                results,
-                matrix,
                 lower,
-                added_row,
-                first_row,
+                bias,
+                table,
+                buffers,
+                group,
+                row,
                 rows,
-                HALF,
                 n,
+                M,
                 N,
-                buffers.index(GROUP * BUFFERS + BUFFERS - 1),
+                GROUP,
+                BUFFERS,
                 LAYOUT,
+                COLUMNS,
                 ACCUMULATE,
-                table is not None,
             )
         else:
             for _ in range(steps):
@@ -268,12 +243,7 @@ def grouped_block_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES if COLUMNS else 1, 2 * SIDE], LINE),
     )
     buffers = gl.allocate_shared_memory(out.dtype.element_ty, [2 * BUFFERS, HALF, SIDE], RESULT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(free.index(place), count=2)
-    barriers = (full, free)
+    barriers = stage_barriers(STAGES)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [

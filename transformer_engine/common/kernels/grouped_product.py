@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..formats import ceil_div
-from .block_product import REGISTERS, load_tile, store_tile, tile_position
+from .block_product import REGISTERS, load_tile, stage_barriers, store_tile, tile_position
 from .grouped_gemm import SLOT
 from .grouped_layout import TILE_ROWS, tiles_at_most
 from .launch import WRITTEN, AddressTable, Launch, Output
@@ -158,6 +158,76 @@ def write(
 
 
 @gluon.jit
+def write_tile(
+    results,
+    out,
+    upper,
+    lower,
+    bias,
+    table,
+    buffers,
+    group,
+    row,
+    rows,
+    n,
+    M,
+    N,
+    GROUP: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
+    """Write the 64 upper and the 64 lower rows of a tile, from row `row` of the group's codes on."""
+    matrix = out
+    first = row
+    if COLUMNS:
+        first = group * M + row
+        rows = M - row
+        if table is not None:
+            first = row
+            address = gl.load(table + group).to(gl.pointer_type(out.dtype.element_ty))
+            matrix = gl.multiple_of(address, 16)
+    added_row = bias
+    if bias is not None:
+        added_row = bias + group.to(gl.int64) * N
+    BY_ADDRESS: gl.constexpr = table is not None
+    tma.store_wait(0)
+    write(
+        results,
+        matrix,
+        upper,
+        added_row,
+        first,
+        rows,
+        0,
+        n,
+        N,
+        buffers.index(GROUP * BUFFERS),
+        LAYOUT,
+        ACCUMULATE,
+        BY_ADDRESS,
+    )
+    if BUFFERS == 1:
+        tma.store_wait(0)
+    write(
+        results,
+        matrix,
+        lower,
+        added_row,
+        first,
+        rows,
+        HALF,
+        n,
+        N,
+        buffers.index(GROUP * BUFFERS + BUFFERS - 1),
+        LAYOUT,
+        ACCUMULATE,
+        BY_ADDRESS,
+    )
+
+
+@gluon.jit
 def multiply(
     results,
     out,
@@ -229,51 +299,25 @@ def multiply(
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
             by_a = gl.load(scale_a + group * SLOT)
             by_b = gl.load(scale_b + group * SLOT)
-            matrix = out
-            if COLUMNS:
-                first = group * M + row
-                rows = M - row
-                if table is not None:
-                    first = row
-                    address = gl.load(table + group).to(gl.pointer_type(out.dtype.element_ty))
-                    matrix = gl.multiple_of(address, 16)
-            else:
-                first = row
-            added_row = bias
-            if bias is not None:
-                added_row = bias + group.to(gl.int64) * N
-            tma.store_wait(0)
-            write(
+            write_tile(
                 results,
-                matrix,
+                out,
                 upper * by_a * by_b,
-                added_row,
-                first,
-                rows,
-                0,
-                n,
-                N,
-                buffers.index(GROUP * BUFFERS),
-                LAYOUT,
-                ACCUMULATE,
-                table is not None,
-            )
-            if BUFFERS == 1:
-                tma.store_wait(0)
-            write(
-                results,
-                matrix,
                 lower * by_a * by_b,
-                added_row,
-                first,
+                bias,
+                table,
+                buffers,
+                group,
+                row,
                 rows,
-                HALF,
                 n,
+                M,
                 N,
-                buffers.index(GROUP * BUFFERS + BUFFERS - 1),
+                GROUP,
+                BUFFERS,
                 LAYOUT,
+                COLUMNS,
                 ACCUMULATE,
-                table is not None,
             )
         else:
             for _ in range(steps):
@@ -333,12 +377,7 @@ def grouped_kernel(
         gl.allocate_shared_memory(b.dtype.element_ty, [2 * STAGES, SIDE, SIDE], CODES),
     )
     buffers = gl.allocate_shared_memory(out.dtype.element_ty, [2 * BUFFERS, HALF, SIDE], RESULT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(free.index(place), count=2)
-    barriers = (full, free)
+    barriers = stage_barriers(STAGES)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
