@@ -64,18 +64,17 @@ def fetch(
             arrived = full.index(place)
             mbarrier.expect(arrived, 3 * CODE_BYTES + SCALE_BYTES, pred=both)
             mbarrier.expect(arrived, 2 * CODE_BYTES + SCALE_BYTES, pred=both == 0)
+            row_a, row_b, column = row, group * N + n, block * SIDE
+            first_scale = start * steps + block * height + row - start
             if COLUMNS:
                 row_a, row_b, column = (
                     (first_tile + block) * M + row,
                     (first_tile + block) * N + n,
                     0,
                 )
-                load_tile(scale_a, [row_a], arrived, scale_a_stages.index(place))
+                first_scale = row_a
                 load_tile(scale_b, [row_b], arrived, scale_b_stages.index(place))
-            else:
-                row_a, row_b, column = row, group * N + n, block * SIDE
-                first_scale = start * steps + block * height + row - start
-                load_tile(scale_a, [first_scale], arrived, scale_a_stages.index(place))
+            load_tile(scale_a, [first_scale], arrived, scale_a_stages.index(place))
             load_tile(a, [row_a, column], arrived, a_stages.index(place))
             load_tile(b, [row_b, column], arrived, b_stages.index(2 * place))
             load_tile(b, [row_b + SIDE, column], arrived, b_stages.index(2 * place + 1), pred=both)
@@ -131,11 +130,11 @@ def multiply(
             for block in range(steps):
                 place = step % STAGES
                 mbarrier.wait(full.index(place), step // STAGES & 1)
-                codes = a_stages.index(place)
-                b = b_stages.index(2 * place + GROUP).permute((1, 0))
                 by_rows = scale_a_stages.index(place)
                 first = by_rows.slice(0, HALF).load(RIGHT) * square
                 second = by_rows.slice(HALF, HALF).load(RIGHT) * square
+                codes = a_stages.index(place)
+                b = b_stages.index(2 * place + GROUP).permute((1, 0))
                 product = hopper.warpgroup_mma(
                     codes.slice(0, HALF), b, product, use_acc=never, is_async=True
                 )

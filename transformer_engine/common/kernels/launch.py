@@ -167,8 +167,8 @@ class Launch:
             choice.
         dependent: May start before the previous launch has ended (programmatic dependent launch); the kernel waits
             before it reads the results of that launch.
-        cooperative: All programs run at the same time; the grid must fit the GPU.
         fuses: A product and a following sum may become one fused multiply-add, which rounds once.
+        cooperative: All programs run at the same time; the grid must fit the GPU.
         in_place: Indices of inputs that are also written, if present; they are passed once.
         tables: Inputs with the addresses of further tensors.
         handles: Starters for the compiled kernel, by the properties that the record does not fix.
@@ -186,8 +186,8 @@ class Launch:
     warps: int
     registers: int | None = None
     dependent: bool = False
-    cooperative: bool = False
     fuses: bool = True
+    cooperative: bool = False
     in_place: tuple[int, ...] = ()
     tables: tuple[AddressTable, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
