@@ -15,21 +15,34 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..formats import ceil_div
-from .block_product import REGISTERS, added, load_tile, stage_barriers
+from .block_product import (
+    REGISTERS,
+    added,
+    load_tile,
+    stage_barriers,
+    wait_for_free_stage,
+    wait_for_full_stage,
+)
 from .grouped_layout import TILE_ROWS, tiles_at_most
 from .grouped_product import CODE_BYTES, HALF, SIDE, TILE_COLUMNS, locate, write_tile
 from .launch import WRITTEN, AddressTable, Launch, Output
+
+ALIGNMENT = gl.constexpr(4)  # the copy engine reads scales at multiples of 16 bytes
+# Triton 3.7 renamed it.
+synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
 def fetch(
     matrices,
     scales,
+    scale_pointer,
     stages,
     barriers,
     layout,
     TILES,
     TILES_M,
+    TOTAL,
     M,
     N,
     K,
@@ -38,12 +51,16 @@ def fetch(
     BAND: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Load the codes and scales of every tile, 128 of the contracted axis per stage, as soon as a stage is free."""
+    """Load the codes and scales of every tile, 128 of the contracted axis per stage, as soon as a stage is free.
+
+    The scales of a group with another number of rows than a multiple of 4 are loaded by the warp.
+    """
     a, b = matrices
     scale_a, scale_b = scales
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
     full, free = barriers
     SCALE_BYTES: gl.constexpr = 4 * SIDE + (8 * SIDE if COLUMNS else 0)
+    LINE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     step = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         group, row, tile_n, steps, first_tile, _ = locate(
@@ -51,21 +68,28 @@ def fetch(
         )
         start = 0
         height = M
+        aligned = TILES > 0
         if not COLUMNS:
             # The scales of a group are [steps, height], and begin behind those of all earlier rows.
             start = gl.load(layout + group)
             height = gl.load(layout + group + 1) - start
+            aligned = (start * steps | height) % ALIGNMENT == 0
         n = tile_n * 2 * SIDE
         both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
-            place = step % STAGES
-            # In the first round the stages are free: the phase before the first one counts as completed.
-            mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)
+            place = wait_for_free_stage(free, step, STAGES)
             arrived = full.index(place)
-            mbarrier.expect(arrived, 3 * CODE_BYTES + SCALE_BYTES, pred=both)
-            mbarrier.expect(arrived, 2 * CODE_BYTES + SCALE_BYTES, pred=both == 0)
             row_a, row_b, column = row, group * N + n, block * SIDE
             first_scale = start * steps + block * height + row - start
+            if not aligned:
+                at = first_scale + gl.arange(0, SIDE, LINE)
+                values = gl.load(scale_pointer + at, mask=at < steps * TOTAL, other=0.0)
+                scale_a_stages.index(place).store(values)
+                synchronize()
+            mbarrier.expect(arrived, 3 * CODE_BYTES + SCALE_BYTES, pred=both & aligned)
+            mbarrier.expect(arrived, 2 * CODE_BYTES + SCALE_BYTES, pred=(both == 0) & aligned)
+            mbarrier.expect(arrived, 3 * CODE_BYTES, pred=both & (aligned == 0))
+            mbarrier.expect(arrived, 2 * CODE_BYTES, pred=(both == 0) & (aligned == 0))
             if COLUMNS:
                 row_a, row_b, column = (
                     (first_tile + block) * M + row,
@@ -74,7 +98,7 @@ def fetch(
                 )
                 first_scale = row_a
                 load_tile(scale_b, [row_b], arrived, scale_b_stages.index(place))
-            load_tile(scale_a, [first_scale], arrived, scale_a_stages.index(place))
+            load_tile(scale_a, [first_scale], arrived, scale_a_stages.index(place), pred=aligned)
             load_tile(a, [row_a, column], arrived, a_stages.index(place))
             load_tile(b, [row_b, column], arrived, b_stages.index(2 * place))
             load_tile(b, [row_b + SIDE, column], arrived, b_stages.index(2 * place + 1), pred=both)
@@ -128,8 +152,7 @@ def multiply(
             upper = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             lower = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             for block in range(steps):
-                place = step % STAGES
-                mbarrier.wait(full.index(place), step // STAGES & 1)
+                place = wait_for_full_stage(full, step, STAGES)
                 by_rows = scale_a_stages.index(place)
                 first = by_rows.slice(0, HALF).load(RIGHT) * square
                 second = by_rows.slice(HALF, HALF).load(RIGHT) * square
@@ -176,8 +199,8 @@ def multiply(
             )
         else:
             for _ in range(steps):
-                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-                mbarrier.arrive(free.index(step % STAGES), count=1)
+                place = wait_for_full_stage(full, step, STAGES)
+                mbarrier.arrive(free.index(place), count=1)
                 step += 1
     tma.store_wait(0)
 
@@ -303,11 +326,13 @@ def grouped_block_kernel(
                 (
                     matrices,
                     scales,
+                    scale_a,
                     stages,
                     barriers,
                     layout,
                     TILES,
                     TILES_M,
+                    TOTAL,
                     M,
                     N,
                     K,

@@ -20,7 +20,15 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..formats import ceil_div
-from .block_product import REGISTERS, load_tile, stage_barriers, store_tile, tile_position
+from .block_product import (
+    REGISTERS,
+    load_tile,
+    stage_barriers,
+    store_tile,
+    tile_position,
+    wait_for_free_stage,
+    wait_for_full_stage,
+)
 from .grouped_gemm import SLOT
 from .grouped_layout import TILE_ROWS, tiles_at_most
 from .launch import WRITTEN, AddressTable, Launch, Output
@@ -88,9 +96,7 @@ def fetch(
         n = tile_n * 2 * SIDE
         both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
-            place = step % STAGES
-            # In the first round the stages are free: the phase before the first one counts as completed.
-            mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)
+            place = wait_for_free_stage(free, step, STAGES)
             arrived = full.index(place)
             mbarrier.expect(arrived, 3 * CODE_BYTES, pred=both)
             mbarrier.expect(arrived, 2 * CODE_BYTES, pred=both == 0)
@@ -269,8 +275,7 @@ def multiply(
             upper = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             lower = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             for block in range(steps):
-                place = step % STAGES
-                mbarrier.wait(full.index(place), step // STAGES & 1)
+                place = wait_for_full_stage(full, step, STAGES)
                 codes = a_stages.index(place)
                 b = b_stages.index(2 * place + GROUP).permute((1, 0))
                 if EXACT:
@@ -321,8 +326,8 @@ def multiply(
             )
         else:
             for _ in range(steps):
-                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-                mbarrier.arrive(free.index(step % STAGES), count=1)
+                place = wait_for_full_stage(full, step, STAGES)
+                mbarrier.arrive(free.index(place), count=1)
                 step += 1
     tma.store_wait(0)
 
