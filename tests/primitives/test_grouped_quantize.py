@@ -132,7 +132,7 @@ def test_tiled_columns_equal_contiguous_columns_per_128_rows(name, splits, devic
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
-@pytest.mark.parametrize("shape", [(1408, 2048), (1000, 400)])
+@pytest.mark.parametrize("shape", [(1408, 2048), (384, 192), (1000, 400)])
 @pytest.mark.parametrize("name", ["current", "power of two"])
 def test_many_matrices_are_measured_and_cast_as_if_alone(name, shape, directions, device):
     matrices = [torch.randn(shape, device=device, dtype=torch.bfloat16) * 2.0**i for i in range(40)]

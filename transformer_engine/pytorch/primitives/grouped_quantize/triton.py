@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
-from ....common.kernels.launch import LARGEST_EXTENT
+from ....common.kernels.launch import LARGEST_EXTENT, gluon_missing
 from ...runtime.device import current_hardware
 from ...runtime.launching import Performed, processors, run_program_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
@@ -146,10 +146,10 @@ def _tensor_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
 
 
 def _holds_matrices(request: GroupedQuantizeRequest) -> bool:
-    """Return whether one launch measures and casts the matrices, which needs Hopper's registers and few tiles each."""
+    """Return whether one launch measures and casts the matrices: it is for Hopper and for few tiles per matrix."""
     if request.slots is not None or not request.matrices or request.device.type != "cuda":
         return False
-    if not current_hardware().has("hopper instructions") or torch.version.hip is not None:
+    if gluon_missing(current_hardware()) is not None:
         return False
     from ....common.kernels import grouped_held_cast  # it imports triton
 
