@@ -91,28 +91,42 @@ def test_column_products_of_blocks_spill_nothing(tmp_path, by_address, dtype, ac
 
 
 @pytest.mark.parametrize("directions", [(True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("table", ["int64", None])
-@pytest.mark.sampled(3)
-def test_two_programs_that_hold_matrices_fit_a_multiprocessor(tmp_path, table, directions):
+@pytest.mark.parametrize("kind", ["stack", "matrices", "rows", "tiled rows"])
+@pytest.mark.sampled(5)
+def test_two_programs_that_hold_tiles_fit_a_multiprocessor(tmp_path, kind, directions):
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels.grouped_held_cast import held_cast
 
-    launch = held_cast((1408, 2048), 64, E4M3, False, 0.0, *directions, processors=132)
+    by_rows = "rows" in kind
+    launch = held_cast(
+        (32768, 2048) if by_rows else (1408, 2048),
+        64,
+        by_rows,
+        E4M3,
+        False,
+        0.0,
+        *directions,
+        processors=132,
+        tiled="tiled" in kind,
+    )
     assert launch.cooperative and launch.grid == (2 * 132, 1, 1)
     codes = [CODES if direction else None for direction in directions]
-    dtypes = ("bfloat16", table, *codes, "float32", "float32")
+    inputs = ("bfloat16", "int64" if kind == "matrices" else None, "int32" if by_rows else None)
+    dtypes = (*inputs, *codes, "float32", "float32")
     kernel, output = assemble(tmp_path, dataclasses.replace(launch, cooperative=False), dtypes)
     assert "0 bytes spill stores, 0 bytes spill loads" in output, output
     assert 2 * (kernel.shared_memory + 1024) <= SHARED_MEMORY + 1024
 
 
-def test_only_matrices_that_two_turns_measure_are_held():
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_only_groups_that_two_turns_measure_are_held(by_rows):
     from transformer_engine.common.kernels.grouped_held_cast import fits
 
-    assert fits((1408, 2048), 2, 132) and fits((2048, 2112), 2, 132)
-    assert not fits((2048, 2176), 2, 132)  # 544 tiles; two turns measure 528
-    assert not fits((1408, 2048), 4, 132)
-    assert not fits((1400, 2048), 2, 132) and not fits((1408, 2000), 2, 132)
+    assert fits(1408, 2048, by_rows, 2, 132) and fits(2048, 2112, by_rows, 2, 132)
+    assert not fits(2048, 2176, by_rows, 2, 132)  # 544 tiles; two turns measure 528
+    assert not fits(1408, 2048, by_rows, 4, 132)
+    assert not fits(1408, 2000, by_rows, 2, 132)
+    assert fits(1400, 2048, by_rows, 2, 132) == by_rows
 
 
 def test_programs_do_not_outnumber_tiles_or_processors():

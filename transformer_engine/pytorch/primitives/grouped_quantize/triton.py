@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
-from ....common.kernels.launch import LARGEST_EXTENT, gluon_missing
+from ....common.kernels.launch import ALIGNMENT, LARGEST_EXTENT, gluon_missing
 from ...runtime.device import current_hardware
 from ...runtime.launching import Performed, processors, run_program_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
@@ -47,10 +48,12 @@ def bind(request: GroupedQuantizeRequest) -> Call:
     ) -> GroupedQuantized:
         if isinstance(values, Matrices):
             inputs = (values.tensors[0], values.table, None)
+            largest = values.shape[0]
             result = _space_for_matrices(spec, len(values.tensors), *values.shape, inputs[0].device)
         else:
             assert groups is not None
             inputs = (values.contiguous(), None, groups.layout)
+            largest = None if groups.rows is None else max(groups.rows)
             depth = values.shape[1]
             codes_dtype = torch_dtype(spec.element)
             codes = codes_t = scale = scale_t = None
@@ -82,7 +85,7 @@ def bind(request: GroupedQuantizeRequest) -> Call:
                         groups.padded // _WIDTH * depth, dtype=torch.float32, device=values.device
                     )
                 result = GroupedQuantized(codes, scale, codes_t, scale_t)
-        quantize(inputs, result, slots)
+        quantize(inputs, result, slots, largest)
         return result
 
     return call
@@ -98,7 +101,9 @@ def _block_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     more = {} if request.matrices else {"tiled": request.tiled}
     record = blocks(request.shape, request.groups, *steps, **more)
 
-    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+    def quantize(
+        inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None, largest: int | None
+    ) -> None:
         run_program_into(record, (*inputs, *outputs[:4]), inputs[0].device)
 
     return quantize
@@ -110,51 +115,66 @@ def _exponent_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     assert matrices is not None
     record = matrices(spec, request.shape, request.groups)
 
-    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+    def quantize(
+        inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None, largest: int | None
+    ) -> None:
         run_program_into(record, (*inputs[:2], *outputs[:4]), inputs[0].device)
 
     return quantize
 
 
 def _tensor_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
-    # They import triton.
-    from ....common.kernels import grouped_cast, grouped_held_cast
+    from ....common.kernels import grouped_cast as kernels  # it imports triton
 
-    # Other groups are measured in a launch before the cast. One launch that casts each group from the L2 cache after
-    # its measurement is slower on an H200: 285 instead of 280 us for 64 x 1408 x 2048, 260 instead of 205 for 8 row
-    # groups.
-    spec = request.spec
+    # Groups are measured in a launch before the cast. One launch that casts each group from the L2 cache after its
+    # measurement is slower on an H200: 285 instead of 280 us for 64 x 1408 x 2048, 260 instead of 205 for 8 row groups.
+    spec, by_rows = request.spec, not request.matrices
     how = (spec.element, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
-    if _holds_matrices(request):
-        count = processors(request.device.index).count
-        program = grouped_held_cast.held_scaled(
-            request.shape, request.groups, *how, processors=count
-        )
-    else:
-        program = grouped_cast.tensor_scaled(
-            request.shape, request.groups, not request.matrices, *how, request.slots, request.tiled
-        )
-    performed = Performed(program, request.device)
+    plain = (request.shape, request.groups, by_rows, *how)
+    in_turn = Performed(kernels.tensor_scaled(*plain, request.slots, request.tiled), request.device)
+    held = _held_program(request, plain)
 
-    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+    def quantize(
+        inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None, largest: int | None
+    ) -> None:
         inverse = outputs.scale if outputs.scale is not None else outputs.scale_t
         results = [part for part in (outputs.codes, outputs.codes_t, inverse) if part is not None]
         states = () if slots is None else (slots.scale, slots.amax)
-        performed(*inputs, *states, *results)
+        perform = in_turn
+        if held is not None and largest is not None and inputs[0].data_ptr() % ALIGNMENT == 0:
+            performed, fits = held
+            perform = performed if fits(largest) else in_turn
+        perform(*inputs, *states, *results)
 
     return quantize
 
 
-def _holds_matrices(request: GroupedQuantizeRequest) -> bool:
-    """Return whether one launch measures and casts the matrices: it is for Hopper and for few tiles per matrix."""
-    if request.slots is not None or not request.matrices or request.device.type != "cuda":
-        return False
+def _held_program(
+    request: GroupedQuantizeRequest, plain: tuple[Any, ...]
+) -> tuple[Performed, Callable[[int], bool]] | None:
+    """Return the launch that measures and casts groups in one pass, and whether it supports a largest row count.
+
+    None if the scales are given, on other GPUs than Hopper, and for values or extents that it does not support.
+    """
+    if request.slots is not None or request.device.type != "cuda":
+        return None
     if gluon_missing(current_hardware()) is not None:
-        return False
-    from ....common.kernels import grouped_held_cast  # it imports triton
+        return None
+    from ....common.kernels import grouped_held_cast as kernels  # it imports triton
 
     count = processors(request.device.index).count
-    return grouped_held_cast.fits(request.shape, request.dtype.itemsize, count)
+    by_rows, (rows, depth) = not request.matrices, request.shape
+    fits = partial(
+        kernels.fits,
+        depth=depth,
+        by_rows=by_rows,
+        itemsize=request.dtype.itemsize,
+        processors=count,
+    )
+    if not fits(1 if by_rows else rows):
+        return None
+    program = kernels.held_scaled(*plain, processors=count, tiled=request.tiled)
+    return Performed(program, request.device), fits
 
 
 def _space_for_matrices(
