@@ -160,9 +160,9 @@ def measurements() -> str:
     names += dict.fromkeys(backend for _, backend in cells if backend not in columns)  # FP8, say
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for case in cases:
-        found = [cells.get((case, name)) for name in names]
+        results = [cells.get((case, name)) for name in names]
         times = (
-            f"{x['forward_ms']:.3g} / {x['forward_backward_ms']:.3g}" if x else "" for x in found
+            f"{x['forward_ms']:.3g} / {x['forward_backward_ms']:.3g}" if x else "" for x in results
         )
         lines.append(f"| {case.replace('_', ' ')} | {' | '.join(times)} |")
     versions = f"torch {measured['torch']}, cuDNN {measured['cudnn']}, flash-attn-4 {measured['flash_attn_4']}"

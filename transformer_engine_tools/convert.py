@@ -75,8 +75,10 @@ def run(args: argparse.Namespace) -> None:
         except ImportError as error:
             raise Failure(str(error)) from error
     matches, family = checkpoint.correspondence.matches, checkpoint.correspondence.family.model_type
-    theirs = sum(len(match.theirs) for match in matches)
-    read, written = (len(matches), theirs) if checkpoint.ours else (theirs, len(matches))
+    original_count = sum(len(match.theirs) for match in matches)
+    read, written = (
+        (len(matches), original_count) if checkpoint.ours else (original_count, len(matches))
+    )
     parameters = sum(math.prod(match.shape) for match in matches)
     kind = f"{family} of Hugging Face" if checkpoint.ours else "TransformerLayer stack"
     counted = f"{read} tensors made {written}"

@@ -196,8 +196,8 @@ def _product_in_steps(
         y = y * steps.alpha
         y = y if steps.bias is None else y + steps.bias
     if steps.beta != 0.0:
-        held = D.dequantize() if isinstance(D, QuantizedTensorStorage) else D
-        y = y + steps.beta * held.view(y.shape).to(wide)
+        accumulator = D.dequantize() if isinstance(D, QuantizedTensorStorage) else D
+        y = y + steps.beta * accumulator.view(y.shape).to(wide)
     before = None
     if steps.gelu and steps.grad:
         assert steps.gelu_in is not None
@@ -225,10 +225,10 @@ def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype
 
 
 def _finite(name: str, value: Any) -> float:
-    found = to_float(name, value)
-    if not math.isfinite(found):
-        raise ValueError(f"{name}={found} is not finite; give a finite number")
-    return found
+    number = to_float(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} is not finite; give a finite number")
+    return number
 
 
 def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
@@ -324,12 +324,12 @@ def te_general_grouped_gemm(
         before = None if not pre_gelu_out or pre_gelu_out[i].numel() == 0 else pre_gelu_out[i]
         given = None if not bias or bias[i] is None or bias[i].numel() == 0 else bias[i]
         options = (None, out.dtype, given, bias_type, before is not None, before, grad, None, 0)
-        done = generic_gemm(
+        results = generic_gemm(
             left, transa, right, transb, out, *options, accumulate, use_split_accumulator
         )
         if before is not None and not grad:
-            before.copy_(done[2].view(before.shape))
-        gradients.append(done[1])
+            before.copy_(results[2].view(before.shape))
+        gradients.append(results[1])
     return gradients
 
 
@@ -352,6 +352,6 @@ def _operand(x: Any, direction: str) -> Operand:
     return plain(matrix if direction == ROWWISE else matrix.t())
 
 
-def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:
+def _shape(B: Any, transB: bool, product: Tensor) -> tuple[int, ...]:
     """Shape for a new D: with B's leading axes, unless the product contracts them."""
-    return tuple(made.shape) if transB else (*B.size()[:-1], made.shape[-1])
+    return tuple(product.shape) if transB else (*B.size()[:-1], product.shape[-1])

@@ -174,11 +174,11 @@ def group_requantize_inplace(
             setattr(member, name, getattr(fresh, name))
         members.append(member)
         decoded.append(values)
-    whole = GroupedTensorStorage.of(members, grouped_x.writer(), grouped_x.get_dtype())
+    requantized = GroupedTensorStorage.of(members, grouped_x.writer(), grouped_x.get_dtype())
     extents = ("first_dims", "last_dims", "tensor_offsets")
     for name in (*GroupedTensorStorage.TENSORS, "_layout"):
         if name not in extents:
-            setattr(grouped_x, name, getattr(whole, name))
+            setattr(grouped_x, name, getattr(requantized, name))
     return (
         torch.cat([values.reshape(-1, values.shape[-1]) for values in decoded])
         if return_dequantized

@@ -270,5 +270,5 @@ def _gradient(
         map = map.view(torch.uint8) if map.dtype is torch.bool else map
         map = map.reshape(-1, map.shape[-1])
     scores, gradient = intermediate.view(-1, experts), grad_probs.reshape(-1, experts)
-    made = choose_backward(map, scores, gradient, choice, grad_logits.dtype)
-    grad_logits.copy_(made.view(grad_logits.shape))
+    grad_scores = choose_backward(map, scores, gradient, choice, grad_logits.dtype)
+    grad_logits.copy_(grad_scores.view(grad_logits.shape))

@@ -188,8 +188,12 @@ def getter(
     def __getattr__(name: str) -> Any:
         if name in late:
             return late[name]()
-        found = _submodule(module, name)
-        return _raise_missing(module, name, _imports(sys._getframe(1))) if found is None else found
+        submodule = _submodule(module, name)
+        return (
+            _raise_missing(module, name, _imports(sys._getframe(1)))
+            if submodule is None
+            else submodule
+        )
 
     return __getattr__
 

@@ -19,13 +19,13 @@ class Package:
     least: str
     below: str | None = None
 
-    def unsupported_reason(self, found: str) -> str | None:
+    def unsupported_reason(self, installed: str) -> str | None:
         """Reason why this version is unsupported, or None."""
-        release = Version(found)
+        release = Version(installed)
         if release >= Version(self.least) and (self.below is None or release < Version(self.below)):
             return None
         limit = "" if self.below is None else f",<{self.below}"
-        return f"{self.name} {found} is installed, {self.name}>={self.least}{limit} is needed"
+        return f"{self.name} {installed} is installed, {self.name}>={self.least}{limit} is needed"
 
 
 @dataclass(frozen=True)

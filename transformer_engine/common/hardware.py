@@ -303,22 +303,22 @@ def hardware_named(vendor: str, architecture: str) -> Hardware:
 def _relative(vendor: str, architecture: str) -> Hardware:
     if vendor == "amd":
         newest = _AMD[-1].architecture if architecture.startswith("gfx95") else _AMD[0].architecture
-        near = hardware_named("amd", newest)
+        nearest = hardware_named("amd", newest)
     else:
         older = [row for row in _NVIDIA if _version(row.architecture) <= _version(architecture)]
         if not older:
             return Hardware("nvidia", architecture)
-        near = older[-1]
-    capabilities = set(near.capabilities)
+        nearest = older[-1]
+    capabilities = set(nearest.capabilities)
     if vendor == "nvidia" and _version(architecture)[0] > _version(_NVIDIA[-1].architecture)[0]:
         # The original expects products in all layouts on every later generation.
         capabilities |= {"fp8 products in all layouts"}
     return replace(
-        near,
+        nearest,
         architecture=architecture,
         gpus=(),
         capabilities=tuple(sorted(capabilities)),
-        likeness=near.architecture,
+        likeness=nearest.architecture,
         portable_ptx=_ANY_PTX,  # its first version is unknown
         remark=_NOT_RUN if vendor == "amd" else "",
     )
@@ -328,8 +328,8 @@ def hardware_of_gpu(name: str) -> Hardware | None:
     """Get the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
     words = name.lower().replace("-", " ").split()
     candidates = [(gpu.lower().split(), row) for row in ROWS for gpu in row.gpus]
-    found = [(len(gpu), row) for gpu, row in candidates if _contains(words, gpu)]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    matches = [(len(gpu), row) for gpu, row in candidates if _contains(words, gpu)]
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
 def find_rows(capability: Capability) -> tuple[Hardware, ...]:
@@ -368,8 +368,12 @@ def driver_version() -> str | None:
     if program is None:
         return None
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return (
+        completed.stdout.split()[0]
+        if completed.returncode == 0 and completed.stdout.split()
+        else None
+    )
 
 
 def _contains(words: list[str], part: list[str]) -> bool:

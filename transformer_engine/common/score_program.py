@@ -61,15 +61,15 @@ class GraphCall(NamedTuple):
         target = graph if self.receiver is None else values[self.receiver]
         arguments = [_given(argument, values) for argument in self.arguments]
         named = {name: _given(argument, values) for name, argument in self.named}
-        found = getattr(target, self.method)(*arguments, **named)
+        result = getattr(target, self.method)(*arguments, **named)
         if self.receiver is None:
-            values[self.result] = found
+            values[self.result] = result
 
     def reads(self) -> set[int]:
         """Numbers of the values that the call reads."""
         arguments = (*self.arguments, *(argument for _, argument in self.named))
-        found = {argument.number for argument in arguments if isinstance(argument, Value)}
-        return found if self.receiver is None else found | {self.receiver}
+        numbers = {argument.number for argument in arguments if isinstance(argument, Value)}
+        return numbers if self.receiver is None else numbers | {self.receiver}
 
 
 class ScoreProgram(NamedTuple):

@@ -151,11 +151,11 @@ def token_combine(
     if pad_offsets is not None:
         rows = rows + pad_offsets[jnp.maximum(of, 0)]
     places = jnp.where(absent, inp.shape[0], rows)
-    found = jnp.asarray(inp).at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
+    expert_rows = jnp.asarray(inp).at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
     if merging_probs is not None:
         weights = jnp.take_along_axis(merging_probs.astype(jnp.float32), jnp.maximum(of, 0), axis=1)
-        found = found * jnp.where(absent, 0.0, weights)[..., None]
-    return found.sum(axis=1).astype(inp.dtype)
+        expert_rows = expert_rows * jnp.where(absent, 0.0, weights)[..., None]
+    return expert_rows.sum(axis=1).astype(inp.dtype)
 
 
 def _row_id_map(rows: Array) -> Array:
@@ -197,8 +197,10 @@ def sort_chunks_by_index(
         )
     inp, split_sizes, sorted_indices = (jnp.asarray(x) for x in (inp, split_sizes, sorted_indices))
     starts = jnp.cumsum(split_sizes) - split_sizes
-    moved = split_sizes[sorted_indices]
-    moved_starts = jnp.zeros_like(starts).at[sorted_indices].set(jnp.cumsum(moved) - moved)
+    sorted_sizes = split_sizes[sorted_indices]
+    moved_starts = (
+        jnp.zeros_like(starts).at[sorted_indices].set(jnp.cumsum(sorted_sizes) - sorted_sizes)
+    )
     row = jnp.arange(inp.shape[0], dtype=jnp.int32)
     chunk = jnp.searchsorted(jnp.cumsum(split_sizes), row, side="right")
     inside = jnp.minimum(chunk, starts.shape[0] - 1)

@@ -269,8 +269,8 @@ def moe_sort_chunks_by_index_with_probs(
         return inp.clone(), probs.clone()
     routes = _chunk_routes(inp, split_sizes, sorted_index)
     y = permute(inp, routes, inp.shape[0], every_row=True)[0]
-    moved = permute(probs[:, None], routes, inp.shape[0], every_row=True)[0]
-    return y, moved[:, 0]
+    permuted = permute(probs[:, None], routes, inp.shape[0], every_row=True)[0]
+    return y, permuted[:, 0]
 
 
 def _mask_routes(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:

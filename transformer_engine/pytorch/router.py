@@ -212,11 +212,11 @@ def token_total(total: int | Tensor, device: torch.device) -> int | Tensor:
 
 def finite(name: str, value: Any) -> float:
     """Convert the value to a float; raise ValueError for infinities and NaN."""
-    found = to_float(name, value)
+    number = to_float(name, value)
     # `math.isfinite` does not take the symbols of torch.compile
-    if not -math.inf < found < math.inf:
-        raise ValueError(f"{name}={found} is not finite; give a finite number")
-    return found
+    if not -math.inf < number < math.inf:
+        raise ValueError(f"{name}={number} is not finite; give a finite number")
+    return number
 
 
 def routing_map(chosen: Tensor, map: str, logits: Tensor) -> Tensor:
@@ -357,10 +357,10 @@ def _is_validated(bounds: Tensor) -> bool:
     """
     if bounds.is_inference():  # torch does not count writes to it
         return False
-    found = _validated.get(bounds)
-    if found is None:
+    cached = _validated.get(bounds)
+    if cached is None:
         return False
-    version, captured = found
+    version, captured = cached
     return version == bounds._version and (not captured or is_capturing(bounds.device))
 
 

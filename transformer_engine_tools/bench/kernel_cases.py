@@ -53,9 +53,9 @@ class KernelCall:
 
 def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall:
     """Build the call to a kernel from KERNELS on x [rows, width]."""
-    found = _program(kernel, rows, width, limits)
-    if found is not None:
-        return found
+    jax_program = _program(kernel, rows, width, limits)
+    if jax_program is not None:
+        return jax_program
     from transformer_engine.common.kernels.program import Program, ProgramStep
 
     launch, operands = _launch(kernel, rows, width, limits)

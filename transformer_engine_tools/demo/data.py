@@ -89,12 +89,12 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
             )
         pieces = _read([root] if root.is_file() else _files(root), root)
         source = str(root)
-    needed = int((sequence + 2) / VALIDATION_SHARE) + 1
+    required = int((sequence + 2) / VALIDATION_SHARE) + 1
     text = b"".join(pieces)
-    if len(text) < needed:
+    if len(text) < required:
         raise ValueError(
             f"{source} holds {len(text)} bytes of UTF-8 text; a sequence of {sequence} needs at least "
-            f"{needed}: give more text with --data, or a shorter --seq"
+            f"{required}: give more text with --data, or a shorter --seq"
         )
     content = np.frombuffer(text, np.uint8)
     split = len(text) - max(int(len(text) * VALIDATION_SHARE), sequence + 2)
@@ -104,13 +104,13 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
 
 def _files(root: Path) -> list[Path]:
     """List regular files below root in an order that mixes its folders and is the same on every machine."""
-    found = []
+    paths = []
     for file in root.rglob("*"):
         parts = file.relative_to(root).parts
         if any(part in SKIPPED or part.startswith(".") for part in parts) or not file.is_file():
             continue
-        found.append((hashlib.sha256("/".join(parts).encode()).digest(), file))
-    return [file for _, file in sorted(found)]
+        paths.append((hashlib.sha256("/".join(parts).encode()).digest(), file))
+    return [file for _, file in sorted(paths)]
 
 
 def _read(files: list[Path], root: Path) -> list[bytes]:

@@ -127,15 +127,15 @@ class TrainingPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Figures as data for JSON."""
-        found = asdict(self)
-        found["devices"], found["global_batch"], found["fits"] = (
+        fields = asdict(self)
+        fields["devices"], fields["global_batch"], fields["fits"] = (
             self.mesh.devices,
             self.global_batch,
             self.fits,
         )
-        found["parameters"] = self.model.parameters()
-        found["memory"]["peak"] = self.memory.peak
-        return found
+        fields["parameters"] = self.model.parameters()
+        fields["memory"]["peak"] = self.memory.peak
+        return fields
 
     def __str__(self) -> str:
         unfit, others = [], list(self.warnings)

@@ -100,12 +100,12 @@ class Recipe:
         }
         if "fp4_format" not in first and "fp8_format" in first:
             first["format"] = first.pop("fp8_format")
-        shown = [
+        representations = [
             f"{name}={value.name if isinstance(value, Format) else value}"
             for name, value in first.items()
         ]
-        shown += [f"{name}={value!r}" for name, value in values.items()]
-        return ", ".join([f"recipe_type={type(self).__name__}", *shown])
+        representations += [f"{name}={value!r}" for name, value in values.items()]
+        return ", ".join([f"recipe_type={type(self).__name__}", *representations])
 
     def nvfp4(self) -> bool:
         return isinstance(self, NVFP4BlockScaling)

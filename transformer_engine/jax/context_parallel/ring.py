@@ -121,7 +121,7 @@ def _ring_in_axes(axes: frozenset[str], run: Any, backward: Any) -> Any:
     def rule(saved: Any, dout: Array) -> tuple[Any, ...]:
         return (*cast_varying(axes, backward(*saved, dout)), None)
 
-    attend.defvjp(lambda *given: (attend(*given), given), rule)
+    attend.defvjp(lambda *operands: (attend(*operands), operands), rule)
     return attend
 
 

@@ -221,13 +221,13 @@ def _check_axis(cfg: EpConfig) -> None:
     if cfg.devices == 1:
         return
     try:
-        found = lax.axis_size(cfg.axis)
+        size = lax.axis_size(cfg.axis)
     except NameError as error:
         raise ValueError(
             f"axis={cfg.axis!r} of the EpConfig is not manual here; call inside shard_map over a mesh with that axis, "
             "or bootstrap within autocast(mesh_resource=MeshResource(ep_resource=..)), which names it"
         ) from error
-    if found != cfg.devices:
+    if size != cfg.devices:
         raise ValueError(
-            f"axis {cfg.axis!r} has {found} devices, the placement of experts {cfg.devices}; choose one number for both"
+            f"axis {cfg.axis!r} has {size} devices, the placement of experts {cfg.devices}; choose one number for both"
         )

@@ -69,7 +69,7 @@ def general_gemm(
             f"ub_type={described(ub_type)} without ub; give the buffer, or leave both out"
         )
     trans_a, trans_b = _transposes(layout)
-    done = tex.generic_gemm(
+    results = tex.generic_gemm(
         A,
         trans_a,
         B,
@@ -93,7 +93,7 @@ def general_gemm(
         alpha=alpha,
         beta=beta,
     )
-    return done[0], done[1], done[2], done[3]
+    return results[0], results[1], results[2], results[3]
 
 
 def general_grouped_gemm(

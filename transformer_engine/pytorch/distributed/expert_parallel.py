@@ -225,9 +225,9 @@ def _check_capacity(tokens: Tensor, totals: Tensor, capacity: int, drop: bool) -
             else [(rank, rows) for rank, rows in enumerate(totals.tolist()) if rows > capacity]
         )
         if over:
-            needed = ", ".join(f"{rows} on rank {rank}" for rank, rows in over)
+            required = ", ".join(f"{rows} on rank {rank}" for rank, rows in over)
             raise RuntimeError(
-                f"recv_capacity_per_rank={capacity} rows do not suffice, {needed} are needed; increase it, or pass "
+                f"recv_capacity_per_rank={capacity} rows do not suffice, {required} are needed; increase it, or pass "
                 "drop_on_overflow=True to ep_bootstrap"
             )
         return

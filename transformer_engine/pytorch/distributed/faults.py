@@ -156,8 +156,8 @@ def _compare(
         descriptions: list[Any] = [None] * len(received)
         dist.all_gather_object(descriptions, local_settings, group=group)
         message = _difference(descriptions, dist.get_process_group_ranks(group))
-        compared = [{**found, warned_about: None} for found in descriptions]
-        if any(found != compared[0] for found in compared):
+        compared = [{**description, warned_about: None} for description in descriptions]
+        if any(description != compared[0] for description in compared):
             raise RuntimeError(message)
         warn_once(f"ranks differ in {warned_about}", message)
 
@@ -276,10 +276,10 @@ def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
         for number, description in zip(ranks, descriptions, strict=True):
             values.setdefault(description.get(name, "(none)"), []).append(number)
         if len(values) > 1:
-            found = "; ".join(
+            differing_values = "; ".join(
                 [f"{_list_ranks(members)}: {value}" for value, members in values.items()]
             )
-            lines.append(f"{name}: {found}")
+            lines.append(f"{name}: {differing_values}")
     remedy = (
         "give every rank the same number of micro-batches per step"
         if any(line.startswith(OPTIMIZER_STEPS) for line in lines)

@@ -157,7 +157,7 @@ class StaticBlock:
         if not roots or not inputs:
             return [None] * len(self.surface)
         with skip_scale_updates():
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(
                     roots,
                     inputs,
@@ -166,7 +166,7 @@ class StaticBlock:
                     retain_graph=self.retain_graph,
                 )
             )
-        grads = [next(found) if tensor.requires_grad else None for tensor in self.surface]
+        grads = [next(gradients) if tensor.requires_grad else None for tensor in self.surface]
         if not self.allow_unused_input:
             for i, (tensor, grad) in enumerate(zip(self.inputs, grads, strict=False)):
                 if tensor.requires_grad and grad is None:

@@ -179,10 +179,10 @@ def _compare_producer(
         values = producer(x, None)
         assert isinstance(values, Tensor)
         for cast in casts:
-            found = producer(x, cast)
+            outputs = producer(x, cast)
             with use_backend(quantize="reference", absolute_maximum="reference"):
                 expected = quantize_as(values, cast)
-            assert isinstance(found, Quantized)
-            for mine, theirs in zip(found, expected, strict=True):
-                if mine is not None and theirs is not None:
-                    yield flat_bytes(mine), flat_bytes(theirs)
+            assert isinstance(outputs, Quantized)
+            for actual, reference in zip(outputs, expected, strict=True):
+                if actual is not None and reference is not None:
+                    yield flat_bytes(actual), flat_bytes(reference)

@@ -194,10 +194,10 @@ class _Recorder:
         """
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return
-        held = self._labels.get(id(tensor))
-        if held is not None:
-            inputs = sum(label.kind == "grad_input" for label in held[1])
-            held[1].insert(inputs if key.kind == "grad_input" else len(held[1]), key)
+        existing = self._labels.get(id(tensor))
+        if existing is not None:
+            inputs = sum(label.kind == "grad_input" for label in existing[1])
+            existing[1].insert(inputs if key.kind == "grad_input" else len(existing[1]), key)
             return
         labels = [key]
         self._labels[id(tensor)] = (tensor, labels)

@@ -133,8 +133,8 @@ class OffloadableLayerState:
             self.fwd_gpu_tensor_group.events.append(ready_moment(tensor, self.link))
             self._devices.append(memory.device)
         offset = int(tensor.storage_offset()) - int(memory.storage_offset())
-        late = getattr(tensor, READ_LATE, False)
-        self._views.append(_View(number, tensor.shape, tensor.stride(), offset, late))
+        read_late = getattr(tensor, READ_LATE, False)
+        self._views.append(_View(number, tensor.shape, tensor.stride(), offset, read_late))
         return len(self._views) - 1
 
     def pop_tensor(self, tensor_or_tensor_id: Any) -> Tensor:

@@ -51,8 +51,8 @@ def write_transposed(codes: Tensor, out: Tensor) -> None:
     if TABLE.name_of(request) == TRITON.name:
         from ...common.kernels import transpose  # it imports triton
 
-        given, written = codes.view(torch.uint8), out.view(torch.uint8)
-        run_into(transpose.transpose((codes.shape[0], codes.shape[1])), (given,), [written])
+        code_bytes, out_bytes = codes.view(torch.uint8), out.view(torch.uint8)
+        run_into(transpose.transpose((codes.shape[0], codes.shape[1])), (code_bytes,), [out_bytes])
     else:
         out.copy_(codes.t())
 

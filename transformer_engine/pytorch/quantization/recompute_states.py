@@ -189,19 +189,19 @@ def replay_values(
     Raises:
         RuntimeError: The second run calls the module more often than the first one.
     """
-    found: CallStates | None = None
+    states: CallStates | None = None
     with hidden_from_selective_checkpoints():
         for run in runs():
             if run.again:
-                found = run.next(module)
-                if found is None:
+                states = run.next(module)
+                if states is None:
                     raise RuntimeError(_MORE_OFTEN.format(kind))
             else:
-                copies = values if found is None else found
+                copies = values if states is None else states
                 run.states.keep(
                     module, [tuple([tensor.clone() for tensor in state]) for state in copies]
                 )
-    return found
+    return states
 
 
 _MORE_OFTEN = (

@@ -106,18 +106,18 @@ class Performed:
         self.results = _taking(results)
         self.starters: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
-        if type(given[0]) is Symbol:
-            return self._listed(given[0], given)
+    def __call__(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        if type(tensors[0]) is Symbol:
+            return self._listed(tensors[0], tensors)
         if self.may_be_elsewhere and not is_current_device(self.index):
             with torch.cuda.device(self.device):
-                return self(*given)
+                return self(*tensors)
         addresses: list[int | None] = [None]
         key: list[
             Any
         ] = []  # all properties on which Triton specializes and which the records do not fix
         address_bits = 0
-        for tensor in given:
+        for tensor in tensors:
             if tensor is None:
                 addresses.append(None)
                 key.append(None)
@@ -134,7 +134,7 @@ class Performed:
         if self.zeroed:
             outputs += numbers(self.device, self.zeroed)
         addresses += [tensor.data_ptr() for tensor in outputs]
-        buffers = (None, *given, *outputs)
+        buffers = (None, *tensors, *outputs)
         starters = self.starters.get(tuple(key))
         if starters is None:
             # The starter of every step, and the function that selects its arguments.
@@ -247,9 +247,9 @@ def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
         return functools.partial(torch.full, shape, begins, dtype=_DTYPES[dtype], device=device)
     if output.transposed:
         rows, columns = shape
-        seen, strides = (columns, rows), (1, columns)
+        view_shape, strides = (columns, rows), (1, columns)
     else:
-        seen, strides = (
+        view_shape, strides = (
             shape,
             tuple(
                 prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))
@@ -257,7 +257,7 @@ def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
         )
     # On the host: 0.8 us, torch.empty takes 1.2 us.
     return functools.partial(
-        torch.empty_strided, seen, strides, dtype=_DTYPES[dtype], device=device
+        torch.empty_strided, view_shape, strides, dtype=_DTYPES[dtype], device=device
     )
 
 

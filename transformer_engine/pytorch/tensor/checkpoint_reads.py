@@ -78,9 +78,9 @@ def narrow_part(
         )
     dim %= part.dim()
     first, stop, _ = slice(start, end).indices(part.shape[dim])
-    moved = (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :])
+    shifted = (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :])
     return ShardTarget.of(
-        full, moved, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :])
+        full, shifted, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :])
     )
 
 

@@ -158,7 +158,7 @@ class GradientCodes(_ActivationCodes):
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[1].shape
         per_direction = 2 if self.spec.format.block else 1
-        made = []
+        descriptions = []
         for index, one in enumerate(code_shapes(self.spec, rows, parts * width)):
             shape = one.shape
             # The axis n * width becomes two: row-wise [.., n, ..], column-wise [n, .., ..].
@@ -166,8 +166,8 @@ class GradientCodes(_ActivationCodes):
                 shape = (shape[0], parts, shape[1] // parts)
             elif index < 2 * per_direction and self.spec.columnwise:
                 shape = (parts, shape[0] // parts, shape[1])
-            made.append(jax.ShapeDtypeStruct(shape, one.dtype))
-        return (*made, *_sums(parts, width, self.sums))
+            descriptions.append(jax.ShapeDtypeStruct(shape, one.dtype))
+        return (*descriptions, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation_codes  # it imports triton

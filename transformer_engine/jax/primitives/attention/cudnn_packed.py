@@ -79,8 +79,10 @@ def attend(
         jnp.pad(jnp.where(lengths_q > 0, one, -1), ((0, 0), (0, 1)), constant_values=-1)
         for one in (starts_q, starts_kv)
     ]
-    query, key, value, _, given = align(query, key, value, None, (*lengths, *starts, *visible))
-    return isolate(_packed(query, key, value, given, float(scale), causal), key.shape[2])
+    query, key, value, _, packed_bounds = align(
+        query, key, value, None, (*lengths, *starts, *visible)
+    )
+    return isolate(_packed(query, key, value, packed_bounds, float(scale), causal), key.shape[2])
 
 
 PackedBounds = tuple[

@@ -268,9 +268,9 @@ def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -
     return most
 
 
-def _fits(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise ValueError(f"{name} has shape {found}; these queries and keys need {expected}")
+def _fits(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ValueError(f"{name} has shape {shape}; these queries and keys need {expected}")
 
 
 def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:

@@ -169,9 +169,12 @@ def _check(
         for index, (numbers, ((rows, columns), read)) in enumerate(
             zip(random, expected, strict=True)
         ):
-            found = None if numbers is None else numbers.shape
-            if read and found not in ((*rows, *columns), matrix := (prod(rows), prod(columns))):
-                shape = None if found is None else list(found)
+            numbers_shape = None if numbers is None else numbers.shape
+            if read and numbers_shape not in (
+                (*rows, *columns),
+                matrix := (prod(rows), prod(columns)),
+            ):
+                shape = None if numbers_shape is None else list(numbers_shape)
                 raise ValueError(
                     f"random[{index}] is {shape}; draw one number an element, {list(matrix)}"
                 )

@@ -121,8 +121,10 @@ class AttentionParams:
         if not isinstance(other, AttentionParams):
             return NotImplemented
         names = [f.name for f in fields(self) if f.name != "fp8_meta"]
-        mine, theirs = ((p.fp8_meta or {}).get("recipe") for p in (self, other))
-        return mine == theirs and all(getattr(self, name) == getattr(other, name) for name in names)
+        recipe, other_recipe = ((p.fp8_meta or {}).get("recipe") for p in (self, other))
+        return recipe == other_recipe and all(
+            getattr(self, name) == getattr(other, name) for name in names
+        )
 
     @classmethod
     def of(cls, call: AttentionCall, fp8: bool = False) -> AttentionParams:
@@ -398,7 +400,7 @@ class FlashAttentionUtils:
         """
         if version is None:
             return False
-        found = Version(str(version))
+        release = Version(str(version))
         if minimum is not None:
-            return found >= Version(str(minimum))
-        return flash2.is_supported(str(found))
+            return release >= Version(str(minimum))
+        return flash2.is_supported(str(release))

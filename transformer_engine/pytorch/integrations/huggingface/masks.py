@@ -108,11 +108,11 @@ def _recall_mask(mask: Tensor, batch: int) -> Masking | None:
     cached = _last.get(id(mask))
     if cached is not None and cached[0]() is mask and cached[1:3] == (mask._version, batch):
         return cached[3]
-    found = _recognize_mask(mask, batch)
+    masking = _recognize_mask(mask, batch)
     if len(_last) >= _MANY:
         _last.clear()
-    _last[id(mask)] = (weakref.ref(mask), mask._version, batch, found)
-    return found
+    _last[id(mask)] = (weakref.ref(mask), mask._version, batch, masking)
+    return masking
 
 
 def _recognize_mask(mask: Tensor, batch: int) -> Masking | None:
@@ -203,8 +203,8 @@ def _judge_mask(intervals: _Intervals, agrees: Tensor | None) -> _Facts:
     sees = (~blind).view(torch.uint8).argmax(1, keepdim=True)
     diagonal = (last.gather(1, sees) - sees).masked_fill(empty, -queries).amax()
     position = row + diagonal
-    cut = (first > low) & ~blind
-    window = (position + 1 - first).masked_fill(~cut, 0).amax()
+    hidden = (first > low) & ~blind
+    window = (position + 1 - first).masked_fill(~hidden, 0).amax()
     low = torch.where(window > 0, torch.maximum(low, position - window + 1), low)
     high = torch.minimum(position, high)
     banded = torch.where(blind, high < low, (first == low) & (last == high)).all()

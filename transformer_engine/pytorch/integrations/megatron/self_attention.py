@@ -114,17 +114,17 @@ class SelfAttention(Attention):
             for name in ("weight", "bias")
             if (parameter := getattr(norm, name, None)) is not None
         }
-        mine = torch.stack(list(parameters.values()))
+        local = torch.stack(list(parameters.values()))
         groups = {"tensor": self.pg_collection.tp, "data": getattr(self.pg_collection, "dp", None)}
         for kind, group in groups.items():
             if count_ranks(group) == 1:
                 continue
-            theirs = [torch.empty_like(mine) for _ in range(count_ranks(group))]
-            torch.distributed.all_gather(theirs, mine, group=group)
-            for rank, other in enumerate(theirs):
+            gathered = [torch.empty_like(local) for _ in range(count_ranks(group))]
+            torch.distributed.all_gather(gathered, local, group=group)
+            for rank, other in enumerate(gathered):
                 wrong = [
                     name
-                    for name, a, b in zip(parameters, mine, other, strict=True)
+                    for name, a, b in zip(parameters, local, other, strict=True)
                     if not torch.equal(a, b)
                 ]
                 if wrong:

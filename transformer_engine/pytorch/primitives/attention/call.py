@@ -155,7 +155,7 @@ class AttentionCall:
     @functools.cached_property
     def features(self) -> tuple[Feature, ...]:
         """Features that a backend must support, in the order in which they are reported as unsupported."""
-        return tuple(feature for feature, needed in _NEEDED.items() if needed(self))
+        return tuple(feature for feature, uses in _NEEDED.items() if uses(self))
 
     @property
     def demands_determinism(self) -> bool:

@@ -139,8 +139,8 @@ def _unsupported_swizzled(request: GemmRequest) -> str | None:
         return reason
     version = library.bindings().get_version()
     if version < _SWIZZLED:
-        found = f"{version // 10_000}.{version // 100 % 100}"
-        return f"cuBLASLt {found} < 12.9; pip install --upgrade nvidia-cublas"
+        release = f"{version // 10_000}.{version // 100 % 100}"
+        return f"cuBLASLt {release} < 12.9; pip install --upgrade nvidia-cublas"
     if request.a_element == request.b_element == torch.float8_e5m2:
         return "cuBLASLt does not multiply two E5M2 operands"
     for form in (request.a_format, request.b_format):

@@ -72,11 +72,11 @@ _workspaces: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
 def workspace(device: int, stream: int) -> int:
     """Return the address of a stream's workspace. Products on one stream run in order, so they share it."""
-    found = _workspaces.get((device, stream))
-    if found is None:
+    buffer = _workspaces.get((device, stream))
+    if buffer is None:
         memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=indexed_device(device))
-        found = _workspaces[device, stream] = (memory.data_ptr(), memory)
-    return found[0]
+        buffer = _workspaces[device, stream] = (memory.data_ptr(), memory)
+    return buffer[0]
 
 
 def indexed_device(device: int) -> torch.device:

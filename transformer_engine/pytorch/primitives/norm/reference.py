@@ -102,8 +102,8 @@ def with_cast(request: NormRequest, forward: Callable[..., Any]) -> Callable[...
         return forward
     spec = request.cast.spec
 
-    def run(*given: Tensor | None) -> tuple[Quantized | Tensor, ...]:
-        *tensors, multiplier, record = given
+    def run(*inputs: Tensor | None) -> tuple[Quantized | Tensor, ...]:
+        *tensors, multiplier, record = inputs
         y, *statistics = forward(*tensors)
         return quantize_as(y, Cast(spec, multiplier, record)), *statistics
 

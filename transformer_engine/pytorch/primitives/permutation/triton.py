@@ -31,8 +31,8 @@ def unsupported_reason(request: PermutationRequest) -> str | None:
         return unsupported_elementwise(request.device)
     if request.columns > _EXPERTS:
         return f"{request.columns} experts > {_EXPERTS}"
-    moved = request.operation == "send" and request.dtype == torch.uint8
-    values = () if moved else (request.dtype,)
+    moves_bytes = request.operation == "send" and request.dtype == torch.uint8
+    values = () if moves_bytes else (request.dtype,)
     return unsupported_elementwise(
         request.device, *values, *(() if request.weights is None else (request.weights,))
     )

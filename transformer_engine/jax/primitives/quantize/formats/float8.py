@@ -149,7 +149,7 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Q
     results = list(call_on_axes(kernel, counts, x, number))
     codes = results.pop(0) if spec.rowwise else None
     codes_t = results.pop(0) if spec.columnwise else None
-    scale, found = (
+    scale, amax = (
         results[0],
         exact.maximum_over_axes(results[1], inputs.over) if kernel.measures else number,
     )
@@ -158,7 +158,7 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Q
         scale if spec.rowwise else None,
         codes_t,
         scale if spec.columnwise else None,
-        found if inputs.amax is None else inputs.amax,
+        amax if inputs.amax is None else inputs.amax,
     )
 
 

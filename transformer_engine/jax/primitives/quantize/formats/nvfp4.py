@@ -52,7 +52,7 @@ def encode(
         Codes float4_e2m1fn [*R, *K], and block scales float8_e4m3fn [.., ceil(R/r), .., ceil(K/16)].
     """
     assert spec.tile is not None and form.unit_amax is not None
-    cut = tiles.cut(x, spec.tile, axis)
+    blocks = tiles.cut(x, spec.tile, axis)
     amax = tile_maxima(amax, form, x.shape, axis)
     # S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0.
     scale_bits = exact.float_bits(_clamp_to_largest(exact.divide(form.unit_amax, amax)))
@@ -67,15 +67,15 @@ def encode(
 
     if spec.four_over_six:
         codes, block_scale = four_over_six.encode(
-            cut, axis, spec.four_over_six, form.unit_amax, amax, encode_scale, scale_multiplier
+            blocks, axis, spec.four_over_six, form.unit_amax, amax, encode_scale, scale_multiplier
         )
         return tiles.join(codes, x.shape, axis), block_scale
-    amax_tiles = tiles.tile_amax(cut, axis)
+    amax_tiles = tiles.tile_amax(blocks, axis)
     ideal = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
     block_scale = cast(jnp.minimum(ideal, FLOAT32_MAX), E4M3)
     block_scale, multiplier = tiles.settle_scales((block_scale, scale_multiplier(block_scale)))
     random_tiles = None if random is None else tiles.cut(random.reshape(x.shape), spec.tile, axis)
-    codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
+    codes = encode_e2m1(blocks.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
     return tiles.join(codes, x.shape, axis), block_scale
 
 
@@ -232,11 +232,11 @@ class NVFP4Blocks(Kernel):
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, depth = operands[0].shape
-        made = []
+        descriptions = []
         for r, c in ((rows, depth),) * self.spec.rowwise + ((depth, rows),) * self.spec.columnwise:
-            made.append(jax.ShapeDtypeStruct((r, c // 2), jnp.uint8))
-            made.append(jax.ShapeDtypeStruct((r, ceil_div(c, GROUP)), jnp.float8_e4m3fn))
-        return tuple(made)
+            descriptions.append(jax.ShapeDtypeStruct((r, c // 2), jnp.uint8))
+            descriptions.append(jax.ShapeDtypeStruct((r, ceil_div(c, GROUP)), jnp.float8_e4m3fn))
+        return tuple(descriptions)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from .....common.kernels import nvfp4  # it imports triton

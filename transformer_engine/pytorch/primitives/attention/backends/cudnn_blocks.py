@@ -101,19 +101,19 @@ def _unsupported_library() -> str | None:
 def _unsupported_version(call: AttentionCall) -> str | None:
     """Return the reason why the cuDNN release does not support the call, or None."""
     version = get_cudnn_version()
-    found = f"cuDNN {_format_version(version)}"
+    release = f"cuDNN {_format_version(version)}"
     if version < _FIRST:
-        return f"{found} has no MXFP8 attention, {_format_version(_FIRST)} has; {UPGRADE_CUDNN}"
+        return f"{release} has no MXFP8 attention, {_format_version(_FIRST)} has; {UPGRADE_CUDNN}"
     if version in _WRONG:
-        return f"{found} computes wrong MXFP8 attention, 9.24 corrects it; {UPGRADE_CUDNN}"
+        return f"{release} computes wrong MXFP8 attention, 9.24 corrects it; {UPGRADE_CUDNN}"
     several = call.seqlen_q > 1 and call.seqlen_kv >= _LONG and not call.mask.banded
     if _ZEROS <= version < _CORRECTED and several:
         return (
-            f"{found} writes zeros for {call.seqlen_kv} keys without a band, from {_LONG} on, "
+            f"{release} writes zeros for {call.seqlen_kv} keys without a band, from {_LONG} on, "
             f"{_format_version(_CORRECTED)} corrects it; {UPGRADE_CUDNN}"
         )
     if call.demands_determinism and version < _DETERMINISTIC:
-        return f"{found} has no deterministic gradients, {_format_version(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
+        return f"{release} has no deterministic gradients, {_format_version(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
     return None
 
 
@@ -265,11 +265,11 @@ _PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(lambda key: planned(*key), M
 
 def _pointers(tensors: dict[str, BlockCodes]) -> dict[str, int]:
     """Code and scale addresses by role."""
-    found = {}
+    pointers = {}
     for role, tensor in tensors.items():
-        found[role] = tensor.codes.data_ptr()
-        found[f"descale_{role.removesuffix('_codes')}"] = tensor.scales.data_ptr()
-    return found
+        pointers[role] = tensor.codes.data_ptr()
+        pointers[f"descale_{role.removesuffix('_codes')}"] = tensor.scales.data_ptr()
+    return pointers
 
 
 def forward(

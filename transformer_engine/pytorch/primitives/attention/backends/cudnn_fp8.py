@@ -78,15 +78,15 @@ def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
     if max(sizes) > 128 and sizes != (192, 128):
         return f"head sizes {sizes[0]} and {sizes[1]} on {call.hardware.title}: it takes up to 128, and 192/128"
     version, row = get_cudnn_version(), call.hardware
-    for needed, first, what in (
+    for requested, first, what in (
         (True, row.cudnn_fp8, "these kernels"),
         (sizes == (192, 128), _TWO_SIZES, "heads of 192/128"),
         (call.demands_determinism, _DETERMINISTIC, "deterministic gradients"),
         (call.fp8 == "current", _CURRENT, "current scaling"),
     ):
-        if needed and version < first:
-            found, least = (".".join(map(str, each)) for each in (version, first))
-            missed = f"cuDNN {found} has no FP8 attention with {what} on {row.title}"
+        if requested and version < first:
+            release, least = (".".join(map(str, each)) for each in (version, first))
+            missed = f"cuDNN {release} has no FP8 attention with {what} on {row.title}"
             return f"{missed}, {least} has; {UPGRADE_CUDNN}"
     return None
 

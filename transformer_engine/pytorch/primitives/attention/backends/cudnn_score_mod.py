@@ -86,10 +86,10 @@ class Modifier(NamedTuple):
             values[GRADIENT] = gradient
             return run_calls(program.differentiate, program.gradient, graph, values, setters=True)
 
-        found: dict[str, Callable[..., Any]] = {"score_mod": modify}
+        functions: dict[str, Callable[..., Any]] = {"score_mod": modify}
         if program.gradient is not None:
-            found["score_mod_bprop"] = differentiate
-        return found
+            functions["score_mod_bprop"] = differentiate
+        return functions
 
 
 def _record_score(call: AttentionCall) -> RecordedScoreMod | None:
@@ -136,9 +136,9 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         return "a score_mod whose result does not depend on the scores"
     if program.gradient is not None and not program.depends_on(GRADIENT, program.gradient):
         return "a score_mod_bprop whose result does not depend on the gradient"
-    needed = program.needed(call.needs_gradient)
-    operands = needed.operands()
-    for step in (*needed.modify, *needed.differentiate):
+    graph_calls = program.needed(call.needs_gradient)
+    operands = graph_calls.operands()
+    for step in (*graph_calls.modify, *graph_calls.differentiate):
         if step.reads() <= operands:
             return f"graph.{step.method} of score_mod_tensors alone; compute it before the call"
     for name, setting, supported in (

@@ -80,9 +80,9 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     return AttentionResult(out.flatten(-2))
 
 
-def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return the output: earlier versions return (output, lse), later ones the output."""
-    return found[0] if isinstance(found, tuple) else found
+    return result[0] if isinstance(result, tuple) else result
 
 
 WHOLE = Differentiable("flash3", run)

@@ -55,8 +55,8 @@ def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> 
     """Return the reason why a cuDNN version has no 16-bit attention for a call on its GPU, or None."""
     hardware = call.hardware
     if version < hardware.cudnn:
-        found, first = (".".join(map(str, each)) for each in (version, hardware.cudnn))
-        return f"cuDNN {found} has no attention for {hardware.title}, {first} and higher have; {UPGRADE_CUDNN}"
+        release, first = (".".join(map(str, each)) for each in (version, hardware.cudnn))
+        return f"cuDNN {release} has no attention for {hardware.title}, {first} and higher have; {UPGRADE_CUDNN}"
     if call.cached and (reason := hardware.lacks("cudnn cached attention")) is not None:
         return reason
     if not call.needs_gradient:
