@@ -35,7 +35,13 @@ SCALES = ("scale_inv", "columnwise_scale_inv")
 
 @dataclass(frozen=True)
 class Place:
-    """Position of one tensor of a member: the buffer's name, its first element and shape; it is contiguous."""
+    """Position of one tensor of a member: the buffer's name, its first element and shape; it is contiguous.
+
+    Attributes:
+        buffer: Name of the buffer.
+        begin: Index of the first element in the buffer.
+        shape: Tensor shape.
+    """
 
     buffer: str
     begin: int
@@ -109,7 +115,13 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class GroupMember:
-    """One matrix: its shape, the positions of its tensors, and how to rebuild its storage (None: a plain tensor)."""
+    """One matrix: its shape, the positions of its tensors, and how to rebuild its storage (None: a plain tensor).
+
+    Attributes:
+        shape: Matrix shape.
+        places: Positions of the matrix's tensors.
+        rebuild: How the storage is rebuilt from the tensors; None for a plain tensor.
+    """
 
     shape: tuple[int, ...]
     places: tuple[Place, ...]
