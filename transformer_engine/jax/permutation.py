@@ -93,7 +93,7 @@ def token_dispatch(
     if align_size is not None:
         whole("align_size", align_size)
         size = sufficient_rows(num_out_tokens, experts, align_size)
-        padded = aligned(counts, align_size)
+        padded = align_counts(counts, align_size)
         pad_offsets = jnp.cumsum(padded) - padded - starts
         rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets[None]), padded
     # The pair (t, e) for every result row, T * E for padding.
@@ -105,7 +105,7 @@ def token_dispatch(
     return out, weights, row_id_map, pad_offsets, counts
 
 
-def aligned(counts: Array, align_size: int) -> Array:
+def align_counts(counts: Array, align_size: int) -> Array:
     """Pad these token counts per group to multiples of align_size."""
     return -(-counts // align_size) * align_size
 

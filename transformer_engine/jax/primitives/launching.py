@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from ...common import env, optional
 from ...common.checks import switch as check_switch
-from ...common.kernels.launch import MISSING, Launch, missing
+from ...common.kernels.launch import MISSING, Launch, unavailable_reason
 from ...common.kernels.program import Program
 from ..runtime.platform import compute_capability, hardware, has_gpu
 
@@ -85,7 +85,7 @@ def prepare_compiler() -> None:
 
 def kernels_unsupported_reason() -> str | None:
     """Reason why XLA cannot launch Triton kernels in this process, or None."""
-    return missing(hardware()) or _bridge_failure()
+    return unavailable_reason(hardware()) or _bridge_failure()
 
 
 def platform_failure(platform: str, primitive: str) -> str | None:

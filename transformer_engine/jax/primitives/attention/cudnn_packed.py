@@ -291,7 +291,7 @@ class ClearUnseen(Kernel):
         return (jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import packed_sequences  # it imports triton
+        from ....common.kernels import packed_sequences
 
         x, visible = arrays
         (result,) = run(packed_sequences.zero_unseen(visible.size, prod(x.shape[2:])), [x, visible])

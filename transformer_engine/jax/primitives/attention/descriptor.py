@@ -18,7 +18,14 @@ Pair = tuple[Array, Array]
 
 
 class Segments(NamedTuple):
-    """For queries and keys: every token's sequence number [b, s], 0 for padding, and its position in the sequence."""
+    """For queries and keys: every token's sequence number [b, s], 0 for padding, and its position in the sequence.
+
+    Attributes:
+        query: Sequence number of each query token.
+        key: Sequence number of each key token.
+        query_position: Position of each query token in its sequence.
+        key_position: Position of each key token in its sequence.
+    """
 
     query: Array
     key: Array

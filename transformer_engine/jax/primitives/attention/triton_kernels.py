@@ -234,7 +234,7 @@ class AttentionForward(_AttentionKernel):
         return out, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import attention  # it imports triton
+        from ....common.kernels import attention
 
         q, k, v, *rest = arrays
         operands, _ = self.given(tuple(rest))

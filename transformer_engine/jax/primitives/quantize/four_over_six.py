@@ -66,7 +66,7 @@ def _encode_candidate(
     multiplier_of: Callable[[Array], Array],
 ) -> Coding:
     scale = cast(ideal, E4M3)
-    scale, multiplier = tiles.settle_scales((scale, multiplier_of(scale)))
+    scale, multiplier = tiles.materialize_scales((scale, multiplier_of(scale)))
     codes = encode_e2m1(blocks.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
     # At most 6 significant bits, from 2^-10 on: exact.
     product = jnp.abs(codes.astype(jnp.float32)) * tiles.spread(scale.astype(jnp.float32), axis)

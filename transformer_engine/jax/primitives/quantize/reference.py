@@ -12,7 +12,7 @@ from ....common.dispatch import Backend
 from ..operand import turned
 from . import tiles
 from .formats import FORMATS
-from .spec import Quantized, QuantizeInputs, QuantizeSpec, Request
+from .spec import Quantized, QuantizeInputs, QuantizeRequest, QuantizeSpec
 
 
 # Compiled as one program also in eager mode, where it would take seconds operation by operation.
@@ -27,7 +27,7 @@ def run(x: Array, inputs: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> 
         split_shape, at = tiles.split_axes(
             x.shape, axis, (max(down, along) if spec.columnwise else down, along)
         )
-        return form.quantize(x.reshape(split_shape), spec, inputs, at).with_axes(x.shape, axis)
+        return form.quantize(x.reshape(split_shape), spec, inputs, at).reshaped(x.shape, axis)
     result = form.quantize(x, replace(spec, rowwise=True, columnwise=False), inputs, axis)
     assert result.codes is not None
     return Quantized(
@@ -39,6 +39,6 @@ def run(x: Array, inputs: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> 
     )
 
 
-BACKEND = Backend[Request](
+BACKEND = Backend[QuantizeRequest](
     "reference", bind=lambda request: functools.partial(run, spec=request.spec, axis=request.axis)
 )
