@@ -141,7 +141,11 @@ def nvte_built_with_cublasmp() -> bool:
 
 def get_cublasLt_version() -> int:
     """Return cuBLASLt's version as a number, 130100 for 13.1.0; 0 without the library."""
-    return cublaslt_library.bindings().get_version() if cublaslt_library.missing() is None else 0
+    return (
+        cublaslt_library.bindings().get_version()
+        if cublaslt_library.unavailable_reason() is None
+        else 0
+    )
 
 
 def get_num_cublas_streams() -> int:

@@ -191,7 +191,7 @@ def _product_in_steps(
     """
     wide = torch.promote_types(dtype, torch.float32)
     fused_bias = steps.bias if steps.alpha == 1.0 else None
-    y = gemm(b, a, Epilogue(wide, fused_bias, None, False, split))
+    y = gemm(b, a, Epilogue(wide, fused_bias, out=None, accumulate=False, exact=split))
     if steps.alpha != 1.0:
         y = y * steps.alpha
         y = y if steps.bias is None else y + steps.bias
@@ -316,7 +316,7 @@ def te_general_grouped_gemm(
         raise ValueError(f"{len(A)} A, {len(B)} B and {len(outputs)} results; give as many of each")
     for i, (left, right, out) in enumerate(zip(A, B, outputs, strict=True)):
         given = None if not bias or bias[i] is None or bias[i].numel() == 0 else bias[i]
-        _check_kinds(left, right, out, given, None, None)
+        _check_kinds(left, right, out, given, quantizer=None, output_dtype=None)
         b, a = _operands(left, transa, right, transb)
         _check_extents(a, b, out, None if grad else given)
     gradients: list[Tensor | None] = []

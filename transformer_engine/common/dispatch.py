@@ -110,7 +110,13 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line in an explanation: a backend, the reason why it is not used, or None, and whether it is used."""
+    """One line in an explanation: a backend, the reason why it is not used, or None, and whether it is used.
+
+    Attributes:
+        backend: Name of the backend.
+        reason: Reason why the backend is not used, or None.
+        chosen: Whether the backend is used.
+    """
 
     backend: str
     reason: str | None

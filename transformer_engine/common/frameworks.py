@@ -13,7 +13,13 @@ from . import optional
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is supported in the versions [least, below); None: no limit."""
+    """A distribution that is supported in the versions [least, below); None: no limit.
+
+    Attributes:
+        name: Name of the distribution.
+        least: First supported version.
+        below: First unsupported version after it, or None.
+    """
 
     name: str
     least: str
@@ -30,7 +36,14 @@ class Package:
 
 @dataclass(frozen=True)
 class Framework:
-    """Requirements for `transformer_engine.<module>`, and the extra that installs them."""
+    """Requirements for `transformer_engine.<module>`, and the extra that installs them.
+
+    Attributes:
+        module: "pytorch" or "jax".
+        extra: Extra that installs the requirements.
+        python: Lowest supported Python version.
+        packages: Required distributions.
+    """
 
     module: str
     extra: str

@@ -147,7 +147,14 @@ def fused_compute_score_for_moe_aux_loss(
     Returns:
         `(routing_map, scores float32 [..., E])`; the scores of a token sum to 1.
     """
-    topk = check_choice(logits, topk, None, None, None, score_function).topk
+    topk = check_choice(
+        logits,
+        topk,
+        num_groups=None,
+        group_topk=None,
+        scaling_factor=None,
+        score_function=score_function,
+    ).topk
     map = map_format(routing_map_format)
     choice = Choice(topk, score_function, True, map=map)
     matrix = logits.reshape(-1, logits.shape[-1])
@@ -419,8 +426,8 @@ def check_margins(
         )
         raise ValueError(
             f"qb_histogram with {setting}, topk={topk} of {logits.shape[-1]} experts"
-            f"{'' if groups is None else ' in groups'}; it takes 'sigmoid' with a bias, no groups, and fewer than all "
-            "experts"
+            f"{'' if groups is None else ' in groups'}; supported: 'sigmoid' with a bias, no groups, and fewer than "
+            "all experts"
         )
 
 

@@ -33,6 +33,12 @@ class Corpus:
     """train [T] and validation [V]: a text's bytes (uint8), and a fingerprint of both.
 
     Batches are NumPy's, and drawn by its Mersenne twister, so that every framework is given the same ones.
+
+    Attributes:
+        train: Training bytes [T].
+        validation: Validation bytes [V].
+        fingerprint: Hash of both parts.
+        source: Where the text comes from.
     """
 
     train: np.ndarray

@@ -38,7 +38,14 @@ REINSTALL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a check; `remedy` is empty if none is needed."""
+    """A result of a check; `remedy` is empty if none is needed.
+
+    Attributes:
+        check: Name of the check.
+        status: Result of the check.
+        message: What was found.
+        remedy: What the user can do.
+    """
 
     check: str
     status: Status

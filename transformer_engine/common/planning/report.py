@@ -14,7 +14,16 @@ DOES_NOT_FIT = "does not fit"  # the first words of the warning
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Rank counts by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices."""
+    """Rank counts by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices.
+
+    Attributes:
+        dp: Ranks with replicated parameters (data parallel).
+        fsdp: Ranks that share the parameters (fully sharded data parallel).
+        tp: Tensor-parallel ranks.
+        cp: Context-parallel ranks.
+        pp: Pipeline-parallel ranks.
+        ep: Expert-parallel ranks.
+    """
 
     dp: int
     fsdp: int = 1

@@ -43,7 +43,13 @@ SAME_MEMORY = ("convert", "grouped_convert", "dense")
 
 
 class Extent(NamedTuple):
-    """A buffer's shape and the bytes per element, scales included."""
+    """A buffer's shape and the bytes per element, scales included.
+
+    Attributes:
+        rows: Number of rows.
+        columns: Number of columns.
+        element: Bytes per element.
+    """
 
     rows: float
     columns: float
@@ -57,7 +63,14 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearSize:
-    """Local sizes for a linear layer: input rows after a gather, input columns and output columns."""
+    """Local sizes for a linear layer: input rows after a gather, input columns and output columns.
+
+    Attributes:
+        rows: Input rows after a gather.
+        inputs: Input columns.
+        outputs: Output columns.
+        groups: Number of groups; 1 for a plain linear layer.
+    """
 
     rows: float
     inputs: int

@@ -62,7 +62,13 @@ _OF_FORWARD = ("activation", "weight", "output")
 
 
 class TensorPlan(NamedTuple):
-    """How a tensor is computed in a step: the plan of each direction, and whether features inspect the tensor."""
+    """How a tensor is computed in a step: the plan of each direction, and whether features inspect the tensor.
+
+    Attributes:
+        rowwise: Plan of the row-wise direction.
+        columnwise: Plan of the column-wise direction, or None without one.
+        inspects: Whether features inspect the tensor.
+    """
 
     rowwise: str = STANDARD_QUANTIZE
     columnwise: str | None = STANDARD_QUANTIZE
@@ -70,7 +76,14 @@ class TensorPlan(NamedTuple):
 
 
 class Location(NamedTuple):
-    """A tensor of a layer, and the tensor-parallel group over which the layer is sharded."""
+    """A tensor of a layer, and the tensor-parallel group over which the layer is sharded.
+
+    Attributes:
+        layer_name: Name of the layer, as debug features select it.
+        tensor_name: Name of the tensor in the layer, such as "activation".
+        tp_group: Tensor-parallel process group.
+        tp_size: Number of tensor-parallel ranks.
+    """
 
     layer_name: str
     tensor_name: str
@@ -288,7 +301,7 @@ class DebugQuantizer(Observing):
             result = self._modify_tensor(tensor, GEMMS[self.tensor_name][0])
             tensor = plain_values(result)
         if self.plan.inspects and not self._is_repeated():
-            self._inspect(tensor, None, None)
+            self._inspect(tensor, rows=None, columns=None)
         return tensor
 
     def _directions(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:

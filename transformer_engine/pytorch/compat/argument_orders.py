@@ -60,7 +60,13 @@ _TESTS: dict[str, Test] = {
 
 
 class _Order(NamedTuple):
-    """An argument order: the release that had it last, the names, and the argument type tests."""
+    """An argument order: the release that had it last, the names, and the argument type tests.
+
+    Attributes:
+        release: Last release with this order.
+        names: Argument names in this order.
+        tests: Tests of the argument types that recognize the order.
+    """
 
     release: str
     names: tuple[str, ...]

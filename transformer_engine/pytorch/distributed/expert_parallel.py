@@ -176,7 +176,11 @@ def route(
     else:
         _check_capacity(tokens, totals, capacity, drop)
         slots = min(choices.shape[1], capacity)
-        wire, room, total = Wire(placement.group, size, None, None), capacity, totals[rank].view(1)
+        wire, room, total = (
+            Wire(placement.group, size, sends=None, receives=None),
+            capacity,
+            totals[rank].view(1),
+        )
         slots_sent = slots_received = size * slots
         first_sent = first_received = ranks * slots
     slot_sent = torch.where(sends, first_sent + sends.cumsum(0) - 1, _NONE)

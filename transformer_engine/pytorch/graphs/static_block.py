@@ -29,7 +29,13 @@ from .caching import flagged, microbatch, with_first_microbatch
 
 @dataclass(frozen=True)
 class Outputs:
-    """The structure of a return value, its leaves that are not tensors, and which tensors are differentiable."""
+    """The structure of a return value, its leaves that are not tensors, and which tensors are differentiable.
+
+    Attributes:
+        structure: Pytree structure of the return value.
+        constants: Leaves that are not tensors.
+        differentiable: Whether each tensor leaf is differentiable.
+    """
 
     structure: pytree.TreeSpec
     constants: tuple[Any, ...]

@@ -109,7 +109,11 @@ def _rmsnorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
     # A row of ones has norm one, so that each result row is the weight.
     weight = x.reshape(-1)
     return rmsnorm_forward(
-        torch.ones_like(weight).expand(ROWS, -1).contiguous(), weight, 0.0, False, cast
+        torch.ones_like(weight).expand(ROWS, -1).contiguous(),
+        weight,
+        eps=0.0,
+        zero_centered=False,
+        cast=cast,
     )[0]
 
 

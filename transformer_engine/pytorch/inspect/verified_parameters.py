@@ -39,7 +39,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter with its name, module and the name within the module."""
+    """A parameter with its name, module and the name within the module.
+
+    Attributes:
+        name: Qualified name in the model.
+        module: Module that owns the parameter.
+        attribute: Name within the module.
+        value: The parameter.
+    """
 
     name: str
     module: nn.Module
@@ -193,8 +200,8 @@ def average_gradients(model: nn.Module, position: RankPlace) -> None:
         else:
             raise ValueError(
                 f"the model's wrapper averages gradients over {averaged_ranks} ranks; a mesh of "
-                f"{position.data[1]} data-parallel and {position.context[1]} context-parallel ranks needs {position.data[1]} or "
-                f"{position.copies}; pass reduce_fn"
+                f"{position.data[1]} data-parallel and {position.context[1]} context-parallel ranks needs "
+                f"{position.data[1]} or {position.copies}; pass reduce_fn"
             )
         for group in groups:
             dist.all_reduce(local, group=group)

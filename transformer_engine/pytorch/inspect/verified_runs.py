@@ -27,7 +27,13 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class RecordKey:
-    """A tensor in a run: module, its call number, and "output", "grad_output" or "grad_input"."""
+    """A tensor in a run: module, its call number, and "output", "grad_output" or "grad_input".
+
+    Attributes:
+        module: Qualified module name.
+        call: Number of the module's call in the run.
+        kind: "output", "grad_output" or "grad_input".
+    """
 
     module: str
     call: int

@@ -39,7 +39,15 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class _View:
-    """Layout of a saved tensor as a view of the copied tensor with that number."""
+    """Layout of a saved tensor as a view of the copied tensor with that number.
+
+    Attributes:
+        number: Number of the copied tensor.
+        shape: Shape of the view.
+        stride: Strides of the view.
+        offset: Storage offset of the view.
+        read_late: Whether the tensor has the mark READ_LATE; see `marks`.
+    """
 
     number: int
     shape: torch.Size

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.tracing import hidden_from_selective_checkpoints
+from ..runtime.tracing import hide_from_selective_checkpoints
 from ..tensor.quantizer import Quantizer
 from .autocast import here, reinstate, snapshot
 from .compiled_runs import compiled_run
@@ -190,7 +190,7 @@ def replay_values(
         RuntimeError: The second run calls the module more often than the first one.
     """
     states: CallStates | None = None
-    with hidden_from_selective_checkpoints():
+    with hide_from_selective_checkpoints():
         for run in runs():
             if run.again:
                 states = run.next(module)
@@ -227,7 +227,7 @@ def replay_quantizers(
     """
     if torch.compiler.is_compiling():
         return products
-    with hidden_from_selective_checkpoints():
+    with hide_from_selective_checkpoints():
         for run in runs():
             if not run.again:
                 run.states.keep(

@@ -28,7 +28,14 @@ _BF16 = Requirement("BF16", "bf16 recipe")
 
 @dataclass(frozen=True)
 class Support:
-    """Whether this machine runs a format: on its hardware, by emulation, or not at all, for the reason `reason`."""
+    """Whether this machine runs a format: on its hardware, by emulation, or not at all, for the reason `reason`.
+
+    Attributes:
+        kind: Name of the format.
+        native: Whether the hardware computes the format.
+        emulated: Whether the format is emulated.
+        reason: Reason why the format is not native; empty if it is.
+    """
 
     kind: str
     native: bool

@@ -17,9 +17,9 @@ from ...common.kernels.launch import (
     Launch,
     Output,
     check_memory,
-    missing,
     start,
     starter,
+    unavailable_reason,
 )
 from ...common.kernels.program import Program
 from ..fast.symbols import Symbol, TensorLayout
@@ -286,11 +286,11 @@ def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str |
     """Return the reason why a Triton kernel on 16- and 32-bit floats is unsupported on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    if (reason := missing(current_hardware())) is not None:
+    if (reason := unavailable_reason(current_hardware())) is not None:
         return reason
     for dtype in dtypes:
         if dtype not in DTYPE_NAMES:
-            return f"a tensor is {dtype}; it takes float32, float16 and bfloat16"
+            return f"a tensor is {dtype}; supported: float32, float16 and bfloat16"
     return current_hardware().lacks("triton kernels")
 
 
@@ -298,10 +298,10 @@ def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why Triton casts to a dtype do not match the reference's bits on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
-    if (reason := missing(current_hardware())) is not None:
+    if (reason := unavailable_reason(current_hardware())) is not None:
         return reason
     if dtype not in DTYPE_NAMES:
-        return f"it takes bfloat16, float16 and float32, not {dtype}"
+        return f"{dtype}; supported: bfloat16, float16 and float32"
     return current_hardware().lacks("cast kernels")
 
 

@@ -150,10 +150,9 @@ class SelfAttention(Attention):
     def clip_qk(self) -> None:
         """Scale a group's queries and key down if a head's logits exceeded qk_clip_threshold, then reset the logits.
 
-        Queries are scaled by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight
-        (quantized
-        weights: their values are scaled and quantized again) and in the optimizer's copy (weight.main_param). Biases
-        are not scaled, as in Megatron-core.
+        With factor = threshold / logit, queries are scaled by factor^qk_clip_alpha and keys by
+        factor^(1 - qk_clip_alpha), in the weight and in the optimizer's copy (weight.main_param). A quantized weight is
+        dequantized, scaled and quantized again. Biases are not scaled, as in Megatron-core.
         """
         config = self.config
         if not config.qk_clip:

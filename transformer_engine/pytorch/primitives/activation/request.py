@@ -47,7 +47,13 @@ Constants = tuple[float, float, float]  # limit, alpha, offset
 
 @dataclass(frozen=True)
 class ActivationParams:
-    """Constants of clamped_swiglu; the other activations have none and ignore them."""
+    """Constants of clamped_swiglu; the other activations have none and ignore them.
+
+    Attributes:
+        limit: Bound at which gate and linear half are clamped.
+        alpha: Factor in the gate's sigmoid.
+        offset: Number added to the linear half.
+    """
 
     limit: float = 7.0
     alpha: float = 1.702

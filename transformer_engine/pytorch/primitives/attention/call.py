@@ -325,7 +325,15 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """A backend's backward-pass results, each in the shape and dtype of its input."""
+    """A backend's backward-pass results, each in the shape and dtype of its input.
+
+    Attributes:
+        q: Gradient of the queries.
+        k: Gradient of the keys.
+        v: Gradient of the values.
+        bias: Gradient of the bias, or None.
+        sink: Gradient of the softmax sink, or None.
+    """
 
     q: Tensor
     k: Tensor

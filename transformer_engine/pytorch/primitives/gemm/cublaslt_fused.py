@@ -63,7 +63,7 @@ def _unsupported_activation(request: FusedRequest) -> str | None:
         # product takes 0.64 or 0.73 and the kernel after it 0.17.
         return "cuBLASLt's FP8 product with the gradient of GELU takes twice as long as a product and a kernel after it"
     if request.dtype != product.dtype:
-        return f"the activation's input is {request.dtype} and the result {product.dtype}; it takes one dtype"
+        return f"the activation's input is {request.dtype} and the result {product.dtype}; supported: one dtype"
     if not request.x.row_major or request.x.stride == 0 or request.x.stride % _AUX_ROWS:
         return f"the rows of the activation's input are not contiguous or not a multiple of {_AUX_ROWS} apart"
     return None

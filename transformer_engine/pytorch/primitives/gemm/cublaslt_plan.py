@@ -103,7 +103,7 @@ class CublasPlan:
         self.problem = problem
         self.tuned = False
         lib = self._lib = library.bindings()
-        self._handle = library.handle(problem.device)
+        self._handle = library.get_handle(problem.device)
         self._alpha = ctypes.c_float(1.0)
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
         self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
@@ -228,7 +228,7 @@ class CublasPlan:
             result,
             layout,
             algorithm,
-            library.workspace(index, stream),
+            library.workspace_address(index, stream),
             library.WORKSPACE_BYTES,
             stream,
         )
@@ -248,7 +248,7 @@ class CublasPlan:
             layouts,
             self.problem.alignment,
             library.current_stream,
-            library.workspace,
+            library.workspace_address,
             library.WORKSPACE_BYTES,
         )
 
@@ -294,7 +294,7 @@ class CublasPlan:
             result,
             layout,
             self._constants[-1][-1],
-            library.workspace(index, stream),
+            library.workspace_address(index, stream),
             library.WORKSPACE_BYTES,
             stream,
         )

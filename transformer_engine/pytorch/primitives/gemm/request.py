@@ -117,7 +117,7 @@ class MatrixLayout(NamedTuple):
             return cls(True, columns if rows == 1 else down)
         if down == 1 and (along >= rows or columns == 1):
             return cls(False, rows if columns == 1 else along)
-        return cls(True, 0)
+        return cls(row_major=True, stride=0)
 
 
 @dataclass(frozen=True)

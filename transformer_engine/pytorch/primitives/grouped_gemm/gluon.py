@@ -20,7 +20,7 @@ from .request import GroupedGemmRequest, GroupedProduct
 
 
 @constant_while_tracing
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason why kernels in Gluon for Hopper do not run on the current GPU, or None."""
     return launch.gluon_missing(current_hardware())
 
@@ -28,7 +28,7 @@ def missing() -> str | None:
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
-    if (reason := missing()) is not None:
+    if (reason := unavailable_reason()) is not None:
         return reason
     if (request.a_format, request.b_format) != (FLOAT8, FLOAT8):
         return "it takes FP8 codes with one scale per group"

@@ -35,7 +35,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
     """Return a callable with the same arguments and results as `reference.bind`."""
     captured = reference.bind(request)
     kinds = tuple(_NAMES[kind] for kind in request.kinds)
-    from ....common.kernels.multi_tensor import CHUNK  # it imports triton
+    from ....common.kernels.multi_tensor import CHUNK
 
     def write(lists: Lists, extents: Extents, numbers: Tensor, flag: Tensor | None) -> None:
         chunks = chunk_table(lists, extents, CHUNK)
@@ -68,7 +68,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
 
 
 def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> Launch:
-    from ....common.kernels import multi_tensor as kernels  # it imports triton
+    from ....common.kernels import multi_tensor as kernels
 
     operation, kinds, how, chunks, aligned = key
     if operation == "scale":

@@ -61,7 +61,7 @@ def _rotate(request: RopeRequest) -> Callable[..., Tensor]:
 
 
 def _rotation(request: RopeRequest) -> Launch:
-    from ....common.kernels import rope  # it imports triton
+    from ....common.kernels import rope
 
     shape, strides = _four(*request.x, request.spec.tensor_format)
     spec, (angles,) = request.spec, request.angles
@@ -115,7 +115,7 @@ def _packed(
     request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool
 ) -> Launch:
     """Return the launch for a joint tensor with this shape and these strides."""
-    from ....common.kernels import rope_packed  # it imports triton
+    from ....common.kernels import rope_packed
 
     spec, (q_angles, k_angles) = request.spec, request.angles
     shape, strides = _four(shape, strides, spec.tensor_format)

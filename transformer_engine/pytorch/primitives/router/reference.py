@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, depends_on_gpu
-from ...runtime.tracing import result_as
+from ...runtime.tracing import cast_result
 from ..activation.reference import sigmoid
 
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = (
@@ -129,7 +129,7 @@ def choose(
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
     map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
-    return result_as(weight, dtype), map, saved.clone() if keeps else None
+    return cast_result(weight, dtype), map, saved.clone() if keeps else None
 
 
 def gradient(
@@ -181,7 +181,7 @@ def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> 
     if total is not None:
         count = total.to(torch.float32)
         value = value / count / count
-    return result_as(value, probs.dtype)
+    return cast_result(value, probs.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:

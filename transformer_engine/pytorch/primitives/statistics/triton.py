@@ -21,15 +21,15 @@ def unsupported_reason(request: StatisticsRequest) -> str | None:
         return f"{list(request.shape)} has no elements"
     form = request.format
     if form is not None and form.scale not in _SCALINGS:
-        return f"{form.name} has {form.scale} scales; it reads {', '.join(_SCALINGS)}"
+        return f"{form.name} has {form.scale} scales; supported: {', '.join(_SCALINGS)}"
     if form is not None and form.row_scaled:
-        return f"{form.name} has a second-level scale per row; it reads one per matrix"
+        return f"{form.name} has a second-level scale per row; supported: one per matrix"
     return None
 
 
 def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor], None]:
     """(x, its codes, kept) -> None: kept takes the statistics in."""
-    from ....common.kernels import statistics as kernels  # it imports triton
+    from ....common.kernels import statistics as kernels
 
     form, codes = request.format, kernels.Codes()
     if form is not None:

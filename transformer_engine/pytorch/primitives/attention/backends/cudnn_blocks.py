@@ -33,8 +33,8 @@ from .cudnn_graph import (
     data_type,
     library,
     load_bindings,
-    missing,
     planned,
+    unavailable_reason,
 )
 from .cudnn_plan import Strided, Tensors, bottom_right
 from .limits import UPGRADE_CUDNN, unsupported_by_environment
@@ -67,7 +67,7 @@ def _format_version(version: tuple[int, ...]) -> str:
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the forward pass does not support the call; None if it does."""
     if call.fp8 != SCALING:
-        return "it takes the recipe MXFP8BlockScaling"
+        return "supported: the recipe MXFP8BlockScaling"
     if (
         reason := unsupported_by_environment(call, "cudnn mxfp8 attention", other_kind="1")
     ) is not None:
@@ -80,7 +80,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "a bottom-right diagonal over sequences of unequal lengths"
     sizes = call.head_dim_qk, call.head_dim_v
     if max(sizes) > 128 and sizes != (192, 128):
-        return f"head sizes {sizes[0]} and {sizes[1]}; it takes up to 128, and 192/128"
+        return f"head sizes {sizes[0]} and {sizes[1]}; supported: up to 128, and 192/128"
     odd = [size for size in (*sizes, call.seqlen_q, call.seqlen_kv) if size % _BLOCK]
     if odd:
         return f"{odd[0]}, a head size or a number of tokens, is not a multiple of {_BLOCK}, the elements of a block"
@@ -89,7 +89,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 def _unsupported_library() -> str | None:
     """Return the reason why the library is missing or too old, or None."""
-    if (reason := missing()) is not None:
+    if (reason := unavailable_reason()) is not None:
         return reason
     graph = load_bindings(library()).graph
     lacking = next(

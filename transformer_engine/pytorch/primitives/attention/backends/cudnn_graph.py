@@ -60,7 +60,7 @@ Offset = tuple[str, int]
 
 
 @functools.cache
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason why the library is unavailable, or None."""
     if not optional.installed("cudnn"):
         return f"nvidia-cudnn-frontend is not installed; {REMEDY}"

@@ -43,7 +43,7 @@ def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
 def _row_blocks(
     spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    from .....common.kernels import block_cast  # it imports triton
+    from .....common.kernels import block_cast
 
     return block_cast.row_blocks(
         shape,
@@ -75,7 +75,7 @@ def _scales(spec: QuantizeSpec, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-ROWS = (
+FORMAT_ROWS = (
     tile_scaled(
         BLOCK_1D,
         encode,

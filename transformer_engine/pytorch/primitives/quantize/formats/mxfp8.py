@@ -30,20 +30,20 @@ def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
 def _launch(
     spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    from .....common.kernels import mxfp8  # it imports triton
+    from .....common.kernels import mxfp8
 
     options = {"square": spec.two_dimensional, "tiled": spec.tiled}
     return mxfp8.blocks(shape, spec.element, spec.rowwise, spec.columnwise, **options)
 
 
 def _matrices(spec: QuantizeSpec, shape: tuple[int, int], count: int) -> Launch:
-    from .....common.kernels import mxfp8  # it imports triton
+    from .....common.kernels import mxfp8
 
     directions = spec.rowwise, spec.columnwise
     return mxfp8.matrices(shape, count, spec.element, *directions, square=spec.two_dimensional)
 
 
-ROWS = (
+FORMAT_ROWS = (
     tile_scaled(MXFP8, encode, decoded=e8m0_to_float, launch=_launch, matrices=_matrices),
     tile_scaled(TILED_FORMATS[MXFP8], encode, decoded=e8m0_to_float),
 )

@@ -231,7 +231,7 @@ def _unsupported_transformed_maximum(request: TransformedMaximumRequest) -> str 
 
 
 def _bind_transformed_maximum(request: TransformedMaximumRequest) -> Callable[[Tensor], Tensor]:
-    from .....common.kernels import nvfp4  # it imports triton
+    from .....common.kernels import nvfp4
 
     launch = nvfp4.hadamard_maximum((request.rows, request.columns), request.random_sign)
     return lambda x: run(launch, (x,))[0]
@@ -278,7 +278,7 @@ def hadamard_maximum(x: Tensor, random_sign: bool) -> Tensor:
 
 
 def _plan(request: QuantizeRequest) -> PlannedCall:
-    from .....common.kernels import nvfp4  # it imports triton
+    from .....common.kernels import nvfp4
 
     spec = request.spec
 
@@ -302,7 +302,7 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
     return call
 
 
-ROWS = tuple(
+FORMAT_ROWS = tuple(
     FormatRow(form, quantize, dequantize, check, _plan, maxima)
     for plain in NVFP4_FORMATS.values()
     for form in (plain, TILED_FORMATS[plain])
