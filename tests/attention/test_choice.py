@@ -140,7 +140,7 @@ def question(
         head_dim_v=64,
         q_format="sbhd",
         kv_format="sbhd",
-        mask=resolve(mask, None, None),
+        mask=resolve(mask, window_size=None, bottom_right_diagonal=None),
         scale=0.125,
         switches=Switches(),
     )

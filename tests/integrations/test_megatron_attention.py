@@ -247,8 +247,8 @@ def test_cross_attention_leaves_the_caches_of_self_attention_alone():
         pages.begin_step([2, 2])
         with pytest.raises(ValueError, match="cross-attention with a paged context"):
             cross(target[:, :1], None, inference_context=pages, **given)
-    for found, whole in zip(parts, expected, strict=True):
-        torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=1e-5)
+    for actual, whole in zip(parts, expected, strict=True):
+        torch.testing.assert_close(torch.cat(actual), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_projections_take_the_documented_order_of_arguments():

@@ -276,10 +276,10 @@ def test_products_with_per_row_scales_equal_dequantized_operand_products(partner
     a, b = (b, a) if transposed else (a, b)
     bias, into = torch.randn(b.rows), torch.randn(a.rows, b.rows)
     expected = dequantized(a) @ dequantized(b).T
-    found = gemm(a, b, Epilogue(torch.float32))
-    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
-    found = gemm(a, b, Epilogue(torch.float32, bias=bias, out=into.clone(), accumulate=True))
-    assert (found - (expected + bias + into)).abs().max() <= 1e-6 * expected.abs().max()
+    actual = gemm(a, b, Epilogue(torch.float32))
+    assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
+    actual = gemm(a, b, Epilogue(torch.float32, bias=bias, out=into.clone(), accumulate=True))
+    assert (actual - (expected + bias + into)).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def dequantized(x: Operand) -> torch.Tensor:

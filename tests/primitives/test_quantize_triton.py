@@ -278,8 +278,8 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
 def test_unsupported_requests_are_rejected_with_the_reason(device, dtype, reason, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda hardware: None)
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
-    found = TRITON.unsupported_reason(request)
-    assert found is not None and reason in found
+    result = TRITON.unsupported_reason(request)
+    assert result is not None and reason in result
 
 
 def test_a_missing_triton_is_a_rejection(monkeypatch):

@@ -87,7 +87,10 @@ def test_emulation_is_the_default_without_a_gpu(machine):
     for kind, (check, _) in CHECKS.items():
         assert check() == (True, "")
         assert q.format_support(kind) == q.Support(
-            kind, False, True, f"There is no CUDA device for {kind} execution."
+            kind,
+            native=False,
+            emulated=True,
+            reason=f"There is no CUDA device for {kind} execution.",
         )
 
 

@@ -35,15 +35,15 @@ def train_three_steps(make, kind: str, monkeypatch, one_copy: bool) -> list[torc
     choose(monkeypatch, one_copy)
     torch.manual_seed(0)
     layer = make()
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for _ in range(3):
         x = torch.randn(64, 64, requires_grad=True)
         with te.autocast(recipe=RECIPES[kind]()), use_backend(gemm="reference"):
             y = layer(x)
         y.backward(torch.randn_like(y))
         assert x.grad is not None
-        found += [y.detach(), x.grad]
-    return found + [
+        results += [y.detach(), x.grad]
+    return results + [
         parameter.grad for parameter in layer.parameters() if parameter.grad is not None
     ]
 
