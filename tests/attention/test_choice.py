@@ -356,7 +356,7 @@ def test_installed_flash_packages_are_reported_when_chosen(monkeypatch):
 
 
 def test_fp8_kernels_are_reported_as_the_original_numbers_them(monkeypatch):
-    monkeypatch.setattr(cudnn_fp8, "missing", lambda: None)
+    monkeypatch.setattr(cudnn_fp8, "unavailable_reason", lambda: None)
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(utils, "current_hardware", lambda: nvidia(9, 0))
     on_fp8 = AttentionParams(fp8=True, attn_mask_type="causal", head_dim_qk=128, head_dim_v=128)

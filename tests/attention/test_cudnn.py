@@ -57,7 +57,7 @@ PACKED = {"q_format": "thd", "kv_format": "thd"}
 def installed(monkeypatch):
     """Simulate a machine with the library, without querying its GPU."""
     for module in (cudnn, cudnn_fp8):
-        monkeypatch.setattr(module, "missing", lambda: None)
+        monkeypatch.setattr(module, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: False)
     monkeypatch.setattr(cudnn, "get_cudnn_version", lambda: (9, 19, 0))
 

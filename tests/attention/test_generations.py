@@ -208,7 +208,7 @@ def test_flash2_follows_hardware_and_release(hardware, version, options, words, 
     "row", [row for row in ROWS if row.vendor == "nvidia"], ids=lambda row: row.architecture
 )
 def test_cudnn_precedes_flash4_where_flash4_was_not_run(row, monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     order = preference(request(hardware=row, seqlen_q=4096, seqlen_kv=4096, dtype=torch.bfloat16))
     first = "cudnn" if row.architecture in ("11.0", "12.0", "12.1") else "flash4"
     assert order[0] == first and sorted(order) == sorted(preference(request(hardware=nvidia(9, 0))))

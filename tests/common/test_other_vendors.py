@@ -73,7 +73,7 @@ def test_no_product_of_codes_is_native_on_amd(row, libraries):
 
 @pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)
 def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     matrix = Operand(torch.empty(64, 64, dtype=torch.bfloat16), scale=None, format=None)
     request = GemmRequest.of(matrix, matrix, Epilogue(torch.bfloat16))
     request = dataclasses.replace(request, device="cuda", hardware=row, index=0)
@@ -97,7 +97,7 @@ def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
 
 @pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)
 def test_no_attention_library_of_nvidia_is_chosen_on_amd(row, monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     call = AttentionCall(
         batch=2,
         heads=16,
@@ -123,7 +123,7 @@ def test_no_attention_library_of_nvidia_is_chosen_on_amd(row, monkeypatch):
 
 
 def test_amd_casts_by_the_reference_and_says_why(rocm, monkeypatch):
-    monkeypatch.setattr(launching, "missing", lambda hardware: None)
+    monkeypatch.setattr(launching, "unavailable_reason", lambda hardware: None)
     for module in (launching, families):
         monkeypatch.setattr(module, "current_hardware", lambda: rocm)
     spec = QuantizeSpec(formats.FLOAT8, formats.E4M3)

@@ -445,7 +445,7 @@ def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.Mo
     def on_gpu(*key: Any) -> GemmRequest:
         return dataclasses.replace(described(*key), device="cuda", hardware=nvidia(9, 0))
 
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     monkeypatch.setattr(request, "described", on_gpu)
     ledger = Ledger(lambda: "")
     with planning(lambda x, result: None), ledger:

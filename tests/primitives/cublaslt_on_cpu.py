@@ -181,10 +181,10 @@ class CublasLt:
 def install(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
     """Install the stand-in instead of the library, on a machine that otherwise looks as if it had an H200."""
     stand_in = CublasLt()
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cublaslt_library, "bindings", lambda: stand_in)
-    monkeypatch.setattr(cublaslt_library, "handle", lambda device: 7)
-    monkeypatch.setattr(cublaslt_library, "workspace", lambda device, stream: 0)
+    monkeypatch.setattr(cublaslt_library, "get_handle", lambda device: 7)
+    monkeypatch.setattr(cublaslt_library, "workspace_address", lambda device, stream: 0)
     monkeypatch.setattr(cublaslt_library, "indexed_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
     monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)

@@ -191,7 +191,7 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
 
 

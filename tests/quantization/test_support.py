@@ -193,7 +193,7 @@ def test_a_recipe_with_native_products_runs_where_the_original_does_not_offer_it
     machine, monkeypatch, capability, kind, recipe
 ):
     machine(capability)
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
     for cached in (product.multiplies_natively, support._warn_of_native_products):
         cached.cache_clear()

@@ -107,7 +107,7 @@ def test_a_passed_test_changes_nothing_on_gpus_without_the_products(architecture
 def test_cublaslt_takes_codes_along_either_axis_where_the_hardware_does(
     hardware, words, monkeypatch
 ):
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     codes = torch.empty(64, 128, dtype=torch.float8_e4m3fn)
     left = Operand(codes.t(), torch.ones(1), formats.FLOAT8)
     right = Operand(torch.empty(32, 64, dtype=torch.float8_e4m3fn), torch.ones(1), formats.FLOAT8)
