@@ -19,13 +19,8 @@ from .options import add_choice
 DTYPES = ("float32", "bfloat16", "float16")
 GIGABYTE = 1_000_000_000
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
-DOWNLOADED = (
-    "*.json",
-    "*.safetensors",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-)  # settings, weights, tokenizers
+# Settings, weights and tokenizers.
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -101,9 +101,8 @@ def test_lazy_names_are_public_attributes(loaded):
     assert te.convert_hf is te.integrations.huggingface.convert_hf
 
 
-MEGATRON = (
-    "transformer_engine.pytorch.integrations.megatron"  # importing Megatron takes four seconds
-)
+# Importing Megatron takes four seconds.
+MEGATRON = "transformer_engine.pytorch.integrations.megatron"
 
 
 @pytest.mark.parametrize("of_megatron", [False, pytest.param(True, marks=pytest.mark.slow)])

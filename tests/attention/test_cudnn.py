@@ -83,11 +83,8 @@ def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
         if name != without:
             setattr(part, name, f"{name} of {version}")
     module._pybind_module = part
-    module.pygraph, module.create_handle, module.set_stream = (
-        object,
-        object,
-        object,
-    )  # of Python, from 1.27 and 1.28 on
+    # Python classes, from 1.27 and 1.28 on.
+    module.pygraph = module.create_handle = module.set_stream = object
     return module
 
 

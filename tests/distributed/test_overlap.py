@@ -313,9 +313,8 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
                 [(b, memory.peers(rank, b)) for b, memory in zip(values, memories, strict=True)],
                 None,
             )
-            outer = (
-                0  # the next buffer of collectives outside of graphs, which replays do not change
-            )
+            # The next buffer of collectives outside of graphs, which replays do not change.
+            outer = 0
             for turn in range(60):
                 replays = common.random() < 0.5 or not turn
                 capture.number = turn if replays else None

@@ -74,10 +74,8 @@ def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, name, dev
         return  # some GPUs' products read the row-wise codes in both directions
     scales = {"linear": 1, "layernorm_linear": 1, "mlp": 2}[name] * 4
     unneeded = more - less - WEIGHTS[name]
-    assert unneeded in (
-        -scales,
-        0,
-    )  # the codes' scale is saved with them; a multiplier or a maximum instead
+    # The scale is saved with the codes; without codes, a multiplier or a maximum is saved.
+    assert unneeded in (-scales, 0)
 
 
 @pytest.mark.parametrize("name", ["layernorm_linear", "mlp"])

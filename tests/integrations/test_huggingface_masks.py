@@ -136,7 +136,7 @@ def test_a_static_cache_is_limited_to_its_written_keys(position, window):
 
 
 def test_a_mask_of_one_query_is_not_read(monkeypatch):
-    monkeypatch.setattr(masks, "_read", None)
+    monkeypatch.setattr(masks, "_read_intervals", None)
     visible = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)[
         :, None, None
     ]
@@ -252,8 +252,8 @@ def test_random_masks_are_rejected_or_right():
 
 def test_layers_that_share_a_mask_read_it_once(monkeypatch):
     reads = []
-    read = masks._read
-    monkeypatch.setattr(masks, "_read", lambda *args: reads.append(1) or read(*args))
+    read = masks._read_intervals
+    monkeypatch.setattr(masks, "_read_intervals", lambda *args: reads.append(1) or read(*args))
     mask = band(8, 8, 0, 3, [(0, 8), (0, 5)])
     first = masks.mask_masking(mask, 2)
     assert masks.mask_masking(mask, 2) is first and len(reads) == 1

@@ -520,9 +520,8 @@ def test_pages_take_angles_of_one_side_alone(rotates):
 
 def test_the_factor_of_yarn_multiplies_rotated_tensors():
     config = replace(CONFIG)
-    vars(config)["yarn_rotary_scaling_factor"] = (
-        32.0  # Megatron's config has it, ours where a caller sets it
-    )
+    # Megatron's config has it, ours where a caller sets it.
+    vars(config)["yarn_rotary_scaling_factor"] = 32.0
     layer, x, freqs = self_attention(config).eval(), hidden(), angles()
     factor = 0.1 * math.log(32.0) + 1.0
     stronger = self_attention(replace(CONFIG, softmax_scale=factor**2 * SIZE**-0.5)).eval()

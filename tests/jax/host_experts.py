@@ -208,11 +208,8 @@ def cuda_calls(settings) -> dict[str, int]:
     }
 
 
-SHORT = (
-    ("delayed", "dgrad"),
-    ("current", "x"),
-    ("nvfp4", "x"),
-)  # the codes that are compared without --all
+# The codes that are compared without --all.
+SHORT = (("delayed", "dgrad"), ("current", "x"), ("nvfp4", "x"))
 
 
 def main() -> None:

@@ -14,9 +14,8 @@ from tests.support import forked
 from tests.support.programs import ROOT
 from transformer_engine.common import frameworks, recipe
 
-BLOCK = (
-    "import sys; sys.modules[{name!r}] = None\n"  # `import name` fails as if it were not installed
-)
+# `import name` fails as if it were not installed.
+BLOCK = "import sys; sys.modules[{name!r}] = None\n"
 
 
 def run(program: str) -> subprocess.CompletedProcess:

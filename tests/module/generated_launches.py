@@ -95,7 +95,7 @@ COMPILED = 4  # a signature's second call compiles a forward pass, and the secon
 
 memory: dict[Any, Any] = {}  # by address
 inputs: list[weakref.ref[torch.Tensor]] = []  # in all steps
-wait_for_shards, send_shard = operands._Received.wait, operands._sent
+wait_for_shards, send_shard = operands._Received.wait, operands._start_byte_gather
 
 
 def read(address: int | None) -> Any:
@@ -246,7 +246,7 @@ def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     torch.rand = random_numbers
     current_scaling._all_reduce_joined = maxima_of_ranks
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
-    operands._Received.wait, operands._sent = wait_and_name_shards, sent_shard
+    operands._Received.wait, operands._start_byte_gather = wait_and_name_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)
 
     def compiled(launch: Any, tensors: Any) -> Any:

@@ -104,11 +104,11 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
     """{recipe: {product: backend}} on a GPU of this row, with nvmath-python or without."""
     version = max(hardware.scaled_dot, (3, 6))
     with (
-        mock.patch.object(launch, "missing", lambda hardware: None),
+        mock.patch.object(launch, "unavailable_reason", lambda hardware: None),
         mock.patch.object(optional, "release", lambda name: version),
         mock.patch.object(
             cublaslt_library,
-            "missing",
+            "unavailable_reason",
             lambda: None if libraries else "nvmath-python is not installed",
         ),
         mock.patch.object(cublaslt_library, "bindings", CublasLt),

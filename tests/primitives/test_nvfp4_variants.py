@@ -51,15 +51,18 @@ OUTLIER = block(1536.0)
 
 
 class TestWorkedValues:
-    def test_a_block_that_4_codes_exactly_takes_a_scale_of_a_quarter_of_its_maximum(self):
-        q = four_over_six(torch.cat((OUTLIER, block(6.0, 4.5, -3.0))))
-        assert q.scale.float().flatten().tolist() == [256.0, 1.5]
-        assert decode_values(q.codes)[1, :4].tolist() == [4.0, 3.0, -2.0, 0.0]
-
-    def test_a_block_that_6_codes_exactly_takes_a_scale_of_a_sixth(self):
-        q = four_over_six(torch.cat((OUTLIER, block(6.0, 2.0, -1.0))))
-        assert q.scale.float().flatten().tolist() == [256.0, 1.0]
-        assert decode_values(q.codes)[1, :4].tolist() == [6.0, 2.0, -1.0, 0.0]
+    @pytest.mark.parametrize(
+        ("values", "scale", "codes"),
+        [
+            ((6.0, 4.5, -3.0), 1.5, [4.0, 3.0, -2.0, 0.0]),
+            ((6.0, 2.0, -1.0), 1.0, [6.0, 2.0, -1.0, 0.0]),
+        ],
+        ids=["a quarter of the maximum", "a sixth of the maximum"],
+    )
+    def test_a_block_takes_the_scale_that_codes_it_exactly(self, values, scale, codes):
+        q = four_over_six(torch.cat((OUTLIER, block(*values))))
+        assert q.scale.float().flatten().tolist() == [256.0, scale]
+        assert decode_values(q.codes)[1, :4].tolist() == codes
 
     def test_equal_errors_keep_6(self):
         q = four_over_six(torch.cat((OUTLIER, block(6.0), block(6.0, -3.0))))

@@ -63,7 +63,9 @@ def fused_gpu_request(
 
 
 def remove_libraries(monkeypatch):
-    monkeypatch.setattr(cublaslt.library, "unavailable_reason", lambda: "nvmath-python is not installed")
+    monkeypatch.setattr(
+        cublaslt.library, "unavailable_reason", lambda: "nvmath-python is not installed"
+    )
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")
 
 

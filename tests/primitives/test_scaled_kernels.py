@@ -74,24 +74,22 @@ def test_every_product_compiles_to_its_hardwares_native_instruction(compiled):
     assert {name: f["instructions"] for name, f in compiled.items() if not f["native"]} == {}
 
 
-def test_the_copy_engine_moves_operands_and_scales_to_tensor_memory(compiled):
-    names = [name for name in compiled if "copied" in name]
-    assert len(names) >= 5 and all(name.startswith(("10.", "11.")) for name in names)
-    assert [name for name in names if not compiled[name]["copied"]] == []
-
-
-def test_the_copy_engine_moves_grouped_codes(compiled):
-    names = [name for name in compiled if "tma grouped" in name]
-    assert len(names) >= 4 and all(name.startswith(("10.", "11.")) for name in names)
-    assert [name for name in names if not compiled[name]["loads by TMA"]] == []
+@pytest.mark.parametrize(
+    ("kernels", "least", "fact"),
+    [("copied", 5, "copied"), ("tma grouped", 4, "loads by TMA")],
+    ids=["operands and scales", "grouped codes"],
+)
+def test_the_copy_engine_moves_operands_to_tensor_memory(compiled, kernels, least, fact):
+    names = [name for name in compiled if kernels in name]
+    assert len(names) >= least and all(name.startswith(("10.", "11.")) for name in names)
+    assert [name for name in names if not compiled[name][fact]] == []
 
 
 def stack_limit(name: str, release: tuple[int, ...]) -> int:
     """Stack bytes per thread that a product may use."""
     if name == "9.0 block grouped columns":
-        return (
-            512  # 4 warps of Hopper's tiles 128 x 128, added to float32; 8 warps were not measured
-        )
+        # 4 warps of Hopper's tiles 128 x 128, added to float32; 8 warps were not measured.
+        return 512
     if re.match(r"1\d\.\d block (large|tail|64) added", name) and release < (3, 7):
         return 424  # Triton 3.9 needs none; the cause was not found
     return 0

@@ -58,7 +58,7 @@ def to_int(name: str, value: Any, least: int | None = None) -> int:
     if type(value) is int:
         integer = value
     else:
-        integer = _whole(value)
+        integer = _to_whole_number(value)
         if integer is None:
             limit = "" if least is None else f" of at least {least}"
             raise TypeError(f"{name}={described(value)} must be a whole number; give an int{limit}")
@@ -199,7 +199,7 @@ def _python_number(value: Any) -> Any:
     return item()
 
 
-def _whole(value: Any) -> Any:
+def _to_whole_number(value: Any) -> Any:
     """Convert the value to an `int` or symbol, or return None if it is not a whole number."""
     number = _python_number(value)
     if type(number).__name__ in _SYMBOLS:

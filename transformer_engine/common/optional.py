@@ -80,7 +80,7 @@ def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
 
 def triton_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
     """Reason why a Triton release does not compile for a GPU, or None; see `release` for (0, 0)."""
-    if not _precedes(release, hardware.triton):
+    if not _is_older(release, hardware.triton):
         return None
     installed = ".".join(map(str, release))
     return f"Triton {installed} does not compile for {hardware.title}; {_upgrade_of_triton(hardware.triton)}"
@@ -88,7 +88,7 @@ def triton_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
 
 def scaled_dot_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
     """Reason why tl.dot_scaled in a Triton release is not a GPU's native product, or None; as above."""
-    if not _precedes(release, hardware.scaled_dot):
+    if not _is_older(release, hardware.scaled_dot):
         return None
     condition = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
     return f"tl.dot_scaled multiplies in bfloat16 on {condition}; {_upgrade_of_triton(hardware.scaled_dot)}"
@@ -102,7 +102,7 @@ def gluon_problem(release: tuple[int, int]) -> str | None:
     return f"the Gluon of Triton {'.'.join(map(str, release))} is unknown; install one of Triton {known}"
 
 
-def _precedes(release: tuple[int, int], first: tuple[int, int]) -> bool:
+def _is_older(release: tuple[int, int], first: tuple[int, int]) -> bool:
     """Whether a release is older than the first that meets a requirement.
 
     A development build without metadata, (0, 0), counts as new enough.

@@ -40,9 +40,8 @@ class RoutingMapFormat(enum.IntEnum):
     """Routing map encoding."""
 
     BYTEMAP = 0  # bool [.., E]
-    BITMAP_U8 = (
-        1  # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0
-    )
+    # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0.
+    BITMAP_U8 = 1
 
 
 class QBHistogramMode(enum.Enum):

@@ -181,8 +181,8 @@ def _figures(
             for name in steps
             if name in ("world", "graphed")
         }
-    slowest = _greatest(groups.gathered({**times, "host": host, "peak": peak}))
-    exposed = _greatest(groups.gathered(traced))
+    slowest = _max_over_ranks(groups.gathered({**times, "host": host, "peak": peak}))
+    exposed = _max_over_ranks(groups.gathered(traced))
     several, compute = slowest["world"], slowest["silent"]
     figures: dict[str, Any] = {
         "one_ms": one,
@@ -201,7 +201,7 @@ def _figures(
     return figures | {"one_mib": one_mib, "peak_mib": slowest.get("peak")}
 
 
-def _greatest(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
+def _max_over_ranks(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
     """Take the greatest figure of all ranks for each name, without names that have none."""
     slowest: dict[str, float] = {}
     for figures in of_ranks:

@@ -79,7 +79,7 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
     """Load the text in a file or a folder; None reads the source files of Python's standard library."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        pieces = _read([file for file in _files(root) if file.suffix == ".py"], root)
+        pieces = _read_files([file for file in _files(root) if file.suffix == ".py"], root)
         source = f"Python standard library in {root}"
     else:
         root = Path(path).expanduser()
@@ -93,7 +93,7 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
             raise ValueError(
                 f"--data {path}: there is no such file or folder; give one that exists"
             )
-        pieces = _read([root] if root.is_file() else _files(root), root)
+        pieces = _read_files([root] if root.is_file() else _files(root), root)
         source = str(root)
     required = int((sequence + 2) / VALIDATION_SHARE) + 1
     text = b"".join(pieces)
@@ -119,7 +119,7 @@ def _files(root: Path) -> list[Path]:
     return [file for _, file in sorted(paths)]
 
 
-def _read(files: list[Path], root: Path) -> list[bytes]:
+def _read_files(files: list[Path], root: Path) -> list[bytes]:
     """Read the files with UTF-8 text; ValueError if there are none or they exceed the limit."""
     pieces: list[bytes] = []
     total = 0

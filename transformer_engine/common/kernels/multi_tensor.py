@@ -20,9 +20,8 @@ from ..operation_settings import Adam, Sgd
 from .launch import NUMBER, READ, WRITTEN, AddressTable, Launch, Output
 
 CHUNK = 8192  # elements per program
-_BLOCK = (
-    2048  # elements at once: with 256 threads, two 16-byte accesses per thread and float32 list
-)
+# Elements at once: with 256 threads, two 16-byte accesses per thread and float32 list.
+_BLOCK = 2048
 _WARPS = 8
 _BITS = tl.constexpr(0xFFFF)
 

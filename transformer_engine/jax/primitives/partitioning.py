@@ -258,11 +258,14 @@ def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
     places[devices] = np.stack(np.unravel_index(np.arange(mesh.size), tiles), axis=1)
     places = places.reshape(*mesh.devices.shape, len(tiles))
     return PartitionSpec(
-        *(_cuts(mesh, places[..., axis], tiles[axis]) or None for axis in range(len(array.shape)))
+        *(
+            _sharding_axes(mesh, places[..., axis], tiles[axis]) or None
+            for axis in range(len(array.shape))
+        )
     )
 
 
-def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
+def _sharding_axes(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
     """Mesh axes along which the tile indices [*mesh] differ; none if only part of an axis shards them."""
     steps = {
         name: int(np.ptp(places, axis=axis).max())

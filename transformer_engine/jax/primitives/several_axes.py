@@ -104,13 +104,15 @@ class SeveralAxes(_OfAnother):
     ) -> Iterator[tuple[int, ...]]:
         """Expand the inner kernel's result shapes to the several axes that the factors have in these operands."""
         rule = ParsedRule.of(self.kernel.rule.text)
-        ahead = _ahead(rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays)
+        ahead = _leading_extents(
+            rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays
+        )
         return (
             _with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True)
         )
 
 
-def _ahead(
+def _leading_extents(
     rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]
 ) -> dict[str, tuple[int, ...]]:
     """Extents before the last axis, for each factor that has several axes."""
@@ -205,7 +207,7 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
     outer = kernel.rule
     rule = ParsedRule.of(outer.text)
     counts = {factor: count for factor, count in counts.items() if count > 1}
-    ahead = _ahead(rule, counts, arrays)
+    ahead = _leading_extents(rule, counts, arrays)
     for factor in [factor for factor in ahead if factor in outer.sizes]:
         blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
         if rest or blocks == 1:  # Shardy rejects a one-element factor next to another

@@ -41,9 +41,8 @@ from .progress import watch
 MAXIMUM_CHECKS = 256
 CHECKED_REDUCTIONS = 16  # for delayed-scaling maxima
 OPTIMIZER_STEPS = "optimizer steps"
-RESPONSE_SECONDS = (
-    5.0  # how long a rank that has failed waits for the others to report that they have
-)
+# How long a rank that has failed waits for the others to report that they have.
+RESPONSE_SECONDS = 5.0
 _requested = env.watch("TE_CHECK")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NAMED = "failed on rank"  # in every message that names the missing ranks

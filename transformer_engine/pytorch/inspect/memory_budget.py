@@ -96,7 +96,7 @@ def cheapest(plan: Callable[[Options], P], layers: int, budget: int) -> tuple[P,
             tried = chosen._replace(recomputed=(*chosen.recomputed, option))
         else:
             tried = chosen._replace(caches_inputs=True)
-        options = _supported(plan, tried)
+        options = _plan_if_supported(plan, tried)
         if options is not None and options.peak < best.peak:
             best, chosen = options, tried
     if best.peak <= budget or not layers:
@@ -104,7 +104,7 @@ def cheapest(plan: Callable[[Options], P], layers: int, budget: int) -> tuple[P,
     return _fewest_checkpoints(plan, layers, budget, best, chosen)
 
 
-def _supported(plan: Callable[[Options], P], options: Options) -> P | None:
+def _plan_if_supported(plan: Callable[[Options], P], options: Options) -> P | None:
     """Plan the model with options; None if a backend is not supported by all layers, as with quantized parameters."""
     try:
         return plan(options)
@@ -122,10 +122,10 @@ def _fewest_checkpoints(
     """
     above, within = 0, layers
     everything = chosen._replace(checkpointed=layers)
-    supported = _supported(plan, everything)
+    supported = _plan_if_supported(plan, everything)
     while supported is None and everything.recomputed:
         everything = everything._replace(recomputed=everything.recomputed[:-1])
-        supported = _supported(plan, everything)
+        supported = _plan_if_supported(plan, everything)
     if supported is None or supported.peak >= best.peak:
         return best, chosen
     best, options = supported, everything

@@ -182,9 +182,8 @@ def average_gradients(model: nn.Module, position: RankPlace) -> None:
         if gradient is None:
             continue
         local = gradient
-        averaged_ranks = (
-            averaged  # the data and context rank count over which the gradient has been averaged
-        )
+        # The number of data and context ranks over which the gradient has been averaged.
+        averaged_ranks = averaged
         if hasattr(gradient, "to_local"):
             local, shards = gradient.to_local(), gradient.device_mesh
             names = shards.mesh_dim_names or ("",) * shards.ndim

@@ -102,8 +102,8 @@ class Performed:
         self.index = device.index
         self.may_be_elsewhere = device.type == "cuda"
         self.launches, self.makers, self.zeroed, places, results = _plan_program(program, device)
-        self.picks = tuple(_taking(of_step) for of_step in places)
-        self.results = _taking(results)
+        self.picks = tuple(_index_getter(of_step) for of_step in places)
+        self.results = _index_getter(results)
         self.starters: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def _plan_program(program: Program, device: torch.device) -> _Planned:
     )
 
 
-def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _index_getter(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Return the function that returns the elements of a sequence at these indices."""
     if len(places) > 1:
         return itemgetter(*places)

@@ -69,7 +69,7 @@ def load_plain_state_dict(
         else:
             state[name] = tensor
     for name, payload in payloads.items():
-        state[name] = _together(name, current.get(name), payload)
+        state[name] = _assemble_tensor(name, current.get(name), payload)
     return module.load_state_dict(state, strict=strict)
 
 
@@ -94,7 +94,7 @@ def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
     return {part: value for part, value in parts.items() if value is not None}
 
 
-def _together(name: str, current: Any, payload: dict[str, Tensor]) -> Any:
+def _assemble_tensor(name: str, current: Any, payload: dict[str, Tensor]) -> Any:
     """Return a tensor like the module's current one, with this payload."""
     kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
     expected = _kind(current) if isinstance(current, QuantizedTensor) else "plain"

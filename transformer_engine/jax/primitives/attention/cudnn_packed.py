@@ -70,8 +70,8 @@ def attend(
     """Compute out [b, q, h, d]; bounds: see `SequenceDescriptor.bounds`. Tokens outside any sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
     visible = (
-        _inside(starts_q, lengths_q, query.shape[1]),
-        _inside(starts_kv, lengths_kv, key.shape[1]),
+        _sequence_mask(starts_q, lengths_q, query.shape[1]),
+        _sequence_mask(starts_kv, lengths_kv, key.shape[1]),
     )
     # cuDNN reads -1 as an absent sequence; starts have one more entry, the last sequence's end.
     lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
@@ -259,7 +259,7 @@ def _gradients(
     return dq, dk, dv
 
 
-def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
+def _sequence_mask(starts: Array, lengths: Array, tokens: int) -> Array:
     """Mask bool [b, tokens]: whether a token belongs to a sequence."""
     index = jnp.arange(tokens, dtype=jnp.int32)
     begins = starts[:, :, None]

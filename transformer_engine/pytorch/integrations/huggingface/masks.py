@@ -124,10 +124,10 @@ def _recognize_mask(mask: Tensor, batch: int) -> Masking | None:
         visible = rows == 0
         agrees = (visible | (rows < HIDDEN)).all()
         rows = visible
-    intervals = _read(rows)
+    intervals = _read_intervals(rows)
     facts = _judge_mask(intervals, agrees)
     if facts.everything:
-        return _everything(facts, intervals.begin, intervals.end, batch)
+        return _full_masking(facts, intervals.begin, intervals.end, batch)
     if facts.banded:
         return _band_masking(facts, intervals.begin, intervals.end, batch)
     return _packed(intervals.first, facts.longest, batch) if facts.longest else None
@@ -177,7 +177,7 @@ class _Facts:
         return self.begins[0] == self.begins[1] and self.ends[0] == self.ends[1]
 
 
-def _read(visible: Tensor) -> _Intervals:
+def _read_intervals(visible: Tensor) -> _Intervals:
     """Return the intervals in visible [b, q, keys]."""
     keys = visible.shape[-1]
     bits = visible.view(torch.uint8)
@@ -256,7 +256,7 @@ def _packed(first: Tensor, longest: int, batch: int) -> Masking:
     return Masking("padding_causal", packed=True, arguments=arguments)
 
 
-def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
+def _full_masking(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
     """Return the masking for queries that see all keys in their sequence."""
     if facts.alike:
         unmasked = (facts.begins[0], facts.ends[0]) == (0, facts.keys)

@@ -72,7 +72,7 @@ def recomputes(request: ActivationRequest) -> bool:
 
 
 def _forward(request: ActivationRequest) -> Callable[[Tensor], Tensor]:
-    shape, width = request.shape, _width(request)
+    shape, width = request.shape, _result_columns(request)
     out = torch.Size((*shape[:-1], width)) if shape else shape
     if shape.numel() == 0:
         return lambda x: x.new_empty(out)
@@ -94,7 +94,7 @@ def _forward(request: ActivationRequest) -> Callable[[Tensor], Tensor]:
 
 
 def _backward(request: ActivationRequest) -> Callable[[Tensor, Tensor], Tensor]:
-    shape, width = request.shape, _width(request)
+    shape, width = request.shape, _result_columns(request)
     if shape.numel() == 0:
         return lambda dy, x: x.new_empty(shape)
     from ....common.kernels import activation
@@ -117,7 +117,7 @@ def _backward(request: ActivationRequest) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda dy, x: run(launch, (_matrix(dy), _matrix(x)))[0].view(shape)
 
 
-def _width(request: ActivationRequest) -> int:
+def _result_columns(request: ActivationRequest) -> int:
     """Return the number of columns of f(x)."""
     width = request.shape[-1] if request.shape else 1
     return width // 2 if request.gated else width
@@ -177,7 +177,7 @@ def _backward_codes(
 
     assert request.dy is not None
     dy_strides, dy_dtype = request.dy
-    rows, width = request.shape[0], _width(request)
+    rows, width = request.shape[0], _result_columns(request)
     strides = (
         _rows(torch.Size((rows, width)), dy_strides)[1],
         _rows(request.shape, request.strides)[1],
@@ -216,7 +216,7 @@ def _backward_and_output(
 
     assert request.dy is not None and request.output is not None
     shape, cast, spec = (
-        torch.Size((request.shape[0], _width(request))),
+        torch.Size((request.shape[0], _result_columns(request))),
         request.cast,
         request.output,
     )

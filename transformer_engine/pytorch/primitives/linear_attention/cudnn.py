@@ -31,10 +31,8 @@ FUNCTIONS = {
     Rule.GDP: "gated_delta_product",
 }
 _SIZES = (64, 128)
-_RELEASES = (
-    (1, 29),
-    (2, 0),
-)  # from the first release with the module to the bound of the extra `cuda`
+# The first release with the module, and the upper bound of the extra `cuda`.
+_RELEASES = ((1, 29), (2, 0))
 
 
 def unsupported_reason(request: DeltaRequest) -> str | None:

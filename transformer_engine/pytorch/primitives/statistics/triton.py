@@ -49,13 +49,13 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
         if operand is None:
             perform(program, (x, None, None, None, accumulated))
             return
-        second = None if unit is None or operand.amax is None else _one(operand.amax / unit)
-        perform(program, (x, operand.codes, _one(operand.scale), second, accumulated))
+        second = None if unit is None or operand.amax is None else _as_vector(operand.amax / unit)
+        perform(program, (x, operand.codes, _as_vector(operand.scale), second, accumulated))
 
     return measure
 
 
-def _one(scale: Tensor | None) -> Tensor | None:
+def _as_vector(scale: Tensor | None) -> Tensor | None:
     """Return a number without dimensions as [1], because a kernel needs an address of elements."""
     return scale if scale is None or scale.dim() else scale.view(1)
 

@@ -35,7 +35,9 @@ def row_slice(
     if first % granularity or (last % granularity and last != rows):
         return None
     return storage.storage_class().pack(
-        _cut(storage, rows, first, last), (stop - start, *shape[1:]), **storage.constants()
+        _slice_storage(storage, rows, first, last),
+        (stop - start, *shape[1:]),
+        **storage.constants(),
     )
 
 
@@ -43,10 +45,10 @@ def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
     """View the codes and scales of storage[start:stop], if `row_slice` supports it."""
     shape = storage.shape
     inner = prod(shape[1:-1])
-    return _cut(storage, shape[0] * inner, start * inner, stop * inner)
+    return _slice_storage(storage, shape[0] * inner, start * inner, stop * inner)
 
 
-def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
+def _slice_storage(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
     unpacked = storage.unpack()
     return Quantized(
         codes=_run(unpacked.codes, 0, rows, first, last),

@@ -276,7 +276,9 @@ def _common(
     return pointers
 
 
-def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None) -> Tensor:
+def _allocate_result(
+    call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None
+) -> Tensor:
     """Allocate a result [.., heads, depth] whose tokens that belong to no sequence are zero.
 
     Args:
@@ -297,7 +299,9 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     device = addressable.q.device
     plan = _plan(describe_forward, device.index, call, addressable.strided)
     packed = call.q_format == "thd"
-    output = _fresh(call, addressable.q, call.head_dim_v, inputs.starts_q if packed else None)
+    output = _allocate_result(
+        call, addressable.q, call.head_dim_v, inputs.starts_q if packed else None
+    )
     pointers = _common(call, inputs, addressable)
     pointers["output"] = output.data_ptr()
     rng_state = lse = score_sum = None
@@ -352,9 +356,9 @@ def _allocate_gradients(
     starts_q = inputs.starts_q if call.q_format == "thd" else None
     starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
     return (
-        _fresh(call, addressable.q, call.head_dim_qk, starts_q),
-        _fresh(call, addressable.k, call.head_dim_qk, starts_kv),
-        _fresh(call, addressable.v, call.head_dim_v, starts_kv),
+        _allocate_result(call, addressable.q, call.head_dim_qk, starts_q),
+        _allocate_result(call, addressable.k, call.head_dim_qk, starts_kv),
+        _allocate_result(call, addressable.v, call.head_dim_v, starts_kv),
     )
 
 

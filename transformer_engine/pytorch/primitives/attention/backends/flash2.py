@@ -25,13 +25,13 @@ def _installed() -> str | None:
 # A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 VERSION: str | None = _installed()
 _LARGEST_HEAD = 256
-FIRST, END = (2, 1, 1), (2, 8, 4)  # supported releases: FIRST <= release < END
-WINDOWS, ALIBI, DETERMINISTIC, SOFTCAP = (
-    (2, 3, 0),
-    (2, 4, 0),
-    (2, 4, 1),
-    (2, 6, 0),
-)  # releases from which the package has an option
+# Supported releases: FIRST <= release < END.
+FIRST, END = (2, 1, 1), (2, 8, 4)
+# The first release with an option.
+WINDOWS = (2, 3, 0)
+ALIBI = (2, 4, 0)
+DETERMINISTIC = (2, 4, 1)
+SOFTCAP = (2, 6, 0)
 # The first release with kernels for 10.0 and higher, if it was built with CUDA 12.8; and the first
 # whose gradients for heads above 192 fit into 99 KiB of shared memory, without dropout.
 BLACKWELL, SMALL_GRADIENTS = (2, 7, 3), (2, 5, 5)

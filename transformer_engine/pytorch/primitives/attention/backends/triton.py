@@ -127,7 +127,7 @@ def backward(
         inputs.sink is not None,
         q.get_device(),
     )
-    outputs = _space(call, inputs, plan, lse)
+    outputs = _allocate_gradients(call, inputs, plan, lse)
     operands = (*sources, attended.rng_state, attended.output, grad_output, lse, inputs.sink)
     perform(plan.program, (*operands, *(tensor for tensor in outputs if tensor is not None)))
     # Partial sums are added in a fixed order.
@@ -168,7 +168,7 @@ class _Results(NamedTuple):
     bias: Tensor | None
 
 
-def _space(
+def _allocate_gradients(
     call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor
 ) -> _Results:
     """Allocate the gradients and their partial sums; zeros if some tokens belong to no sequence."""
