@@ -105,7 +105,7 @@ class CommOverlapHelper:
 class CommOverlap:
     """A tensor-parallel buffer, whose collectives `generic_gemm` runs with products.
 
-    The original pipelines a reduce-scatter with product slices through it. Here `num_splits`, the stream, SM and
+    NVIDIA's engine pipelines a reduce-scatter with product slices through it. Here `num_splits`, the stream, SM and
     CTA counts, the priorities and `atomic_gemm` are recorded and have no effect.
 
     Args:
@@ -129,7 +129,7 @@ class CommOverlap:
         ValueError: The shape is not [rows, columns], or the rows do not divide by `tp_size`.
     """
 
-    _P2P = False  # the original sends chunks from rank to rank
+    _P2P = False  # NVIDIA's engine sends chunks from rank to rank
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class CommOverlap:
 
 
 class CommOverlapP2P(CommOverlap):
-    """A tensor-parallel buffer; the original sends its chunks in a ring.
+    """A tensor-parallel buffer; NVIDIA's engine sends its chunks in a ring.
 
     Args:
         use_ce: Has no effect.

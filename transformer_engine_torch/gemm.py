@@ -1,6 +1,6 @@
 """`generic_gemm` and `te_general_grouped_gemm`: matrix products under the extension's names.
 
-The operands are plain or quantized matrices. `transA` and `transB` use the original's column-major convention; with
+The operands are plain or quantized matrices. `transA` and `transB` use NVIDIA's column-major convention; with
 contiguous rows the product is D = op(B) op(A):
 
 | transA | transB | layout | product | use in a linear layer |
@@ -115,7 +115,7 @@ def generic_gemm(
         TypeError: `comm_overlap` has no buffer.
         ValueError: The operands, D and the bias do not fit each other, or the operands do not fit the collective.
         NotImplementedError: A quantizer is given with a plain D.
-        RuntimeError: Two block-scaled operands (1 x 128 and 128 x 128) that the original does not multiply: without
+        RuntimeError: Two block-scaled operands (1 x 128 and 128 x 128) that NVIDIA's engine does not multiply: without
             `use_split_accumulator`, both in 128 x 128 blocks, with a bias gradient, or with extents that are not
             multiples of 16.
     """
@@ -246,7 +246,7 @@ def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
 
 
 def _check_blocks(a: Operand, b: Operand, sums_bias: bool, split: bool) -> None:
-    """Raise RuntimeError for block-scaled operands whose product the original rejects."""
+    """Raise RuntimeError for block-scaled operands whose product NVIDIA's engine rejects."""
     formats = a.format, b.format
     if not all(form in BLOCK_FORMATS.values() for form in formats):
         return

@@ -109,7 +109,7 @@ def te_general_grouped_gemm_for_grouped_tensor(
     """Compute D_i = alpha_i * product of A_i and B_i + beta_i * D_i + bias_i * bias_scale, as `generic_gemm` does.
 
     Args:
-        A: Left operands in the original's column-major convention.
+        A: Left operands in NVIDIA's column-major convention.
         transa: See `generic_gemm`.
         B: Right operands.
         transb: See `generic_gemm`.

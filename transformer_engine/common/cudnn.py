@@ -1,4 +1,4 @@
-"""cuDNN versions: the minimum that the original's release 2.20 demands, and the numbers in a version."""
+"""cuDNN versions: the minimum of release 2.20 of NVIDIA's engine, and the numbers in a version."""
 
 from __future__ import annotations
 

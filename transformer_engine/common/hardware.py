@@ -25,8 +25,8 @@ Capability = Literal[
     "bf16 products",
     "cublaslt",  # the library, which nvmath-python calls
     "fp8 products",  # E4M3 x E4M3 and E4M3 x E5M2
-    "fp8 products in all layouts",  # any contiguous axis, by cuBLASLt and the original's rule
-    "fp8 products in all layouts by xla",  # the original's rule for JAX
+    "fp8 products in all layouts",  # any contiguous axis, by cuBLASLt and NVIDIA's rule
+    "fp8 products in all layouts by xla",  # NVIDIA's rule for JAX
     "fp8 block products",  # by cuBLASLt: 1x128 and 128x128 blocks with float32 scales
     "mxfp8 products",
     "nvfp4 products",
@@ -65,7 +65,7 @@ Capability = Literal[
     "flash attention 4 of a cache",
     "flash attention 4 of wide heads",  # head sizes above 128 other than 192/128
     "flash attention 4 gradients of scores",  # gradients with a score function, such as a softcap
-    # Availability of the original's recipes.
+    # Availability of NVIDIA's recipes.
     "bf16 recipe",
     "fp8 recipe",
     "fp8_block_scaling recipe",
@@ -311,7 +311,7 @@ def _relative(vendor: str, architecture: str) -> Hardware:
         nearest = older[-1]
     capabilities = set(nearest.capabilities)
     if vendor == "nvidia" and _version(architecture)[0] > _version(_NVIDIA[-1].architecture)[0]:
-        # The original expects products in all layouts on every later generation.
+        # NVIDIA's engine expects products in all layouts on every later generation.
         capabilities |= {"fp8 products in all layouts"}
     return replace(
         nearest,

@@ -150,6 +150,6 @@ def release_problem(distribution: str, first: tuple[int, int], end: tuple[int, i
 def install_command(extra: str) -> str:
     """Command that installs an extra from pyproject.toml.
 
-    It installs from a checkout: package indexes hold the original under this package's name.
+    It installs from a checkout: package indexes hold NVIDIA's engine under this package's name.
     """
     return f'pip install ".[{extra}]" in a checkout of this package'

@@ -51,7 +51,7 @@ from .sharding import (
 __all__ = ["get_moe_recv_capacity_per_rank", "moe"]
 
 Axes = tuple[str | None, ...]
-_ALIGN_SIZE = ALIGN_SIZE  # which code for the original reads here
+_ALIGN_SIZE = ALIGN_SIZE  # which code for NVIDIA's engine reads here
 
 
 def _with_halves(function: Callable[..., Any]) -> Callable[..., Any]:

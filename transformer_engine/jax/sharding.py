@@ -2,7 +2,7 @@
 
 These functions move no data: a constraint is a hint to XLA's partitioner, and has no effect without a mesh.
 
-Longer than 400 lines because it is one public module in the original.
+Longer than 400 lines because it is one public module in NVIDIA's engine.
 """
 
 from __future__ import annotations

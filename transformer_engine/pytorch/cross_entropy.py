@@ -70,7 +70,7 @@ def parallel_cross_entropy(
         inp = _input
     floating("inp", inp)
     if inp.dtype == torch.float64:
-        inp = inp.float()  # the loss is computed in float32, as the original's
+        inp = inp.float()  # the loss is computed in float32, as NVIDIA's
     _check_logits(inp)
     reduce_loss = to_bool("reduce_loss", reduce_loss)
     overwrite_input = to_bool("overwrite_input", overwrite_input)

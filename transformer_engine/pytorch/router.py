@@ -33,7 +33,7 @@ __all__ = [
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int16, torch.int32, torch.int64)
-_MOST = 2**31 - 1  # logits, as the original counts them
+_MOST = 2**31 - 1  # logits, as NVIDIA's engine counts them
 
 
 class RoutingMapFormat(enum.IntEnum):

@@ -38,7 +38,7 @@ _switched: dict[str, bool] = {}  # by `switch`, for this process
 
 
 def switch(primitive: str, on: bool) -> None:
-    """Enable or disable kernels by the original's primitive name, whatever NVTE_JAX_CUSTOM_CALLS contains."""
+    """Enable or disable kernels by NVIDIA's primitive name, whatever NVTE_JAX_CUSTOM_CALLS contains."""
     check_switch("enabled", on)
     _switched[primitive] = bool(on)
 

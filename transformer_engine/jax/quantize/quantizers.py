@@ -1,6 +1,6 @@
 """Quantizers: tensor [*rows, *columns] -> codes and scales, and the next delayed-scaling state.
 
-Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with the original.
+Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with NVIDIA's engine.
 Differentiation rules use the methods without side effects: `encode` and `advanced`.
 
 Longer than 400 lines because the public class of every recipe is in one place.

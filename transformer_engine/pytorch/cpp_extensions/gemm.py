@@ -117,7 +117,7 @@ def general_grouped_gemm(
 
     Args:
         out: Written: a tensor for each product, or with `single_output` one [sum of m_splits, ...].
-        quantization_params: Has no effect, as in the original: the results are written unquantized.
+        quantization_params: Has no effect, as in NVIDIA's engine: the results are written unquantized.
         out_dtype, D_dtype: Ignored: the results have the dtype of `out`.
         m_splits: Rows per group, in any whole-number sequence.
         bias, use_bias: Forward: [N] per product. With `grad=True` the bias gradients are computed,

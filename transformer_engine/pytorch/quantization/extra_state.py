@@ -109,7 +109,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
 def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | None:
     """Return the encoded dict; None for an empty state. Raise ExtraStateError if it is damaged or not harmless.
 
-    Reads what any version of the original wrote: bytes in a uint8 tensor, or an io.BytesIO from torch.save.
+    Reads what any version of NVIDIA's engine wrote: bytes in a uint8 tensor, or an io.BytesIO from torch.save.
     An absent state is None, or the placeholder of torch.distributed.checkpoint for a state that the
     checkpoint lacks.
     """

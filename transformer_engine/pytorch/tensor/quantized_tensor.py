@@ -108,7 +108,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             dtype: Nominal dtype; float32 by default.
             requires_grad: As for `torch.Tensor`.
             device: Checked only; the tensor is on the device of its payload.
-            fake_dtype: The nominal dtype under the original's keyword.
+            fake_dtype: The nominal dtype under NVIDIA's keyword.
             stride: Nominal strides; contiguous by default. The payload has its own layout.
             storage_offset: Nominal storage offset.
             payload: Storage class keywords, such as `data` and `fp8_scale_inv`.

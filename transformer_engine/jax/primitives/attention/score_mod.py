@@ -1,6 +1,6 @@
 """score_mod: scores [b, h, q, k] -> scores, a function in jnp operations between the scaled product and the softmax.
 
-Its required parameters determine the contract: (scores, tensors), the original's (graph, score, tensors), whose
+Its required parameters determine the contract: (scores, tensors), NVIDIA's (graph, score, tensors), whose
 operations `ScoreGraph` computes, or (score, b, h, q, kv, **tensors).
 """
 

@@ -1,6 +1,6 @@
 """last_choice["use_fused_attention"] and similar keys: the backend used by the last attention call in this process.
 
-The values follow the original's dictionary with that name, computed when they are read: a call
+The values follow NVIDIA's dictionary with that name, computed when they are read: a call
 stores two references only. Calls inside compiled code store none.
 """
 

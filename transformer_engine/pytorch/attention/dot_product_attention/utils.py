@@ -1,4 +1,4 @@
-"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in the original's terms.
+"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in NVIDIA's terms.
 
 "flash" is an installed flash-attn package, "unfused" the reference backend, and "fused" (16-bit,
 "F16_arbitrary_seqlen") every other backend, PyTorch's FlashAttention included.
@@ -65,7 +65,7 @@ _SAME = {
 
 @dataclass
 class AttentionParams:
-    """The settings that the original's selection reads; `request` converts them to an AttentionCall.
+    """The settings that NVIDIA's selection reads; `request` converts them to an AttentionCall.
 
     Attributes:
         core_attention_bias_shape: Bias shape, or its pattern such as "1hss"; by default [1, h, s, s].
@@ -128,7 +128,7 @@ class AttentionParams:
 
     @classmethod
     def of(cls, call: AttentionCall, fp8: bool = False) -> AttentionParams:
-        """Return a call in the original's terms."""
+        """Return a call in NVIDIA's terms."""
         kv_format = call.kv_format
         return cls(
             **{theirs: getattr(call, ours) for theirs, ours in _SAME.items()},
@@ -366,7 +366,7 @@ class AttentionLogging:
 
 
 class FlashAttentionUtils:
-    """Installed versions of flash-attn packages 2, 3 and 4, under the original's names."""
+    """Installed versions of flash-attn packages 2, 3 and 4, under NVIDIA's names."""
 
     version_required = Version("2.1.1")
     version_required_blackwell = Version("2.7.3")

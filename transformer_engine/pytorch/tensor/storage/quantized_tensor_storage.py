@@ -404,7 +404,7 @@ class QuantizedTensorStorage:
         """Return the quantizer that writes this payload: the one that created it, or the format's default."""
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
-    _get_quantizer = writer  # the original's name
+    _get_quantizer = writer  # NVIDIA's name
 
     def _default_quantizer(self) -> Writer:
         raise RuntimeError(

@@ -34,7 +34,7 @@ TAKES = frozenset(
 FORWARD_HEAD_SIZES = range(16, 257, 16)
 BACKWARD_HEAD_SIZE = 128
 # First versions on 10.x and 11.0 for heads of 192/128, for deterministic gradients, and for a scale
-# from the tensor itself: the original's rules. cuDNN 9.24 computes wrong zeros for outputs in 16
+# from the tensor itself: NVIDIA's rules. cuDNN 9.24 computes wrong zeros for outputs in 16
 # bits; this package's outputs are codes.
 _TWO_SIZES, _DETERMINISTIC, _CURRENT = (9, 21, 0), (9, 18, 0), (9, 14, 0)
 DECODED = "attention of the decoded tensors in 16 bits takes its place"
