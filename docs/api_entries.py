@@ -234,8 +234,8 @@ def _complete_methods(loader: griffe.GriffeLoader, package: str, name: str, valu
             and method.docstring
             and _OTHERS_SENTENCE.search(method.docstring.value)
         ):
-            found = public_arguments(package, getattr(value, method.name))
-            entries = {argument: with_code_spans(text) for argument, text in found.items()}
+            argument_texts = public_arguments(package, getattr(value, method.name))
+            entries = {argument: with_code_spans(text) for argument, text in argument_texts.items()}
             text = _OTHERS_SENTENCE.sub("", method.docstring.value)
             method.docstring.value = _with_arguments(text, entries)
 

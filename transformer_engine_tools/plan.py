@@ -197,13 +197,13 @@ def _in_options(message: str) -> str:
     return _ARGUMENT.sub(option, message)
 
 
-def _ranking(found: list[TrainingPlan]) -> Table:
+def _ranking(plans: list[TrainingPlan]) -> Table:
     """Build the table of a search's plans, the fastest first."""
     table = Table(
         *("mesh", "batches", "recompute", "step ms", "tokens/s", "MFU", "GiB"),
         caption="MFU: model FLOP utilization, relative to the bfloat16 peak of all devices",
     )
-    for each in found:
+    for each in plans:
         table.add_row(
             str(each.mesh),
             f"{each.micro_batches} x {each.micro_batch}",

@@ -171,19 +171,19 @@ class TestKernels:
             else None
         )
         choice = Choice(4, score, groups=groups, scale=1.5, map=map)
-        found = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-        argument = found if map == INDICES else [None, None]
+        results = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        argument = results if map == INDICES else [None, None]
         ours, theirs = (
             by.choose(x, choice, torch.float32, bias, indices)
             for by, indices in zip((kernels, literal), argument, strict=True)
         )
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
         torch.testing.assert_close(ours[2], theirs[2], rtol=CURVED[torch.float32], atol=1e-6)
-        assert torch.equal(*found)
+        assert torch.equal(*results)
         assert (ours[1] is None) == (theirs[1] is None) == (map == INDICES)
         assert ours[1] is None or torch.equal(ours[1], theirs[1])
         gradient = torch.randn_like(theirs[0])
-        read = found[0] if map == INDICES else theirs[1]
+        read = results[0] if map == INDICES else theirs[1]
         mine, expected = (
             by.choose_backward(read, theirs[2], gradient, choice, torch.float32)
             for by in (kernels, literal)

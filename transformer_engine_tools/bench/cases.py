@@ -392,10 +392,10 @@ def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 def _kernel(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     """Yield one kernel from each family in common/kernels, which torch and JAX start from the same record."""
     rows, width = (128, 256) if quick else (8192, 8192)
-    for name, moved in KERNELS.items() if "bf16" in recipes else ():
+    for name, moved_bytes in KERNELS.items() if "bf16" in recipes else ():
         sizes = {"kernel": name, "rows": rows, "width": width}
         title = f"kernel/{name}/{rows}x{width}"
-        yield Case(title, "kernel", "bf16", sizes, backward=False, moved=moved * rows * width)
+        yield Case(title, "kernel", "bf16", sizes, backward=False, moved=moved_bytes * rows * width)
 
 
 def _product(rows: int, depth: int, width: int, backward: bool) -> float:

@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, Figures]:
         raise ValueError(
             f"{path} does not hold a list of cases; give a file that te bench --json wrote"
         )
-    found = {
+    records = {
         name: {
             row["case"]: _figures(row)
             for row in rows
@@ -67,7 +67,7 @@ def read(path: Path) -> dict[str, Figures]:
         }
         for name in ENGINES
     }
-    return {name: figures for name, figures in found.items() if figures}
+    return {name: figures for name, figures in records.items() if figures}
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:

@@ -127,7 +127,7 @@ def run_on_ranks(
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
-        errors = [found for found in groups.gathered(error) if found is not None]
+        errors = [rank_error for rank_error in groups.gathered(error) if rank_error is not None]
         if errors:
             figures = {"error": errors[0]}
         yield RanksRow(case.name, case.family, case.recipe, dist.get_world_size(), **figures)
@@ -181,8 +181,8 @@ def _figures(
             for name in steps
             if name in ("world", "graphed")
         }
-    slowest = _greatest(groups.gathered({**times, "host": host, "peak": peak}))
-    exposed = _greatest(groups.gathered(traced))
+    slowest = _max_over_ranks(groups.gathered({**times, "host": host, "peak": peak}))
+    exposed = _max_over_ranks(groups.gathered(traced))
     several, compute = slowest["world"], slowest["silent"]
     figures: dict[str, Any] = {
         "one_ms": one,
@@ -201,14 +201,14 @@ def _figures(
     return figures | {"one_mib": one_mib, "peak_mib": slowest.get("peak")}
 
 
-def _greatest(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
+def _max_over_ranks(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
     """Take the greatest figure of all ranks for each name, without names that have none."""
-    found: dict[str, float] = {}
+    slowest: dict[str, float] = {}
     for figures in of_ranks:
         for name, value in figures.items():
             if value is not None:
-                found[name] = max(value, found.get(name, value))
-    return found
+                slowest[name] = max(value, slowest.get(name, value))
+    return slowest
 
 
 def _host_ms(

@@ -69,7 +69,7 @@ class JaxWorkload:
         jax.block_until_ready([call() for _ in range(runs)][-1])
         wall = 1e3 * (time.perf_counter() - start) / runs
         if device.type != "cuda":
-            timing = Timing(None, None, wall)
+            timing = Timing(gpu_ms=None, cpu_ms=None, eager_ms=wall)
         else:
             returned = []  # milliseconds until a call on an idle device returns
             for _ in range(runs):

@@ -63,8 +63,8 @@ def _statistics(
             # large logits have an infinite sum
             plain += tl.sum(tl.where(inside, value * share, 0.0), 0)
     position = tl.load(targets + row) - first_id
-    mine = (position >= start) & (position < end)
-    chosen = tl.load(source + position, mask=mine, other=float("-inf")).to(tl.float32)
+    in_shard = (position >= start) & (position < end)
+    chosen = tl.load(source + position, mask=in_shard, other=float("-inf")).to(tl.float32)
     target = partials + (strip.to(tl.int64) * rows + row) * 4
     tl.store(target, greatest)
     tl.store(target + 1, total)

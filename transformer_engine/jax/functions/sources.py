@@ -24,7 +24,13 @@ Axes = tuple[str | None, ...] | None
 
 
 class SourceOperand(NamedTuple):
-    """An operand, its absolute maximum if a state needs it, and the residuals for its gradient."""
+    """An operand, its absolute maximum if a state needs it, and the residuals for its gradient.
+
+    Attributes:
+        tensor: The operand.
+        amax: Absolute maximum, if a state needs it.
+        saved: Residuals for the gradient.
+    """
 
     tensor: Tensor
     amax: Array | None

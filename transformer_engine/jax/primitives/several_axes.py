@@ -79,10 +79,11 @@ class SeveralAxes(_OfAnother):
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merge_axes(operands))
-        made = self.kernel.results(*merged)
-        shapes = self._split([one.shape for one in made], operands)
+        descriptions = self.kernel.results(*merged)
+        shapes = self._split([one.shape for one in descriptions], operands)
         return tuple(
-            jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, made, strict=True)
+            jax.ShapeDtypeStruct(shape, one.dtype)
+            for shape, one in zip(shapes, descriptions, strict=True)
         )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
@@ -103,25 +104,27 @@ class SeveralAxes(_OfAnother):
     ) -> Iterator[tuple[int, ...]]:
         """Expand the inner kernel's result shapes to the several axes that the factors have in these operands."""
         rule = ParsedRule.of(self.kernel.rule.text)
-        ahead = _ahead(rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays)
+        ahead = _leading_extents(
+            rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays
+        )
         return (
             _with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True)
         )
 
 
-def _ahead(
+def _leading_extents(
     rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]
 ) -> dict[str, tuple[int, ...]]:
     """Extents before the last axis, for each factor that has several axes."""
-    found: dict[str, tuple[int, ...]] = {}
+    mapped_sizes: dict[str, tuple[int, ...]] = {}
     for axes, x in zip(rule.operands, arrays, strict=True):
         extents = iter(x.shape)
         if len(axes) == x.ndim:  # one axis each
             continue
         for factor, *_ in axes:
             *first, _ = (next(extents) for _ in range(counts.get(factor, 1)))
-            found[factor] = tuple(first)
-    return {factor: found[factor] for factor in counts if factor in found}
+            mapped_sizes[factor] = tuple(first)
+    return {factor: mapped_sizes[factor] for factor in counts if factor in mapped_sizes}
 
 
 def _with_axes(
@@ -165,13 +168,13 @@ class OverVmap(_OfAnother):
         (size,) = {
             x.shape[0] for x, is_mapped in zip(operands, self.mapped, strict=True) if is_mapped
         }
-        made = self.kernel.results(
+        descriptions = self.kernel.results(
             *(
                 jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype)
                 for x, is_mapped in zip(operands, self.mapped, strict=True)
             )
         )
-        return tuple(jax.ShapeDtypeStruct((size, *one.shape), one.dtype) for one in made)
+        return tuple(jax.ShapeDtypeStruct((size, *one.shape), one.dtype) for one in descriptions)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         axes = tuple(0 if is_mapped else None for is_mapped in self.mapped)
@@ -189,8 +192,8 @@ class OperationsKernel(Kernel):
 
 
 def with_rows(x: Array, trailing: int) -> tuple[Array, int]:
-    """Reshape to x [*rows, ..] with `trailing` axes after its rows; also return the number of "
-    "row axes, at least one."""
+    """Reshape to x [*rows, ..] with `trailing` axes after its rows; also return the number of
+    row axes, at least one."""
     x = x if x.ndim > trailing else x[None]
     return x, x.ndim - trailing
 
@@ -204,7 +207,7 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
     outer = kernel.rule
     rule = ParsedRule.of(outer.text)
     counts = {factor: count for factor, count in counts.items() if count > 1}
-    ahead = _ahead(rule, counts, arrays)
+    ahead = _leading_extents(rule, counts, arrays)
     for factor in [factor for factor in ahead if factor in outer.sizes]:
         blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
         if rest or blocks == 1:  # Shardy rejects a one-element factor next to another

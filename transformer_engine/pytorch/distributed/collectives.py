@@ -70,7 +70,7 @@ class DeferredGather:
         async_handle: Collective handle; None if the caller coalesces it with others and waits for all.
     """
 
-    # Callers of several gathers set these to None, which frees buffers of the original's handle.
+    # Callers of several gathers set these to None, which frees buffers of NVIDIA's handle.
     columnwise_data_interleaved: None = None
     columnwise_scale_inv_interleaved: None = None
 

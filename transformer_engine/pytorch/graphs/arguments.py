@@ -241,13 +241,13 @@ def build_schedule(
         raise TypeError(
             f"_order={described(order)} is not a sequence; give a list of numbers, see graphs/order.py"
         )
-    found = [to_float(f"_order[{index}]", entry) for index, entry in enumerate(listed)]
-    for index, entry in enumerate(found):
+    entries = [to_float(f"_order[{index}]", entry) for index, entry in enumerate(listed)]
+    for index, entry in enumerate(entries):
         if not math.isfinite(entry):
             raise ValueError(
                 f"_order[{index}]={entry} is not finite; give the number of a model chunk"
             )
-    order = [int(entry) if entry.is_integer() else entry for entry in found]
+    order = [int(entry) if entry.is_integer() else entry for entry in entries]
     chunks = list_chunks(order, callables, layers_per_chunk)
     number = callables * chunks.microbatches
     return tuple(order_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))

@@ -152,8 +152,8 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         random.restore()
-        for kept in (pooled_scales, *scales, buffers, sums, weights):
-            kept.restore()
+        for saved in (pooled_scales, *scales, buffers, sums, weights):
+            saved.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for parameter, value in zip(flagged, before, strict=True):

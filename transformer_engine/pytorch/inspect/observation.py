@@ -200,9 +200,9 @@ class Observation:
         serial = self._serial
 
         def see_gradient(gradient: Tensor) -> None:
-            found = _plain_tensor(gradient)
-            if self._observes and serial == self._serial and found is not None:
-                self._rows.add_rows(name, "backward", plain_matrix(found.detach()), None)
+            tensor = _plain_tensor(gradient)
+            if self._observes and serial == self._serial and tensor is not None:
+                self._rows.add_rows(name, "backward", plain_matrix(tensor.detach()), None)
 
         value.register_hook(see_gradient)
 

@@ -224,7 +224,9 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         columnwise: bool = True,
     ) -> Float8Quantizer:
         """Return a quantizer for slot `index` of a state, which reads the state's tensors at every use."""
-        self = cls(None, None, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self = cls(
+            scale=None, amax=None, fp8_dtype=fp8_dtype, rowwise=rowwise, columnwise=columnwise
+        )
         self._state = state
         self._index = index
         return self

@@ -61,9 +61,8 @@ class Quantizer(EncodesGroups, DescribesTensors):
     """
 
     TENSOR: ClassVar[Any] = None  # the tensor class that `wrap` returns; None: bare storages
-    RECIPE: ClassVar[type[recipes.Recipe] | None] = (
-        None  # the recipe for whose weights it is made; None: any
-    )
+    # The recipe for whose weights it is made; None: any.
+    RECIPE: ClassVar[type[recipes.Recipe] | None] = None
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
     stateful: bool = False  # `encode` depends on scales that change between calls

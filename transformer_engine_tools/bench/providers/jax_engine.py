@@ -196,8 +196,8 @@ def _kernel(case: Case, device: torch.device) -> JaxWorkload | None:
     a = case.arguments
     if device.type != "cuda":
         return None
-    found = processors()
-    limits = GpuLimits(found.count, found.shared_memory)
+    processor_count = processors()
+    limits = GpuLimits(processor_count.count, processor_count.shared_memory)
     started = kernel_call(a["kernel"], a["rows"], a["width"], limits)
     operands = tuple(
         jnp.abs(jax.random.normal(jax.random.key(index), one[0], jnp.dtype(one[1])))

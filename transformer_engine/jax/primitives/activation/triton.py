@@ -68,7 +68,7 @@ class ActivationForward(ActivationKernel):
         return (jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation  # it imports triton
+        from ....common.kernels import activation
 
         (x,) = arrays
         rows, parts, width = x.shape
@@ -91,7 +91,7 @@ class ActivationBackward(ActivationKernel):
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation  # it imports triton
+        from ....common.kernels import activation
 
         dy, x = arrays
         rows, parts, width = x.shape

@@ -25,7 +25,7 @@ from ..activation import triton as activation
 from ..activation.triton import ActivationKernel
 from ..launching import perform, run
 from ..partitioning import Extent, ShardingRule, extent
-from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, jax_dtype
+from ..quantize import FORMATS, Quantized, QuantizeRequest, QuantizeSpec, jax_dtype
 from ..quantize import triton as quantization
 from ..quantize.spec import QuantizeInputs
 from ..several_axes import call_on_axes, with_rows
@@ -120,7 +120,7 @@ class ActivationCodes(_ActivationCodes):
         return code_shapes(self.spec, x.shape[0], x.shape[2])
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation_codes  # it imports triton
+        from ....common.kernels import activation_codes
 
         x, *multiplier = arrays
         rows, parts, width = x.shape
@@ -158,7 +158,7 @@ class GradientCodes(_ActivationCodes):
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[1].shape
         per_direction = 2 if self.spec.format.block else 1
-        made = []
+        descriptions = []
         for index, one in enumerate(code_shapes(self.spec, rows, parts * width)):
             shape = one.shape
             # The axis n * width becomes two: row-wise [.., n, ..], column-wise [n, .., ..].
@@ -166,11 +166,11 @@ class GradientCodes(_ActivationCodes):
                 shape = (shape[0], parts, shape[1] // parts)
             elif index < 2 * per_direction and self.spec.columnwise:
                 shape = (parts, shape[0] // parts, shape[1])
-            made.append(jax.ShapeDtypeStruct(shape, one.dtype))
-        return (*made, *_sums(parts, width, self.sums))
+            descriptions.append(jax.ShapeDtypeStruct(shape, one.dtype))
+        return (*descriptions, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation_codes  # it imports triton
+        from ....common.kernels import activation_codes
 
         dy, x, *multiplier = arrays
         rows, parts, width = x.shape
@@ -226,7 +226,7 @@ class MeasuredActivation(ActivationKernel):
         return (_ONE, values, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation_cast, column_sums  # they import triton
+        from ....common.kernels import activation_cast, column_sums
 
         x = arrays[-1]
         rows, parts, width = x.shape
@@ -293,7 +293,9 @@ def _run_coded(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tup
     return tuple(array for array in (*arrays, *rest) if array is not None)
 
 
-def forward(x: Array, scale: Array | None, coded: CodedActivation, cast: Request) -> Quantized:
+def forward(
+    x: Array, scale: Array | None, coded: CodedActivation, cast: QuantizeRequest
+) -> Quantized:
     """See `activation_codes`."""
     x, count = with_rows(x, 2)
     counts = {"r": count}
@@ -309,7 +311,7 @@ def forward(x: Array, scale: Array | None, coded: CodedActivation, cast: Request
 
 
 def backward(
-    dy: Array, x: Array, scale: Array | None, coded: CodedActivation, cast: Request
+    dy: Array, x: Array, scale: Array | None, coded: CodedActivation, cast: QuantizeRequest
 ) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
     (x, count), (dy, _) = with_rows(x, 2), with_rows(dy, 1)
@@ -330,7 +332,7 @@ def backward(
 
 
 def _quantized(
-    arrays: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]
+    arrays: Sequence[Array], spec: QuantizeSpec, cast: QuantizeRequest, shape: tuple[int, ...]
 ) -> Quantized:
     """Pack arrays in `code_shapes` order into a record; codes have the given shape, scales the matrix shape."""
     if spec.format.block:
@@ -338,7 +340,7 @@ def _quantized(
         codes = Quantized(
             *(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays))
         )
-        return codes.with_axes(shape, cast.axis)
+        return codes.reshaped(shape, cast.axis)
     codes, *codes_t, scale, amax = arrays
     if not codes_t:
         return Quantized(codes, scale, amax=amax)

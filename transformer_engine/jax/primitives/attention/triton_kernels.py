@@ -138,10 +138,10 @@ class _AttentionKernel(Kernel):
     def given(self, arrays: tuple[Array, ...]) -> tuple[OptionalOperands, tuple[Array, ...]]:
         """Split arrays into the optional operands and the arrays after them."""
         remaining = iter(arrays)
-        found = OptionalOperands(
+        operands = OptionalOperands(
             *(None if one is None else next(remaining) for one in self.factors)
         )
-        return found, tuple(remaining)
+        return operands, tuple(remaining)
 
     def sources(
         self, q: Array, k: Array, v: Array, operands: OptionalOperands
@@ -234,7 +234,7 @@ class AttentionForward(_AttentionKernel):
         return out, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import attention  # it imports triton
+        from ....common.kernels import attention
 
         q, k, v, *rest = arrays
         operands, _ = self.given(tuple(rest))
@@ -330,7 +330,7 @@ class AttentionBackward(_AttentionKernel):
         if operands.bias is not None:
             dbias = outputs["dbias"]
             sizes = zip(dbias.shape, operands.bias.shape, strict=True)
-            axes = tuple(axis for axis, (found, expected) in enumerate(sizes) if found != expected)
+            axes = tuple(axis for axis, (size, expected) in enumerate(sizes) if size != expected)
             grads.append(
                 dbias.sum(axis=axes, keepdims=True).astype(operands.bias.dtype) if axes else dbias
             )

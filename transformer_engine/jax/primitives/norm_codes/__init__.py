@@ -9,7 +9,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..norm import NormRequest
 from ..platforms import compute
-from ..quantize import Cast, Quantized, Request
+from ..quantize import OutputCast, Quantized, QuantizeRequest
 from . import separate, triton
 from .separate import CodedNorm, NormCodesRequest
 
@@ -22,7 +22,7 @@ def norm_codes(
     x: Array,
     gamma: Array,
     beta: Array | None,
-    cast: Cast,
+    cast: OutputCast,
     centered: bool,
     zero_centered: bool,
     epsilon: float,
@@ -36,7 +36,7 @@ def norm_codes(
     shape = (prod(x.shape[:-1]), x.shape[-1])
 
     def request(platform: str) -> NormCodesRequest:
-        cast_request = Request(
+        cast_request = QuantizeRequest(
             cast.spec, shape, x.dtype, platform, cast.multiplier is not None, max(x.ndim - 1, 1)
         )
         return NormCodesRequest(NormRequest.of("forward", x, platform), cast_request, centered)

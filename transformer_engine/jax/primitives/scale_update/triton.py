@@ -58,7 +58,7 @@ class AdvanceScales(Kernel):
         return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in old)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import delayed_scaling  # it imports triton
+        from ....common.kernels import delayed_scaling
 
         states, length = len(self.maxima), arrays[0].shape[-1]
         groups = arrays[states].shape[0]

@@ -1,4 +1,4 @@
-"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in the original's terms.
+"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in NVIDIA's terms.
 
 "flash" is an installed flash-attn package, "unfused" the reference backend, and "fused" (16-bit,
 "F16_arbitrary_seqlen") every other backend, PyTorch's FlashAttention included.
@@ -65,7 +65,7 @@ _SAME = {
 
 @dataclass
 class AttentionParams:
-    """The settings that the original's selection reads; `request` converts them to an AttentionCall.
+    """The settings that NVIDIA's selection reads; `request` converts them to an AttentionCall.
 
     Attributes:
         core_attention_bias_shape: Bias shape, or its pattern such as "1hss"; by default [1, h, s, s].
@@ -121,12 +121,14 @@ class AttentionParams:
         if not isinstance(other, AttentionParams):
             return NotImplemented
         names = [f.name for f in fields(self) if f.name != "fp8_meta"]
-        mine, theirs = ((p.fp8_meta or {}).get("recipe") for p in (self, other))
-        return mine == theirs and all(getattr(self, name) == getattr(other, name) for name in names)
+        recipe, other_recipe = ((p.fp8_meta or {}).get("recipe") for p in (self, other))
+        return recipe == other_recipe and all(
+            getattr(self, name) == getattr(other, name) for name in names
+        )
 
     @classmethod
     def of(cls, call: AttentionCall, fp8: bool = False) -> AttentionParams:
-        """Return a call in the original's terms."""
+        """Return a call in NVIDIA's terms."""
         kv_format = call.kv_format
         return cls(
             **{theirs: getattr(call, ours) for theirs, ours in _SAME.items()},
@@ -364,7 +366,7 @@ class AttentionLogging:
 
 
 class FlashAttentionUtils:
-    """Installed versions of flash-attn packages 2, 3 and 4, under the original's names."""
+    """Installed versions of flash-attn packages 2, 3 and 4, under NVIDIA's names."""
 
     version_required = Version("2.1.1")
     version_required_blackwell = Version("2.7.3")
@@ -398,7 +400,7 @@ class FlashAttentionUtils:
         """
         if version is None:
             return False
-        found = Version(str(version))
+        release = Version(str(version))
         if minimum is not None:
-            return found >= Version(str(minimum))
-        return flash2.is_supported(str(found))
+            return release >= Version(str(minimum))
+        return flash2.is_supported(str(release))

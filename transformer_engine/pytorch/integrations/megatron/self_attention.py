@@ -114,17 +114,17 @@ class SelfAttention(Attention):
             for name in ("weight", "bias")
             if (parameter := getattr(norm, name, None)) is not None
         }
-        mine = torch.stack(list(parameters.values()))
+        local = torch.stack(list(parameters.values()))
         groups = {"tensor": self.pg_collection.tp, "data": getattr(self.pg_collection, "dp", None)}
         for kind, group in groups.items():
             if count_ranks(group) == 1:
                 continue
-            theirs = [torch.empty_like(mine) for _ in range(count_ranks(group))]
-            torch.distributed.all_gather(theirs, mine, group=group)
-            for rank, other in enumerate(theirs):
+            gathered = [torch.empty_like(local) for _ in range(count_ranks(group))]
+            torch.distributed.all_gather(gathered, local, group=group)
+            for rank, other in enumerate(gathered):
                 wrong = [
                     name
-                    for name, a, b in zip(parameters, mine, other, strict=True)
+                    for name, a, b in zip(parameters, local, other, strict=True)
                     if not torch.equal(a, b)
                 ]
                 if wrong:
@@ -150,10 +150,9 @@ class SelfAttention(Attention):
     def clip_qk(self) -> None:
         """Scale a group's queries and key down if a head's logits exceeded qk_clip_threshold, then reset the logits.
 
-        Queries are scaled by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight
-        (quantized
-        weights: their values are scaled and quantized again) and in the optimizer's copy (weight.main_param). Biases
-        are not scaled, as in Megatron-core.
+        With factor = threshold / logit, queries are scaled by factor^qk_clip_alpha and keys by
+        factor^(1 - qk_clip_alpha), in the weight and in the optimizer's copy (weight.main_param). A quantized weight is
+        dequantized, scaled and quantized again. Biases are not scaled, as in Megatron-core.
         """
         config = self.config
         if not config.qk_clip:

@@ -114,7 +114,7 @@ logger = logging.getLogger("DotProductAttention")
 
 
 class NoBackend(Unsupported, ValueError):
-    """No backend supports an attention; also a ValueError, which the original's callers catch."""
+    """No backend supports an attention; also a ValueError, which callers of NVIDIA's engine catch."""
 
 
 def choose(call: AttentionCall) -> Bound:

@@ -37,7 +37,7 @@ def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
     cast = request.cast
     if cast is not None and cast.inside and request.strides[0] < LARGEST_EXTENT:
         return _with_codes(request, cast)
-    from ....common.kernels import column_sums as kernels  # it imports triton
+    from ....common.kernels import column_sums as kernels
 
     # Row strips, then the partial sums; torch's sum uses 128 MiB scratch memory at 4096 x 4096.
     dense = request.strides[1] == 1 and request.strides[0] < LARGEST_EXTENT
@@ -62,7 +62,7 @@ def _with_codes(
     in_blocks = fused_codes.has_block_scales(cast.spec)
     if in_blocks or cast.given:
         # One pass: casting the gradient of the identity also sums the columns of its tiles.
-        from ....common.kernels import activation_codes  # it imports triton
+        from ....common.kernels import activation_codes
 
         stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
         plain = ("identity", False, request.shape, (stride, 0))
@@ -80,7 +80,7 @@ def _with_codes(
         ready = rows_dense
     else:
         # One pass for sums and maximum, then the cast, whose launch overlaps the end of the first.
-        from ....common.kernels import cast as kernels  # it imports triton
+        from ....common.kernels import cast as kernels
         from ....common.kernels import column_sums
 
         spec = cast.spec

@@ -74,9 +74,9 @@ def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     base = torch.where(greatest == -torch.inf, 0.0, greatest)
     total = sum_rows(torch.exp(values - base[:, None]))
     position = targets - labels.first
-    mine = (position >= 0) & (position < x.shape[1])
-    chosen = values.gather(1, torch.where(mine, position, 0)[:, None])[:, 0]
-    chosen = torch.where(mine, chosen, -torch.inf)
+    in_shard = (position >= 0) & (position < x.shape[1])
+    chosen = values.gather(1, torch.where(in_shard, position, 0)[:, None])[:, 0]
+    chosen = torch.where(in_shard, chosen, -torch.inf)
     mean = sum_rows(values / labels.total)  # the sum of large logits is infinite
     return torch.stack((greatest, total, chosen, mean), dim=1)[None]
 

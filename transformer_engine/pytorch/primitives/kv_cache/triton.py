@@ -45,7 +45,7 @@ def _round_length(longest: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _launch(request: CacheRequest) -> Launch:
-    from ....common.kernels import kv_cache  # it imports triton
+    from ....common.kernels import kv_cache
 
     (pages, length, heads, size_k), v_cache = request.caches
     columns, table_stride = (1, 0) if request.table is None else request.table

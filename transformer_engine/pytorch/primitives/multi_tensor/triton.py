@@ -76,7 +76,7 @@ def _entries(request: MultiTensorRequest) -> tuple[int, ...]:
 
 
 def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> Launch:
-    from ....common.kernels import multi_tensor as kernels  # it imports triton
+    from ....common.kernels import multi_tensor as kernels
 
     operation, kinds, how, chunks, aligned = key
     if operation == "scale":

@@ -181,7 +181,7 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
         )
         if positions.start is not None:
             position = position + positions.start.long()[sequence]
-        return _read(angles, position, True if spec.clamps else token >= bounds[-1])
+        return _gather_angles(angles, position, True if spec.clamps else token >= bounds[-1])
     sequence_axis = 0 if spec.tensor_format == "sbhd" else 1
     position = _global_position(
         torch.arange(x.shape[sequence_axis], device=x.device), x.shape[sequence_axis], spec
@@ -189,10 +189,10 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
     if positions.start is None:
         return angles[position].unsqueeze(1 - sequence_axis)
     position = positions.start[:, None].long() + position[None, :]
-    return _read(angles, position.t() if sequence_axis == 0 else position, spec.clamps)
+    return _gather_angles(angles, position.t() if sequence_axis == 0 else position, spec.clamps)
 
 
-def _read(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
+def _gather_angles(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
     """Return angles [n, r] at each position; outside 0..n - 1 the nearest ones for padding, NaN for other tokens."""
     nearest = position.clamp(0, angles.shape[0] - 1)
     return torch.where(((nearest == position) | padding).unsqueeze(-1), angles[nearest], torch.nan)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, depends_on_gpu
-from ...runtime.tracing import result_as
+from ...runtime.tracing import cast_result
 from ..activation.reference import sigmoid
 
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = (
@@ -111,7 +111,7 @@ def choose(
     else:
         score = sigmoid(x) if choice.score == SIGMOID else softplus(x).sqrt()
     key = score if bias is None else score + bias.to(torch.float32)
-    experts = _first(_mask_groups(key, choice), choice.k)
+    experts = _largest_indices(_mask_groups(key, choice), choice.k)
     if indices is not None:
         indices.copy_(experts)
     chosen = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
@@ -129,7 +129,7 @@ def choose(
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
     map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
-    return result_as(weight, dtype), map, saved.clone() if keeps else None
+    return cast_result(weight, dtype), map, saved.clone() if keeps else None
 
 
 def gradient(
@@ -181,7 +181,7 @@ def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> 
     if total is not None:
         count = total.to(torch.float32)
         value = value / count / count
-    return result_as(value, probs.dtype)
+    return cast_result(value, probs.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def packed(chosen: Tensor) -> Tensor:
     )
 
 
-def _first(key: Tensor, count: int) -> Tensor:
+def _largest_indices(key: Tensor, count: int) -> Tensor:
     """Indices [T, count] of the largest keys, the largest first; ties go to the lower index."""
     return key.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
@@ -210,7 +210,9 @@ def _mask_groups(key: Tensor, choice: Choice) -> Tensor:
     count, top_groups = choice.groups
     within = key.view(key.shape[0], count, -1)
     total = within.topk(choice.k // top_groups, dim=2).values.sum(2)
-    best = torch.zeros_like(total, dtype=torch.bool).scatter(1, _first(total, top_groups), True)
+    best = torch.zeros_like(total, dtype=torch.bool).scatter(
+        1, _largest_indices(total, top_groups), True
+    )
     return torch.where(best[:, :, None], within, -torch.inf).view(key.shape)
 
 

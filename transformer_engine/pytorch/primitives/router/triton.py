@@ -33,7 +33,7 @@ def bind(request: RouterRequest) -> Callable[..., Any]:
 
 
 def _choose(request: RouterRequest) -> Callable[..., Any]:
-    from ....common.kernels import router  # it imports triton
+    from ....common.kernels import router
 
     choice = request.choice
     launch = router.choose(
@@ -56,7 +56,7 @@ def _choose(request: RouterRequest) -> Callable[..., Any]:
 
 
 def _gradient(request: RouterRequest) -> Callable[..., Tensor]:
-    from ....common.kernels import router  # it imports triton
+    from ....common.kernels import router
 
     choice = request.choice
     facts = (
@@ -77,7 +77,7 @@ def _gradient(request: RouterRequest) -> Callable[..., Tensor]:
 
 
 def _margins(request: RouterRequest) -> Callable[..., None]:
-    from ....common.kernels import router_margins  # it imports triton
+    from ....common.kernels import router_margins
 
     launch = router_margins.margins(*request.shape, request.choice.k, request.bins)
 
@@ -91,7 +91,7 @@ def _loss(request: RouterRequest) -> Callable[..., Tensor]:
     rows, columns = request.shape
     if rows * columns == 0:
         return lambda probs, tokens, total: torch.zeros(1, dtype=probs.dtype, device=probs.device)
-    from ....common.kernels import router  # it imports triton
+    from ....common.kernels import router
 
     program = router.loss(rows, columns, request.factor, DTYPE_NAMES[request.made])
 

@@ -29,7 +29,7 @@ def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
 
 
 def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tensor]:
-    from ....common.kernels import softmax  # it imports triton
+    from ....common.kernels import softmax
 
     shape, strides = request.shape, (0, 0, 0, 0)
     if request.mask is not None:
@@ -49,7 +49,7 @@ def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tenso
 
 
 def _backward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor], Tensor]:
-    from ....common.kernels import softmax  # it imports triton
+    from ....common.kernels import softmax
 
     shape, shift = request.shape, causal_shift(request.causal, request.shape)
     launch = softmax.backward(_four(shape), DTYPE_NAMES[request.dtype], request.scale, shift)
