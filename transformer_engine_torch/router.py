@@ -74,11 +74,11 @@ def fused_topk_with_score_function_fwd(
     kind = _kind(score_function, use_pre_softmax)
     choice = Choice(topk, kind, False, groups, scale, map)
     flat = logits.reshape(-1, logits.shape[-1])
-    probs, chosen, intermediate = choose(flat, choice, logits.dtype, expert_bias, indices)
+    probs, routing_bits, intermediate = choose(flat, choice, logits.dtype, expert_bias, indices)
     assert intermediate is not None
     if topk_indices is None:
-        assert chosen is not None
-        return probs.view(logits.shape), routing_map(chosen, map, logits), intermediate
+        assert routing_bits is not None
+        return probs.view(logits.shape), routing_map(routing_bits, map, logits), intermediate
     return probs.view(logits.shape), topk_indices, intermediate
 
 
@@ -187,9 +187,9 @@ def fused_score_for_moe_aux_loss_fwd(
     map = map_format(routing_map_format)
     flat = logits.reshape(-1, logits.shape[-1])
     choice = Choice(topk, score_function, True, map=map)
-    scores, chosen, intermediate = choose(flat, choice, torch.float32)
-    assert chosen is not None and intermediate is not None
-    return scores.view(logits.shape), routing_map(chosen, map, logits), intermediate
+    scores, routing_bits, intermediate = choose(flat, choice, torch.float32)
+    assert routing_bits is not None and intermediate is not None
+    return scores.view(logits.shape), routing_map(routing_bits, map, logits), intermediate
 
 
 def fused_score_for_moe_aux_loss_bwd(

@@ -65,7 +65,7 @@ def quantized_mlp(
         sets,
         out=lambda: (
             unique_axes((*explicit_entries(x)[:-1], *explicit_entries(last)[1:])),
-            tuple(unique_axes(explicit_entries(one)) for one in spec.source.passed(values[0])),
+            tuple(unique_axes(explicit_entries(value)) for value in spec.source.passed(values[0])),
         ),
     )
     store_returned_input(passed)
@@ -134,7 +134,11 @@ def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]
     )
     gradients = (spec.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
     gradients = undifferentiated(gradients, of)
-    states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
+    states = [
+        state
+        for quantizers in sets
+        for state in (quantizers.x, quantizers.kernel, quantizers.dgrad)
+    ]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (
         *gradients,

@@ -80,16 +80,16 @@ class SeveralAxes(_OfAnother):
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merge_axes(operands))
         descriptions = self.kernel.results(*merged)
-        shapes = self._split([one.shape for one in descriptions], operands)
+        shapes = self._split([description.shape for description in descriptions], operands)
         return tuple(
-            jax.ShapeDtypeStruct(shape, one.dtype)
-            for shape, one in zip(shapes, descriptions, strict=True)
+            jax.ShapeDtypeStruct(shape, description.dtype)
+            for shape, description in zip(shapes, descriptions, strict=True)
         )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         results = self.kernel.run(*(x.reshape(shape) for shape, x in self._merge_axes(arrays)))
-        shapes = self._split([one.shape for one in results], arrays)
-        return tuple(one.reshape(shape) for shape, one in zip(shapes, results, strict=True))
+        shapes = self._split([result.shape for result in results], arrays)
+        return tuple(result.reshape(shape) for shape, result in zip(shapes, results, strict=True))
 
     def _merge_axes(self, arrays: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
         """Yield the shape of each array for the inner kernel, and the array."""
@@ -154,11 +154,12 @@ class OverVmap(_OfAnother):
         while name in ParsedRule.of(inner.text).factors:
             name += "v"
         mapped = (
-            f"{name} " * is_mapped + one
-            for one, is_mapped in zip(operands, self.mapped, strict=True)
+            f"{name} " * is_mapped + operand
+            for operand, is_mapped in zip(operands, self.mapped, strict=True)
         )
         return replace(
-            inner, text=f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}"
+            inner,
+            text=f"{', '.join(mapped)} -> {', '.join(f'{name} {operand}' for operand in results)}",
         )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
@@ -174,7 +175,10 @@ class OverVmap(_OfAnother):
                 for x, is_mapped in zip(operands, self.mapped, strict=True)
             )
         )
-        return tuple(jax.ShapeDtypeStruct((size, *one.shape), one.dtype) for one in descriptions)
+        return tuple(
+            jax.ShapeDtypeStruct((size, *description.shape), description.dtype)
+            for description in descriptions
+        )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         axes = tuple(0 if is_mapped else None for is_mapped in self.mapped)

@@ -74,10 +74,10 @@ def attend(
         _sequence_mask(starts_kv, lengths_kv, key.shape[1]),
     )
     # cuDNN reads -1 as an absent sequence; starts have one more entry, the last sequence's end.
-    lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
+    lengths = [jnp.where(lengths_q > 0, row_lengths, -1) for row_lengths in (lengths_q, lengths_kv)]
     starts = [
-        jnp.pad(jnp.where(lengths_q > 0, one, -1), ((0, 0), (0, 1)), constant_values=-1)
-        for one in (starts_q, starts_kv)
+        jnp.pad(jnp.where(lengths_q > 0, row_lengths, -1), ((0, 0), (0, 1)), constant_values=-1)
+        for row_lengths in (starts_q, starts_kv)
     ]
     query, key, value, _, packed_bounds = align(
         query, key, value, None, (*lengths, *starts, *visible)

@@ -104,7 +104,7 @@ def quantize(
             random[0].reshape(x.shape),
             None if random[1] is None else random[1].reshape(turned_shape),
         )
-    per_tile = any(one is not None and one.ndim == 2 for one in (amax, amax_t))
+    per_tile = any(maximum is not None and maximum.ndim == 2 for maximum in (amax, amax_t))
     return compute(
         TABLE,
         lambda platform: QuantizeRequest(

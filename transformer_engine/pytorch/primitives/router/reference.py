@@ -114,21 +114,23 @@ def choose(
     experts = _largest_indices(_mask_groups(key, choice), choice.k)
     if indices is not None:
         indices.copy_(experts)
-    chosen = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
+    routing_map = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
     saved = score
     if choice.whole:
         weight = score if choice.score == SOFTMAX else score / (score.sum(1, keepdim=True) + 1e-20)
     else:
-        weight = torch.where(chosen != 0, score, 0.0)
+        weight = torch.where(routing_map != 0, score, 0.0)
         if choice.score == SOFTMAX_AFTER:
-            weight = torch.where(chosen != 0, x, -torch.inf).softmax(1)
-            saved = torch.where(chosen != 0, weight, -torch.inf)
+            weight = torch.where(routing_map != 0, x, -torch.inf).softmax(1)
+            saved = torch.where(routing_map != 0, weight, -torch.inf)
         elif choice.score != SOFTMAX and choice.k > 1:
             weight = weight / (weight.sum(1, keepdim=True) + 1e-20)
         weight = weight * choice.scale
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
-    map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
+    map = {BYTES: lambda: routing_map, BITS: lambda: packed(routing_map)}.get(
+        choice.map, lambda: None
+    )()
     return cast_result(weight, dtype), map, saved.clone() if keeps else None
 
 
@@ -189,12 +191,16 @@ def softplus(x: Tensor) -> Tensor:
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
-def packed(chosen: Tensor) -> Tensor:
+def packed(routing_map: Tensor) -> Tensor:
     """Pack uint8 [T, E] to uint8 [T, ceil(E / 8)], with expert e in bit e % 8 of byte e // 8."""
-    rows, experts = chosen.shape
-    padded = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
+    rows, experts = routing_map.shape
+    padded = torch.nn.functional.pad(routing_map.to(torch.int32), (0, -experts % 8)).view(
+        rows, -1, 8
+    )
     return (
-        (padded << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
+        (padded << torch.arange(8, device=routing_map.device, dtype=torch.int32))
+        .sum(2)
+        .to(torch.uint8)
     )
 
 
