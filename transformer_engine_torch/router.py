@@ -99,7 +99,9 @@ def fused_topk_with_score_function_bwd(
     map = INDICES if dense else map_format(routing_map_format)
     scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
     kind = _kind(score_function, use_pre_softmax)
-    choice = Choice(to_int("topk", topk, 1), kind, whole=False, groups=None, scale=scale, map=map)
+    choice = Choice(
+        to_int("topk", topk, 1), kind, all_weights=False, groups=None, scale=scale, map=map
+    )
     _gradient(routing_map, intermediate_output, grad_probs, grad_logits, choice)
 
 

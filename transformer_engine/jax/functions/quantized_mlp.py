@@ -106,8 +106,10 @@ def _forward(
 def _product(
     operand: SourceOperand, kernel: Array, quantizers: QuantizerSet, dtype: Any, batch: int
 ) -> tuple[Array, Operand, Array | None]:
-    """Compute operand @ kernel [*batch, *features]; also return the kernel's operand for the backward pass, and its
-    maximum."""
+    """Compute operand @ kernel [*batch, *features].
+
+    Also return the kernel's operand for the backward pass, and the kernel's absolute maximum.
+    """
     codes, amax = encode(quantizers.kernel, kernel, 1)
     y = forward_product(row_operand(operand.tensor, batch), column_operand(codes, 1), dtype)
     return y, row_operand(codes, 1), amax

@@ -20,8 +20,8 @@ from .partitioning import ParsedRule, ShardingRule
 
 
 @dataclass(frozen=True)
-class _OfAnother(Kernel):
-    """A kernel that runs another kernel on other arrays; both have the same result order."""
+class _WrappedKernel(Kernel):
+    """Base class for kernels that run another kernel on arrays of other shapes; the result order is the same."""
 
     kernel: Kernel
 
@@ -35,7 +35,7 @@ class _OfAnother(Kernel):
 
 
 @dataclass(frozen=True)
-class SeveralAxes(_OfAnother):
+class SeveralAxes(_WrappedKernel):
     """A kernel on arrays that have several axes where the inner kernel has one.
 
     Attributes:
@@ -74,8 +74,8 @@ class SeveralAxes(_OfAnother):
         )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
-        of_all = self.kernel.vmap_kernel(mapped)
-        return None if of_all is None else (OverVmap(self, tuple(mapped)), of_all[1])
+        vmapped = self.kernel.vmap_kernel(mapped)
+        return None if vmapped is None else (OverVmap(self, tuple(mapped)), vmapped[1])
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merge_axes(operands))
@@ -140,9 +140,8 @@ def _with_axes(
 
 
 @dataclass(frozen=True)
-class OverVmap(_OfAnother):
-    """A kernel built from plain JAX operations on arrays whose mapped members, and all results, have a first batch
-    axis."""
+class OverVmap(_WrappedKernel):
+    """A kernel under vmap, built from plain JAX operations: mapped operands and all results have a first batch axis."""
 
     mapped: tuple[bool, ...]
 
@@ -196,8 +195,7 @@ class OperationsKernel(Kernel):
 
 
 def with_rows(x: Array, trailing: int) -> tuple[Array, int]:
-    """Reshape to x [*rows, ..] with `trailing` axes after its rows; also return the number of
-    row axes, at least one."""
+    """Add a row axis if x has only `trailing` axes; also return the number of row axes."""
     x = x if x.ndim > trailing else x[None]
     return x, x.ndim - trailing
 

@@ -94,8 +94,9 @@ PackedBounds = tuple[
 def _packed(
     query: Array, key: Array, value: Array, bounds: PackedBounds, scale: float, causal: bool
 ) -> Array:
-    """Call cuDNN, and clear the tokens outside any sequence, which it leaves uninitialized in the result and in
-    gradients.
+    """Call cuDNN, and clear the tokens outside any sequence in the result and in gradients.
+
+    cuDNN leaves these tokens uninitialized.
 
     The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
     uncleared result, which must not be overwritten.
