@@ -85,6 +85,7 @@ def _add_named(
 
 
 def _add_mesh(group: argparse._ArgumentGroup) -> None:
+    """Declare the options of the mesh: rank counts per axis, hosts and network."""
     for option, text in (
         ("--dp", "replicas (default: devices / (fsdp * tp * cp * pp))"),
         ("--fsdp", "ranks that shard parameters, together with the cp ranks"),

@@ -187,6 +187,7 @@ def _check(
     softmax: bool,
     expert_bias: Array | None,
 ) -> None:
+    """Raise TypeError or ValueError for router arguments that do not fit each other."""
     check_values("logits", logits)
     number("scaling_factor", scaling_factor)
     whole("topk", topk)

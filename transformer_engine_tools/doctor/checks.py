@@ -173,6 +173,7 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
 
 
 def _gpu(e: Installation) -> Results:
+    """Check that torch finds the GPU, and that the GPU has FP8 products."""
     if e.version_of("torch") is None:
         return
     if "torch.cuda" in e.failures:

@@ -116,6 +116,7 @@ def _product(
 
 
 def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Backward pass of the MLP: gradients of inputs, kernels and biases, and the next quantizer states."""
     (saved, hidden), codes, (likes, bias_like, given_like), sets, amaxes = residuals
     columns, rows = bits_to_codes(codes)
     of = (cotangents, likes, bias_like, given_like)

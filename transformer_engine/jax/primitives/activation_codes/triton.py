@@ -36,6 +36,7 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def unsupported_reason(request: ActivationCodesRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     reason = activation.unsupported_reason(request.activation)
     reason = reason or quantization.unsupported_in_producer(request.cast)
     if reason is not None:

@@ -21,6 +21,7 @@ from .reference import NormRequest
 
 
 def unsupported_reason(request: NormRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.rows == 0:
         return "an array without rows"
     name = "NormFwdPrimitive" if request.operation == "forward" else "NormBwdPrimitive"

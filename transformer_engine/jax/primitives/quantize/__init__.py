@@ -145,6 +145,7 @@ def _check(
     multiplier: Array | None,
     random: tuple[Array, Array | None] | None,
 ) -> None:
+    """Raise TypeError or ValueError for inputs that do not fit the spec or the matrix."""
     if x.dtype not in _VALUES:
         raise TypeError(
             f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it"

@@ -114,6 +114,7 @@ def check_policies(
 
 
 def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.device) -> Policy:
+    """Check the ids, mask type and window of one policy; raise ValueError or TypeError."""
     name = f"thd_attention_policies[{index}]"
     if not isinstance(policy, dict):
         raise ValueError(

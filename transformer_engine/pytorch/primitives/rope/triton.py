@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: RopeRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.dtype)
 
 

@@ -17,6 +17,7 @@ _LIMIT = 1 << 31  # tokens are numbered in 32 bits
 
 
 def unsupported_reason(request: RouterRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     rows, experts = request.shape
     if rows >= _LIMIT:
         return f"{rows} tokens; it numbers fewer than {_LIMIT}"
