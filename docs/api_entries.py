@@ -166,7 +166,11 @@ class ApiEntries(griffe.Extension):
         """Correct the docstrings of a package, then the public names that belong to it."""
         for definition in _definitions(pkg):
             if isinstance(definition, griffe.Function):
-                listing = [one for one in definition.parameters if not one.name.startswith("_")]
+                listing = [
+                    parameter
+                    for parameter in definition.parameters
+                    if not parameter.name.startswith("_")
+                ]
                 definition.parameters = griffe.Parameters(*listing)
             if definition.docstring is not None:
                 text = re.sub(

@@ -46,6 +46,7 @@ def _products(
     beta: Tensor,
     use_split_accumulator: bool,
 ) -> Any:
+    """Compute D[i] = alpha[i] * product(A[i], B[i]) + beta[i] * D[i] + bias[i] * scale in place, group by group."""
     left, right, results = _members(A), _members(B), _members(D)
     if not len(left) == len(right) == len(results) == alpha.numel() == beta.numel():
         raise ValueError(

@@ -74,11 +74,11 @@ def fused_topk_with_score_function_fwd(
     kind = _kind(score_function, use_pre_softmax)
     choice = Choice(topk, kind, False, groups, scale, map)
     flat = logits.reshape(-1, logits.shape[-1])
-    probs, chosen, intermediate = choose(flat, choice, logits.dtype, expert_bias, indices)
+    probs, routing_bits, intermediate = choose(flat, choice, logits.dtype, expert_bias, indices)
     assert intermediate is not None
     if topk_indices is None:
-        assert chosen is not None
-        return probs.view(logits.shape), routing_map(chosen, map, logits), intermediate
+        assert routing_bits is not None
+        return probs.view(logits.shape), routing_map(routing_bits, map, logits), intermediate
     return probs.view(logits.shape), topk_indices, intermediate
 
 
@@ -99,7 +99,9 @@ def fused_topk_with_score_function_bwd(
     map = INDICES if dense else map_format(routing_map_format)
     scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
     kind = _kind(score_function, use_pre_softmax)
-    choice = Choice(to_int("topk", topk, 1), kind, whole=False, groups=None, scale=scale, map=map)
+    choice = Choice(
+        to_int("topk", topk, 1), kind, all_weights=False, groups=None, scale=scale, map=map
+    )
     _gradient(routing_map, intermediate_output, grad_probs, grad_logits, choice)
 
 
@@ -187,9 +189,9 @@ def fused_score_for_moe_aux_loss_fwd(
     map = map_format(routing_map_format)
     flat = logits.reshape(-1, logits.shape[-1])
     choice = Choice(topk, score_function, True, map=map)
-    scores, chosen, intermediate = choose(flat, choice, torch.float32)
-    assert chosen is not None and intermediate is not None
-    return scores.view(logits.shape), routing_map(chosen, map, logits), intermediate
+    scores, routing_bits, intermediate = choose(flat, choice, torch.float32)
+    assert routing_bits is not None and intermediate is not None
+    return scores.view(logits.shape), routing_map(routing_bits, map, logits), intermediate
 
 
 def fused_score_for_moe_aux_loss_bwd(

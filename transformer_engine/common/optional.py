@@ -142,7 +142,9 @@ def release_problem(distribution: str, first: tuple[int, int], end: tuple[int, i
     installed = release(distribution)
     if installed == (0, 0) or first <= installed < end:
         return None
-    text, first_text, end_text = (".".join(map(str, each)) for each in (installed, first, end))
+    text, first_text, end_text = (
+        ".".join(map(str, version)) for version in (installed, first, end)
+    )
     limit = f"< {first_text}" if installed < first else f">= {end_text}, which is not tested"
     return f"{distribution} {text} {limit}; pip install '{distribution}>={first_text},<{end_text}'"
 

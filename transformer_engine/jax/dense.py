@@ -189,6 +189,7 @@ def _product_fwd(
     kernel: Array,
     quantizers: QuantizerSet,
 ) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
+    """Forward pass of `_product`: quantize both operands, multiply, and return the residuals."""
     dtype, of, passed = inputs[0].dtype, (inputs, kernel), source.passed(inputs)
     # Empty arrays carry the gradients' shapes and dtypes.
     likes = jax.tree.map(like, of)
@@ -219,6 +220,7 @@ def _product_fwd(
 def _product_bwd(
     source: OperandSource, contracted: int, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
+    """Backward pass of `_product`: gradients of the inputs and the kernel, and the next quantizer states."""
     saved, (x_like, inputs, kernel_like), quantizers, amaxes, source_saved = residuals
     x_columns, kernel_rows = bits_to_codes(saved)
     batch, of = x_like.ndim - 1 - contracted, (cotangents, inputs, kernel_like)

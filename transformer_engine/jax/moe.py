@@ -383,15 +383,19 @@ def _run_on_one_device(
 ) -> tuple[Array, Array | None, Array]:
     """Choose experts for all tokens, and compute the experts without a token exchange."""
     tokens = x.reshape(-1, x.shape[-1])
-    logits, weights, chosen = _route_tokens(tokens, gate_kernel, expert_bias, routing)
+    logits, weights, routing_map = _route_tokens(tokens, gate_kernel, expert_bias, routing)
     slots = tokens.shape[0] * routing.topk
     rows, row_weights, row_id_map, pads, _ = token_dispatch(
-        tokens, chosen, slots, weights, ALIGN_SIZE
+        tokens, routing_map, slots, weights, ALIGN_SIZE
     )
     assert row_weights is not None
-    outputs = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
+    outputs = experts(params, rows, row_weights, routing_map.sum(axis=0, dtype=jnp.int32))
     y = token_combine(outputs, row_id_map, None if experts.weights_early else weights, pads)
-    return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
+    return (
+        y.reshape(x.shape),
+        routing.aux_loss(logits, routing_map, ()),
+        jnp.asarray(slots, jnp.int32),
+    )
 
 
 def _route_tokens(
@@ -444,12 +448,20 @@ def _run_on_several_devices(
             mesh_axes=data_axes,
         )
         tokens = x.reshape(-1, x.shape[-1])
-        logits, weights, chosen = _route_tokens(tokens, gate_kernel, bias, routing)
-        picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
+        logits, weights, routing_map = _route_tokens(tokens, gate_kernel, bias, routing)
+        selected_experts, selected_weights = routing_map_to_selected_experts(
+            weights, routing_map, routing.topk
+        )
         capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
         check_sizes_of_bootstrap(tokens.shape[0], recv_capacity or capacity, tokens.shape[1])
         rows, row_weights, handle, counts, total = dispatch_tokens(
-            cfg, picked, tokens, of_picked, recv_capacity or capacity, ALIGN_SIZE, recv_capacity
+            cfg,
+            selected_experts,
+            tokens,
+            selected_weights,
+            recv_capacity or capacity,
+            ALIGN_SIZE,
+            recv_capacity,
         )
         if recv_capacity is not None:
             ends = jnp.minimum(jnp.cumsum(align_counts(counts, ALIGN_SIZE)), recv_capacity)
@@ -458,9 +470,9 @@ def _run_on_several_devices(
             jnp.float32
         )
         if not experts.weights_early:
-            result = result * of_picked[..., None].astype(jnp.float32)
+            result = result * selected_weights[..., None].astype(jnp.float32)
         y = result.sum(axis=1).astype(x.dtype)
-        return y.reshape(x.shape), routing.aux_loss(logits, chosen, batch), total[None]
+        return y.reshape(x.shape), routing.aux_loss(logits, routing_map, batch), total[None]
 
     whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
     # States are sharded by expert; random keys are replicated.

@@ -84,11 +84,13 @@ def token_dispatch(
     if probs is not None:
         check_shaped("probs", probs, routing_map.shape)
     inp, probs = jnp.asarray(inp), None if probs is None else jnp.asarray(probs)
-    chosen = jnp.asarray(routing_map).astype(bool)
-    tokens, experts = chosen.shape
-    counts = chosen.sum(axis=0, dtype=jnp.int32)
+    is_routed = jnp.asarray(routing_map).astype(bool)
+    tokens, experts = is_routed.shape
+    counts = is_routed.sum(axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
-    rows = jnp.where(chosen, starts[None] + jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - 1, -1)
+    rows = jnp.where(
+        is_routed, starts[None] + jnp.cumsum(is_routed, axis=0, dtype=jnp.int32) - 1, -1
+    )
     rows = jnp.where(rows < num_out_tokens, rows, -1)
     row_id_map = _row_id_map(rows)
     pad_offsets, size = None, num_out_tokens
@@ -208,8 +210,10 @@ def sort_chunks_by_index(
     )
     row = jnp.arange(inp.shape[0], dtype=jnp.int32)
     chunk = jnp.searchsorted(jnp.cumsum(split_sizes), row, side="right")
-    inside = jnp.minimum(chunk, starts.shape[0] - 1)
-    new_index = jnp.where(chunk < starts.shape[0], row - starts[inside] + moved_starts[inside], row)
+    clamped = jnp.minimum(chunk, starts.shape[0] - 1)
+    new_index = jnp.where(
+        chunk < starts.shape[0], row - starts[clamped] + moved_starts[clamped], row
+    )
     new_index = new_index.astype(jnp.int32)
     source = jnp.zeros_like(row).at[new_index].set(row)
     return inp[source], new_index

@@ -34,11 +34,11 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     Args:
         enabled: Turn the mode on or off within the block.
     """
-    before, export_mode.onnx = export_mode.onnx, to_bool("enabled", enabled)
+    previous, export_mode.onnx = export_mode.onnx, to_bool("enabled", enabled)
     try:
         yield
     finally:
-        export_mode.onnx = before
+        export_mode.onnx = previous
 
 
 def is_in_onnx_export_mode() -> bool:

@@ -125,11 +125,11 @@ def fused_topk_with_score_function(
     choice = Choice(topk, kind, False, groups, scale, map)
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
     matrix = logits.reshape(-1, logits.shape[-1])
-    probs, chosen = ChosenExperts.apply(matrix, expert_bias, indices, choice, logits.dtype)
+    probs, routing_bits = ChosenExperts.apply(matrix, expert_bias, indices, choice, logits.dtype)
     if counted is not None and expert_bias is not None:
         with torch.no_grad():
             count_margins(matrix.detach(), expert_bias.detach(), topk, *counted)
-    routing = routing_map(chosen, map, logits) if topk_indices is None else topk_indices
+    routing = routing_map(routing_bits, map, logits) if topk_indices is None else topk_indices
     return probs.view(logits.shape), routing
 
 
@@ -225,10 +225,10 @@ def finite(name: str, value: Any) -> float:
     return number
 
 
-def routing_map(chosen: Tensor, map: str, logits: Tensor) -> Tensor:
+def routing_map(routing_bits: Tensor, map: str, logits: Tensor) -> Tensor:
     """Return the map in the public dtype, with the leading axes of the logits."""
-    chosen = chosen.view(torch.bool) if map == BYTES else chosen
-    return chosen.view(*logits.shape[:-1], chosen.shape[1])
+    routing_bits = routing_bits.view(torch.bool) if map == BYTES else routing_bits
+    return routing_bits.view(*logits.shape[:-1], routing_bits.shape[1])
 
 
 def map_format(value: Any) -> str:

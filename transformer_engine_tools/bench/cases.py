@@ -48,12 +48,12 @@ class Case:
 
 def cases(recipes: Iterable[str], quick: bool, families: Iterable[str] = ()) -> list[Case]:
     """List every case in the families (by default all) under the recipes; quick: small sizes, suitable for a CPU."""
-    chosen = tuple(families) or tuple(FAMILIES)
-    unknown = [name for name in chosen if name not in FAMILIES]
+    selected = tuple(families) or tuple(FAMILIES)
+    unknown = [name for name in selected if name not in FAMILIES]
     if unknown:
         raise ValueError(f"family {unknown[0]!r} does not exist; choose from {', '.join(FAMILIES)}")
     recipe_names = tuple(recipes)
-    return [case for name in chosen for case in FAMILIES[name](recipe_names, quick)]
+    return [case for name in selected for case in FAMILIES[name](recipe_names, quick)]
 
 
 def _quantize(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:

@@ -40,8 +40,9 @@ ENGINES = ("te", "jax")
 
 
 def read(path: Path) -> dict[str, Figures]:
-    """Read {provider: {case: figures}} from a file: a list of objects with "case", or an object with such a list as
-    "results".
+    """Read {provider: {case: figures}} from a JSON file.
+
+    The file has a list of objects with "case", or an object with such a list as "results".
 
     Providers are "te" and "jax", each where the file has its figures; rows that name none belong to "te".
     ValueError for another file.

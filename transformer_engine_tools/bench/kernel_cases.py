@@ -59,12 +59,14 @@ def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> Kernel
     from transformer_engine.common.kernels.program import Program, ProgramStep
 
     launch, operands = _launch(kernel, rows, width, limits)
-    names = tuple(None if one is None else f"given {index}" for index, one in enumerate(operands))
+    names = tuple(
+        None if operand is None else f"given {index}" for index, operand in enumerate(operands)
+    )
     results = tuple(
-        None if one is None else f"made {index}" for index, one in enumerate(launch.outputs)
+        None if operand is None else f"made {index}" for index, operand in enumerate(launch.outputs)
     )
     program = Program(tuple(filter(None, names)), (ProgramStep(launch, names, results),), results)
-    return KernelCall(program, tuple(one for one in operands if one is not None))
+    return KernelCall(program, tuple(operand for operand in operands if operand is not None))
 
 
 def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall | None:

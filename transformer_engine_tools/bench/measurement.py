@@ -204,6 +204,7 @@ def _measure(
     json: Path | None,
     plot_dir: Path | None,
 ) -> None:
+    """Measure the cases with every available provider; print the figures, and write JSON and plots."""
     effort = QUICK if quick else FULL
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     if device.type == "cpu":

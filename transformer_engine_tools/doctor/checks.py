@@ -98,8 +98,10 @@ def _package(e: Installation) -> Results:
             f"the code in {e.folder} runs without package metadata, which several clients read",
             optional.install_command("pytorch"),
         )
-    elif len({each.version for each in distributions}) > 1:
-        versions = ", ".join(f"{each.version} in {each.place}" for each in distributions)
+    elif len({installed.version for installed in distributions}) > 1:
+        versions = ", ".join(
+            f"{installed.version} in {installed.place}" for installed in distributions
+        )
         yield "problem", f"the metadata of several versions is installed: {versions}", REINSTALL
     elif distributions[0].version != e.version:
         words = (
@@ -171,6 +173,7 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
 
 
 def _gpu(e: Installation) -> Results:
+    """Check that torch finds the GPU, and that the GPU has FP8 products."""
     if e.version_of("torch") is None:
         return
     if "torch.cuda" in e.failures:

@@ -151,9 +151,9 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
         distribution = Distribution(
             each.version, str(each.locate_file("")), tuple(each.requires or ())
         )
-        same = distributions.setdefault(canonicalize_name(name), [])
-        if distribution not in same:
-            same.append(distribution)
+        versions = distributions.setdefault(canonicalize_name(name), [])
+        if distribution not in versions:
+            versions.append(distribution)
     return {name: tuple(several) for name, several in distributions.items()}
 
 

@@ -333,8 +333,9 @@ def statistics_kernel(
 
 @triton.jit
 def add_statistics(partials, kept, programs, BLOCK: tl.constexpr):
-    """Update kept float64 [6]: the maximum of its first entry and column 0 of partials [programs, 8], sums for the
-    rest.
+    """Add the partial statistics [programs, 8] of all programs to the totals `kept`, float64 [6].
+
+    Entry 0 is a maximum, the other entries are sums.
 
     float64, because float32 cannot represent all counts above 2^24. One program adds in a fixed order: bits repeat.
     """

@@ -241,10 +241,11 @@ def search(
         )
     fitting = sorted([each for each in plans if each.fits], key=lambda each: each.step_ms)
     if not fitting:
-        least = min(plans, key=lambda each: each.memory.peak)
+        smallest = min(plans, key=lambda each: each.memory.peak)
         raise ValueError(
-            f"no mesh of {devices} devices fits: {shape.name} needs at least {least.memory.peak / GIB:.1f} GiB of the "
-            f"{least.memory_limit / GIB:.1f} GiB of each {least.gpu} ({least.mesh}, recompute={least.recompute!r}); "
+            f"no mesh of {devices} devices fits: {shape.name} needs at least "
+            f"{smallest.memory.peak / GIB:.1f} GiB of the {smallest.memory_limit / GIB:.1f} GiB of each "
+            f"{smallest.gpu} ({smallest.mesh}, recompute={smallest.recompute!r}); "
             "use more devices, a shorter sequence, or a gpu with more memory"
         )
     return fitting[:count]

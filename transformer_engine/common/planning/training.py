@@ -119,8 +119,8 @@ class TrainingStep:
 
     def _embeddings(self, last: bool) -> float:
         """Count the embedding and output-projection parameters on a stage, before sharding."""
-        one = self.shape.vocabulary * self.shape.hidden / self.mesh.tp
-        return one * (2 if self.mesh.pp == 1 and not self.shape.tied else 1)
+        elements = self.shape.vocabulary * self.shape.hidden / self.mesh.tp
+        return elements * (2 if self.mesh.pp == 1 and not self.shape.tied else 1)
 
     def _outside(self) -> Both:
         """Compute the costs outside the layers, for one micro-batch: embedding, last norm, projection and loss."""

@@ -140,8 +140,10 @@ class ActivationSource(OperandSource):
     def encode_gradient(
         self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: Any | None
     ) -> tuple[Tensor, Array | None, Array | None]:
-        """Quantize the gradient of x; also return its maximum, and its sums over the batch [n, F] in dtype sums, if
-        any."""
+        """Quantize the gradient of x; also return its absolute maximum.
+
+        With a dtype `sums`, the sums over the batch [n, F] are returned in it, too.
+        """
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:

@@ -119,11 +119,13 @@ def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
 def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
     results = kernel.results(*operands)
     if _compiles_ahead():
-        _compile_ahead(kernel, tuple((tuple(one.shape), jnp.dtype(one.dtype)) for one in operands))
+        _compile_ahead(
+            kernel, tuple((tuple(operand.shape), jnp.dtype(operand.dtype)) for operand in operands)
+        )
     if not operands:
-        return [ShapedArray(one.shape, one.dtype) for one in results]
+        return [ShapedArray(operand.shape, operand.dtype) for operand in results]
     return [
-        result_like(operands[0], one) for one in results
+        result_like(operands[0], operand) for operand in results
     ]  # `call` makes all operands vary alike
 
 

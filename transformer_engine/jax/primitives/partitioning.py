@@ -80,8 +80,8 @@ class ShardingRule:
     ) -> ShardingRule:
         """Build a rule whose text contains the factors of extents; the factors `whole` are not sharded either."""
         words = text.replace(",", " ").split()
-        partial = (name for one in extents for name in one.replicated if name in words)
-        sizes = {name: size for one in extents for name, size in one.sizes.items()}
+        partial = (name for extent in extents for name in extent.replicated if name in words)
+        sizes = {name: size for extent in extents for name, size in extent.sizes.items()}
         return cls(text, (*whole, *partial), sizes, **options)
 
 
@@ -201,11 +201,11 @@ def placement(
             for name, factor_axes in axes_by_name.items()
             if name not in retained and len(factor_axes) > 1 == len(set(factor_axes))
         }
-        first = [one for one in proposed if one.factor in agreed]
+        first = [proposal for proposal in proposed if proposal.factor in agreed]
         proposed = [*first, *_proposals(parsed.results, results), *proposed]
     for factor, extent, axes in proposed:
         parts = prod(mesh.shape[axis] for axis in axes)
-        free = not any(set(axes) & set(other) for other in cuts.values())
+        free = not any(set(axes) & set(other_axes) for other_axes in cuts.values())
         if axes and free and factor not in cuts and rule.sizes.get(factor, extent) % parts == 0:
             cuts[factor] = axes
     used = {axis for axes in cuts.values() for axis in axes}

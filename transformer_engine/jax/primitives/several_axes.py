@@ -20,8 +20,8 @@ from .partitioning import ParsedRule, ShardingRule
 
 
 @dataclass(frozen=True)
-class _OfAnother(Kernel):
-    """A kernel that runs another kernel on other arrays; both have the same result order."""
+class _WrappedKernel(Kernel):
+    """Base class for kernels that run another kernel on arrays of other shapes; the result order is the same."""
 
     kernel: Kernel
 
@@ -35,7 +35,7 @@ class _OfAnother(Kernel):
 
 
 @dataclass(frozen=True)
-class SeveralAxes(_OfAnother):
+class SeveralAxes(_WrappedKernel):
     """A kernel on arrays that have several axes where the inner kernel has one.
 
     Attributes:
@@ -74,22 +74,22 @@ class SeveralAxes(_OfAnother):
         )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
-        of_all = self.kernel.vmap_kernel(mapped)
-        return None if of_all is None else (OverVmap(self, tuple(mapped)), of_all[1])
+        vmapped = self.kernel.vmap_kernel(mapped)
+        return None if vmapped is None else (OverVmap(self, tuple(mapped)), vmapped[1])
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merge_axes(operands))
         descriptions = self.kernel.results(*merged)
-        shapes = self._split([one.shape for one in descriptions], operands)
+        shapes = self._split([description.shape for description in descriptions], operands)
         return tuple(
-            jax.ShapeDtypeStruct(shape, one.dtype)
-            for shape, one in zip(shapes, descriptions, strict=True)
+            jax.ShapeDtypeStruct(shape, description.dtype)
+            for shape, description in zip(shapes, descriptions, strict=True)
         )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         results = self.kernel.run(*(x.reshape(shape) for shape, x in self._merge_axes(arrays)))
-        shapes = self._split([one.shape for one in results], arrays)
-        return tuple(one.reshape(shape) for shape, one in zip(shapes, results, strict=True))
+        shapes = self._split([result.shape for result in results], arrays)
+        return tuple(result.reshape(shape) for shape, result in zip(shapes, results, strict=True))
 
     def _merge_axes(self, arrays: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
         """Yield the shape of each array for the inner kernel, and the array."""
@@ -140,9 +140,8 @@ def _with_axes(
 
 
 @dataclass(frozen=True)
-class OverVmap(_OfAnother):
-    """A kernel built from plain JAX operations on arrays whose mapped members, and all results, have a first batch
-    axis."""
+class OverVmap(_WrappedKernel):
+    """A kernel under vmap, built from plain JAX operations: mapped operands and all results have a first batch axis."""
 
     mapped: tuple[bool, ...]
 
@@ -154,11 +153,12 @@ class OverVmap(_OfAnother):
         while name in ParsedRule.of(inner.text).factors:
             name += "v"
         mapped = (
-            f"{name} " * is_mapped + one
-            for one, is_mapped in zip(operands, self.mapped, strict=True)
+            f"{name} " * is_mapped + operand
+            for operand, is_mapped in zip(operands, self.mapped, strict=True)
         )
         return replace(
-            inner, text=f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}"
+            inner,
+            text=f"{', '.join(mapped)} -> {', '.join(f'{name} {operand}' for operand in results)}",
         )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
@@ -174,7 +174,10 @@ class OverVmap(_OfAnother):
                 for x, is_mapped in zip(operands, self.mapped, strict=True)
             )
         )
-        return tuple(jax.ShapeDtypeStruct((size, *one.shape), one.dtype) for one in descriptions)
+        return tuple(
+            jax.ShapeDtypeStruct((size, *description.shape), description.dtype)
+            for description in descriptions
+        )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         axes = tuple(0 if is_mapped else None for is_mapped in self.mapped)
@@ -192,8 +195,7 @@ class OperationsKernel(Kernel):
 
 
 def with_rows(x: Array, trailing: int) -> tuple[Array, int]:
-    """Reshape to x [*rows, ..] with `trailing` axes after its rows; also return the number of
-    row axes, at least one."""
+    """Add a row axis if x has only `trailing` axes; also return the number of row axes."""
     x = x if x.ndim > trailing else x[None]
     return x, x.ndim - trailing
 

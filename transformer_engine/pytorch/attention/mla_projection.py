@@ -153,6 +153,7 @@ def _check(
     tp_group: Any,
     normalization: str,
 ) -> None:
+    """Raise RuntimeError or ValueError for an unsupported group, normalization or tensor shape."""
     nh, q_head_dim, qk_head_dim, rope, s, b = sizes
     if world_size(tp_group) > 1 and tp_group is not None:
         raise RuntimeError(

@@ -107,6 +107,7 @@ def ep_dispatch(
 
 
 def _check_tokens(buffer: EpBuffer, topk_idx: Tensor, tokens: Tensor, weights: Tensor) -> None:
+    """Raise an error for tokens or weights that do not fit the buffer and the expert ids."""
     floating("tokens", tokens)
     if isinstance(tokens, QuantizedTensor):
         raise NotImplementedError(

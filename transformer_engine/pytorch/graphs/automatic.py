@@ -72,6 +72,7 @@ def free_graphs(entries: dict[Any, Any]) -> None:
 
 
 def unsupported_reason(call: Situation) -> str | None:
+    """Return why the backend does not support the call, or None."""
     if call.obstacle is not None:
         return call.obstacle
     if call.is_kept:

@@ -109,11 +109,11 @@ class Observation:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Stop observing inside the block, for example during evaluation."""
-        before, self._observes = self._observes, False
+        previous, self._observes = self._observes, False
         try:
             yield
         finally:
-            self._observes = before
+            self._observes = previous
 
     def close(self) -> None:
         """End the observation of the model; the reports remain."""

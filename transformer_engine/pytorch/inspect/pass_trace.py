@@ -129,13 +129,13 @@ class PassTrace:
         known: dict[int, tuple[str, Any]] = {
             id(buffer): ("", buffer) for buffer in _buffers(arguments)
         }
-        before = sys.gettrace()
+        previous_trace = sys.gettrace()
         self.asked.clear()
         sys.settrace(functools.partial(self._entered, steps, known))
         try:
             results = function(*arguments)
         finally:
-            sys.settrace(before)
+            sys.settrace(previous_trace)
         saved: tuple[str, ...] = ()
         if count is not None:
             buffers = _buffers(results[count:])

@@ -346,8 +346,10 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
 
     @classmethod
     def __metadata_guard__(cls, expected: dict[str, Any], found: dict[str, Any]) -> bool:
-        """Return whether code compiled for one tensor is valid for another; quantizers have guards where they are
-        used."""
+        """Return whether code compiled for one tensor is valid for another.
+
+        Quantizers are not compared: they have their own guards.
+        """
         return all(expected[name] == found[name] for name in expected if name != "_quantizer")
 
     def fsdp_pre_all_gather(

@@ -249,10 +249,10 @@ class Quantizer(EncodesGroups, DescribesTensors):
             )
         usages = dst.get_usages()
         with torch.no_grad():
-            fresh = self.encode(
+            encoded = self.encode(
                 src.detach(), usages["rowwise"], usages["columnwise"], noop_flag=noop_flag
             )
-            dst.copy_from_storage(fresh, noop_flag=noop_flag)
+            dst.copy_from_storage(encoded, noop_flag=noop_flag)
         return dst
 
     def make_empty(

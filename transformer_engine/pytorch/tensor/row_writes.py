@@ -70,24 +70,24 @@ def write(values: Tensor, target: Any) -> None:
         write(everything, origin.base)
     else:
         usages = origin.base.get_usages()
-        fresh = origin.base.writer().encode(rows, usages["rowwise"], usages["columnwise"])
+        encoded = origin.base.writer().encode(rows, usages["rowwise"], usages["columnwise"])
         full = origin.base
         if isinstance(full, BlockScaledStorage):
             full = full.order_scales(False)
         written = row_views(full, origin.start, origin.stop)
-        for into, part in zip(written, fresh.unpack(), strict=True):
+        for into, part in zip(written, encoded.unpack(), strict=True):
             if into is not None and part is not None:
                 into.copy_(part)
         if full is not origin.base:
             origin.base.copy_from_storage(full)
-        origin.base.join_claims(fresh)
+        origin.base.join_claims(encoded)
     # The target may hold padded scale copies: copy them from the whole tensor.
     current = row_slice(origin.base, origin.start, origin.stop)
     assert current is not None
     shape: Sequence[int] = target.shape
-    same = current if tuple(current.shape) == tuple(shape) else current.with_shape(tuple(shape))
-    assert same is not None
-    target.copy_from_storage(same)
+    shaped = current if tuple(current.shape) == tuple(shape) else current.with_shape(tuple(shape))
+    assert shaped is not None
+    target.copy_from_storage(shaped)
 
 
 def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
@@ -112,10 +112,10 @@ def update_columns(weight: Any) -> None:
     if not (usages["rowwise"] and usages["columnwise"]):
         weight.update_usage(columnwise_usage=True)
         return
-    fresh = weight.drop(columnwise=True)
-    fresh.update_usage(columnwise_usage=True)
+    transposed = weight.drop(columnwise=True)
+    transposed.update_usage(columnwise_usage=True)
     for name in weight.COLUMNWISE:
-        buffer, old = getattr(fresh, name), getattr(weight, name)
+        buffer, old = getattr(transposed, name), getattr(weight, name)
         if old is None or old.shape != buffer.shape:
             setattr(weight, name, buffer)
         else:

@@ -31,6 +31,7 @@ _CURVES = {
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.elements == 0:
         return "an array without elements"
     name = "ActLuPrimitive" if request.operation == "forward" else "DActLuDBiasQuantizePrimitive"

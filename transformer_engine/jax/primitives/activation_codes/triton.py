@@ -36,6 +36,7 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def unsupported_reason(request: ActivationCodesRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     reason = activation.unsupported_reason(request.activation)
     reason = reason or quantization.unsupported_in_producer(request.cast)
     if reason is not None:
@@ -159,14 +160,14 @@ class GradientCodes(_ActivationCodes):
         rows, parts, width = operands[1].shape
         per_direction = 2 if self.spec.format.block else 1
         descriptions = []
-        for index, one in enumerate(code_shapes(self.spec, rows, parts * width)):
-            shape = one.shape
+        for index, code in enumerate(code_shapes(self.spec, rows, parts * width)):
+            shape = code.shape
             # The axis n * width becomes two: row-wise [.., n, ..], column-wise [n, .., ..].
             if index < per_direction:
                 shape = (shape[0], parts, shape[1] // parts)
             elif index < 2 * per_direction and self.spec.columnwise:
                 shape = (parts, shape[0] // parts, shape[1])
-            descriptions.append(jax.ShapeDtypeStruct(shape, one.dtype))
+            descriptions.append(jax.ShapeDtypeStruct(shape, code.dtype))
         return (*descriptions, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
@@ -338,7 +339,7 @@ def _quantized(
     if spec.format.block:
         flat = code_shapes(spec, *cast.shape)
         codes = Quantized(
-            *(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays))
+            *(array.reshape(flat[i].shape) if i % 2 else array for i, array in enumerate(arrays))
         )
         return codes.reshaped(shape, cast.axis)
     codes, *codes_t, scale, amax = arrays

@@ -24,6 +24,7 @@ _WIDE_HEAD_DIM, _WIDE_TRAINING = 256, 91900
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := spread_unsupported_reason(request)) is not None:
         return reason
     if request.platform != "cuda":

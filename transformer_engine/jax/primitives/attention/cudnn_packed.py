@@ -74,10 +74,10 @@ def attend(
         _sequence_mask(starts_kv, lengths_kv, key.shape[1]),
     )
     # cuDNN reads -1 as an absent sequence; starts have one more entry, the last sequence's end.
-    lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
+    lengths = [jnp.where(lengths_q > 0, row_lengths, -1) for row_lengths in (lengths_q, lengths_kv)]
     starts = [
-        jnp.pad(jnp.where(lengths_q > 0, one, -1), ((0, 0), (0, 1)), constant_values=-1)
-        for one in (starts_q, starts_kv)
+        jnp.pad(jnp.where(lengths_q > 0, row_lengths, -1), ((0, 0), (0, 1)), constant_values=-1)
+        for row_lengths in (starts_q, starts_kv)
     ]
     query, key, value, _, packed_bounds = align(
         query, key, value, None, (*lengths, *starts, *visible)
@@ -94,8 +94,9 @@ PackedBounds = tuple[
 def _packed(
     query: Array, key: Array, value: Array, bounds: PackedBounds, scale: float, causal: bool
 ) -> Array:
-    """Call cuDNN, and clear the tokens outside any sequence, which it leaves uninitialized in the result and in
-    gradients.
+    """Call cuDNN, and clear the tokens outside any sequence in the result and in gradients.
+
+    cuDNN leaves these tokens uninitialized.
 
     The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
     uncleared result, which must not be overwritten.

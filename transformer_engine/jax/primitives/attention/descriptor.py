@@ -109,10 +109,10 @@ class SequenceDescriptor:
                 "segment_pos=None; give the position of every token in its sequence, [b, s]"
             )
         ids, positions = _pair("segment_ids", segment_ids), _pair("segment_pos", segment_pos)
-        for one, other in zip(ids, positions, strict=True):
-            if one.shape != other.shape:
+        for one, token_positions in zip(ids, positions, strict=True):
+            if one.shape != token_positions.shape:
                 raise ValueError(
-                    f"segment_pos has shape {other.shape}; segment_ids has {one.shape}, both must agree"
+                    f"segment_pos has shape {token_positions.shape}; segment_ids has {one.shape}, both must agree"
                 )
         return cls(_empty(), _empty(), ids, positions)
 

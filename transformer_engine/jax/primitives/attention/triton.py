@@ -27,6 +27,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := spread_unsupported_reason(request)) is not None:
         return reason
     if (reason := platform_failure(request.platform, "FusedAttnFwdPrimitive")) is not None:

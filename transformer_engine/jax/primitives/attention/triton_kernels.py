@@ -121,7 +121,7 @@ class _AttentionKernel(Kernel):
         self, more: Sequence[str], outputs: Sequence[str], summed: tuple[int, ...] = ()
     ) -> ShardingRule:
         """Build the sharding rule of a kernel with `more` operands after the optional ones, and these outputs."""
-        present = [one for one in self.factors if one is not None]
+        present = [factor for factor in self.factors if factor is not None]
         operands = (f"b s {head_factors(*self.heads)} d", "b t g d", "b t g e", *present, *more)
         text = f"{', '.join(operands)} -> {', '.join(outputs)}"
         never = {"s", "t", "d", "e", "r", "n", "w"} | ({"g"} if self.options.dropout else set())
@@ -139,7 +139,7 @@ class _AttentionKernel(Kernel):
         """Split arrays into the optional operands and the arrays after them."""
         remaining = iter(arrays)
         operands = OptionalOperands(
-            *(None if one is None else next(remaining) for one in self.factors)
+            *(None if factor is None else next(remaining) for factor in self.factors)
         )
         return operands, tuple(remaining)
 
@@ -271,7 +271,7 @@ class AttentionBackward(_AttentionKernel):
         q, k, v, *rest = operands
         given, _ = self.given(tuple(rest))
         likes = [q, k, v] if given.bias is None else [q, k, v, given.bias]
-        shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in likes]
+        shapes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in likes]
         if given.sink is not None:
             shapes.append(jax.ShapeDtypeStruct((q.shape[0], q.shape[2]), jnp.float32))
         return tuple(shapes)

@@ -165,6 +165,7 @@ def one_group(rows: int) -> Array:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := request.hardware.lacks("fp8 products")) is not None:
@@ -195,6 +196,7 @@ TRITON = Backend[GemmRequest]("triton", unsupported_reason=unsupported_reason, b
 
 
 def gluon_unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the Gluon kernel does not support the request, or None."""
     if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := gluon_missing(request.hardware)) is not None:

@@ -56,6 +56,7 @@ def _warn() -> None:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := disabled_reason("GemmPrimitive")) is not None:

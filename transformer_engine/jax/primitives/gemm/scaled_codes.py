@@ -124,6 +124,7 @@ def _swizzle(scale: Array) -> Array:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := _unsupported_pair(request)) is not None:
@@ -191,6 +192,7 @@ def _with_codes(operand: Operand) -> Operand:
 
 
 def matmul_unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why XLA's scaled_matmul does not support the request, or None."""
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := disabled_reason("GemmPrimitive") or _unsupported_pair(request)) is not None:

@@ -21,6 +21,7 @@ from .reference import NormRequest
 
 
 def unsupported_reason(request: NormRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.rows == 0:
         return "an array without rows"
     name = "NormFwdPrimitive" if request.operation == "forward" else "NormBwdPrimitive"
@@ -143,7 +144,7 @@ def backward(
     (of_rows, count), (gradient, _) = with_rows(x, 1), with_rows(dy, 1)
     added = () if add is None else (with_rows(add, 1)[0],)
     saved_statistics = (rstdev,) if mean is None else (mean, rstdev)
-    statistics = (one.reshape(of_rows.shape[:-1]) for one in saved_statistics)
+    statistics = (statistic.reshape(of_rows.shape[:-1]) for statistic in saved_statistics)
     kernel = NormBackward(mean is not None, zero_centered, dtype, add is not None)
     gradients = call_on_axes(kernel, {"r": count}, gradient, of_rows, *added, gamma, *statistics)
     dbeta = gradients[2] if mean is not None else jnp.zeros_like(gradients[1])

@@ -27,8 +27,9 @@ def norm_codes(
     zero_centered: bool,
     epsilon: float,
 ) -> tuple[Quantized, Array | None, Array]:
-    """Quantize y [*rows, width] rounded to x's dtype, see `Quantized`; also return mean (None unless centered) and
-    rstdev.
+    """Normalize x and quantize the result y [*rows, width]; also return mean and rstdev.
+
+    y is rounded to x's dtype before it is quantized; see `Quantized`. The mean is None unless the norm is centered.
 
     On a GPU the kernel that computes y writes the codes, and y is not stored. With one scale from the maximum of y, the
     kernel stores y and finds the maximum, and a second kernel writes the codes. See `norm_forward` for the arguments.

@@ -36,6 +36,7 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def unsupported_reason(request: NormCodesRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     reason = norm.unsupported_reason(request.norm) or quantization.unsupported_in_producer(
         request.cast
     )

@@ -104,7 +104,7 @@ def quantize(
             random[0].reshape(x.shape),
             None if random[1] is None else random[1].reshape(turned_shape),
         )
-    per_tile = any(one is not None and one.ndim == 2 for one in (amax, amax_t))
+    per_tile = any(maximum is not None and maximum.ndim == 2 for maximum in (amax, amax_t))
     return compute(
         TABLE,
         lambda platform: QuantizeRequest(
@@ -145,6 +145,7 @@ def _check(
     multiplier: Array | None,
     random: tuple[Array, Array | None] | None,
 ) -> None:
+    """Raise TypeError or ValueError for inputs that do not fit the spec or the matrix."""
     if x.dtype not in _VALUES:
         raise TypeError(
             f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it"

@@ -65,6 +65,7 @@ def _encode_candidate(
     encode_scale: Array,
     multiplier_of: Callable[[Array], Array],
 ) -> Coding:
+    """Encode blocks with one candidate scale; also return the error of each block."""
     scale = cast(ideal, E4M3)
     scale, multiplier = tiles.materialize_scales((scale, multiplier_of(scale)))
     codes = encode_e2m1(blocks.astype(jnp.float32) * tiles.spread(multiplier, axis), None)

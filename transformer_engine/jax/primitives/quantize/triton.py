@@ -29,6 +29,7 @@ _NAMES = ("QuantizePrimitive", "DBiasQuantizePrimitive")
 
 
 def unsupported_reason(request: QuantizeRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     for name in _NAMES:
         if (reason := platform_failure(request.platform, name)) is not None:
             return reason

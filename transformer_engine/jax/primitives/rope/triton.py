@@ -17,6 +17,7 @@ from .reference import RopeRequest
 
 
 def unsupported_reason(request: RopeRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if 0 in request.shape:
         return "an array without elements"
     return platform_failure(request.platform, "RotaryPrimitive")

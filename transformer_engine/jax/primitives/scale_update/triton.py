@@ -24,6 +24,7 @@ _STATES = 6  # per launch: `delayed_scaling.STATES`, whose file imports triton
 
 
 def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.length > _LONGEST:
         return f"a history of {request.length} steps; the kernel holds up to {_LONGEST}"
     return platform_failure(request.platform, "QuantizePrimitive")

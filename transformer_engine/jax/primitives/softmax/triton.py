@@ -19,6 +19,7 @@ _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
 
 def unsupported_reason(request: SoftmaxRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.sink:
         return "a sink; the kernel has none"
     if len(request.shape) != 4 or 0 in request.shape:

@@ -251,20 +251,20 @@ def get_attention_backend(
     verdicts = TABLE.explain(request)
     for verdict in verdicts:
         logger.debug("%s: %s", verdict.backend, verdict.reason or "selected")
-    takes = [b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None]
+    supported = [b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None]
     versions = {name: find() for name, find in FLASH.items()}
-    flash = [name for name in takes if name in versions]
-    fused = [name for name in takes if name not in versions and name != "reference"]
+    flash = [name for name in supported if name in versions]
+    fused = [name for name in supported if name not in versions and name != "reference"]
     if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.switches.fused:
         fused = []
-    unfused = "reference" in takes
-    chosen = next((name for name in takes if name in (*flash, *fused, "reference")), None)
+    unfused = "reference" in supported
+    backend_name = next((name for name in supported if name in (*flash, *fused, "reference")), None)
     return (
-        chosen in flash,
-        versions[flash[0]] if chosen in flash else None,
-        chosen in fused,
-        NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if chosen in fused else None,
-        chosen == "reference",
+        backend_name in flash,
+        versions[flash[0]] if backend_name in flash else None,
+        backend_name in fused,
+        NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if backend_name in fused else None,
+        backend_name == "reference",
         [bool(flash), bool(fused), unfused],
     )
 
@@ -356,10 +356,10 @@ class AttentionLogging:
     def setup_logging() -> None:
         """Set level and handler of the log from the environment."""
         level = env.get("NVTE_DEBUG_LEVEL") if env.get("NVTE_DEBUG") else 0
-        chosen = {0: logging.WARNING, 1: logging.INFO}.get(int(level or 0), logging.DEBUG)
-        AttentionLogging._log_level = chosen
+        log_level = {0: logging.WARNING, 1: logging.INFO}.get(int(level or 0), logging.DEBUG)
+        AttentionLogging._log_level = log_level
         AttentionLogging._stream_handler.setFormatter(AttentionLogging._formatter)
-        logger.setLevel(chosen)
+        logger.setLevel(log_level)
         if AttentionLogging._stream_handler not in logger.handlers:
             logger.addHandler(AttentionLogging._stream_handler)
         AttentionLogging._is_logging_setup = True

@@ -23,6 +23,7 @@ _HALVES = 256  # two halves, each in whole blocks
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.dtype)
 
 

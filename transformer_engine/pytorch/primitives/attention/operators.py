@@ -1,4 +1,4 @@
-"""The two passes of an attention as a tracing compiler sees them: one operator each.
+"""Attention in compiled graphs: one operator for the forward pass and one for the backward pass.
 
 transformer_engine::attention_forward and attention_backward take the call as text and the backend by name, because an
 operator takes tensors, numbers and strings only.
@@ -27,8 +27,8 @@ from .passes import Bound, Passes
 BIAS = AttentionInputs._fields.index("bias")
 SINK = AttentionInputs._fields.index("sink")
 
-# Calls whose passes the operators cache.
-REMEMBERED = 1024
+# Number of calls whose bound passes the operators cache.
+CACHED_CALLS = 1024
 
 # Fields that are records themselves. score_mod, which is code, is not written.
 _NESTED = {"mask": Mask, "switches": Switches}
@@ -176,7 +176,7 @@ def _passes_and_call(key: tuple[str, str]) -> tuple[Passes, AttentionCall]:
 
 
 _BY_TEXT: Memory[tuple[str, str], tuple[Passes, AttentionCall]] = Memory(
-    _passes_and_call, REMEMBERED
+    _passes_and_call, CACHED_CALLS
 )
 
 

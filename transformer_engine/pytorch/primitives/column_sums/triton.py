@@ -21,6 +21,7 @@ _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
 def unsupported_reason(request: ColumnSumsRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (
         reason := unsupported_elementwise(request.device, request.dtype, request.result)
     ) is not None:
@@ -59,6 +60,7 @@ def _machine(request: ColumnSumsRequest) -> Machine:
 def _with_codes(
     request: ColumnSumsRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
+    """Bind the column sums together with a cast of the same matrix."""
     in_blocks = fused_codes.has_block_scales(cast.spec)
     if in_blocks or cast.given:
         # One pass: casting the gradient of the identity also sums the columns of its tiles.

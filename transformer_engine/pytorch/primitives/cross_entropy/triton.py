@@ -15,6 +15,7 @@ _LIMIT = 1 << 30  # rows and columns are numbered in 32 bits
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if max(request.rows, request.width) >= _LIMIT:
         return f"{request.rows} rows of {request.width} columns reach {_LIMIT}"
     if 0 in (request.rows, request.width):

@@ -84,6 +84,7 @@ def _unsupported_plain(request: GemmRequest) -> str | None:
 
 
 def _unsupported_quantized(request: GemmRequest) -> str | None:
+    """Return why cuBLASLt does not support the quantized operands of a product, or None."""
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"

@@ -34,6 +34,7 @@ _LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 p
 
 
 def unsupported_reason(request: FusedRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.forced is not None:
         return request.forced
     reason = cublaslt.unsupported_reason(request.product)

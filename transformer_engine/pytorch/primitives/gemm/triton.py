@@ -49,6 +49,7 @@ NO_ACTIVATION = Activation()
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     reason = request.unsupported_on_gpu or launch.unavailable_reason(request.hardware)
     if reason is not None:
         return reason
@@ -215,6 +216,7 @@ def _run_blocks(
     activation: Activation,
     codes_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """Multiply operands with float32 block scales."""
     from ....common.kernels.product_parts import Side
 
     codes = rows_dense(a.codes), rows_dense(b.codes)

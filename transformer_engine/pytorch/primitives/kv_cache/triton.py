@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: CacheRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.new, request.cache)
 
 

@@ -23,6 +23,7 @@ _WIDEST_CENTERED = 4096  # largest width for which a LayerNorm writes block code
 
 
 def unsupported_reason(request: NormRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.dtype, request.weight_dtype)
 
 

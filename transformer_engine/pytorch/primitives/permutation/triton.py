@@ -20,6 +20,7 @@ _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 
 
 def unsupported_reason(request: PermutationRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if max(request.rows, request.shape[0]) >= _LIMIT:
         return f"{max(request.rows, request.shape[0])} rows; it numbers fewer than {_LIMIT}"
     if request.operation in ("map", "chunks", "segments"):

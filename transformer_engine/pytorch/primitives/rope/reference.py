@@ -67,9 +67,9 @@ class RopeRequest(NamedTuple):
     @property
     def heads(self) -> tuple[int, int]:
         """Groups, and query heads in each group, of a joint tensor; x is the joint tensor or dk."""
-        each, count = self.sizes[0] // self.sizes[1], self.x[0][-2]
+        queries_per_group, count = self.sizes[0] // self.sizes[1], self.x[0][-2]
         of_joint = self.separate and self.operation == "qkv_forward"
-        return count // (each + 2) if of_joint else count, each
+        return count // (queries_per_group + 2) if of_joint else count, queries_per_group
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
@@ -119,9 +119,9 @@ def qkv_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k from the joint tensor, rotated, and a copy of v."""
     if separate:
-        each = sizes[0] // sizes[1]
-        groups = qkv.shape[-2] // (each + 2)
-        q, k, v = torch.split(qkv, [groups * each, groups, groups], dim=-2)
+        queries_per_group = sizes[0] // sizes[1]
+        groups = qkv.shape[-2] // (queries_per_group + 2)
+        q, k, v = torch.split(qkv, [groups * queries_per_group, groups, groups], dim=-2)
     else:
         q, k, v = torch.split(qkv, list(sizes), dim=-1)
         q = q.reshape(*qkv.shape[:-2], -1, sizes[1])

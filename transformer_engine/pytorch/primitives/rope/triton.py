@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: RopeRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.dtype)
 
 
@@ -153,11 +154,11 @@ def empty_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate q, k and v for a joint tensor."""
     *leading, groups, _ = qkv.shape
-    each = sizes[0] // sizes[1]
+    queries_per_group = sizes[0] // sizes[1]
     if separate:
-        groups = groups // (each + 2)
+        groups = groups // (queries_per_group + 2)
     return (
-        qkv.new_empty(*leading, groups * each, sizes[1]),
+        qkv.new_empty(*leading, groups * queries_per_group, sizes[1]),
         qkv.new_empty(*leading, groups, sizes[1]),
         qkv.new_empty(*leading, groups, sizes[2]),
     )

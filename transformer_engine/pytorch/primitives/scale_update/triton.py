@@ -18,6 +18,7 @@ _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 
 
 def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.device != "cuda":
         return f"it needs a CUDA device, the states are on {request.device}"
     if (reason := launch.unavailable_reason(current_hardware())) is not None:

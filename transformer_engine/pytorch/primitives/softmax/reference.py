@@ -52,8 +52,8 @@ def forward(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) ->
         score = score.masked_fill(_hidden(x, causal), -torch.inf)
     if x.shape[-1] == 0:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    greatest = score.amax(-1, keepdim=True)
-    weight = torch.exp(score - torch.where(greatest == -torch.inf, 0.0, greatest))
+    row_max = score.amax(-1, keepdim=True)
+    weight = torch.exp(score - torch.where(row_max == -torch.inf, 0.0, row_max))
     total = sum_rows(weight)[..., None]
     return cast_result(torch.where(total == 0.0, 0.0, weight / total), x.dtype)
 

@@ -15,6 +15,7 @@ _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
 
 def unsupported_reason(request: SoftmaxRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.shape[:-1].numel() >= _LIMIT:
         return f"{list(request.shape)} has {_LIMIT} rows or more"
     return unsupported_elementwise(request.device, request.dtype)

@@ -15,6 +15,7 @@ _SCALINGS = {"float32": "FLOAT_BLOCKS", "e8m0": "EXPONENT_BLOCKS", "e4m3": "TWO_
 
 
 def unsupported_reason(request: StatisticsRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := unsupported_casts(request.device, request.dtype)) is not None:
         return reason
     if 0 in request.shape:

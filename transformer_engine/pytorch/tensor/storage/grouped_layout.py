@@ -286,7 +286,7 @@ def member_shapes(
             raise ValueError(
                 f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor"
             )
-        return [tuple(int(extent) for extent in one) for one in shapes]
+        return [tuple(int(extent) for extent in member_shape) for member_shape in shapes]
     first_numbers, last_numbers = host_numbers(first_dims), host_numbers(last_dims)
     for name, extents in (("first_dims", first_numbers), ("last_dims", last_numbers)):
         if extents is not None and len(extents) != num_tensors:

@@ -339,8 +339,8 @@ class QuantizedTensorStorage:
         """Return the code tensors: one if one direction is requested, otherwise (row-wise, column-wise)."""
         every = tuple(self.TENSORS)  # tensors that serve both directions belong to neither
         rowwise, columnwise = self.ROWWISE or every, self.COLUMNWISE or every
-        chosen = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
-        tensors = tuple(getattr(self, name) for name in chosen)
+        tensor_names = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
+        tensors = tuple(getattr(self, name) for name in tensor_names)
         return tensors[0] if len(tensors) == 1 else tensors
 
     def payload_is_like(self, other: QuantizedTensorStorage) -> bool:

@@ -222,7 +222,7 @@ class NVFP4Blocks(Kernel):
         maxima = m.whole if self.spec.format.row_scaled or self.by_tile else "p"
         maxima_t = m.blocks if self.by_tile else "q"
         optional = zip((maxima, maxima_t, matrix, transposed), self.given, strict=True)
-        takes = [matrix, *(one for one, present in optional if present)]
+        takes = [matrix, *(operand_axes for operand_axes, present in optional if present)]
         outputs = []
         if self.spec.rowwise:
             outputs += [f"{m.whole} {k.bytes}", f"{m.whole} {k.blocks}"]
@@ -269,16 +269,18 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: QuantizeReque
         random[0] if spec.rowwise else None,
         of_columns if spec.columnwise else None,
     )
-    present = tuple(one is not None for one in used)
+    present = tuple(array is not None for array in used)
     kernel = NVFP4Blocks(spec, request.shape, present, request.maxima_per_tile)  # pyright: ignore
-    results = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
+    results = list(call_on_axes(kernel, counts, x, *(array for array in used if array is not None)))
     rows = (results.pop(0), results.pop(0)) if spec.rowwise else (None, None)
     columns = (results.pop(0), results.pop(0)) if spec.columnwise else (None, None)
     scale, scale_t = (
-        None if one is None else one.reshape(size, ceil_div(depth, GROUP))
-        for one, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
+        None if array is None else array.reshape(size, ceil_div(depth, GROUP))
+        for array, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
     )
-    codes, codes_t = (None if one[0] is None else unpack_e2m1(one[0]) for one in (rows, columns))
+    codes, codes_t = (
+        None if array[0] is None else unpack_e2m1(array[0]) for array in (rows, columns)
+    )
     maxima = used[:2]
     if request.maxima_per_tile:
         maxima = (

@@ -205,7 +205,9 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: QuantizeReque
     matrices = kernel.results(jax.ShapeDtypeStruct(request.shape, request.dtype))
     results = call_on_axes(kernel, {"m": request.axis, "k": x.ndim - request.axis}, x)
     # Scales take the matrix layout; they are few.
-    parts = [one.reshape(matrices[i].shape) if i % 2 else one for i, one in enumerate(results)]
+    parts = [
+        result.reshape(matrices[i].shape) if i % 2 else result for i, result in enumerate(results)
+    ]
     rows = (parts.pop(0), parts.pop(0)) if spec.rowwise else (None, None)
     columns = (parts.pop(0), parts.pop(0)) if spec.columnwise else (None, None)
     return Quantized(*rows, *columns).reshaped(x.shape, request.axis)
