@@ -108,8 +108,9 @@ def backward_results(
 ) -> Sequence[Any]:
     """Gradients for a layer's tensors; the input gradient gets the input's shape. `operands` is emptied."""
     if runners:
-        name = f"backward pass of {functions.name}"
-        dx, *gradients = runners[-1](name, functions.backward, (operands, spec), None)
+        dx, *gradients = runners[-1](
+            f"backward pass of {functions.name}", functions.backward, (operands, spec), None
+        )
     else:
         dx, *gradients = functions.backward(operands, spec)
     return [dx if dx is None or dx.shape == shape else dx.view(shape), *gradients]
@@ -124,8 +125,9 @@ def forward_results(
         mark_ready(x)
     count = functions.num_results
     if runners:
-        name = f"forward pass of {functions.name}"
-        outputs = runners[-1](name, functions.forward, (*tensors, spec), count)
+        outputs = runners[-1](
+            f"forward pass of {functions.name}", functions.forward, (*tensors, spec), count
+        )
     else:
         outputs = functions.forward(*tensors, spec)
     if len(x.shape) == 2 and not torch.compiler.is_compiling():

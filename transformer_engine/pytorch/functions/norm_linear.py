@@ -100,19 +100,21 @@ def norm_linear(
     bias: Tensor | None,
     spec: NormLinearSpec,
     returns_residual: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute y [.., N], differentiable in every tensor.
 
     Returns:
-        (y; h = norm(x) [.., K] with `spec.returns_norm_output`, otherwise None). With `returns_residual`, which
-        requires that x needs a gradient and excludes `returns_norm_output`: (y, x). `norm_backward` adds the gradient
-        of the returned x to dx. The sum is bit-equal to autograd's sum of the two gradients.
+        (y; h = norm(x) [.., K] with `spec.returns_norm_output`, otherwise None; x [.., K] with `returns_residual`,
+        otherwise None). `norm_backward` adds the gradient of the returned x to dx. The sum is bit-equal to autograd's
+        sum of the two gradients. Only one of h and x is returned.
     """
     if not spec.needs_grad:
         y, h = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias))
-        return y, h
+        return y, h, None
     outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec, returns_residual)
-    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
+    if returns_residual:
+        return outputs[0], None, outputs[1]
+    return (*outputs, None) if spec.returns_norm_output else (outputs, None, None)
 
 
 class _NormLinear(Function):
@@ -121,11 +123,11 @@ class _NormLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Any,
-        gamma: Any,
-        beta: Any,
-        weight: Any,
-        bias: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
         spec: NormLinearSpec,
         returns_residual: bool,
     ) -> Any:
@@ -225,7 +227,8 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
     """
     dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, saved_h, weight = operands
     operands.clear()
-    linear_operands, saved_by_norm = [dy, saved_h, weight], (x, gamma, mean, rstdev)
+    linear_operands = [dy, saved_h, weight]
+    saved_by_norm = x, gamma, mean, rstdev
     produce_input = None
     if spec.linear.input_columns == PRODUCED:  # saved_h is the multiplier or amax of h
         produce_input = columns_producer(x, gamma, saved_h, spec.norm, spec.linear)

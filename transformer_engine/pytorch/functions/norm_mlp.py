@@ -285,9 +285,11 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     fc1_operands = [du, saved_h, fc1_weight]
     del da_or_du, du, u, saved_h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
-    produce_h = None
-    if spec.fc1.input_columns == PRODUCED:  # the saved value is the multiplier or amax of h
-        produce_h = columns_producer(x, gamma, fc1_operands[1], spec.norm, spec.fc1)
+    produce_h = (
+        columns_producer(x, gamma, fc1_operands[1], spec.norm, spec.fc1)
+        if spec.fc1.input_columns == PRODUCED  # the saved value is the multiplier or amax of h
+        else None
+    )
     dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_h)
     if dh is None:
         return [None, None, None, dw1, db1, dw2, db2]
@@ -368,7 +370,7 @@ NORM_MLP_FUNCTIONS = LayerFunctions(
 
 def norm_mlp(
     tensors: tuple[Tensor | None, ...], spec: NormMLPSpec, returns_residual: bool = False
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute y [.., H], differentiable in every tensor.
 
     Args:
@@ -377,13 +379,15 @@ def norm_mlp(
         returns_residual: See `norm_linear`.
 
     Returns:
-        (y; norm(x) with `spec.returns_norm_output`, x with `returns_residual`, otherwise None).
+        (y; norm(x) with `spec.returns_norm_output`, otherwise None; x with `returns_residual`, otherwise None).
     """
     if not spec.needs_grad:
-        y, norm_output = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
-        return y, norm_output
+        y, h = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
+        return y, h, None
     outputs = _NormMLP.apply(spec, returns_residual, *tensors)
-    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
+    if returns_residual:
+        return outputs[0], None, outputs[1]
+    return (*outputs, None) if spec.returns_norm_output else (outputs, None, None)
 
 
 def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:

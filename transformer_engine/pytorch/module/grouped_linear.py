@@ -27,7 +27,7 @@ from ..primitives.grouped_gemm import Matrices, make_groups
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..tensor.grouped_tensor import plain_stack
-from .arguments import FLAG_TYPES, accepts, switch
+from .arguments import FLAG_TYPES, NO_SWITCHES, CallSwitches, accepts, switch
 from .config import configure_class
 from .grouped_parameters import (
     check_device_splits,
@@ -256,7 +256,9 @@ class GroupedLinear(ProductsModule):
         has_buffers = out is not None or dgrad_out is not None
         buffers = self._caller_buffers(inp, out, dgrad_out, tensors) if has_buffers else NO_BUFFERS
         config, shape = self._config, inp.shape
-        spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
+        spec: GroupedSpec = self.spec(
+            inp, tensors, CallSwitches(is_first_microbatch), any_rows=True
+        )
         if is_first_microbatch:
             self.begin_microbatch(True)  # the next gradients overwrite main_grad
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
@@ -345,7 +347,7 @@ class GroupedLinear(ProductsModule):
             raise NotImplementedError(
                 "out and dgrad_out need eager mode; leave them None in compiled code"
             )
-        self._check_call(inp, tensors, (None,))
+        self._check_call(inp, tensors, NO_SWITCHES)
         like = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
         buffers = CallerBuffers(

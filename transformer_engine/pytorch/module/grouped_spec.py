@@ -49,6 +49,7 @@ from ..functions.linear_spec import (
 from ..quantization.autocast import AutocastState, current, reinstate, snapshot
 from ..runtime.device import autocast_dtype
 from ..runtime.tracing import constant_while_tracing
+from .arguments import CallSwitches
 from .numerics import module_of_key
 from .specs import Call, Facts, check_call, product_spec, scale_update
 
@@ -114,7 +115,12 @@ def _groups(
     first_weight = weights[0]
     assert first_weight is not None
     first = product_spec(
-        call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight
+        call,
+        quantizers=products[0],
+        parallel=TensorParallel(),
+        needs=(False, False, False),
+        update=None,
+        weight=first_weight,
     )
     specs: list[LinearSpec] = []
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
@@ -276,7 +282,9 @@ def _register_while_tracing(
                 0, module.in_features, dtype=dtype, device=device, requires_grad=grad_input
             )
             params = module._tensors()
-            spec: GroupedSpec = module.spec(x, params, (is_first_microbatch,), any_rows=True)
+            spec: GroupedSpec = module.spec(
+                x, params, CallSwitches(is_first_microbatch), any_rows=True
+            )
     finally:
         reinstate(before)
     groups = spec.groups

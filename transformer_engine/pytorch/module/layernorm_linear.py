@@ -39,10 +39,10 @@ from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
+from .arguments import NO_SWITCHES, CallSwitches, accepts, call_switches, warn_unless_reduced
 from .config import configure_class, early
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, Options, ProductsModule, Tensors, check_ranks
+from .linear_base import SIZES, LinearConfig, ProductsModule, Tensors, check_ranks
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import (
@@ -164,7 +164,6 @@ class LayerNormLinear(ProductsModule):
             sharded=parallel_mode is not None,
             rng_tracker_name=rng_tracker_name,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
         )
         self.ub_name = ub_name
@@ -217,48 +216,46 @@ class LayerNormLinear(ProductsModule):
         launches no kernel for the sum, unless `residual_unsupported_reason` has a reason. A caller that calls this
         method instead of the module checks `is_unintercepted` (`compat/replaceable.py`).
         """
-        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        if not (
-            fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES
-        ):
-            _, fp8_output, fp8_grad = options = call_switches(*options)
-            _warn_of_fp8_grad(fp8_grad)
+        switches = NO_SWITCHES
+        if not (is_first_microbatch is None and fp8_output is False and fp8_grad is False):
+            switches = call_switches(is_first_microbatch, fp8_output, fp8_grad)
+            _warn_of_fp8_grad(switches.fp8_grad)
         if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output), inp
+            return self.onnx_forward(inp, switches.fp8_output), inp
         weight, bias = weight_and_bias(self)
         gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
-            return output_of_shards(self, options, inp, weight, bias, norm=norm), inp
+            return output_of_shards(self, switches, inp, weight, bias, norm=norm), inp
         if not getattr(weight, "is_distributed_weight", False):
-            return self._compute_outputs(options, inp, (weight, bias, gamma, beta), uses_residual)
+            return self._compute_outputs(switches, inp, (weight, bias, gamma, beta), uses_residual)
         fused = self._config.fuse_wgrad_accumulation
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
             return self._compute_outputs(
-                options, inp, (full_weight, bias, gamma, beta), uses_residual
+                switches, inp, (full_weight, bias, gamma, beta), uses_residual
             )
 
-    def _compute_output(self, options: Options, inp: Tensor, *tensors: Tensor | None) -> Any:
+    def _compute_output(self, switches: CallSwitches, inp: Tensor, *tensors: Tensor | None) -> Any:
         """Outputs of `forward` for local tensors, as `output_of_shards` calls it."""
-        return self._compute_outputs(options, inp, tensors, uses_residual=False)[0]
+        return self._compute_outputs(switches, inp, tensors, uses_residual=False)[0]
 
     def _compute_outputs(
-        self, options: Options, inp: Tensor, tensors: Tensors, uses_residual: bool
+        self, switches: CallSwitches, inp: Tensor, tensors: Tensors, uses_residual: bool
     ) -> tuple[Any, Any]:
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
-            options: (is_first_microbatch, fp8_output, fp8_grad).
+            switches: Switches of the call.
             inp: Input [.., in_features].
             tensors: (weight, bias, gamma, beta).
             uses_residual: The caller uses the returned input as the residual.
         """
         config = self._config
-        is_first_microbatch, _, _ = options
+        is_first_microbatch = switches.is_first_microbatch
         weight, bias, gamma, beta = tensors
         assert weight is not None and gamma is not None
-        spec: NormLinearSpec = self.spec(inp, tensors, options)
+        spec: NormLinearSpec = self.spec(inp, tensors, switches)
         if is_first_microbatch is not None:
             # if True, the next gradient overwrites main_grad
             self.begin_microbatch(is_first_microbatch)
@@ -275,12 +272,14 @@ class LayerNormLinear(ProductsModule):
             spec.linear, x, inp, spec.returns_norm_output, is_patched
         )
         if is_patched:
-            y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
+            y, h, residual = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
-            y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
+            y, h, residual = norm_linear(
+                x, gamma, beta, weight, product_bias, spec, returns_residual
+            )
         if config.return_bias or config.return_layernorm_output:
-            y = self.pack_outputs(y, bias, second)
-        return y, second if returns_residual else inp
+            y = self.pack_outputs(y, bias, h)
+        return y, inp if residual is None else residual
 
     @staticmethod
     def build(call: Call) -> NormLinearSpec:
@@ -288,7 +287,6 @@ class LayerNormLinear(ProductsModule):
         config: NormLinearConfig = call.config
         check_call(call, config.in_features)
         weight, bias, *of_norm = call.parameters
-        _, fp8_output, _ = call.options
         assert weight is not None
         parallel = config.parallel()
         (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
@@ -301,14 +299,16 @@ class LayerNormLinear(ProductsModule):
         update = scale_update(call, any(needs))
         linear = product_spec(
             call,
-            number=0,  # the layer has one product
             quantizers=quantizers,
             parallel=parallel,
             needs=needs,
             update=update,
             weight=weight,
-            results=(fp8_output, False),  # the norm's gradient is returned in high precision
-            shard=call.rows,
+            results=(
+                call.switches.fp8_output,
+                False,
+            ),  # the norm's gradient is returned in high precision
+            local_rows=call.rows,
         )
         spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
             norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
@@ -327,9 +327,9 @@ class LayerNormLinear(ProductsModule):
         weight, bias = weight_and_bias(self)
         gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         shapes = ((self.in_features, weight.shape[0]),)
-        options = (None, fp8_output, False)
+        switches = call_switches(None, fp8_output, False)
         dtype, (quantizers,) = export_products(
-            self, inp, (weight, bias, gamma, beta), options, shapes
+            self, inp, (weight, bias, gamma, beta), switches, shapes
         )
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
@@ -386,7 +386,7 @@ def _run_by_name(
     weight: Tensor,
     bias: Tensor | None,
     spec: NormLinearSpec,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, None]:
     """Compute `norm_linear` with the functions that a program has assigned in this file.
 
     If only `apply_normalization` is replaced, the product may still be quantized.
@@ -400,4 +400,4 @@ def _run_by_name(
     check_unquantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = call_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
-    return y if spec.returns_norm_output else (y, None)
+    return (*y, None) if spec.returns_norm_output else (y, None, None)

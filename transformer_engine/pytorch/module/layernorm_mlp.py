@@ -38,7 +38,7 @@ from ..runtime.device import canonical_device, is_meta
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
-from .arguments import FLAG_TYPES, accepts, warn_unless_reduced
+from .arguments import FLAG_TYPES, NO_SWITCHES, CallSwitches, accepts, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
 from .layernorm_linear import residual_unsupported_reason
@@ -314,7 +314,7 @@ class LayerNormMLP(ProductsModule):
         """
         config = self._config
         fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
-        spec: NormMLPSpec = self.spec(inp, tensors, (is_first_microbatch,))
+        spec: NormMLPSpec = self.spec(inp, tensors, CallSwitches(is_first_microbatch))
         if is_first_microbatch is not None:
             # if True, the next gradients overwrite main_grad
             self.begin_microbatch(is_first_microbatch)
@@ -337,12 +337,12 @@ class LayerNormMLP(ProductsModule):
             spec.fc1, x, inp, spec.returns_norm_output, is_patched
         )
         inputs = (x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
-        y, second = norm_mlp(inputs, spec, returns_residual)
+        y, h, residual = norm_mlp(inputs, spec, returns_residual)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
         if config.return_bias or config.return_layernorm_output:
-            y = self.pack_outputs(y, fc2_bias, second)
-        return y, second if returns_residual else inp
+            y = self.pack_outputs(y, fc2_bias, h)
+        return y, inp if residual is None else residual
 
     @staticmethod
     def build(call: Call) -> NormMLPSpec:
@@ -375,7 +375,7 @@ class LayerNormMLP(ProductsModule):
                 needs=needs,
                 update=update,
                 weight=weight,
-                shard=call.rows,
+                local_rows=call.rows,
             )
             return replace_fields(result, may_run_again=True) if checkpoint else result
 
@@ -402,7 +402,7 @@ class LayerNormMLP(ProductsModule):
         fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
         _check_rows(config, fc1_weight.shape[0])
         shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-        dtype, (fc1, fc2) = export_products(self, inp, tensors, (None,), shapes)
+        dtype, (fc1, fc2) = export_products(self, inp, tensors, NO_SWITCHES, shapes)
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)

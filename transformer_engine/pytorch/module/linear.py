@@ -56,10 +56,10 @@ from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.tracing import export_mode
-from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
+from .arguments import NO_SWITCHES, CallSwitches, accepts, call_switches, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, Options, ProductsModule, check_ranks
+from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .local_shards import output_of_shards
 from .parameters import InitMethod, create_parameters, mark_parameters, weight_and_bias
 from .specs import (
@@ -180,9 +180,7 @@ class Linear(ProductsModule):
             sharded=parallel_mode is not None,
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`,
-            # and the tensors that it reads in addition to the input.
-            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
+            # Names of the tensors that `forward` reads in addition to the input, for checks and messages.
             _tensors=("weight", "bias"),
         )
         self.ub_name = ub_name
@@ -223,20 +221,17 @@ class Linear(ProductsModule):
             RuntimeError: A parameter is on the meta device.
             NotImplementedError: The DTensor placements are unsupported.
         """
-        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        # The usual values need no conversion. Others, such as 1 for True, become bools, or raise an error.
-        if not (
-            fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES
-        ):
-            options = call_switches(*options)
+        switches = NO_SWITCHES
+        if not (is_first_microbatch is None and fp8_output is False and fp8_grad is False):
+            switches = call_switches(is_first_microbatch, fp8_output, fp8_grad)
         if export_mode.onnx:
-            return self.onnx_forward(inp, *options[1:])
+            return self.onnx_forward(inp, switches.fp8_output, switches.fp8_grad)
         # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
         is_special = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
         if is_special or getattr(weight, "is_distributed_weight", False):
-            return self._output_of_special_tensors(options, inp, weight, bias)
-        return self._compute_output(options, inp, weight, bias)
+            return self._output_of_special_tensors(switches, inp, weight, bias)
+        return self._compute_output(switches, inp, weight, bias)
 
     if TYPE_CHECKING:  # type checkers see the parameters of `forward` in calls of the layer
 
@@ -244,31 +239,31 @@ class Linear(ProductsModule):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of_special_tensors(
-        self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
+        self, switches: CallSwitches, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Call `_compute_output` for an input or weight that is a DTensor, a quantized tensor, or a shard to gather."""
         if is_distributed(weight) or is_distributed(inp):
-            return output_of_shards(self, options, inp, weight, bias)
+            return output_of_shards(self, switches, inp, weight, bias)
         if not getattr(weight, "is_distributed_weight", False):
-            return self._compute_output(options, inp, weight, bias)
+            return self._compute_output(switches, inp, weight, bias)
         fused = self._config.fuse_wgrad_accumulation
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
-            return self._compute_output(options, inp, full_weight, bias)
+            return self._compute_output(switches, inp, full_weight, bias)
 
     def _compute_output(
-        self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
+        self, switches: CallSwitches, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Compute `forward` for tensors that are complete on this rank, unquantized or quantized.
 
         Args:
-            options: (is_first_microbatch, fp8_output, fp8_grad), converted.
+            switches: Switches of the call.
             inp: Input [.., in_features].
             weight: Weight [out_features, in_features] on this rank.
             bias: Bias [out_features], or None.
         """
         config = self._config
-        is_first_microbatch, _, _ = options
-        spec = self.spec(inp, (weight, bias), options)
+        is_first_microbatch = switches.is_first_microbatch
+        spec = self.spec(inp, (weight, bias), switches)
         if is_first_microbatch is not None:
             # The next gradient overwrites main_grad if True, and the weight is quantized once for all microbatches.
             self.begin_microbatch(is_first_microbatch)
@@ -276,13 +271,13 @@ class Linear(ProductsModule):
         if bias is not None and bias.dtype != spec.dtype:
             # Autograd casts db back. The product casts the weight, and returns dw in `spec.grad_weight_dtype`.
             bias = bias.to(spec.dtype)
-        product_bias = None if config.adds_bias_late else bias
+        adds_bias_late = config.adds_bias_late
         product = _linear_by_name if _replaced.names else linear
-        y = product(inp, weight, product_bias, spec)
+        y = product(inp, weight, None if adds_bias_late else bias, spec)
         if config.return_bias:
             return y, bias
         # A row-parallel layer adds the bias once, to the sum over ranks.
-        return y + bias if bias is not None and config.adds_bias_late else y
+        return y + bias if bias is not None and adds_bias_late else y
 
     @staticmethod
     def build(call: Call) -> LinearSpec:
@@ -298,7 +293,6 @@ class Linear(ProductsModule):
         """
         config: LinearConfig = call.config
         weight, bias = call.parameters
-        _, fp8_output, fp8_grad = call.options
         assert weight is not None
         in_features = weight.shape[1]  # the local size, if the parameters are DTensors
         check_call(call, in_features)
@@ -313,14 +307,13 @@ class Linear(ProductsModule):
         )
         spec = product_spec(
             call,
-            number=0,  # the layer has one product
             quantizers=quantizers,
             parallel=parallel,
             needs=needs,
             update=scale_update(call, any(needs)),
             weight=weight,
-            results=(fp8_output, fp8_grad),
-            shard=rows_of_shard(call, parallel),
+            results=(call.switches.fp8_output, call.switches.fp8_grad),
+            local_rows=rows_of_shard(call, parallel),
         )
         return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 
@@ -338,8 +331,8 @@ class Linear(ProductsModule):
         """
         weight, bias = weight_and_bias(self)
         shapes = ((self.in_features, weight.shape[0]),)
-        options = (None, fp8_output, fp8_grad)
-        dtype, (quantizers,) = export_products(self, inp, (weight, bias), options, shapes)
+        switches = call_switches(None, fp8_output, fp8_grad)
+        dtype, (quantizers,) = export_products(self, inp, (weight, bias), switches, shapes)
         # The bias is never added late: export rejects sharded layers.
         product_bias = None if self._config.return_bias else bias
         y = exported.linear(inp.to(dtype), weight, product_bias, quantizers)

@@ -37,6 +37,7 @@ from ..quantization.delayed_scaling import histories_agree
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+from .arguments import CallSwitches
 from .products import ModuleRecipe
 
 
@@ -85,7 +86,7 @@ class Call(NamedTuple):
     Attributes:
         config: Module settings.
         active: Module quantizers, and the recipe.
-        options: `forward` switches, named by `config._options`.
+        switches: Switches of the call.
         gradients: Whether autograd records; None if it does not, but a second run of the call may record.
         autocast: torch.autocast dtype, if it is active.
         environment: `env.generation()`.
@@ -100,7 +101,7 @@ class Call(NamedTuple):
 
     config: Any
     active: ModuleRecipe
-    options: tuple[Any, ...]
+    switches: CallSwitches
     gradients: bool | None
     autocast: torch.dtype | None
     environment: int
@@ -174,7 +175,7 @@ def check_call(call: Call, features: int) -> None:
             raise ValueError(
                 f"the input is on {x.device}, parameter {name} on {parameter.device}; move one of them with .to()"
             )
-    for name, value in zip(call.config._options, call.options, strict=True):
+    for name, value in zip(CallSwitches._fields, call.switches, strict=True):
         switch(name, value)
     for name in ("return_bias", "return_layernorm_output"):
         switch(name, getattr(call.config, name))
@@ -319,34 +320,35 @@ def weight_gradient(call: Call, product: int) -> WeightGradient:
     return WeightGradient(
         call.targets[product],
         call.config.fuse_wgrad_accumulation,
-        bool(call.options[0]),
+        bool(call.switches.is_first_microbatch),
         call.store,
     )
 
 
 def product_spec(
     call: Call,
-    number: int,
+    *,
     quantizers: ProductQuantizers,
     parallel: TensorParallel,
     needs: tuple[bool, bool, bool],
     update: ScaleUpdate | None,
     weight: Facts,
+    number: int = 0,
     results: tuple[Any, Any] = (False, False),
-    shard: int | None = None,
+    local_rows: int | None = None,
 ) -> LinearSpec:
     """Settings for one product in a call.
 
     Args:
         call: The call.
-        number: Product number in its layer.
         quantizers: Its quantizers.
         parallel: Its boundary to the tensor-parallel group.
         needs: Which gradients are needed: for its input, its weight and the bias that it adds.
         update: What delayed scaling updates after the backward pass.
         weight: Facts of the weight, or of one weight in a group.
+        number: Product number in its layer.
         results: Which results are quantized: its output and its input's gradient.
-        shard: Rows in its sharded matrix on this rank, with sequence parallelism.
+        local_rows: Rows in its sharded matrix on this rank, with sequence parallelism.
     """
     output_quantizer, grad_input_quantizer = quantized_results(quantizers, *results)
     active, inp = call.active, call.input
@@ -372,16 +374,16 @@ def product_spec(
     )
     is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1
     is_shared = call.config._shares_input and not inp.is_quantized
-    caches = call.options[0] is not None  # is_first_microbatch
+    caches = call.switches.is_first_microbatch is not None
     spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared, caches)
-    if shard is None or not (spec.communicates and parallel.sequence):
+    if local_rows is None or not (spec.communicates and parallel.sequence):
         return spec
     agree = (
         active.follows_history
         and parallel.group is not None
         and histories_agree(active.recipe, active.group, parallel.group)
     )
-    return with_gathering(spec, shard, inp.kind if inp.is_quantized else None, agree)
+    return with_gathering(spec, local_rows, inp.kind if inp.is_quantized else None, agree)
 
 
 def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> Any:
