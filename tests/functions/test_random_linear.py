@@ -145,7 +145,17 @@ def test_leading_dimensions_and_saved_values_change_no_bit(case: Case):
 
 
 def test_layers_without_quantizers_equal_identity_quantizers_bitwise():
-    case = Case("none", "quantized", False, True, True, (True, True, True), (32, 2), False, 7)
+    case = Case(
+        "none",
+        "quantized",
+        keep_input=False,
+        plain=True,
+        bias=True,
+        needs=(True, True, True),
+        leading=(32, 2),
+        expanded=False,
+        seed=7,
+    )
     plain, identity = (
         results(case),
         results(case, dataclasses.replace(make_spec(case), is_unquantized=False)),

@@ -109,10 +109,10 @@ def choose_implementation(
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_launches_equal_the_modules_for_any_number_of_groups():
-    found = json.loads(output_without_gpu("tests/ops/grouped_launches.py").splitlines()[-1])
-    assert found.pop("loop").count("cublaslt") == 24
-    assert set(found) == set(AT_ONCE)
-    for started in found.values():
+    result = json.loads(output_without_gpu("tests/ops/grouped_launches.py").splitlines()[-1])
+    assert result.pop("loop").count("cublaslt") == 24
+    assert set(result) == set(AT_ONCE)
+    for started in result.values():
         assert started["ops 8"] == started["ops 2"] == started["module 8"]
         assert started["ops 8"].count("rows_kernel") == 2
         assert "cublaslt" not in started["ops 8"]
@@ -218,14 +218,14 @@ def test_moved_and_misaligned_weights_are_read_in_place():
 def test_recomputed_calls_repeat_the_loops_results():
     layer, x, splits = make_layer(), sample(192), torch.tensor([64, 64, 64])
     alone = copy.deepcopy(layer)
-    found = []
+    results = []
     for result in (layer, alone):
         x.grad = None
         with autocast(recipe=RECIPES["delayed"]):
             y = checkpoint(result, x, splits) if result is layer else result(x, splits)
         y.float().sum().backward()
-        found.append([y.detach(), x.grad, *[p.grad for p in result.parameters()]])
-    assert_close(*found)
+        results.append([y.detach(), x.grad, *[p.grad for p in result.parameters()]])
+    assert_close(*results)
 
 
 @contextmanager

@@ -83,13 +83,13 @@ def _statements(file: str) -> dict[int, str]:
     """{line: text} for the statements in a file, by every line in a statement."""
     with open(file, encoding="utf-8") as opened:
         source = opened.read()
-    found: dict[int, str] = {}
+    statements: dict[int, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)):
             text = " ".join((ast.get_source_segment(source, node) or "").split())
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                found[line] = text.replace("( ", "(").replace(" )", ")")
-    return found
+                statements[line] = text.replace("( ", "(").replace(" )", ")")
+    return statements
 
 
 def _buffers(value: Any) -> list[Any]:
@@ -129,13 +129,13 @@ class PassTrace:
         known: dict[int, tuple[str, Any]] = {
             id(buffer): ("", buffer) for buffer in _buffers(arguments)
         }
-        before = sys.gettrace()
+        previous_trace = sys.gettrace()
         self.asked.clear()
         sys.settrace(functools.partial(self._entered, steps, known))
         try:
             results = function(*arguments)
         finally:
-            sys.settrace(before)
+            sys.settrace(previous_trace)
         saved: tuple[str, ...] = ()
         if count is not None:
             buffers = _buffers(results[count:])

@@ -197,7 +197,7 @@ def list_tensors(saved: Any) -> list[Tensor]:
 def mark_activation_offload(
     *tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True
 ) -> None:
-    """Accept the original's call: every saved activation is offloaded, unless `offload` is False.
+    """Accept NVIDIA's call: every saved activation is offloaded, unless `offload` is False.
 
     Args:
         tensors: Tensors, quantized tensors or None.

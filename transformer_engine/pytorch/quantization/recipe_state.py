@@ -301,14 +301,14 @@ class CustomRecipeState(RecipeState):
             elif answer is None:
                 answers[slot] = IdentityQuantizer()  # leave the tensor in high precision
             elif not isinstance(answer, Quantizer):
-                found = (
+                quantizers = (
                     f"the class {answer.__name__}"
                     if isinstance(answer, type)
                     else with_article(type(answer))
                 )
                 raise TypeError(
-                    f"the qfactory of CustomRecipe returned {found} for {roles[slot]!r}; return a quantizer object, a "
-                    "DelayedScalingRequest, or None for high precision"
+                    f"the qfactory of CustomRecipe returned {quantizers} for {roles[slot]!r}; return a "
+                    "quantizer object, a DelayedScalingRequest, or None for high precision"
                 )
         before = self._delayed
         self._delayed = {

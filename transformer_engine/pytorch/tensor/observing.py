@@ -49,10 +49,10 @@ class Observing(Quantizer):
         return encoded
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        made = self.quantizer.operands(matrix, rowwise, columnwise)
+        quantized = self.quantizer.operands(matrix, rowwise, columnwise)
         if not torch.compiler.is_compiling():
-            self._show(matrix, made)
-        return made
+            self._show(matrix, quantized)
+        return quantized
 
     def _show(self, matrix: Tensor, operands: Operands) -> None:
         """Record one direction, rows if present: transformed columns cannot be compared with values."""

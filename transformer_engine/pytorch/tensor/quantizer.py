@@ -61,9 +61,8 @@ class Quantizer(EncodesGroups, DescribesTensors):
     """
 
     TENSOR: ClassVar[Any] = None  # the tensor class that `wrap` returns; None: bare storages
-    RECIPE: ClassVar[type[recipes.Recipe] | None] = (
-        None  # the recipe for whose weights it is made; None: any
-    )
+    # The recipe for whose weights it is made; None: any.
+    RECIPE: ClassVar[type[recipes.Recipe] | None] = None
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
     stateful: bool = False  # `encode` depends on scales that change between calls
@@ -250,10 +249,10 @@ class Quantizer(EncodesGroups, DescribesTensors):
             )
         usages = dst.get_usages()
         with torch.no_grad():
-            fresh = self.encode(
+            encoded = self.encode(
                 src.detach(), usages["rowwise"], usages["columnwise"], noop_flag=noop_flag
             )
-            dst.copy_from_storage(fresh, noop_flag=noop_flag)
+            dst.copy_from_storage(encoded, noop_flag=noop_flag)
         return dst
 
     def make_empty(

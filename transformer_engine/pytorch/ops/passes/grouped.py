@@ -104,7 +104,7 @@ class GroupedPasses(OperationPasses):
         on_gpus = (
             sizes.is_cuda
             and self.device.type == "cuda"
-            and launch.missing(current_hardware()) is None
+            and launch.unavailable_reason(current_hardware()) is None
         )
         if on_gpus and self._runs_together(sizes):
             layout = make_groups(sizes.reshape(-1), self.total, self.device)
