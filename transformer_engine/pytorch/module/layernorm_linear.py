@@ -386,7 +386,7 @@ def _run_by_name(
     weight: Tensor,
     bias: Tensor | None,
     spec: NormLinearSpec,
-) -> tuple[Tensor, Tensor | None, None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute `norm_linear` with the functions that a program has assigned in this file.
 
     If only `apply_normalization` is replaced, the product may still be quantized.
