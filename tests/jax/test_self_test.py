@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,7 @@ def test_values_may_differ_up_to_the_bound_and_the_reference_is_compared_with_an
 
 def test_a_case_beyond_the_time_limit_is_not_run(monkeypatch, doubling):
     case = testing.JaxCase("jax doubling", "8", "jax_doubling", double_by_platform, (jnp.ones(8),))
-    monkeypatch.setattr(testing, "cases", lambda sizes: iter([case]))
+    monkeypatch.setattr(testing, "cases", lambda *arguments: iter([case]))
     assert [result.status for result in testing.self_test(SIZES, -1.0, lambda line: None)] == [
         "not run"
     ]
@@ -142,6 +143,17 @@ def test_cases_are_lowered_for_a_gpu_with_their_kernels(monkeypatch):
             text = lowered.lower(lowering_platforms=("cuda",)).as_text()
             assert launching._TARGET in text, case.path
     assert chosen == {}
+
+
+def test_every_path_belongs_to_one_part():
+    every = [(case.path, case.name) for case in testing.cases(SIZES)]
+    parts = [
+        [(case.path, case.name) for case in testing.cases(SIZES, part, 3)] for part in range(3)
+    ]
+    assert sorted(itertools.chain(*parts)) == sorted(every)
+    paths = [{path for path, _ in part} for part in parts]
+    assert sum(map(len, paths)) == len({path for path, _ in every})
+    assert max(map(len, paths)) - min(map(len, paths)) <= 1
 
 
 def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():

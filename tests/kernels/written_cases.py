@@ -36,6 +36,7 @@ from transformer_engine.common.kernels import (
     dropout,
     fp8_attention,
     grouped_block_cast,
+    grouped_block_product,
     grouped_cast,
     grouped_gemm,
     grouped_layout,
@@ -439,6 +440,19 @@ def hopper_grouped() -> Iterator[Case]:
                 launch,
                 inputs,
             )
+            launch = grouped_block_product.product_of_columns(
+                SHAPE[1],
+                512,
+                4,
+                "float32",
+                accumulates=accumulates,
+                by_address=by_address,
+                processors=132,
+            )
+            name = f"hopper gradient of blocks by_address={by_address} accumulates={accumulates}"
+            yield name, launch, inputs
+    launch = grouped_block_product.product_of_rows(*SHAPE, 512, 4, "bfloat16", processors=132)
+    yield "hopper product of rows of blocks", launch, (CODES, CODES, *scales, HALF, INDEX, None)
 
 
 def scaled_products() -> Iterator[Case]:

@@ -21,7 +21,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import autocast, checkpoint, explain, ops, quantized_model_init
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
-from transformer_engine.pytorch.ops.passes.grouped import GroupedKind
+from transformer_engine.pytorch.ops.passes.grouped import GroupedPasses
 from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.tensor import GroupedTensor, QuantizedTensor
 
@@ -232,12 +232,12 @@ def test_recomputed_calls_repeat_the_loops_results():
 def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulate sizes on a GPU: the host does not know the rows, some of which have no group."""
 
-    def call(kind: GroupedKind, sizes: torch.Tensor) -> GroupedCall:
-        layout = make_groups(rows, sum(rows), kind.device)._replace(total=kind.total, rows=None)
-        return GroupedCall(kind.spec, kind.spec.groups, (), layout, clears=True)
+    def bind_rows(passes: GroupedPasses, sizes: torch.Tensor) -> GroupedCall:
+        layout = make_groups(rows, sum(rows), passes.device)._replace(total=passes.total, rows=None)
+        return GroupedCall(passes.spec, passes.spec.groups, (), layout, clears=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GroupedKind, "call", call)
+        patch.setattr(GroupedPasses, "bind_rows", bind_rows)
         yield
 
 

@@ -79,8 +79,8 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
 
     Every pointer must be a multiple of 16 bytes, as in XLA's arrays. capability is 90 for Hopper.
     """
-    assert not launch.dependent, (
-        "a launch that starts early needs an attribute that only a stream's launcher sets"
+    assert not (launch.dependent or launch.cooperative), (
+        "a launch that starts early or cooperates needs an attribute that only a stream's launcher sets"
     )
     row = nvidia(*divmod(capability, 10))
     constants, as_bytes = conversion.resolve(launch.kernel.arg_names, launch.constants, row, dtypes)

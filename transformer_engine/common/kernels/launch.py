@@ -170,6 +170,7 @@ class Launch:
         dependent: May start before the previous launch has ended (programmatic dependent launch); the kernel waits
             before it reads the results of that launch.
         fuses: A product and a following sum may become one fused multiply-add, which rounds once.
+        cooperative: All programs run at the same time; the grid must fit the GPU.
         in_place: Indices of inputs that are also written, if present; they are passed once.
         tables: Inputs with the addresses of further tensors.
         handles: Starters for the compiled kernel, by the properties that the record does not fix.
@@ -188,6 +189,7 @@ class Launch:
     registers: int | None = None
     dependent: bool = False
     fuses: bool = True
+    cooperative: bool = False
     in_place: tuple[int, ...] = ()
     tables: tuple[AddressTable, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
@@ -274,6 +276,8 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
         options["launch_pdl"] = True
+    if launch.cooperative:
+        options["launch_cooperative_grid"] = True
     import triton
 
     # Under TRITON_INTERPRET=1, kernels have another class.

@@ -27,7 +27,7 @@ from ...pytorch.tensor.custom_operand import contracted
 from ...pytorch.tensor.identity_tensor import IdentityQuantizer
 from ...pytorch.tensor.observing import Observing
 from ...pytorch.tensor.quantized_tensor import get_storage
-from ...pytorch.tensor.quantizer import Matrix, Operands, Quantizer
+from ...pytorch.tensor.quantizer import Operands, Quantizer, TransposedValues
 from ...pytorch.tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
 from ...pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
 from ...pytorch.tensor.storage.quantized_tensor_storage import (
@@ -375,7 +375,7 @@ class DebugQuantizer(Observing):
             return get_storage(quantized).contract(direction)  # pyright: ignore[reportArgumentType]
         if isinstance(quantized, Tensor):
             matrix = plain_matrix(quantized)
-            return plain(matrix) if direction == ROWWISE else Matrix(matrix)
+            return plain(matrix) if direction == ROWWISE else TransposedValues(matrix)
         return contracted(quantized, direction, self.quantizer)
 
     def _is_repeated(self) -> bool:

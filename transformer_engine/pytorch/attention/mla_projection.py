@@ -208,7 +208,7 @@ def _product_spec(y: Tensor, w_q: Tensor, store: Any, fused: bool) -> LinearSpec
         traced=torch.compiler.is_compiling(),
         grad_weight_dtype=w_q.dtype,
         communicates=False,
-        plain=not quantized,
+        is_unquantized=not quantized,
     )
 
 

@@ -36,7 +36,7 @@ from ..ops.passes import (
 )
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from ..tensor.quantizer import Matrix
+from ..tensor.quantizer import TransposedValues
 
 # The modules whose functions are passes and their parts.
 PASSES = (
@@ -59,7 +59,7 @@ _FILES = frozenset([module.__file__ for module in PASSES])
 
 def form(value: Any) -> str:
     """Dtype or format, and shape, of a buffer."""
-    if isinstance(value, Matrix):
+    if isinstance(value, TransposedValues):
         value = value.values
     if isinstance(value, Operand):
         name = (
@@ -94,9 +94,9 @@ def _statements(file: str) -> dict[int, str]:
 
 def _buffers(value: Any) -> list[Any]:
     """The tensors and operands of a value; matrices by the values that they hold."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, (Operand, Matrix)):
+    if isinstance(value, (list, tuple)) and not isinstance(value, (Operand, TransposedValues)):
         return [buffer for member in value for buffer in _buffers(member)]
-    if isinstance(value, Matrix):
+    if isinstance(value, TransposedValues):
         return [value.values]
     return [value] if isinstance(value, (Tensor, Operand, QuantizedTensorStorage)) else []
 

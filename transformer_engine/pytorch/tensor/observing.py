@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, OwnedOperand
-from .quantizer import Matrix, Operands, Quantizer
+from .quantizer import Operands, Quantizer, TransposedValues
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
 
 Record = Callable[[Tensor, Operand | None], None]
@@ -59,7 +59,11 @@ class Observing(Quantizer):
         rows, columns = operands
         if rows is not None:
             self.record(matrix, _comparable(rows))
-        elif columns is not None and not isinstance(columns, Matrix) and self.column_signs is None:
+        elif (
+            columns is not None
+            and not isinstance(columns, TransposedValues)
+            and self.column_signs is None
+        ):
             self.record(matrix.t(), _comparable(columns))
         else:
             self.record(matrix, None)

@@ -33,7 +33,7 @@ is_compiling = torch.compiler.is_compiling
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
 
-class Matrix(NamedTuple):
+class TransposedValues(NamedTuple):
     """Unquantized values [M, K] that a product reads transposed, as a view [K, M]."""
 
     values: Tensor
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
     """Both directions of a matrix [M, K]; None for a direction that was not requested."""
 
     rowwise: Operand | None
-    columnwise: Operand | Matrix | None
+    columnwise: Operand | TransposedValues | None
 
 
 class Quantizer(EncodesGroups, DescribesTensors):
@@ -414,7 +414,7 @@ class Calibrating(Quantizer):
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         self.quantizer.calibrate(matrix)
-        return Operands(plain(matrix), Matrix(matrix))
+        return Operands(plain(matrix), TransposedValues(matrix))
 
     def is_requantization_safe(self) -> bool:
         return False  # a second call would record a second tensor

@@ -101,7 +101,8 @@ def _unsupported_tensor_scales(request: GemmRequest) -> str | None:
     return request.hardware.lacks("fp8 products")
 
 
-def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+def run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Compute the product of two FP8 operands with one scale per tensor, in operations that torch.compile traces."""
     a_codes, b_codes = _pad(a.codes, 1, _ALIGNMENT), _pad(b.codes, _ALIGNMENT, _ALIGNMENT)
     fused = _fuses_bias(b, epilogue)
     assert a.scale is not None and b.scale is not None
@@ -253,7 +254,7 @@ def _backend(name: str, unsupported_reason: Any, run: Any, opaque: bool = False)
     )
 
 
-TENSOR_SCALES = _backend("scaled_mm", _unsupported_tensor_scales, _run_tensor_scales)
+TENSOR_SCALES = _backend("scaled_mm", _unsupported_tensor_scales, run_tensor_scales)
 # torch 2.11 cannot trace F.scaled_mm.
 BLOCK_SCALES = _backend(
     "scaled_mm_block", _unsupported_block_scales, _run_block_scales, opaque=True
