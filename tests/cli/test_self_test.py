@@ -59,16 +59,16 @@ def examined(monkeypatch, table, bound=None, seconds=60.0):
 
 def test_backends_with_wrong_bits_or_errors_fail(monkeypatch, doubling):
     test = examined(monkeypatch, doubling)
-    found = {result.backend: result for result in test.results}
-    assert {name: result.status for name, result in found.items()} == {
+    results = {result.backend: result for result in test.results}
+    assert {name: result.status for name, result in results.items()} == {
         "native": "passed",
         "wrong": "failed",
         "raising": "failed",
         "other": "unsupported",
     }
-    assert found["native"].equal == 1.0 and found["native"].ratio is not None
-    assert found["wrong"].equal is not None and 0.7 < found["wrong"].equal < 1.0
-    assert "CUDA error: invalid argument" in found["raising"].reason
+    assert results["native"].equal == 1.0 and results["native"].ratio is not None
+    assert results["wrong"].equal is not None and 0.7 < results["wrong"].equal < 1.0
+    assert "CUDA error: invalid argument" in results["raising"].reason
     assert test.paths == {"doubled numbers": False}
     assert "2 failed" in test.report() and "FAILED doubled numbers, 8, wrong" in test.report()
 
@@ -87,9 +87,9 @@ def test_a_backend_without_one_request_of_a_case_is_unsupported(monkeypatch, dou
 
     case = SelfTestCase("doubled numbers", "8 and 4", "doubling", compute, None)
     monkeypatch.setattr(testing, "cases", lambda device, sizes: [case])
-    found = {result.backend: result for result in self_test().results}
-    assert (found["odd"].status, found["native"].status) == ("unsupported", "passed")
-    assert "it needs 8 numbers" in found["odd"].reason
+    results = {result.backend: result for result in self_test().results}
+    assert (results["odd"].status, results["native"].status) == ("unsupported", "passed")
+    assert "it needs 8 numbers" in results["odd"].reason
 
 
 def test_an_operation_without_a_backend_fails_a_case(monkeypatch, doubling):
@@ -113,8 +113,8 @@ def test_a_backend_that_tunes_for_minutes_is_left_out_with_its_reason(monkeypatc
     monkeypatch.setitem(compiling.LEFT_OUT, "raising", "it tunes for minutes")
     monkeypatch.setitem(compiling.LEFT_OUT, "wrong", "it tunes for minutes")
     test = examined(monkeypatch, doubling)
-    found = {result.backend: (result.status, result.reason) for result in test.results}
-    assert found["raising"] == ("left out", "it tunes for minutes")
+    results = {result.backend: (result.status, result.reason) for result in test.results}
+    assert results["raising"] == ("left out", "it tunes for minutes")
     assert test.failed == () and test.paths == {"doubled numbers": True}
     assert "left out: doubled numbers, raising: it tunes for minutes" in test.report()
 

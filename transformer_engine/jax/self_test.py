@@ -58,7 +58,7 @@ from .primitives.gemm import gemm
 from .primitives.grouped_gemm import grouped_gemm
 from .primitives.norm_codes import norm_codes
 from .primitives.operand import Operand
-from .primitives.quantize import Cast, Quantized, decoded, quantize
+from .primitives.quantize import OutputCast, Quantized, decoded, quantize
 from .runtime.platform import has_gpu
 
 Draw = Callable[..., Array]  # `draw_values`
@@ -284,14 +284,14 @@ def _fused(draw: Draw, sizes: SelfTestSizes, wanted: Wanted) -> Iterator[JaxCase
         "fp8": SPECS["fp8"],
         "fp8 block 1x128": QuantizeSpec(BLOCK_1D, E4M3),
     }.items():
-        cast, path = Cast(spec), f"jax {name} codes of fused producers"
+        cast, path = OutputCast(spec), f"jax {name} codes of fused producers"
         if not wanted(path):
             continue
 
-        def norm(x: Array, weight: Array, cast: Cast = cast) -> Any:
+        def norm(x: Array, weight: Array, cast: OutputCast = cast) -> Any:
             return norm_codes(x, weight, None, cast, False, False, 1e-5)[0]
 
-        def activation(x: Array, _: Array, cast: Cast = cast) -> Any:
+        def activation(x: Array, _: Array, cast: OutputCast = cast) -> Any:
             pairs = x.reshape(x.shape[0], 2, -1)
             return activation_codes(pairs, cast, ("silu", "linear"), ActivationParams())
 

@@ -171,7 +171,9 @@ def _launchable(codes: Tensor | None) -> bool:
     if codes is None or not codes.is_cuda or torch.compiler.is_compiling():
         return False
     return (
-        launch.missing(current_hardware()) is None and codes.is_contiguous() and codes.numel() > 0
+        launch.unavailable_reason(current_hardware()) is None
+        and codes.is_contiguous()
+        and codes.numel() > 0
     )
 
 

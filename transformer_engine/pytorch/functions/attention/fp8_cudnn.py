@@ -45,7 +45,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     """Compute o from q, k and v codes in FP8."""
     if (
         attention.state is not None
-        and launch.missing(current_hardware()) is None
+        and launch.unavailable_reason(current_hardware()) is None
         and not any(
             isinstance(x, QuantizedTensorStorage) or not x.is_contiguous() for x in inputs[:3]
         )
