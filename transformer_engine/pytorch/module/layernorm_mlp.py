@@ -344,6 +344,23 @@ class LayerNormMLP(ProductsModule):
             y = self.pack_outputs(y, fc2_bias, h)
         return y, inp if residual is None else residual
 
+    def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
+        """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
+        config = self._config
+        tensors = self._read_tensors()
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
+        _check_rows(config, fc1_weight.shape[0])
+        shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
+        dtype, (fc1, fc2) = export_products(self, inp, tensors, NO_SWITCHES, shapes)
+        norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
+        normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
+        hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)
+        hidden = exported.activate(
+            config.activation, hidden, ActivationParams.of(config.activation_params)
+        )
+        y = exported.linear(hidden, fc2_weight, None if config.return_bias else fc2_bias, fc2)
+        return self.pack_outputs(y, None if fc2_bias is None else fc2_bias.to(dtype), normalized)
+
     @staticmethod
     def build(call: Call) -> NormMLPSpec:
         """Compute the settings for all calls that equal `call`; see `Linear.build`."""
@@ -394,20 +411,3 @@ class LayerNormMLP(ProductsModule):
             needs_grad=needs_grad,
         ).with_modes()
         return result if checkpoint else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
-
-    def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
-        """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
-        config = self._config
-        tensors = self._read_tensors()
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
-        _check_rows(config, fc1_weight.shape[0])
-        shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-        dtype, (fc1, fc2) = export_products(self, inp, tensors, NO_SWITCHES, shapes)
-        norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
-        normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
-        hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)
-        hidden = exported.activate(
-            config.activation, hidden, ActivationParams.of(config.activation_params)
-        )
-        y = exported.linear(hidden, fc2_weight, None if config.return_bias else fc2_bias, fc2)
-        return self.pack_outputs(y, None if fc2_bias is None else fc2_bias.to(dtype), normalized)
