@@ -77,9 +77,8 @@ SIZES: dict[str, dict[str, Any]] = {
 NATIVE_STEPS, EMULATED_STEPS = 3052, 916  # 50 and 15 million tokens
 PACKAGES = ("torch", "scipy", "sympy", "pandas", "scikit-learn", "statsmodels", "matplotlib", "jax")
 BASELINE = "bfloat16"
-LEAST_CHUNKS = (
-    4  # chunks after which the end of a training is estimated: the first ones compile and capture
-)
+# Chunks after which the end of a training is estimated: the first ones compile and capture.
+LEAST_CHUNKS = 4
 RECOMPUTED = {"weight_columns": "recomputed", "norm_columns": "recomputed"}
 
 

@@ -211,7 +211,9 @@ def test_a_model_with_another_first_layer_needs_explicit_inputs():
         ValueError, match=r"does not follow from its modules; give inputs=\(tensor, \.\.\)"
     ):
         memory_plan(model, None, 64)
-    plan = memory_plan(model, None, 0, inputs=(torch.empty(64, dtype=torch.int64, device="meta"),))
+    plan = memory_plan(
+        model, recipe=None, tokens=0, inputs=(torch.empty(64, dtype=torch.int64, device="meta"),)
+    )
     assert plan.parameters == BF16.itemsize * (100 * 128 + 128 * 256 + 256)
 
 
@@ -335,7 +337,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "row-wise": QuantizeSpec(MXFP8, E4M3),
     }
     heads, angles = torch.randn(16, 2, 4, 8), torch.randn(16, 8)
-    rope = (angles, Positions(None, None), RopeSpec("sbhd", False, 1, 0))
+    rope = (angles, Positions(start=None, cu_seqlens=None), RopeSpec("sbhd", False, 1, 0))
     calls: dict[str, Callable[[], object]] = {
         f"quantize {name}": partial(quantize.quantize, x, request)
         for name, request in specs.items()
@@ -443,7 +445,7 @@ def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.Mo
     def on_gpu(*key: Any) -> GemmRequest:
         return dataclasses.replace(described(*key), device="cuda", hardware=nvidia(9, 0))
 
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     monkeypatch.setattr(request, "described", on_gpu)
     ledger = Ledger(lambda: "")
     with planning(lambda x, result: None), ledger:

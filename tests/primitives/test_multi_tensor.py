@@ -38,7 +38,7 @@ RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
 def sample_lists(sizes, *kinds, device=DEVICE, seed=0):
     """Parallel lists with random numbers, positive in the fourth list; int16: the lower halves of numbers."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    results = []
     for index, kind in enumerate(kinds):
         if kind is torch.int16:
             drawn = [
@@ -48,8 +48,8 @@ def sample_lists(sizes, *kinds, device=DEVICE, seed=0):
         else:
             drawn = [torch.randn(n, generator=generator) for n in sizes]
             drawn = [(x.abs() + 0.1 if index == 3 else x).to(kind) for x in drawn]
-        found.append([x.to(device) for x in drawn])
-    return found
+        results.append([x.to(device) for x in drawn])
+    return results
 
 
 def clone_lists(lists):
@@ -248,7 +248,14 @@ def test_a_set_flag_leaves_all_tensors_unchanged():
 @runs_kernels
 @SIZES
 @pytest.mark.parametrize(
-    "how", [Sgd(), Sgd(True, False, True), Sgd(True, True), Sgd(True, late=True)], ids=str
+    "how",
+    [
+        Sgd(),
+        Sgd(momentum=True, nesterov=False, first=True),
+        Sgd(momentum=True, nesterov=True),
+        Sgd(True, late=True),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_gradient_descent_step_equals_the_reference(sizes, how, copies):
@@ -288,7 +295,9 @@ def test_one_adam_step_equals_values_computed_by_hand(decoupled, expected, devic
 
 
 def test_the_first_bias_correction_is_exact_in_float32():
-    second = copy_to_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.0), CPU)[8]
+    second = copy_to_device(
+        adam_rates(0.1, (0.9, 0.999), 1e-8, 1, bias_correction=True, weight_decay=0.0), CPU
+    )[8]
     assert abs(second.item() / 0.001 - 1) < MULTIPLIED[torch.float32]
 
 

@@ -20,9 +20,8 @@ from ..operation_settings import CHUNK, STATE_BLOCK, Adam, Sgd
 from . import block_states
 from .launch import NUMBER, READ, WRITTEN, AddressTable, Launch, Output
 
-_BLOCK = (
-    2048  # elements at once: with 256 threads, two 16-byte accesses per thread and float32 list
-)
+# Elements at once: with 256 threads, two 16-byte accesses per thread and float32 list.
+_BLOCK = 2048
 _WARPS = 8
 _BITS = tl.constexpr(0xFFFF)
 

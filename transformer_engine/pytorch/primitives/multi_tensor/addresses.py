@@ -74,14 +74,14 @@ def chunk_table(
     widths = tuple([tensors[0].element_size() for tensors in lists])
     kind = (widths, entries or (1,) * len(lists), size, device)
     capturing, stream = is_capturing(device), stream_handle(device)
-    if not capturing and (found := extents.table_of(lists, (kind, stream))) is not None:
-        return found
+    if not capturing and (table := extents.table_of(lists, (kind, stream))) is not None:
+        return table
     addresses = tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists])
-    found = _tables.get((addresses, extents.sizes, kind), device)
-    if not capturing and found is not None:
+    table = _tables.get((addresses, extents.sizes, kind), device)
+    if not capturing and table is not None:
         flat = [address for part in addresses for address in part]
-        extents.last = ((kind, stream), flat, list(range(len(flat))), found)
-    return found
+        extents.last = ((kind, stream), flat, list(range(len(flat))), table)
+    return table
 
 
 def _build_table(key: _Key) -> ChunkTable:

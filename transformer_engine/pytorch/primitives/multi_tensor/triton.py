@@ -25,6 +25,7 @@ _REMEMBERED = 1 << 10
 
 
 def unsupported_reason(request: MultiTensorRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     integer_dtypes = (torch.int16, torch.uint8) if request.operation == "adam" else ()
     return unsupported_elementwise(
         request.device, *[kind for kind in request.kinds if kind not in integer_dtypes]
@@ -76,7 +77,7 @@ def _entries(request: MultiTensorRequest) -> tuple[int, ...]:
 
 
 def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> Launch:
-    from ....common.kernels import multi_tensor as kernels  # it imports triton
+    from ....common.kernels import multi_tensor as kernels
 
     operation, kinds, how, chunks, aligned = key
     if operation == "scale":
