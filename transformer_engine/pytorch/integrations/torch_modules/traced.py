@@ -51,10 +51,10 @@ def traced_recipe(recipe: Recipe | None) -> TracedRecipe | None:
         (E4M3, recipe.fp8_quant_fwd_weight),
         (last, recipe.fp8_quant_bwd_grad),
     )
-    scalings = [
+    x, weight, dy = (
         Scaling(element, params.power_2_scale, params.amax_epsilon) for element, params in slots
-    ]
-    return TracedRecipe(*scalings, recipe_accumulation(recipe))
+    )
+    return TracedRecipe(x, weight, dy, recipe_accumulation(recipe))
 
 
 def is_traced_as_torch(x: Tensor, weight: Tensor) -> bool:
