@@ -15,8 +15,9 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import llama_layers
@@ -32,7 +33,10 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
-from transformer_engine_tools.bench.measure import measure_in_turns
+from transformer_engine.pytorch.primitives.attention.call import AttentionCall, AttentionInputs
+from transformer_engine.pytorch.primitives.attention.choose import choose_passes
+from transformer_engine.pytorch.primitives.attention.mask import resolve
+from transformer_engine_tools.bench.measure import measure_in_turns, peak_mib
 
 
 def _constant_scale(amax: Any, scale: Any, fp8_max: Any, recipe: Any) -> Any:
@@ -558,15 +562,151 @@ def count_differences(
     return counts
 
 
-def probe_backends(subjects: Subjects, count: int, seed: int) -> Counts:
-    """Count differences of single attention backends, which te.batch_invariant() does not choose, without a cache."""
-    counts = Counts()
-    for name in ("cudnn", "flash4", "flash3"):
-        draw = random.Random(seed)
-        with use_backend(attention=name), te.deterministic():
-            for _ in range(count):
-                counts.compare(name, subjects.attention.compare, draw, None, (name, False))
+class ProbedCase(NamedTuple):
+    """Sequences of one length, causal: their number, how they are stored, and the tokens of a sequence behind them."""
+
+    batch: int
+    length: int
+    layout: str
+    extra: int = 0
+
+
+def probe_backends(device: str, runs: int) -> Iterator[dict[str, Any]]:
+    """Compare the bits of single attention backends, which te.batch_invariant() does not choose, without a cache.
+
+    Every sequence is compared with the sequence alone: the output of a backend, and the gradients of q, k and v that
+    it computes from the output and lse of the Triton kernels. Times are for one sequence of 8192 tokens.
+
+    Yields:
+        Differing elements by backend, tensor and case, or the error of a backend.
+    """
+    lengths, heads = (
+        ((25, 128, 700, 2048), (32, 8, 128)) if device == "cuda" else ((25, 40), (2, 1, 16))
+    )
+    cases = [ProbedCase(4, length, layout) for length in lengths for layout in ("bshd", "sbhd")]
+    cases += [ProbedCase(4, length, "thd", extra) for length in lengths for extra in (0, 77)]
+    for name in ("triton", "cudnn", "flash4") if device == "cuda" else ("reference",):
+        row: dict[str, Any] = {"backend": name}
+        for case in cases:
+            try:
+                row["_".join(map(str, case))] = _probe_case(name, case, heads, device)
+            except Exception as error:
+                row["_".join(map(str, case))] = f"{type(error).__name__}: {error}"[:300]
+        if device == "cuda":
+            try:
+                row["ms"] = _time_backend(name, heads, runs)
+            except Exception as error:
+                row["ms"] = f"{type(error).__name__}: {error}"[:300]
+        yield row
+
+
+def _attention_call(case: ProbedCase, batch: int, heads: tuple[int, int, int], device: str) -> Any:
+    """The call of `batch` sequences under deterministic gradients, without te.batch_invariant()."""
+    query_heads, groups, head = heads
+    packed = case.layout == "thd"
+    longest = max(case.length, case.extra) if batch > 1 else case.length
+    return AttentionCall.on(
+        device,
+        deterministic=1,
+        dtype=torch.bfloat16,
+        batch=batch + (packed and case.extra > 0 and batch > 1),
+        heads=query_heads,
+        groups=groups,
+        seqlen_q=longest,
+        seqlen_kv=longest,
+        head_dim_qk=head,
+        head_dim_v=head,
+        q_format=case.layout,
+        kv_format=case.layout,
+        mask=resolve("padding_causal" if packed else "causal", (-1, 0), None),
+        scale=head**-0.5,
+        same_lengths=True,
+    )
+
+
+def _inputs(call: Any, case: ProbedCase, tensors: Sequence[Tensor]) -> AttentionInputs:
+    """q, k and v [batch, length, h, d] as the inputs of a call; a packed batch ends with a sequence of ones."""
+    if case.layout != "thd":
+        q, k, v = (_stored(x, case.layout) for x in tensors)
+        return AttentionInputs(q, k, v)
+    extra = case.extra if call.batch > tensors[0].shape[0] else 0
+    q, k, v = (
+        torch.cat([x.flatten(0, 1), x.new_ones(extra, *x.shape[2:])]).contiguous() for x in tensors
+    )
+    lengths = [case.length] * tensors[0].shape[0] + [extra] * (extra > 0)
+    starts = _starts(lengths, q.device)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+    return AttentionInputs(q, k, v, counts, counts, starts, starts)
+
+
+def _stored(x: Tensor, layout: str) -> Tensor:
+    return x if layout == "bshd" else x.transpose(0, 1).contiguous()
+
+
+def _unstored(x: Tensor, case: ProbedCase, batch: int) -> Tensor:
+    """A result as [batch, length, h, d]."""
+    if case.layout == "thd":
+        return x[: batch * case.length].unflatten(0, (batch, case.length))
+    return x if case.layout == "bshd" else x.transpose(0, 1)
+
+
+def _attend(
+    name: str, case: ProbedCase, heads: tuple[int, int, int], tensors: Sequence[Tensor], dy: Tensor
+) -> list[Tensor]:
+    """Output and gradients [batch, length, h, d]; the gradients from the Triton kernels' (on a CPU: its own) output."""
+    batch = tensors[0].shape[0]
+    call = _attention_call(case, batch, heads, dy.device.type)
+    inputs = _inputs(call, case, tensors)
+    with use_backend(attention=name):
+        passes = choose_passes(call)
+    with use_backend(attention="triton" if dy.is_cuda else name), te.batch_invariant():
+        own = choose_passes(replace(call, batch_invariant=True))
+        attended = own.forward(replace(call, batch_invariant=True), inputs)
+    assert attended.lse is not None
+    attended = attended._replace(lse=attended.lse.contiguous())
+    output = passes.forward(call, inputs).output
+    gradient = _inputs(call, case, [dy] * 3).q.contiguous()
+    found = passes.backward(call, inputs, attended, gradient)
+    return [_unstored(x, case, batch) for x in (output, found.q, found.k, found.v)]
+
+
+def _probe_case(
+    name: str, case: ProbedCase, heads: tuple[int, int, int], device: str
+) -> dict[str, int]:
+    """Elements of each tensor that differ between sequences of a batch and the sequences alone."""
+    torch.manual_seed(case.length)
+    q, k, v, dy = (
+        torch.randn(case.batch, case.length, count, heads[2], device=device, dtype=torch.bfloat16)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+    together = _attend(name, case, heads, (q, k, v), dy)
+    counts: dict[str, int] = dict.fromkeys(("output", "dq", "dk", "dv"), 0)
+    alone = ProbedCase(1, case.length, "bshd")
+    for i in range(case.batch):
+        part = slice(i, i + 1)
+        single = _attend(name, alone, heads, (q[part], k[part], v[part]), dy[part])
+        for key, whole, one in zip(counts, together, single, strict=True):
+            counts[key] += difference(whole[part], one).differing
     return counts
+
+
+def _time_backend(name: str, heads: tuple[int, int, int], runs: int) -> list[float]:
+    """Milliseconds of the forward and of the deterministic backward pass over one sequence of 8192 tokens."""
+    case = ProbedCase(1, 8192, "bshd")
+    q, k, v, dy = (
+        torch.randn(1, case.length, count, heads[2], device="cuda", dtype=torch.bfloat16)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+    call = _attention_call(case, 1, heads, "cuda")
+    with use_backend(attention=name):
+        passes = choose_passes(call)
+    inputs = AttentionInputs(q, k, v)
+    attended = passes.forward(call, inputs)
+    calls: list[Callable[[], Any]] = [
+        lambda: passes.forward(call, inputs),
+        lambda: passes.backward(call, inputs, attended, dy),
+    ]
+    return [round(time, 4) for time in measure_in_turns(calls, runs)]
 
 
 class Pass:
@@ -673,7 +813,9 @@ def measure_attention(runs: int, only: str) -> Iterator[dict[str, dict[str, floa
             if only not in (case := f"{kind} b{batch} s{sequence}"):
                 continue
             pair = [Attention(sequence, batch, trains, invariant) for invariant in (False, True)]
-            yield {case: _ratio(*measure_in_turns(pair, runs))}
+            without, within = (peak_mib(call, torch.device("cuda")) for call in pair)
+            memory = {"without_mib": without or 0.0, "with_mib": within or 0.0}
+            yield {case: _ratio(*measure_in_turns(pair, runs)) | memory}
     for batch, length in ((64, 8000), (8, 8000), (64, 1000)):
         if only in (case := f"decode b{batch} s{length}"):
             decoding = [Decoding(batch, length, invariant) for invariant in (False, True)]
@@ -721,8 +863,10 @@ def main() -> None:
                 record(**{name: figures[name] | case})
     subjects = Subjects(chosen.device, getattr(torch, chosen.dtype), chosen.seed)
     if chosen.probe:
-        probed = probe_backends(subjects, 20, chosen.seed)
-        record(backends=probed.found, backend_errors=probed.errors)
+        probed: list[dict[str, Any]] = []
+        for row in probe_backends(chosen.device, chosen.runs):
+            probed.append(row)
+            record(backends=probed)
     counts = count_differences(subjects, chosen.compositions, chosen.seed, True, deadline)
     record(
         compositions=counts.compositions,

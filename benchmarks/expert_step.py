@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from record import GPU, options, parser, select_cases, write
+from record import GPU, kernel_durations, options, parser, select_cases, write
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.row_groups import alignment
@@ -107,17 +107,7 @@ def measure_step(step: Step) -> dict[str, float]:
 def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
     """Kernel milliseconds per call, averaged over several calls."""
     call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as observed:
-        for _ in range(runs):
-            call()
-        torch.cuda.synchronize()
-    kernels = [
-        event
-        for event in observed.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    return sum(event.time_range.elapsed_us() for event in kernels) / 1e3 / runs
+    return sum(map(sum, kernel_durations(call, runs).values())) / 1e3 / runs
 
 
 def train_step(

@@ -6,7 +6,8 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -70,6 +71,20 @@ def write(path: Path | None, about: dict[str, Any] | None = None, **figures: Any
     """Write the figures and a description of the machine, if a path is given; about: machine(..)."""
     if path is not None:
         path.write_text(json.dumps({"machine": about or machine(), **figures}, indent=1) + "\n")
+
+
+def kernel_durations(call: Callable[[], object], passes: int) -> dict[str, list[float]]:
+    """Profile a call that has run before: microseconds of every kernel, copy and fill by name, in order."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as observed:
+        for _ in range(passes):
+            call()
+        torch.cuda.synchronize()
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in observed.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            durations[event.name].append(event.time_range.elapsed_us())
+    return durations
 
 
 def copy_rate(size: int) -> float:

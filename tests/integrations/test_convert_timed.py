@@ -197,7 +197,13 @@ def test_other_calls_of_a_replaced_attention_run_in_torch(times):
 def test_measured_times_are_those_of_both_sides(recipe: Any):
     layer, calls = (
         nn.Linear(64, 32),
-        Counter({SampleCall(((4, 8, 64),), torch.float32, torch.device("cpu"), True, True): 2}),
+        Counter(
+            {
+                SampleCall(
+                    ((4, 8, 64),), torch.float32, torch.device("cpu"), needs_grad=True, trains=True
+                ): 2
+            }
+        ),
     )
     compared = compare(layer, Converter(recipe), calls)
     assert compared.original.ms > 0 and compared.converted.ms > 0

@@ -82,6 +82,8 @@ def quantizations() -> dict[str, bool]:
                 results |= quantized(f"tiles {name} {way}", spec, x, groups, tiled=True)
         block = QuantizeSpec(BLOCK_1D, E4M3, rowwise, columnwise, power_of_two=True)
         results |= quantized(f"rows block {way}", block, x, groups)
+        if columnwise:
+            results |= quantized(f"tiles block {way}", block, x, groups, tiled=True)
         for name, square in (("mxfp8", False), ("mxfp8 square", True)):
             spec = QuantizeSpec(MXFP8, E4M3, rowwise, columnwise, two_dimensional=square)
             results |= quantized(f"matrices {name} {way}", spec, matrices, None)

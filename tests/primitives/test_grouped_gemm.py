@@ -42,8 +42,15 @@ TOLERANCE = {"plain": 1e-2, "float8": 1e-2, "block": 1e-2}
 
 def make_spec(kind: str, element, square: bool = False) -> QuantizeSpec:
     if kind == "float8":
-        return QuantizeSpec(FLOAT8, element, True, True)
-    return QuantizeSpec(BLOCK_2D if square else BLOCK_1D, element, True, True, power_of_two=True)
+        return QuantizeSpec(FLOAT8, element, rowwise=True, columnwise=True)
+    return QuantizeSpec(
+        BLOCK_2D if square else BLOCK_1D, element, rowwise=True, columnwise=True, power_of_two=True
+    )
+
+
+def gradient_element(kind: str, backend: str):
+    """E5M2 unless a backend reads block scales by cuBLASLt, which takes them for E4M3 alone."""
+    return E5M2 if kind == "float8" or backend in ("triton", "gluon") else E4M3
 
 
 def quantized_directions(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +96,7 @@ def test_row_products_equal_per_group_products(kind, splits, transposed, exact, 
         parts = [part.double() for part in x.split(splits)]
         factors = [w.double() if transposed else w.double().t() for w in weights]
     else:
-        # cuBLASLt takes block scales for E4M3 alone.
-        first = make_spec(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3)
+        first = make_spec(kind, gradient_element(kind, backend))
         second = make_spec(kind, E4M3, square=True)
         result = quantize_rows(x, groups, first)
         contents = quantize_matrices(Matrices.of(weights), second)
@@ -128,10 +134,10 @@ def test_column_products_equal_per_group_products(kind, splits, target, backend,
         second = [part.double() for part in x.split(splits)]
     else:
         specs = (
-            make_spec(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3),
+            make_spec(kind, gradient_element(kind, backend)),
             make_spec(kind, E4M3),
         )
-        tiled = backend == "gluon" and kind == "float8"
+        tiled = backend == "gluon"
         output, contents = (
             quantize_rows(values, groups, spec, tiled=tiled)
             for values, spec in zip((dy, x), specs, strict=True)
@@ -158,21 +164,24 @@ def test_column_products_equal_per_group_products(kind, splits, target, backend,
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:3])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    "kind, exact", [("float8", False), ("float8", True), ("block", True)], ids=str
+)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_tiled_column_products_are_bitwise_equal_to_contiguous_columns(
-    splits, exact, backend, device
+    splits, kind, exact, backend, device
 ):
     total = sum(splits)
     dy, x = (torch.randn(total, width, device=device, dtype=torch.bfloat16) for width in (N, K))
     groups = make_groups(splits, total, dy.device)
+    element = gradient_element(kind, backend)
     results = []
     for tiled in (False, True):
         a, b = (
-            GroupedColumns(result.codes_t, result.scale_t, FLOAT8)
+            GroupedColumns(result.codes_t, result.scale_t, make_spec(kind, E4M3).format)
             for result in (
-                quantize_rows(dy, groups, make_spec("float8", E5M2), tiled=tiled),
-                quantize_rows(x, groups, make_spec("float8", E4M3), tiled=tiled),
+                quantize_rows(dy, groups, make_spec(kind, element), tiled=tiled),
+                quantize_rows(x, groups, make_spec(kind, E4M3), tiled=tiled),
             )
         )
         if tiled:
@@ -187,17 +196,20 @@ def test_tiled_column_products_are_bitwise_equal_to_contiguous_columns(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    "kind, exact", [("float8", False), ("float8", True), ("block", True)], ids=str
+)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_gluon_and_triton_row_products_are_bitwise_equal(splits, exact, device):
+def test_gluon_and_triton_row_products_are_bitwise_equal(splits, kind, exact, device):
     x = torch.randn(sum(splits), K, device=device, dtype=torch.bfloat16)
     weights = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in splits]
     bias = torch.randn(len(splits), N, device=device, dtype=torch.bfloat16)
     groups = make_groups(splits, len(x), x.device)
-    result = quantize_rows(x, groups, make_spec("float8", E5M2))
-    contents = quantize_matrices(Matrices.of(weights), make_spec("float8", E4M3))
-    a = GroupedRows(result.codes, result.scale, FLOAT8)
-    b = GroupedMatrices(codes=contents.codes, scale=contents.scale, format=FLOAT8)
+    spec, square = make_spec(kind, E5M2), make_spec(kind, E4M3, square=True)
+    result = quantize_rows(x, groups, spec)
+    contents = quantize_matrices(Matrices.of(weights), square)
+    a = GroupedRows(result.codes, result.scale, spec.format)
+    b = GroupedMatrices(codes=contents.codes, scale=contents.scale, format=square.format)
     results = []
     for backend in ("triton", "gluon"):
         out = torch.full((len(x), N), torch.nan, device=device, dtype=torch.bfloat16)
@@ -214,7 +226,7 @@ def test_gluon_and_triton_row_products_are_bitwise_equal(splits, exact, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_gpu_uses_one_launch_for_many_groups_and_the_library_for_few(kind):
-    many = "gluon" if kind == "float8" and gluon.missing() is None else "triton"
+    many = "gluon" if kind != "plain" and gluon.unavailable_reason() is None else "triton"
     for count, chosen in ((4, "library"), (64, many)):
         splits = (128,) * count
         x = torch.randn(128 * count, 256, device="cuda", dtype=torch.bfloat16)

@@ -107,7 +107,7 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("name", ["given", "current", "power of two"])
+@pytest.mark.parametrize("name", ["given", "current", "power of two", "block"])
 def test_tiled_columns_equal_contiguous_columns_per_128_rows(name, splits, device):
     x = values(sum(splits), device)
     spec = QuantizeSpec(rowwise=True, columnwise=True, **SCALINGS[name])
@@ -117,7 +117,8 @@ def test_tiled_columns_equal_contiguous_columns_per_128_rows(name, splits, devic
         quantize_rows(x, groups, spec, slots, tiled=tiled) for tiled in (False, True)
     )
     assert torch.equal(bits(tiled.codes), bits(contiguous.codes))
-    assert torch.equal(tiled.scale_t[:, 0], contiguous.scale_t[:, 0])
+    scales = (tiled.scale_t, contiguous.scale_t)
+    assert torch.equal(*scales if name == "block" else [scale[:, 0] for scale in scales])
     assert tiled.codes_t.shape == (groups.padded // 128, DEPTH, 128)
     first = 0
     for rows in splits:
@@ -127,6 +128,52 @@ def test_tiled_columns_equal_contiguous_columns_per_128_rows(name, splits, devic
         assert torch.equal(tiles.transpose(0, 1).reshape(-1), part)
         first += count
     assert first * 128 == groups.padded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("name", ["current", "power of two"])
+def test_many_row_groups_are_measured_and_cast_as_if_alone(name, tiled, directions, device):
+    splits = (300, 0, 1, 128, 777, 2048, 16, 0, *(37 * i % 700 for i in range(56)))
+    x = torch.randn(sum(splits), 2048, device=device, dtype=torch.bfloat16)
+    x[5, 7], x[430, 3], x[2000] = torch.inf, torch.nan, 0
+    x *= torch.logspace(-3, 3, len(x), device=device)[:, None]
+    spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **SCALINGS[name])
+    groups = make_groups(splits, len(x), x.device)
+    unknown = groups._replace(rows=None)  # measured in a launch before the cast
+    for _ in range(3):
+        known, expected = (
+            quantize_rows(x, each, spec, tiled=tiled and spec.columnwise)
+            for each in (groups, unknown)
+        )
+        for result, other in zip(known, expected, strict=True):
+            if result is not None and other is not None:
+                scales = result.dtype == torch.float32
+                pair = (result[:, 0], other[:, 0]) if scales else (bits(result), bits(other))
+                assert torch.equal(*pair)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("shape", [(1408, 2048), (384, 192), (1000, 400)])
+@pytest.mark.parametrize("name", ["current", "power of two"])
+def test_many_matrices_are_measured_and_cast_as_if_alone(name, shape, directions, device):
+    matrices = [torch.randn(shape, device=device, dtype=torch.bfloat16) * 2.0**i for i in range(40)]
+    matrices[3].zero_()
+    matrices[7][5, 7] = torch.inf
+    matrices[39][-1, -1] = torch.nan
+    spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **SCALINGS[name])
+    for _ in range(3):
+        result = quantize_matrices(Matrices.of(matrices), spec)
+        for group, matrix in enumerate(matrices):
+            with use_backend(quantize="reference"):
+                alone = quantize(matrix, spec)
+            if spec.rowwise:
+                assert torch.equal(bits(result.codes[group]), bits(alone.codes))
+                assert torch.equal(result.scale[group, :1], alone.scale)
+            if spec.columnwise:
+                assert torch.equal(bits(result.codes_t[group]), bits(alone.codes_t))
 
 
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
@@ -156,7 +203,10 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
 
 
 def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
-    splits, spec = (64, 0, 32), QuantizeSpec(NVFP4, E2M1, True, True, hadamard=True)
+    splits, spec = (
+        (64, 0, 32),
+        QuantizeSpec(NVFP4, E2M1, rowwise=True, columnwise=True, hadamard=True),
+    )
     x, groups = values(96, device), make_groups((64, 0, 32), 96, device)
     result = quantize_rows_separately(x, groups, spec, quantize)
     matrices = Matrices.of([values(32, device) for _ in range(3)])
@@ -188,7 +238,7 @@ def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
 def test_one_groups_values_do_not_change_other_groups_scales(value, device):
     x = values(256, device)
     x[:128] = value
-    spec = QuantizeSpec(FLOAT8, E4M3, True, True)
+    spec = QuantizeSpec(FLOAT8, E4M3, rowwise=True, columnwise=True)
     result = quantize_rows(x, make_groups((128, 128), 256, x.device), spec)
     alone = quantize(x[128:], spec)
     assert result.scale[0, 0] == 1.0

@@ -34,9 +34,8 @@ HALF = gl.constexpr(64)  # rows per instruction: a warp group multiplies its 128
 # Triton 3.8 renamed the copies, and 3.9 removed their former names.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-REGISTERS = (
-    168  # per thread at launch; later 24 in the warps that load, 240 in the warps that multiply
-)
+# Per thread at launch; later 24 in the warps that load, 240 in the warps that multiply.
+REGISTERS = 168
 
 
 @gluon.jit
@@ -46,6 +45,34 @@ def tile_position(tile, tiles_m, tiles_n, BAND: gl.constexpr):
     height = min(tiles_m - band * BAND, BAND)
     within = tile % (BAND * tiles_n)
     return band * BAND + within % height, within // height
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr):
+    """Allocate the barriers (full, free) of every stage: a stage is filled by one warp, and read by two groups."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    return full, free
+
+
+@gluon.jit
+def wait_for_free_stage(free, step, STAGES: gl.constexpr):
+    """Wait until all warps have read the stage of a step, and return its index."""
+    stage = step % STAGES
+    # In the first round the stages are free: the phase before the first one counts as completed.
+    mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+    return stage
+
+
+@gluon.jit
+def wait_for_full_stage(full, step, STAGES: gl.constexpr):
+    """Wait until the stage of a step is loaded, and return its index."""
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    return stage
 
 
 @gluon.jit
@@ -73,9 +100,7 @@ def fetch(
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, BAND)
         m, n = tile_m * ROWS, tile_n * BLOCK
         for block in range(blocks):
-            stage = step % STAGES
-            # In the first round the stages are free: the phase before the first one counts as completed.
-            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            stage = wait_for_free_stage(free, step, STAGES)
             arrived = full.index(stage)
             mbarrier.expect(arrived, SIZE)
             load_tile(a, [m, block * BLOCK], arrived, a_stages.index(stage))
@@ -158,8 +183,7 @@ def multiply(
         if not BY_ROW:
             square = gl.load(squares)
         for block in range(blocks):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            stage = wait_for_full_stage(full, step, STAGES)
             codes = a_stages.index(stage)
             b = b_stages.index(stage).permute((1, 0))
             rows = scale_a_stages.index(stage)
@@ -247,11 +271,7 @@ def product_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES if BY_ROW else 1, BLOCK], LINE),
     )
     buffers = gl.allocate_shared_memory(out.dtype.element_ty, [2 * BUFFERS, HALF, BLOCK], RESULT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
+    full, free = stage_barriers(STAGES)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(2):
         mbarrier.init(turns.index(group), count=1)

@@ -79,8 +79,8 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
 
     Every pointer must be a multiple of 16 bytes, as in XLA's arrays. capability is 90 for Hopper.
     """
-    assert not launch.dependent, (
-        "a launch that starts early needs an attribute that only a stream's launcher sets"
+    assert not (launch.dependent or launch.cooperative), (
+        "a launch that starts early or cooperates needs an attribute that only a stream's launcher sets"
     )
     row = nvidia(*divmod(capability, 10))
     constants, as_bytes = conversion.resolve(launch.kernel.arg_names, launch.constants, row, dtypes)
@@ -140,6 +140,7 @@ if hasattr(os, "register_at_fork"):  # a forked process has no thread that would
 
 
 def _compile(key: KernelKey) -> Compiled:
+    """Compile a kernel with Triton, and return its PTX with the launch arguments."""
     begin_hash().result()  # threads that compile at the same time would hash once each
     import triton
     from triton.backends.compiler import GPUTarget

@@ -64,8 +64,11 @@ def compute_encode_scale(amax, RANGE: tl.constexpr):
 
 
 @triton.jit
-def as_block_scale(wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr):
-    return to_scale_codes(tl.where(wanted > LIMIT, LIMIT, wanted), tl.float8e4nv, CONVERSION)
+def as_block_scale(
+    wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr, BY_INTEGERS: tl.constexpr = False
+):
+    limited = tl.where(wanted > LIMIT, LIMIT, wanted)
+    return to_scale_codes(limited, tl.float8e4nv, CONVERSION, BY_INTEGERS)
 
 
 @triton.jit
@@ -155,7 +158,8 @@ def block_error(
 def candidates(bits, encode_scale, CONVERSION: tl.constexpr):
     """Compute scales for blocks whose maximum maps to 6, and to 4; bits encode the blocks' maxima."""
     base = tl.div_rn(as_float(bits), 6.0) * encode_scale
-    return as_block_scale(base, 448.0, CONVERSION), as_block_scale(base * 1.5, 448.0, CONVERSION)
+    to_six = as_block_scale(base, 448.0, CONVERSION, True)
+    return to_six, as_block_scale(base * 1.5, 448.0, CONVERSION, True)
 
 
 @triton.jit

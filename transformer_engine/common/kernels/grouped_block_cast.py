@@ -41,6 +41,7 @@ def row_block_kernel(
     POWER_OF_TWO: tl.constexpr,
     INFINITE: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Quantize 1 x 128 blocks in row groups: along rows unless codes is None, along columns unless codes_t is."""
@@ -110,6 +111,7 @@ def row_block_kernel(
                 tiles,
                 True,
                 EVEN,
+                TILED,
             )
 
 
@@ -184,10 +186,16 @@ def row_blocks(
     value_for_inf: float,
     rowwise: bool,
     columnwise: bool,
+    *,
+    tiled: bool = False,
 ) -> Launch:
-    """Launch (x [total, K], None, layout) -> codes, scale if rowwise, codes_t, scale_t if columnwise."""
+    """Launch (x [total, K], None, layout) -> codes, scale if rowwise, codes_t, scale_t if columnwise.
+
+    Args:
+        tiled: codes_t are [K, 128] for every tile of 128 rows.
+    """
     grid, scalars, even = cast_grid(shape, groups, True, TILE_ROWS, TILE_ROWS)
-    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even, NATIVE)
+    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even, tiled, NATIVE)
     codes, codes_t = cast_codes(shape, groups, True, element, rowwise, columnwise)
     scale = Output((shape[0] * ceil_div(shape[1], TILE_ROWS),), "float32") if rowwise else None
     scale_t = Output(None, "float32") if columnwise else None

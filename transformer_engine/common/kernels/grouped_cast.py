@@ -312,23 +312,22 @@ def store_transposed(
     because they are rounded up; a mask would split the stores into single words.
     """
     if BY_ROWS:
+        # Words in a row, and the first one. Triton would lose the alignment of a quotient.
         if TILED:
             first_tile += first_m // WIDTH
-            first_m = first_m % WIDTH
-            depth = WIDTH
+            words_in_row = WIDTH // 2
+            first_word = first_m % WIDTH // 2
         else:
-            depth = tiles * WIDTH
+            words_in_row = tiles * (WIDTH // 2)
+            first_word = first_m // 2
         low, high = tl.split(pairs)
         words = tl.trans(
             low.to(tl.uint8, bitcast=True).to(tl.uint16)
             | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
         )
         pointer = (codes_t + first_tile * WIDTH * K).to(tl.pointer_type(tl.uint16))
-        places = (
-            pointer
-            + (first_k * (depth // 2) + first_m // 2)
-            + (k[:, None] * (depth // 2) + half[None, :])
-        )
+        corner = tl.multiple_of(pointer + (first_k * words_in_row + first_word), 16)
+        places = corner + (k[:, None] * words_in_row + half[None, :])
         inside = tl.broadcast_to((first_k + k < K)[:, None], words.shape)
         tile.store(places, words, inside, EVEN)
     else:

@@ -20,7 +20,15 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..formats import ceil_div
-from .block_product import REGISTERS, load_tile, store_tile, tile_position
+from .block_product import (
+    REGISTERS,
+    load_tile,
+    stage_barriers,
+    store_tile,
+    tile_position,
+    wait_for_free_stage,
+    wait_for_full_stage,
+)
 from .grouped_gemm import SLOT
 from .grouped_layout import TILE_ROWS, tiles_at_most
 from .launch import WRITTEN, AddressTable, Launch, Output
@@ -88,9 +96,7 @@ def fetch(
         n = tile_n * 2 * SIDE
         both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
-            place = step % STAGES
-            # In the first round the stages are free: the phase before the first one counts as completed.
-            mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)
+            place = wait_for_free_stage(free, step, STAGES)
             arrived = full.index(place)
             mbarrier.expect(arrived, 3 * CODE_BYTES, pred=both)
             mbarrier.expect(arrived, 2 * CODE_BYTES, pred=both == 0)
@@ -121,8 +127,6 @@ def write(
     results,
     out,
     total,
-    scale_a,
-    scale_b,
     bias,
     first,
     rows,
@@ -135,7 +139,6 @@ def write(
     BY_ADDRESS: gl.constexpr,
 ):
     """Write total [64, 128] to rows first + m of out, of which those below `rows` exist, and columns n."""
-    total = total * scale_a * scale_b
     if bias is not None:
         columns = n + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
         total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -158,6 +161,76 @@ def write(
     else:
         hopper.fence_async_shared()
         store_tile(results, [first + m, n], buffer)
+
+
+@gluon.jit
+def write_tile(
+    results,
+    out,
+    upper,
+    lower,
+    bias,
+    table,
+    buffers,
+    group,
+    row,
+    rows,
+    n,
+    M,
+    N,
+    GROUP: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
+    """Write the 64 upper and the 64 lower rows of a tile, from row `row` of the group's codes on."""
+    matrix = out
+    first = row
+    if COLUMNS:
+        first = group * M + row
+        rows = M - row
+        if table is not None:
+            first = row
+            address = gl.load(table + group).to(gl.pointer_type(out.dtype.element_ty))
+            matrix = gl.multiple_of(address, 16)
+    added_row = bias
+    if bias is not None:
+        added_row = bias + group.to(gl.int64) * N
+    BY_ADDRESS: gl.constexpr = table is not None
+    tma.store_wait(0)
+    write(
+        results,
+        matrix,
+        upper,
+        added_row,
+        first,
+        rows,
+        0,
+        n,
+        N,
+        buffers.index(GROUP * BUFFERS),
+        LAYOUT,
+        ACCUMULATE,
+        BY_ADDRESS,
+    )
+    if BUFFERS == 1:
+        tma.store_wait(0)
+    write(
+        results,
+        matrix,
+        lower,
+        added_row,
+        first,
+        rows,
+        HALF,
+        n,
+        N,
+        buffers.index(GROUP * BUFFERS + BUFFERS - 1),
+        LAYOUT,
+        ACCUMULATE,
+        BY_ADDRESS,
+    )
 
 
 @gluon.jit
@@ -202,8 +275,7 @@ def multiply(
             upper = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             lower = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             for block in range(steps):
-                place = step % STAGES
-                mbarrier.wait(full.index(place), step // STAGES & 1)
+                place = wait_for_full_stage(full, step, STAGES)
                 codes = a_stages.index(place)
                 b = b_stages.index(2 * place + GROUP).permute((1, 0))
                 if EXACT:
@@ -232,60 +304,30 @@ def multiply(
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
             by_a = gl.load(scale_a + group * SLOT)
             by_b = gl.load(scale_b + group * SLOT)
-            matrix = out
-            if COLUMNS:
-                first = group * M + row
-                rows = M - row
-                if table is not None:
-                    first = row
-                    address = gl.load(table + group).to(gl.pointer_type(out.dtype.element_ty))
-                    matrix = gl.multiple_of(address, 16)
-            else:
-                first = row
-            added_row = bias
-            if bias is not None:
-                added_row = bias + group.to(gl.int64) * N
-            tma.store_wait(0)
-            write(
+            write_tile(
                 results,
-                matrix,
-                upper,
-                by_a,
-                by_b,
-                added_row,
-                first,
+                out,
+                upper * by_a * by_b,
+                lower * by_a * by_b,
+                bias,
+                table,
+                buffers,
+                group,
+                row,
                 rows,
-                0,
                 n,
+                M,
                 N,
-                buffers.index(GROUP * BUFFERS),
+                GROUP,
+                BUFFERS,
                 LAYOUT,
+                COLUMNS,
                 ACCUMULATE,
-                table is not None,
-            )
-            if BUFFERS == 1:
-                tma.store_wait(0)
-            write(
-                results,
-                matrix,
-                lower,
-                by_a,
-                by_b,
-                added_row,
-                first,
-                rows,
-                HALF,
-                n,
-                N,
-                buffers.index(GROUP * BUFFERS + BUFFERS - 1),
-                LAYOUT,
-                ACCUMULATE,
-                table is not None,
             )
         else:
             for _ in range(steps):
-                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-                mbarrier.arrive(free.index(step % STAGES), count=1)
+                place = wait_for_full_stage(full, step, STAGES)
+                mbarrier.arrive(free.index(place), count=1)
                 step += 1
     tma.store_wait(0)
 
@@ -340,12 +382,7 @@ def grouped_kernel(
         gl.allocate_shared_memory(b.dtype.element_ty, [2 * STAGES, SIDE, SIDE], CODES),
     )
     buffers = gl.allocate_shared_memory(out.dtype.element_ty, [2 * BUFFERS, HALF, SIDE], RESULT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(free.index(place), count=2)
-    barriers = (full, free)
+    barriers = stage_barriers(STAGES)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [

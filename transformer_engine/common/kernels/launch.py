@@ -60,7 +60,7 @@ def _missing() -> str | None:
 MISSING: str | None = _missing()
 
 
-def missing(hardware: Hardware) -> str | None:
+def unavailable_reason(hardware: Hardware) -> str | None:
     """Reason why Triton is unavailable on a GPU, or None.
 
     Triton is imported only after a GPU has been found.
@@ -82,7 +82,9 @@ def gluon_missing(hardware: Hardware) -> str | None:
 def _gluon_reason(
     hardware: Hardware, triton_missing: str | None, release: tuple[int, int]
 ) -> str | None:
-    if (reason := missing(hardware) or hardware.lacks("hopper instructions")) is not None:
+    if (
+        reason := unavailable_reason(hardware) or hardware.lacks("hopper instructions")
+    ) is not None:
         return reason
     if (reason := optional.gluon_problem(release)) is not None:
         return reason
@@ -168,6 +170,7 @@ class Launch:
         dependent: May start before the previous launch has ended (programmatic dependent launch); the kernel waits
             before it reads the results of that launch.
         fuses: A product and a following sum may become one fused multiply-add, which rounds once.
+        cooperative: All programs run at the same time; the grid must fit the GPU.
         in_place: Indices of inputs that are also written, if present; they are passed once.
         tables: Inputs with the addresses of further tensors.
         handles: Starters for the compiled kernel, by the properties that the record does not fix.
@@ -186,6 +189,7 @@ class Launch:
     registers: int | None = None
     dependent: bool = False
     fuses: bool = True
+    cooperative: bool = False
     in_place: tuple[int, ...] = ()
     tables: tuple[AddressTable, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
@@ -272,6 +276,8 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
         options["launch_pdl"] = True
+    if launch.cooperative:
+        options["launch_cooperative_grid"] = True
     import triton
 
     # Under TRITON_INTERPRET=1, kernels have another class.

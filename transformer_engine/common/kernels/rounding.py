@@ -45,13 +45,17 @@ def to_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
 
 
 @triton.jit
-def to_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
-    """Round float32 block scales to E4M3 codes like `to_codes`, by integers in place of inline PTX.
+def to_scale_codes(
+    values, element: tl.constexpr, CONVERSION: tl.constexpr, BY_INTEGERS: tl.constexpr
+):
+    """Round float32 block scales to E4M3 codes like `to_codes`.
 
-    The inline PTX packs four values per thread. A tile with square blocks has fewer scales than that, and codes
-    differed on an H200.
+    Integers replace inline PTX, which packs four values per thread: a tile with square blocks has fewer scales, and
+    codes differed on an H200. With BY_INTEGERS, integers replace the native conversion as well: it converts two
+    values at once, and ptxas 12.8 reads one of the two codes from a stale register in kernels that choose between
+    two scales per block (sm_90's machine code).
     """
-    if CONVERSION == _INSTRUCTION:
+    if CONVERSION == _INSTRUCTION or (BY_INTEGERS and CONVERSION == _NATIVE):
         codes = _to_codes_by_integers(values, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x7E)
         return codes.to(element, bitcast=True)
     else:

@@ -137,7 +137,7 @@ class Converter:
                 return
             ours, converted = norms[type(module)]
             engine = ours(module.normalized_shape, eps=module.eps, device="meta")
-        _become(module, converted, engine, {})
+        _change_class(module, converted, engine, {})
 
     def _convert_linear(self, module: nn.Linear) -> None:
         sizes = module.in_features, module.out_features, module.bias is not None
@@ -154,12 +154,12 @@ class Converter:
             "prototype": engine if shared else None,
             "traced_recipe": self.traced_recipe,
         }
-        _become(module, ConvertedLinear, engine, attributes)
+        _change_class(module, ConvertedLinear, engine, attributes)
         if not shared:
             vars(module)["tracing_key"] = new_tracing_key(module)  # pyright: ignore[reportArgumentType]
 
 
-def _become(
+def _change_class(
     module: nn.Module, cls: type[nn.Module], engine: nn.Module, attributes: dict[str, Any]
 ) -> None:
     """Change a module's class, and add the attributes of an engine layer with the same settings."""

@@ -121,8 +121,8 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ....common.formats import FLOAT8, TensorFormat
+from ....common.formats import BLOCK_1D, FLOAT8, TensorFormat
 from . import gluon, library, reference, triton, triton_scaled
 from .groups import Groups, Matrices, cached_on_device, irregular, make_groups
 from .request import (
@@ -55,9 +55,9 @@ def tiles_columns(tensor_format: TensorFormat, count: int, device: torch.device)
 
     Few groups have contiguous codes, which the library's products read.
     """
-    if tensor_format != FLOAT8 or count <= library.FEW or device.type != "cuda":
+    if tensor_format not in (FLOAT8, BLOCK_1D) or count <= library.FEW or device.type != "cuda":
         return False
-    return gluon.missing() is None
+    return gluon.unavailable_reason() is None
 
 
 def product_of_rows(

@@ -1,26 +1,29 @@
-"""A grouped product of FP8 codes with one scale per group in one launch of a kernel for Hopper, written in Gluon."""
+"""A grouped product of FP8 codes, scaled per group or per 128 elements, in one launch of a Gluon kernel for Hopper."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import BY_TILE, Backend, always_depends
-from ....common.formats import FLOAT8
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, processors
 from ...runtime.tracing import constant_while_tracing
 from . import triton
-from .groups import Matrices
+from .groups import TILE_ROWS, Matrices
 from .request import GroupedGemmRequest, GroupedProduct
+
+_LARGEST_AXIS = 1 << 31  # the copy engine's coordinates have 32 bits
 
 
 @constant_while_tracing
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason why kernels in Gluon for Hopper do not run on the current GPU, or None."""
     return launch.gluon_missing(current_hardware())
 
@@ -28,10 +31,13 @@ def missing() -> str | None:
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
-    if (reason := missing()) is not None:
+    if (reason := unavailable_reason()) is not None:
         return reason
-    if (request.a_format, request.b_format) != (FLOAT8, FLOAT8):
-        return "it takes FP8 codes with one scale per group"
+    weights = BLOCK_2D if request.along == "columns" else BLOCK_1D
+    if (request.a_format, request.b_format) not in ((FLOAT8, FLOAT8), (BLOCK_1D, weights)):
+        return (
+            "it takes one scale per group, or 1x128 blocks times 128x128 blocks (of columns: 1x128)"
+        )
     if (reason := triton.unsupported_result(request)) is not None:
         return reason
     if request.by_address and request.along == "columns":
@@ -40,16 +46,24 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return "rows of no group are cleared, which its products leave undefined"
     if request.along == "rows" and not request.tiled:
         return "the codes of columns are contiguous per group; it reads tiles of 128 rows"
+    if request.a_format == BLOCK_1D and request.along == "columns":
+        scales = request.rows * ceil_div(request.k, TILE_ROWS)
+        if scales >= _LARGEST_AXIS:
+            return f"{scales} scales of 1x128 blocks reach {_LARGEST_AXIS}"
     if request.accumulates and request.result != torch.float32:
         return f"it adds to float32, not to {request.result}"
     return None
 
 
 def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
-    from ....common.kernels import grouped_product as kernels  # it imports triton
+    # They import triton.
+    from ....common.kernels import grouped_block_product, grouped_product
 
     n, k, groups, dtype = request.n, request.k, request.groups, DTYPE_NAMES[request.result]
-    options = {"exact": request.exact, "processors": processors(request.device.index).count}
+    options: dict[str, Any] = {"processors": processors(request.device.index).count}
+    kernels: Any = grouped_block_product
+    if request.a_format == FLOAT8:
+        kernels, options["exact"] = grouped_product, request.exact
     if request.along == "columns":
         record = kernels.product_of_rows(request.rows, n, k, groups, dtype, **options)
     else:

@@ -56,7 +56,7 @@ def iterate_columns(a: GroupedColumns, groups: Groups, width: int) -> Iterator[O
     scales = (
         a.scale[:, :1].unbind(0)
         if a.format == FLOAT8
-        else a.scale.split([count * width for count in tiles])
+        else a.scale[: sum(tiles) * width].split([count * width for count in tiles])
     )
     for part, scale, count in zip(codes, scales, tiles, strict=True):
         matrix = part.view(width, count * TILE_ROWS)

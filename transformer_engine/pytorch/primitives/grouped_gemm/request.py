@@ -48,8 +48,8 @@ class GroupedColumns(NamedTuple):
     Attributes:
         codes: High precision [total, K] if format is None. MXFP8 and NVFP4: the transpose [K, total], packed
             for NVFP4, for groups whose rows are a multiple of 32. Otherwise the transpose of every group,
-            group after group [K, rows rounded up to 128] with zeros at the end, flattened; or, for FLOAT8,
-            tiles [tiles, K, 128] with 128 rows of one group each (`tiles_columns`).
+            group after group [K, rows rounded up to 128] with zeros at the end, flattened; or tiles
+            [tiles, K, 128] with 128 rows of one group each (`tiles_columns`).
         scale: FLOAT8: float32 [groups, 4]. BLOCK_1D: float32, group after group [ceil(rows / 128), K], flattened.
             MXFP8: exponents [K, total / 32]. NVFP4: float8_e4m3fn [K, total / 16].
         format: Code format, or None.

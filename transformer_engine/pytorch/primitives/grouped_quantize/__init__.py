@@ -48,7 +48,7 @@ def quantize_rows(
         groups: The rows of each group.
         spec: Target format and scaling.
         slots: Given scales; None to compute them.
-        tiled: Store FLOAT8 codes of columns as tiles [tiles, K, 128] of 128 rows.
+        tiled: Store codes of columns as tiles [tiles, K, 128] of 128 rows.
 
     Raises:
         ValueError: The format is unsupported, or a group's rows are not a multiple of 32 in MXFP8 columns.
@@ -59,7 +59,6 @@ def quantize_rows(
         raise ValueError(
             f"groups of rows are quantized to float8, block1d or exponents, not to {spec.format.name}"
         )
-    assert not tiled or spec.format == FLOAT8
     shape = (x.shape[0], x.shape[1])
     key = (
         spec,
@@ -115,7 +114,7 @@ def row_sums(x: Tensor, groups: Groups) -> Tensor:
 
     The host waits for nothing on a GPU with Triton.
     """
-    if not x.is_cuda or launch.missing(current_hardware()) is not None:
+    if not x.is_cuda or launch.unavailable_reason(current_hardware()) is not None:
         return torch.stack([part.sum(0, dtype=torch.float32) for part in groups.split(x)])
     from ....common.kernels import grouped_gemm
 

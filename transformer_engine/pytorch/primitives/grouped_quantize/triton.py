@@ -1,4 +1,4 @@
-"""Grouped quantization in one Triton launch, two where the scales come from the values' own maxima.
+"""Grouped quantization in one Triton launch, two where the scales of row groups come from their own maxima.
 
 The groups' bits equal `quantize`'s kernel and reference.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
-from ....common.kernels.launch import LARGEST_EXTENT
-from ...runtime.launching import Performed, run_program_into, unsupported_casts
+from ....common.kernels.launch import ALIGNMENT, LARGEST_EXTENT, gluon_missing
+from ...runtime.device import current_hardware
+from ...runtime.launching import Performed, processors, run_program_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import FORMATS, QuantizeSpec, torch_dtype
 from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
@@ -46,10 +48,12 @@ def bind(request: GroupedQuantizeRequest) -> Call:
     ) -> GroupedQuantized:
         if isinstance(values, Matrices):
             inputs = (values.tensors[0], values.table, None)
+            largest = values.shape[0]
             result = _space_for_matrices(spec, len(values.tensors), *values.shape, inputs[0].device)
         else:
             assert groups is not None
             inputs = (values.contiguous(), None, groups.layout)
+            largest = None if groups.rows is None else max(groups.rows)
             depth = values.shape[1]
             codes_dtype = torch_dtype(spec.element)
             codes = codes_t = scale = scale_t = None
@@ -81,7 +85,7 @@ def bind(request: GroupedQuantizeRequest) -> Call:
                         groups.padded // _WIDTH * depth, dtype=torch.float32, device=values.device
                     )
                 result = GroupedQuantized(codes, scale, codes_t, scale_t)
-        quantize(inputs, result, slots)
+        quantize(inputs, result, slots, largest)
         return result
 
     return call
@@ -94,9 +98,12 @@ def _block_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     infinite = min(torch.finfo(request.dtype).max, FLOAT32_MAX)
     steps = (spec.element, spec.power_of_two, spec.epsilon, infinite, spec.rowwise, spec.columnwise)
     blocks = kernels.square_blocks if request.matrices else kernels.row_blocks
-    record = blocks(request.shape, request.groups, *steps)
+    more = {} if request.matrices else {"tiled": request.tiled}
+    record = blocks(request.shape, request.groups, *steps, **more)
 
-    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+    def quantize(
+        inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None, largest: int | None
+    ) -> None:
         run_program_into(record, (*inputs, *outputs[:4]), inputs[0].device)
 
     return quantize
@@ -108,7 +115,9 @@ def _exponent_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     assert matrices is not None
     record = matrices(spec, request.shape, request.groups)
 
-    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+    def quantize(
+        inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None, largest: int | None
+    ) -> None:
         run_program_into(record, (*inputs[:2], *outputs[:4]), inputs[0].device)
 
     return quantize
@@ -119,20 +128,53 @@ def _tensor_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
 
     # Groups are measured in a launch before the cast. One launch that casts each group from the L2 cache after its
     # measurement is slower on an H200: 285 instead of 280 us for 64 x 1408 x 2048, 260 instead of 205 for 8 row groups.
-    spec = request.spec
+    spec, by_rows = request.spec, not request.matrices
     how = (spec.element, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
-    program = kernels.tensor_scaled(
-        request.shape, request.groups, not request.matrices, *how, request.slots, request.tiled
-    )
-    performed = Performed(program, request.device)
+    plain = (request.shape, request.groups, by_rows, *how)
+    in_turn = Performed(kernels.tensor_scaled(*plain, request.slots, request.tiled), request.device)
+    held = _held_program(request, plain)
 
-    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+    def quantize(
+        inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None, largest: int | None
+    ) -> None:
         inverse = outputs.scale if outputs.scale is not None else outputs.scale_t
         results = [part for part in (outputs.codes, outputs.codes_t, inverse) if part is not None]
         states = () if slots is None else (slots.scale, slots.amax)
-        performed(*inputs, *states, *results)
+        perform = in_turn
+        if held is not None and largest is not None and inputs[0].data_ptr() % ALIGNMENT == 0:
+            performed, fits = held
+            perform = performed if fits(largest) else in_turn
+        perform(*inputs, *states, *results)
 
     return quantize
+
+
+def _held_program(
+    request: GroupedQuantizeRequest, plain: tuple[Any, ...]
+) -> tuple[Performed, Callable[[int], bool]] | None:
+    """Return the launch that measures and casts groups in one pass, and whether it supports a largest row count.
+
+    None if the scales are given, on other GPUs than Hopper, and for values or extents that it does not support.
+    """
+    if request.slots is not None or request.device.type != "cuda":
+        return None
+    if gluon_missing(current_hardware()) is not None:
+        return None
+    from ....common.kernels import grouped_held_cast as kernels  # it imports triton
+
+    count = processors(request.device.index).count
+    by_rows, (rows, depth) = not request.matrices, request.shape
+    fits = partial(
+        kernels.fits,
+        depth=depth,
+        by_rows=by_rows,
+        itemsize=request.dtype.itemsize,
+        processors=count,
+    )
+    if not fits(1 if by_rows else rows):
+        return None
+    program = kernels.held_scaled(*plain, processors=count, tiled=request.tiled)
+    return Performed(program, request.device), fits
 
 
 def _space_for_matrices(
