@@ -66,6 +66,8 @@ def fetch(
         group, row, tile_n, steps, first_tile, _ = locate(
             tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS
         )
+        n = tile_n * 2 * SIDE
+        both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         start = 0
         height = M
         aligned = TILES > 0
@@ -74,8 +76,6 @@ def fetch(
             start = gl.load(layout + group)
             height = gl.load(layout + group + 1) - start
             aligned = (start * steps | height) % ALIGNMENT == 0
-        n = tile_n * 2 * SIDE
-        both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
             place = wait_for_free_stage(free, step, STAGES)
             arrived = full.index(place)
@@ -153,10 +153,9 @@ def multiply(
             lower = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             for block in range(steps):
                 place = wait_for_full_stage(full, step, STAGES)
-                by_rows = scale_a_stages.index(place)
+                codes, by_rows = a_stages.index(place), scale_a_stages.index(place)
                 first = by_rows.slice(0, HALF).load(RIGHT) * square
                 second = by_rows.slice(HALF, HALF).load(RIGHT) * square
-                codes = a_stages.index(place)
                 b = b_stages.index(2 * place + GROUP).permute((1, 0))
                 product = hopper.warpgroup_mma(
                     codes.slice(0, HALF), b, product, use_acc=never, is_async=True
