@@ -66,8 +66,6 @@ def fetch(
         group, row, tile_n, steps, first_tile, _ = locate(
             tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS
         )
-        n = tile_n * 2 * SIDE
-        both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         start = 0
         height = M
         aligned = TILES > 0
@@ -76,11 +74,13 @@ def fetch(
             start = gl.load(layout + group)
             height = gl.load(layout + group + 1) - start
             aligned = (start * steps | height) % ALIGNMENT == 0
+        n = tile_n * 2 * SIDE
+        both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
-            place = wait_for_free_stage(free, step, STAGES)
-            arrived = full.index(place)
             row_a, row_b, column = row, group * N + n, block * SIDE
             first_scale = start * steps + block * height + row - start
+            place = wait_for_free_stage(free, step, STAGES)
+            arrived = full.index(place)
             if not aligned:
                 at = first_scale + gl.arange(0, SIDE, LINE)
                 values = gl.load(scale_pointer + at, mask=at < steps * TOTAL, other=0.0)
