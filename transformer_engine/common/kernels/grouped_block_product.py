@@ -135,9 +135,9 @@ def multiply(
     BELOW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
     full, free = barriers
+    step = 0
     never = TILES < 0  # always false, which the assembler cannot know; see `block_product.added`
     product = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
-    step = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         group, row, tile_n, steps, _, rows = locate(
             tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS
@@ -154,8 +154,11 @@ def multiply(
             for block in range(steps):
                 place = wait_for_full_stage(full, step, STAGES)
                 codes, by_rows = a_stages.index(place), scale_a_stages.index(place)
-                first = by_rows.slice(0, HALF).load(RIGHT) * square
-                second = by_rows.slice(HALF, HALF).load(RIGHT) * square
+                first, second = (
+                    by_rows.slice(0, HALF).load(RIGHT),
+                    by_rows.slice(HALF, HALF).load(RIGHT),
+                )
+                first, second = first * square, second * square
                 b = b_stages.index(2 * place + GROUP).permute((1, 0))
                 product = hopper.warpgroup_mma(
                     codes.slice(0, HALF), b, product, use_acc=never, is_async=True
