@@ -24,7 +24,16 @@ from .block_product import (
     wait_for_full_stage,
 )
 from .grouped_layout import TILE_ROWS, tiles_at_most
-from .grouped_product import CODE_BYTES, HALF, SIDE, TILE_COLUMNS, locate, write_tile
+from .grouped_product import (
+    CODE_BYTES,
+    HALF,
+    SIDE,
+    TILE_COLUMNS,
+    count_rows,
+    locate,
+    map_codes,
+    write_tile,
+)
 from .launch import WRITTEN, AddressTable, Launch, Output
 
 ALIGNMENT = gl.constexpr(4)  # the copy engine reads scales at multiples of 16 bytes
@@ -244,17 +253,9 @@ def grouped_block_kernel(
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     LINE: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     RESULT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIDE], out.dtype.element_ty)
-    if COLUMNS:
-        tiles = max(gl.load(layout + 2 * GROUPS + 1), 1)  # a tensor map has no empty axis
-        rows_a, rows_b, width, rows_out = tiles * M, tiles * N, SIDE, GROUPS * M
-        scales_a = rows_a
-    else:
-        rows_a, rows_b, width, rows_out = TOTAL, GROUPS * N, K, TOTAL
-        scales_a = TOTAL * gl.cdiv(K, SIDE)
-    matrices = (
-        tma.make_tensor_descriptor(a, [rows_a, width], [width, 1], [SIDE, SIDE], CODES),
-        tma.make_tensor_descriptor(b, [rows_b, width], [width, 1], [SIDE, SIDE], CODES),
-    )
+    rows_a, rows_b, rows_out = count_rows(layout, TOTAL, M, N, GROUPS, COLUMNS)
+    matrices = map_codes(a, b, rows_a, rows_b, SIDE if COLUMNS else K, CODES)
+    scales_a = rows_a if COLUMNS else TOTAL * gl.cdiv(K, SIDE)
     of_rows = tma.make_tensor_descriptor(scale_a, [scales_a], [1], [SIDE], LINE)
     scales = (of_rows, of_rows)
     if COLUMNS:

@@ -333,6 +333,25 @@ def multiply(
 
 
 @gluon.jit
+def count_rows(layout, TOTAL, M, N, GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Rows of the left codes, of the right codes, and of the result, each as one matrix."""
+    if COLUMNS:
+        tiles = max(gl.load(layout + 2 * GROUPS + 1), 1)  # a tensor map has no empty axis
+        return tiles * M, tiles * N, GROUPS * M
+    else:
+        return TOTAL, GROUPS * N, TOTAL
+
+
+@gluon.jit
+def map_codes(a, b, rows_a, rows_b, width, CODES: gl.constexpr):
+    """Tensor maps of the codes, [rows, width] each."""
+    return (
+        tma.make_tensor_descriptor(a, [rows_a, width], [width, 1], [SIDE, SIDE], CODES),
+        tma.make_tensor_descriptor(b, [rows_b, width], [width, 1], [SIDE, SIDE], CODES),
+    )
+
+
+@gluon.jit
 def grouped_kernel(
     a,
     b,
@@ -367,15 +386,8 @@ def grouped_kernel(
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     RESULT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIDE], out.dtype.element_ty)
-    if COLUMNS:
-        tiles = max(gl.load(layout + 2 * GROUPS + 1), 1)  # a tensor map has no empty axis
-        rows_a, rows_b, width, rows_out = tiles * M, tiles * N, SIDE, GROUPS * M
-    else:
-        rows_a, rows_b, width, rows_out = TOTAL, GROUPS * N, K, TOTAL
-    matrices = (
-        tma.make_tensor_descriptor(a, [rows_a, width], [width, 1], [SIDE, SIDE], CODES),
-        tma.make_tensor_descriptor(b, [rows_b, width], [width, 1], [SIDE, SIDE], CODES),
-    )
+    rows_a, rows_b, rows_out = count_rows(layout, TOTAL, M, N, GROUPS, COLUMNS)
+    matrices = map_codes(a, b, rows_a, rows_b, SIDE if COLUMNS else K, CODES)
     results = tma.make_tensor_descriptor(out, [rows_out, N], [N, 1], [HALF, SIDE], RESULT)
     stages = (
         gl.allocate_shared_memory(a.dtype.element_ty, [STAGES, SIDE, SIDE], CODES),
