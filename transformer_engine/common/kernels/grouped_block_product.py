@@ -32,6 +32,7 @@ from .grouped_product import (
     count_rows,
     locate,
     map_codes,
+    skip_stages,
     write_tile,
 )
 from .launch import WRITTEN, AddressTable, Launch, Output
@@ -115,6 +116,17 @@ def fetch(
 
 
 @gluon.jit
+def column_scales(
+    stages, place, otherwise, LAYOUT: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Scales of 128 columns if they differ, `otherwise` if not."""
+    if COLUMNS:
+        return stages.index(place).slice(GROUP * SIDE, SIDE).load(gl.SliceLayout(0, LAYOUT))
+    else:
+        return otherwise
+
+
+@gluon.jit
 def multiply(
     results,
     out,
@@ -141,7 +153,6 @@ def multiply(
     """Compute the columns [128 GROUP, 128 GROUP + 128) of every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     RIGHT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    BELOW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
     full, free = barriers
     step = 0
@@ -175,16 +186,13 @@ def multiply(
                 if not COLUMNS:
                     square = gl.load(squares + min(block + 1, steps - 1))
                 product = hopper.warpgroup_mma_wait(0, deps=[product])
-                by_column = first
-                if COLUMNS:
-                    by_column = scale_b_stages.index(place).slice(GROUP * SIDE, SIDE).load(BELOW)
+                by_column = column_scales(scale_b_stages, place, first, LAYOUT, GROUP, COLUMNS)
                 upper = added(upper, product, first, by_column, COLUMNS)
                 product = hopper.warpgroup_mma(
                     codes.slice(HALF, HALF), b, product, use_acc=never, is_async=True
                 )
                 product = hopper.warpgroup_mma_wait(0, deps=[product])
-                if COLUMNS:
-                    by_column = scale_b_stages.index(place).slice(GROUP * SIDE, SIDE).load(BELOW)
+                by_column = column_scales(scale_b_stages, place, second, LAYOUT, GROUP, COLUMNS)
                 mbarrier.arrive(free.index(place), count=1)
                 lower = added(lower, product, second, by_column, COLUMNS)
                 step += 1
@@ -209,10 +217,7 @@ def multiply(
                 ACCUMULATE,
             )
         else:
-            for _ in range(steps):
-                place = wait_for_full_stage(full, step, STAGES)
-                mbarrier.arrive(free.index(place), count=1)
-                step += 1
+            step = skip_stages(full, free, step, steps, STAGES)
     tma.store_wait(0)
 
 

@@ -123,6 +123,16 @@ def added(total, product):
 
 
 @gluon.jit
+def skip_stages(full, free, step, steps, STAGES: gl.constexpr):
+    """Free the next stages without reading them, and return the step behind them."""
+    for _ in range(steps):
+        place = wait_for_full_stage(full, step, STAGES)
+        mbarrier.arrive(free.index(place), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
 def write(
     results,
     out,
@@ -325,10 +335,7 @@ def multiply(
                 ACCUMULATE,
             )
         else:
-            for _ in range(steps):
-                place = wait_for_full_stage(full, step, STAGES)
-                mbarrier.arrive(free.index(place), count=1)
-                step += 1
+            step = skip_stages(full, free, step, steps, STAGES)
     tma.store_wait(0)
 
 
