@@ -130,8 +130,11 @@ def cast_tile(
         else:
             gl.store(places, narrow)
     if codes_t is not None:
-        # Rows 2 r and 2 r + 1 form one word; see `tile`.
+        # Rows 2 r and 2 r + 1 form one word, whose codes must result from one instruction; see `tile`. A thread has
+        # both rows: the layout only orders its registers.
+        PAIRS: gl.constexpr = gl.BlockedLayout([1, 8, 2], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
         pairs = values.reshape([HALF, 2, COLUMNS]).permute((0, 2, 1))
+        pairs = gl.convert_layout(pairs, PAIRS)
         low, high = gl.split((pairs.to(gl.float32) * factor).to(codes_t.dtype.element_ty))
         words = low.to(gl.uint8, bitcast=True).to(gl.uint16) | (
             high.to(gl.uint8, bitcast=True).to(gl.uint16) << 8
