@@ -98,7 +98,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument(
-        "--size", nargs="+", choices=SIZES, default=[name for name in SIZES if name != "tiny"]
+        "--size",
+        nargs="+",
+        choices=SIZES,
+        default=[name for name in SIZES if not name.startswith("tiny")],
     )
     options.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     options.add_argument(

@@ -1,4 +1,4 @@
-"""Models of plain PyTorch for `convert.py`: a Llama, a vision transformer, a diffusion transformer and a small GPT."""
+"""Models of plain PyTorch for `convert.py`: a Llama, a mixture of experts, vision and diffusion transformers, a GPT."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class Size:
     """Model shape, and sequences per step.
 
     Attributes:
-        kind: "llama", "vit", "dit" or "gpt".
+        kind: "llama", "moe", "vit", "dit" or "gpt".
         outputs: Vocabulary, or number of classes or channels.
+        experts: Number of experts, which grouped_mm multiplies.
+        chosen: Experts per token.
     """
 
     kind: str
@@ -29,14 +31,18 @@ class Size:
     outputs: int
     batch: int
     length: int
+    experts: int = 0
+    chosen: int = 0
 
 
 SIZES = {
     "llama-1b": Size("llama", 8, 2048, 8192, 32, 8, 32768, 2, 4096),
+    "qwen3-moe": Size("moe", 2, 2048, 768, 16, 4, 32768, 2, 4096, experts=128, chosen=8),
     "vit-l": Size("vit", 12, 1024, 4096, 16, 16, 1000, 64, 256),
     "dit-xl": Size("dit", 14, 1152, 4608, 16, 16, 32, 64, 256),
     "gpt-57m": Size("gpt", 8, 768, 3072, 12, 12, 256, 32, 512),
     "tiny": Size("llama", 2, 64, 128, 4, 2, 96, 2, 32),
+    "tiny-moe": Size("moe", 2, 64, 32, 4, 2, 96, 2, 32, experts=4, chosen=2),
 }
 
 
@@ -83,6 +89,47 @@ class LlamaBlock(nn.Module):
         return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
 
 
+class Experts(nn.Module):
+    """SwiGLU experts in two parameters, each for the rows of the tokens that choose it, as in transformers."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.experts, self.chosen = size.experts, size.chosen
+        self.router = nn.Linear(size.hidden, size.experts, bias=False)
+        self.gate_up_proj = nn.Parameter(torch.empty(size.experts, 2 * size.inner, size.hidden))
+        self.down_proj = nn.Parameter(torch.empty(size.experts, size.hidden, size.inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, numbers = self.router(tokens).float().softmax(-1).topk(self.chosen)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        ordered, order = numbers.flatten().sort()
+        ends = torch.searchsorted(
+            ordered, torch.arange(self.experts, device=x.device), right=True
+        ).to(torch.int32)
+        owners = order // self.chosen
+        gate, up = F.grouped_mm(tokens[owners], self.gate_up_proj.mT, offs=ends).chunk(2, -1)
+        y = F.grouped_mm(F.silu(gate) * up, self.down_proj.mT, offs=ends)
+        y = y * weights.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, owners, y).view_as(x)
+
+
+class ExpertsBlock(nn.Module):
+    """RMSNorm, rotary attention and experts, as in Qwen3-MoE."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(size.hidden, eps=1e-6) for _ in range(2))
+        self.attention = Attention(size, bias=False, causal=True)
+        self.experts = Experts(size)
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor | None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles)
+        return x + self.experts(self.ffn_norm(x))
+
+
 class EncoderBlock(nn.Module):
     """LayerNorm, attention with biases and GELU, as in timm's ViT and in GPT-2."""
 
@@ -120,7 +167,13 @@ class DiffusionBlock(nn.Module):
         return x + gate2 * self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
 
 
-BLOCKS = {"llama": LlamaBlock, "vit": EncoderBlock, "gpt": EncoderBlock, "dit": DiffusionBlock}
+BLOCKS = {
+    "llama": LlamaBlock,
+    "moe": ExpertsBlock,
+    "vit": EncoderBlock,
+    "gpt": EncoderBlock,
+    "dit": DiffusionBlock,
+}
 
 
 class Model(nn.Module):
@@ -129,13 +182,15 @@ class Model(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.size = size
-        self.reads_tokens = size.kind in ("llama", "gpt")
+        self.reads_tokens = size.kind in ("llama", "moe", "gpt")
         self.embedding = (nn.Embedding if self.reads_tokens else nn.Linear)(
             size.outputs, size.hidden
         )
         self.layers = nn.ModuleList([BLOCKS[size.kind](size) for _ in range(size.layers)])
         norm = (
-            nn.RMSNorm(size.hidden, eps=1e-5) if size.kind == "llama" else nn.LayerNorm(size.hidden)
+            nn.RMSNorm(size.hidden, eps=1e-5)
+            if size.kind in ("llama", "moe")
+            else nn.LayerNorm(size.hidden)
         )
         self.norm, self.head = norm, nn.Linear(size.hidden, size.outputs, bias=False)
         frequencies = 1e4 ** -(
@@ -148,7 +203,9 @@ class Model(nn.Module):
     def forward(self, x: Tensor, targets: Tensor, condition: Tensor | None) -> Tensor:
         h = self.embedding(x)
         for layer in self.layers:
-            h = layer(h, (self.cos, self.sin) if self.size.kind == "llama" else None, condition)
+            h = layer(
+                h, (self.cos, self.sin) if self.size.kind in ("llama", "moe") else None, condition
+            )
         y = self.head(self.norm(h))
         if self.size.kind == "dit":
             return F.mse_loss(y.float(), targets)
@@ -171,7 +228,7 @@ def make_batch(size: Size, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs, targets and a diffusion transformer's condition."""
     shape = size.batch, size.length
     options = {"device": device, "dtype": BF16}
-    if size.kind in ("llama", "gpt"):
+    if size.kind in ("llama", "moe", "gpt"):
         tokens = torch.randint(0, size.outputs, shape, device=device)
         return tokens, tokens.roll(-1, 1), None
     x = torch.randn(*shape, size.outputs, **options)

@@ -274,7 +274,7 @@ def count_algorithms(capability: str) -> None:
     if capability != "real":
         answers = ctypes.c_int.in_dll(ctypes.CDLL(SONAME.decode()), "forged_answers")
         os.environ[VARIABLE] = row_attributes(capability)
-    if (reason := library.missing()) is not None:
+    if (reason := library.unavailable_reason()) is not None:
         raise RuntimeError(reason)
     for name, layout, problem in cases():
         try:

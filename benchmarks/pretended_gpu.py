@@ -134,9 +134,9 @@ class _Library(SimpleNamespace):
 def _pretend_library() -> None:
     library = _module("pytorch.primitives.gemm.cublaslt_library")
     fake = _Library()
-    library.missing = library._missing = _takes_all
+    library.unavailable_reason = library._unavailable_reason = _takes_all
     library.bindings = lambda: fake
-    library.handle = lambda device: 1
+    library.get_handle = lambda device: 1
     library.indexed_device = lambda device: torch.device("cpu")
     library.current_device = lambda: 0
     library._workspaces[0, 0] = (0, None)

@@ -84,7 +84,7 @@ def main() -> None:
         print(
             f"{case.name:44} {row['cublaslt_us']:8.2f} us, {case.through_torch} {row['torch_us']:8.2f} us"
         )
-    library = cublaslt_library.missing() or cublaslt_library.bindings().get_version()
+    library = cublaslt_library.unavailable_reason() or cublaslt_library.bindings().get_version()
     found = {"products": products, "host": hosts, "steps": steps, "tune_plan": tuned}
     write(chosen.json, machine(cublaslt=library), **found)
 

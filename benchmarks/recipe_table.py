@@ -1,12 +1,14 @@
 """Loss and next-byte accuracy of recipes and options against bfloat16, over seeds and model sizes.
 
     python benchmarks/recipe_table.py RECORDS [--sizes 57M 125M] [--arms NAME ...] [--seeds 3] [--seconds N]
-        [--packages NAME ...] [--steps N] [--json FILE]
+        [--packages NAME ...] [--steps N] [--earlier FILE] [--json FILE]
+    python benchmarks/recipe_table.py RECORDS --queue SIZE:ARM:SEED[:STEPS] ... [--seconds N] [--earlier FILE] ..
     python benchmarks/recipe_table.py RECORDS --summary [--json FILE]
 
 Each training is a record RECORDS/SIZE-ARM-STEPS-SEED.json. The command continues where it stopped: it skips trainings
 that have a record, and trainings that another process with the same folder has locked. Start one process per GPU.
-With --seconds it starts no training that would end later.
+With --seconds it starts no training that would end later. With --earlier it continues the records in a file that --json
+wrote, if they have the same text. With --queue it runs these trainings, in this order, each after its baseline.
 
 All arms of a seed start from the same weights and see the same batches. Native recipes and options train on 50
 million tokens of 16384 each step, emulated ones on 15 million, and bfloat16 on both. The text is the Python source of
@@ -47,7 +49,7 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine_tools.demo.config import RunConfig, make_recipe, resolve
 from transformer_engine_tools.demo.data import SKIPPED, Batch, Corpus, load_corpus
 from transformer_engine_tools.demo.model import ByteGPT
-from transformer_engine_tools.demo.optimizer import OPTIMIZERS
+from transformer_engine_tools.demo.optimizer import OPTIMIZERS, FusedAdamW
 from transformer_engine_tools.demo.run import Run
 from transformer_engine_tools.demo.trainer import EVALUATION_BATCHES
 
@@ -75,9 +77,8 @@ SIZES: dict[str, dict[str, Any]] = {
 NATIVE_STEPS, EMULATED_STEPS = 3052, 916  # 50 and 15 million tokens
 PACKAGES = ("torch", "scipy", "sympy", "pandas", "scikit-learn", "statsmodels", "matplotlib", "jax")
 BASELINE = "bfloat16"
-LEAST_CHUNKS = (
-    4  # chunks after which the end of a training is estimated: the first ones compile and capture
-)
+# Chunks after which the end of a training is estimated: the first ones compile and capture.
+LEAST_CHUNKS = 4
 RECOMPUTED = {"weight_columns": "recomputed", "norm_columns": "recomputed"}
 
 
@@ -91,11 +92,13 @@ class Arm:
             activation inputs are saved in FP8; "head": the head computes under the recipe; "loss":
             `fused_linear_cross_entropy`.
         emulated: No GPU before Blackwell multiplies the format.
+        adam: Settings for FusedAdam; None: torch's AdamW with float32 moments and masters.
     """
 
     recipe: Callable[[], recipes.Recipe | None]
     option: str = ""
     emulated: bool = False
+    adam: dict[str, Any] | None = None
 
     @property
     def steps(self) -> int:
@@ -107,10 +110,17 @@ def _nearest(**options: Any) -> recipes.Recipe:
     return NVFP4(disable_rht=True, disable_stochastic_rounding=True, **options)
 
 
+def _bfloat16() -> None:
+    """No recipe."""
+
+
 CURRENT = recipes.Float8CurrentScaling
+FP8_MOMENTS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+BLOCK_MOMENTS: dict[str, Any] = {**FP8_MOMENTS, "block_scaled_states": True}
+STOCHASTIC = {"stochastic_rounding": True}
 NVFP4 = recipes.NVFP4BlockScaling
 ARMS = {
-    BASELINE: Arm(lambda: None),
+    BASELINE: Arm(_bfloat16),
     "current": Arm(CURRENT),
     "delayed": Arm(lambda: make_recipe("delayed")),
     "block": Arm(recipes.Float8BlockScaling),
@@ -124,6 +134,16 @@ ARMS = {
     "nvfp4-4over6": Arm(lambda: _nearest(nvfp4_4over6="all"), emulated=True),
     "nvfp4-row-scaled": Arm(lambda: _nearest(row_scaled_activation=True), emulated=True),
     "nvfp4-nearest": Arm(_nearest, emulated=True),
+    # Optimizer states: block-scaled moments, and bfloat16 parameters without masters. "adam" is the control.
+    "adam": Arm(_bfloat16, adam={}),
+    "adam-block": Arm(_bfloat16, adam=BLOCK_MOMENTS | STOCHASTIC),
+    "adam-block-nearest": Arm(_bfloat16, adam=BLOCK_MOMENTS),
+    "adam-tensor": Arm(_bfloat16, adam={**FP8_MOMENTS, "capturable": False}),
+    "adam-block-rounded": Arm(
+        _bfloat16, adam=BLOCK_MOMENTS | STOCHASTIC | {"master_weights": False}
+    ),
+    "adam-rounded": Arm(_bfloat16, adam=STOCHASTIC | {"master_weights": False}),
+    "adam-nearest": Arm(_bfloat16, adam={"master_weights": False}),
 }
 
 
@@ -187,16 +207,21 @@ class ArmRun(Run):
         self.config, self.recipe, self.option = config, arm.recipe(), arm.option
         torch.manual_seed(config.seed)
         self.model = ArmModel(config, arm.option)
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
-        self.observation = None
-        self._update: Any = (
-            te.graphed(self._eager_update) if config.device == "cuda" else self._eager_update
+        parameters = self.model.parameters()
+        self.optimizer = (
+            OPTIMIZERS[config.optimizer](parameters)
+            if arm.adam is None
+            else FusedAdamW(parameters, **arm.adam)
         )
+        self.observation = None
+        # A step with one FP8 scale per tensor cannot be captured.
+        self.captured = config.device == "cuda" and (arm.adam or {}).get("capturable", True)
+        self._update: Any = te.graphed(self._eager_update) if self.captured else self._eager_update
 
     @property
     def eager_reason(self) -> str | None:
         """Reason why the last step did not replay a graph, or None."""
-        return self._update.reason if self.config.device == "cuda" else "the device is a CPU"
+        return self._update.reason if self.captured else "the step is not captured"
 
     @contextmanager
     def precision(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -276,6 +301,41 @@ def jobs(sizes: Iterable[str], arms: Iterable[str], seeds: int, steps: int | Non
             for name in (BASELINE, arm):
                 found |= {Job(size, name, length, seed): None for seed in range(seeds)}
     return list(found)
+
+
+def queued_jobs(queue: Iterable[str]) -> list[Job]:
+    """Trainings named SIZE:ARM:SEED or SIZE:ARM:SEED:STEPS, each after its baseline.
+
+    Raises:
+        ValueError: A name has another form, or an unknown size or arm.
+    """
+    found: dict[Job, None] = {}
+    for name in queue:
+        size, arm, *numbers = name.split(":")
+        if size not in SIZES or arm not in ARMS or not all(map(str.isdecimal, numbers)):
+            raise ValueError(f"{name!r} is not SIZE:ARM:SEED[:STEPS] with a known size and arm")
+        if len(numbers) not in (1, 2):
+            raise ValueError(f"{name!r} has {len(numbers)} numbers; give SIZE:ARM:SEED[:STEPS]")
+        steps = int(numbers[1]) if len(numbers) == 2 else ARMS[arm].steps
+        for each in (BASELINE, arm):
+            found[Job(size, each, steps, int(numbers[0]))] = None
+    return list(found)
+
+
+def take_earlier(folder: Path, file: Path, corpus: Corpus) -> None:
+    """Write the records of a file into the folder, unless it has them; leave out those with another text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    other_text = 0
+    for record in json.loads(file.read_text())["records"]:
+        if record["text"]["fingerprint"] != corpus.fingerprint:
+            other_text += 1
+            continue
+        job = Job(record["size"], record["arm"], record["config"]["steps"], record["seed"])
+        path = folder / f"{job.name}.json"
+        if not path.exists():
+            path.write_text(json.dumps(record) + "\n")
+    if other_text:
+        print(f"{other_text} records of {file} have another text than {corpus.source}", flush=True)
 
 
 def run_jobs(folder: Path, todo: list[Job], device: str, corpus: Corpus, seconds: float) -> bool:
@@ -434,6 +494,8 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["57M", "125M"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--queue", nargs="+", metavar="SIZE:ARM:SEED[:STEPS]", default=[])
+    parser.add_argument("--earlier", type=Path, help="file of --json whose records are continued")
     parser.add_argument("--steps", type=int, help="other than the 50 or 15 million tokens")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="time in which trainings may run"
@@ -450,13 +512,17 @@ def main() -> int:
     if not options.summary:
         os.environ["TE_EMULATE"] = "1"  # formats that the GPU lacks take part too
         device = resolve(options.device, {"framework": "torch"}).device
-        longest = max(SIZES[size]["sequence"] for size in options.sizes)
+        todo = jobs(options.sizes, options.arms, options.seeds, options.steps)
+        if options.queue:
+            todo = queued_jobs(options.queue)
+        longest = max(SIZES[job.size]["sequence"] for job in todo)
         corpus = (
             load_packages(options.packages, longest)
             if options.data is None
             else load_corpus(options.data, longest)
         )
-        todo = jobs(options.sizes, options.arms, options.seeds, options.steps)
+        if options.earlier is not None:
+            take_earlier(options.records, options.earlier, corpus)
         succeeded = run_jobs(options.records, todo, device, corpus, options.seconds)
     records = [json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]
     rows = summarize(records)

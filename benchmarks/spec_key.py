@@ -21,6 +21,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.functions.linear_spec import LinearSpec
 from transformer_engine.pytorch.module import linear, specs
+from transformer_engine.pytorch.module.arguments import CallSwitches
 
 
 def microseconds(function: Callable[[], Any], calls: int) -> float:
@@ -43,14 +44,14 @@ def main() -> None:
             field.name: getattr(spec, field.name) for field in dataclasses.fields(LinearSpec)
         }
         equal = LinearSpec(**settings)
-        tensors, options = (layer.weight, layer.bias), (None, False, False)
+        tensors, switches = (layer.weight, layer.bias), CallSwitches()
         figures = {
             "look-up by an equal key": microseconds(lambda: layer._specs[(*key,)], 50_000),
             "key and look-up (ProductsModule.spec)": microseconds(
-                lambda: layer.spec(x, tensors, options), 5_000
+                lambda: layer.spec(x, tensors, switches), 5_000
             ),
             "construction by all rules (build)": microseconds(
-                lambda: specs.built(linear.linear_spec_of_call, key), 500
+                lambda: specs.build_from_key(linear.Linear.build, key), 500
             ),
             "constructor of LinearSpec alone": microseconds(lambda: LinearSpec(**settings), 5_000),
             "hash of a LinearSpec": microseconds(lambda: hash(spec), 20_000),

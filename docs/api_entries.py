@@ -166,7 +166,11 @@ class ApiEntries(griffe.Extension):
         """Correct the docstrings of a package, then the public names that belong to it."""
         for definition in _definitions(pkg):
             if isinstance(definition, griffe.Function):
-                listing = [one for one in definition.parameters if not one.name.startswith("_")]
+                listing = [
+                    parameter
+                    for parameter in definition.parameters
+                    if not parameter.name.startswith("_")
+                ]
                 definition.parameters = griffe.Parameters(*listing)
             if definition.docstring is not None:
                 text = re.sub(
@@ -234,8 +238,8 @@ def _complete_methods(loader: griffe.GriffeLoader, package: str, name: str, valu
             and method.docstring
             and _OTHERS_SENTENCE.search(method.docstring.value)
         ):
-            found = public_arguments(package, getattr(value, method.name))
-            entries = {argument: with_code_spans(text) for argument, text in found.items()}
+            argument_texts = public_arguments(package, getattr(value, method.name))
+            entries = {argument: with_code_spans(text) for argument, text in argument_texts.items()}
             text = _OTHERS_SENTENCE.sub("", method.docstring.value)
             method.docstring.value = _with_arguments(text, entries)
 

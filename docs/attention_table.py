@@ -48,7 +48,7 @@ def plain(**changes: Any) -> AttentionCall:
         head_dim_v=128,
         q_format="bshd",
         kv_format="bshd",
-        mask=resolve("causal", None, None),
+        mask=resolve("causal", window_size=None, bottom_right_diagonal=None),
         scale=0.1,
         switches=Switches(),
         hardware=nvidia(9, 0),
@@ -61,14 +61,14 @@ def masked(name: str, window: tuple[int, int] | None = None, **changes: Any) -> 
 
 
 def packed(**changes: Any) -> AttentionCall:
-    mask = resolve("padding_causal", None, None)
+    mask = resolve("padding_causal", window_size=None, bottom_right_diagonal=None)
     return plain(
         **{"q_format": "thd", "kv_format": "thd", "mask": mask, "same_lengths": True, **changes}
     )
 
 
 def decoding(**changes: Any) -> AttentionCall:
-    mask = resolve("padding_causal_bottom_right", None, None)
+    mask = resolve("padding_causal_bottom_right", window_size=None, bottom_right_diagonal=None)
     return plain(seqlen_q=1, groups=4, mask=mask, needs_gradient=False, cached=True, **changes)
 
 
@@ -160,9 +160,9 @@ def measurements() -> str:
     names += dict.fromkeys(backend for _, backend in cells if backend not in columns)  # FP8, say
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for case in cases:
-        found = [cells.get((case, name)) for name in names]
+        results = [cells.get((case, name)) for name in names]
         times = (
-            f"{x['forward_ms']:.3g} / {x['forward_backward_ms']:.3g}" if x else "" for x in found
+            f"{x['forward_ms']:.3g} / {x['forward_backward_ms']:.3g}" if x else "" for x in results
         )
         lines.append(f"| {case.replace('_', ' ')} | {' | '.join(times)} |")
     versions = f"torch {measured['torch']}, cuDNN {measured['cudnn']}, flash-attn-4 {measured['flash_attn_4']}"

@@ -115,15 +115,17 @@ def _rows(
 ) -> list[str]:
     lines = []
     for row in NVIDIA:
-        found = choices[row.architecture]
-        with_library, without = (found[name] for name in found if name not in ("layers", "triton"))
+        choice = choices[row.architecture]
+        with_library, without = (
+            choice[name] for name in choice if name not in ("layers", "triton")
+        )
         cells = [_backends(with_library[recipe], without[recipe]) for recipe in recipes]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
     return lines
 
 
 def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
-    found = [
+    rows = [
         ", ".join(
             dict.fromkeys(
                 backend for name, backend in choice.items() if not name.startswith(OTHERS)
@@ -131,7 +133,7 @@ def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
         )
         for choice in (with_library, without)
     ]
-    names = found[0] if found[0] == found[1] else f"{found[0]}; else {found[1]}"
+    names = rows[0] if rows[0] == rows[1] else f"{rows[0]}; else {rows[1]}"
     dense = [backend for name, backend in with_library.items() if not name.startswith(OTHERS)]
     emulated = all(backend in NOT_NATIVE for backend in dense)
     return f"{'emulated' if emulated else 'native'}: {names}"
@@ -141,12 +143,12 @@ def layers() -> str:
     """Training-step table: native, or the operations that are emulated."""
     lines = [f"| | {' | '.join(RECIPES.values())} |", f"| --- |{' --- |' * len(RECIPES)}"]
     for row in NVIDIA:
-        found: list[dict[str, Any]] = [*CHOICES[row.architecture]["layers"].values()]
+        layer_choices: list[dict[str, Any]] = [*CHOICES[row.architecture]["layers"].values()]
         cells: list[str] = []
         for recipe in RECIPES:
             emulated: set[str] = {
                 str(OPERATIONS.get(operation, operation))
-                for of_libraries in found
+                for of_libraries in layer_choices
                 for of_layer in of_libraries.values()
                 for operations in of_layer.get(recipe, {}).values()
                 for operation, backends in operations.items()

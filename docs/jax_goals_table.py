@@ -19,9 +19,9 @@ def table(goals: list[dict[str, Any]]) -> str:
     """One line per goal, in the file's order."""
     lines = ["| case | goal | found | | |", "| --- | ---: | ---: | --- | --- |"]
     for goal in goals:
-        found = "" if goal["found"] is None else f"{goal['found']:.3g}"
+        measured = "" if goal["found"] is None else f"{goal['found']:.3g}"
         state = {True: "reached", False: "**missed**", None: "not measured"}[goal["reached"]]
-        lines.append(f"| {goal['what']} | {goal['goal']} | {found} | {state} | {goal['note']} |")
+        lines.append(f"| {goal['what']} | {goal['goal']} | {measured} | {state} | {goal['note']} |")
     return "\n".join(lines) + "\n"
 
 

@@ -31,14 +31,14 @@ ONLY_IN_SCRIPTS = re.compile(r"^plt\.switch_backend\(.*\n", re.MULTILINE)
 
 def cells(page: str) -> list[tuple[str, str]]:
     """(type, source) for the notebook's cells: text without outputs and links, and code."""
-    found: list[tuple[str, str]] = []
+    cell_sources: list[tuple[str, str]] = []
     end = 0
     for block in BLOCK.finditer(page):
-        found.append(("markdown", page[end : block.start()]))
+        cell_sources.append(("markdown", page[end : block.start()]))
         if block[1] == "python":
-            found.append(("code", ONLY_IN_SCRIPTS.sub("", block[2])))
+            cell_sources.append(("code", ONLY_IN_SCRIPTS.sub("", block[2])))
         end = block.end()
-    found.append(("markdown", page[end:]))
+    cell_sources.append(("markdown", page[end:]))
     plain = [
         (
             kind,
@@ -46,7 +46,7 @@ def cells(page: str) -> list[tuple[str, str]]:
             if kind == "markdown"
             else text,
         )
-        for kind, text in found
+        for kind, text in cell_sources
     ]
     return [(kind, text.strip()) for kind, text in plain if text.strip()]
 
@@ -57,7 +57,7 @@ def run_cells(sources: list[str]) -> list[list[dict[str, Any]]]:
 
     pyplot.switch_backend("Agg")
     names: dict[str, Any] = {}
-    found: list[list[dict[str, Any]]] = []
+    cell_outputs: list[list[dict[str, Any]]] = []
     for source in sources:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -72,8 +72,8 @@ def run_cells(sources: list[str]) -> list[list[dict[str, Any]]]:
             data = {"image/png": base64.b64encode(picture.getvalue()).decode()}
             outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
         pyplot.close("all")
-        found.append(outputs)
-    return found
+        cell_outputs.append(outputs)
+    return cell_outputs
 
 
 def notebook(page: str, outputs: list[list[dict[str, Any]]]) -> str:

@@ -37,13 +37,13 @@ def _kind(check: Any) -> tuple[str, bool]:
     return check.group, not check.fitted
 
 
-def accuracy(found: list[Any]) -> str:
+def accuracy(plan_records: list[Any]) -> str:
     """Error table by measurement type, for all measurements that the simulator claims to meet."""
     lines = [
         "| measurements | constants | number | within 15 % | mean error | largest error |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    claimed = [check for check in found if check.reason is None]
+    claimed = [check for check in plan_records if check.reason is None]
     for (group, held_out), rows in groupby(sorted(claimed, key=_kind), _kind):
         errors = [check.error for check in rows]
         within = sum([abs(error) <= 0.15 for error in errors])
@@ -55,14 +55,14 @@ def accuracy(found: list[Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def exceptions(found: list[Any]) -> str:
+def exceptions(plan_records: list[Any]) -> str:
     """One table per reason, with the measurements for which no accuracy is claimed."""
     lines: list[str] = []
     # several patterns may share a reason
     for reason in dict.fromkeys(ACCURACY["NOT_CLAIMED"].values()):
         rows = [
             f"| {check.group}: `{check.case}` | {check.measured:.4g} | {check.predicted:.4g} | {check.error:+.0%} |"
-            for check in found
+            for check in plan_records
             if check.reason == reason
         ]
         lines += [f"**{reason[0].upper()}{reason[1:]}.**", ""]

@@ -70,11 +70,11 @@ def develop(root: Path, local: str) -> None:
 
 def _current(root: Path) -> str:
     """Package version, such as "2.20.2+py0.3.0" or "2.20.2+py0.4.0.dev0"."""
-    found = re.search(
+    version_match = re.search(
         r'"([\d.]+\+py[\d.]+(?:\.dev0)?)"', (root / VERSION).read_text(encoding="utf-8")
     )
-    assert found is not None, VERSION
-    return found[1]
+    assert version_match is not None, VERSION
+    return version_match[1]
 
 
 def _latest_release(root: Path) -> str:

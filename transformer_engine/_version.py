@@ -1,4 +1,4 @@
-"""The version: the release of the original whose API is implemented, then the release of this package as local part.
+"""The version: the release of NVIDIA's engine whose API is implemented, then the release of this package as local part.
 
 Between two releases, the local part is the next release with `.dev0`; see docs/releases.md.
 """

@@ -1,4 +1,4 @@
-"""transformer_engine_jax: enumerations and queries of the machine, under the names of the original's extension."""
+"""transformer_engine_jax: enumerations and queries of the machine, under the names of NVIDIA's extension."""
 
 from transformer_engine.common import absent
 

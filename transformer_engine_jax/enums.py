@@ -1,4 +1,4 @@
-"""Enumerations under the names of the original's extension module."""
+"""Enumerations under the names of NVIDIA's extension module."""
 
 from __future__ import annotations
 

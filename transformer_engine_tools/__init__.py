@@ -20,7 +20,14 @@ from .options import Parser
 
 
 class Command(NamedTuple):
-    """A command: its module, the first sentence and the examples in its help, and whether it works without torch."""
+    """A command: its module, the first sentence and the examples in its help, and whether it works without torch.
+
+    Attributes:
+        module: Module that implements the command.
+        summary: First sentence of its help.
+        examples: Examples in its help.
+        without_torch: Whether the command works without torch.
+    """
 
     module: str
     summary: str

@@ -19,13 +19,8 @@ from .options import add_choice
 DTYPES = ("float32", "bfloat16", "float16")
 GIGABYTE = 1_000_000_000
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
-DOWNLOADED = (
-    "*.json",
-    "*.safetensors",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-)  # settings, weights, tokenizers
+# Settings, weights and tokenizers.
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +70,10 @@ def run(args: argparse.Namespace) -> None:
         except ImportError as error:
             raise Failure(str(error)) from error
     matches, family = checkpoint.correspondence.matches, checkpoint.correspondence.family.model_type
-    theirs = sum(len(match.theirs) for match in matches)
-    read, written = (len(matches), theirs) if checkpoint.ours else (theirs, len(matches))
+    original_count = sum(len(match.theirs) for match in matches)
+    read, written = (
+        (len(matches), original_count) if checkpoint.ours else (original_count, len(matches))
+    )
     parameters = sum(math.prod(match.shape) for match in matches)
     kind = f"{family} of Hugging Face" if checkpoint.ours else "TransformerLayer stack"
     counted = f"{read} tensors made {written}"

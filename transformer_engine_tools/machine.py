@@ -60,20 +60,20 @@ class MachineReport:
 
 def print_report(console: Console, why: bool) -> None:
     """Print the machine, the recipes and the backend of every operation; with `why`, also the reasons."""
-    described, found = machine(), survey("cuda" if has_cuda() else "cpu")
+    described, surveyed = machine(), survey("cuda" if has_cuda() else "cpu")
     _print_machine(console, described)
     columns = ("recipe", "runs", "products by", *(["why"] if why else []))
     table = Table(*columns, title="recipes", title_justify="left")
-    for report in found.recipes:
+    for report in surveyed.recipes:
         reason = [escape(report.reason or "")] if why else []
         table.add_row(report.recipe, report.status, ", ".join(report.products), *reason)
     console.print(table)
-    if any(report.status == "on request" for report in found.recipes):
+    if any(report.status == "on request" for report in surveyed.recipes):
         console.print("on request: emulated once TE_EMULATE=1 is set or te.emulate() is called")
     if why:
-        _print_reasons(console, found)
+        _print_reasons(console, surveyed)
     else:
-        _print_backends(console, found)
+        _print_backends(console, surveyed)
         console.print(
             f"{program()} info --why prints the reason that each other backend is not used.",
             soft_wrap=True,
@@ -120,11 +120,11 @@ def machine() -> MachineReport:
     )
 
 
-def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
+def as_dict(described: MachineReport, surveyed: Survey) -> dict[str, Any]:
     """Convert the same facts to plain data: keys machine, recipes, operations and unused_operations."""
     return {
         "machine": asdict(described),
-        "recipes": [asdict(report) for report in found.recipes],
+        "recipes": [asdict(report) for report in surveyed.recipes],
         "operations": [
             {
                 "operation": finding.operation,
@@ -132,9 +132,9 @@ def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
                 "chosen": finding.chosen,
                 "backends": [asdict(verdict) for verdict in finding.verdicts],
             }
-            for finding in found.findings
+            for finding in surveyed.findings
         ],
-        "unused_operations": list(found.unused),
+        "unused_operations": list(surveyed.unused),
     }
 
 
@@ -204,11 +204,11 @@ def _names(recipes: Sequence[str], recipe_names: Sequence[str]) -> str:
     return ", ".join(recipes)
 
 
-def _print_backends(console: Console, found: Survey) -> None:
+def _print_backends(console: Console, surveyed: Survey) -> None:
     """Print the backends of each operation, in one row."""
-    recipe_names = [report.recipe for report in found.recipes]
+    recipe_names = [report.recipe for report in surveyed.recipes]
     by_operation: dict[str, dict[str, set[str]]] = {}
-    for finding in found.findings:
+    for finding in surveyed.findings:
         users = by_operation.setdefault(finding.operation, {})
         users.setdefault(finding.chosen or "none", set()).update(finding.recipes)
     table = Table("operation", "backend (recipes)", title="backends", title_justify="left")
@@ -221,9 +221,9 @@ def _print_backends(console: Console, found: Survey) -> None:
     console.print(table)
 
 
-def _print_reasons(console: Console, found: Survey) -> None:
+def _print_reasons(console: Console, surveyed: Survey) -> None:
     """Print every request to an operation with its backend and the reasons against the others."""
-    recipe_names = [report.recipe for report in found.recipes]
+    recipe_names = [report.recipe for report in surveyed.recipes]
     table = Table(
         "operation",
         "recipes",
@@ -232,7 +232,7 @@ def _print_reasons(console: Console, found: Survey) -> None:
         title="backends",
         title_justify="left",
     )
-    for finding in found.findings:
+    for finding in surveyed.findings:
         rejected = [v for v in finding.verdicts if not v.chosen and v.reason != LATER]
         reasons = [f"{v.backend}: {v.reason}" for v in rejected]
         later = [v.backend for v in finding.verdicts if v.reason == LATER]
@@ -250,8 +250,10 @@ def _print_reasons(console: Console, found: Survey) -> None:
         "the backends of your own call.",
         soft_wrap=True,
     )
-    if found.unused:
-        console.print(f"operations that a TransformerLayer does not use: {', '.join(found.unused)}")
+    if surveyed.unused:
+        console.print(
+            f"operations that a TransformerLayer does not use: {', '.join(surveyed.unused)}"
+        )
 
 
 @dataclass(frozen=True)

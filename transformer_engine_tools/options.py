@@ -1,5 +1,6 @@
-"""Arguments that several commands share. Command modules import no framework at module level: `te COMMAND --help` reads
-their arguments only.
+"""Arguments that several commands share.
+
+Command modules import no framework at module level: `te COMMAND --help` reads their arguments only.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def _add_named(
 
 
 def _add_mesh(group: argparse._ArgumentGroup) -> None:
+    """Declare the options of the mesh: rank counts per axis, hosts and network."""
     for option, text in (
         ("--dp", "replicas (default: devices / (fsdp * tp * cp * pp))"),
         ("--fsdp", "ranks that shard parameters, together with the cp ranks"),
@@ -161,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             plans = [predicted(model, args.devices, **options)]
     if args.json:
-        data = [each.as_dict() for each in plans]
+        data = [candidate.as_dict() for candidate in plans]
         print(json.dumps(data if args.search else data[0], indent=2))
     else:
         if args.search:
@@ -197,20 +198,20 @@ def _in_options(message: str) -> str:
     return _ARGUMENT.sub(option, message)
 
 
-def _ranking(found: list[TrainingPlan]) -> Table:
+def _ranking(plans: list[TrainingPlan]) -> Table:
     """Build the table of a search's plans, the fastest first."""
     table = Table(
         *("mesh", "batches", "recompute", "step ms", "tokens/s", "MFU", "GiB"),
         caption="MFU: model FLOP utilization, relative to the bfloat16 peak of all devices",
     )
-    for each in found:
+    for candidate in plans:
         table.add_row(
-            str(each.mesh),
-            f"{each.micro_batches} x {each.micro_batch}",
-            each.recompute,
-            f"{each.step_ms:.1f}",
-            f"{each.tokens_per_s:,.0f}",
-            f"{each.utilization:.1%}",
-            f"{each.memory.peak / GIB:.1f}",
+            str(candidate.mesh),
+            f"{candidate.micro_batches} x {candidate.micro_batch}",
+            candidate.recompute,
+            f"{candidate.step_ms:.1f}",
+            f"{candidate.tokens_per_s:,.0f}",
+            f"{candidate.utilization:.1%}",
+            f"{candidate.memory.peak / GIB:.1f}",
         )
     return table

@@ -37,7 +37,13 @@ class RecipeReport:
 
 @dataclass(frozen=True)
 class OperationUse:
-    """A request to an operation, the recipes that make it, and the verdict on every backend."""
+    """A request to an operation, the recipes that make it, and the verdict on every backend.
+
+    Attributes:
+        operation: Name of the operation.
+        recipes: Recipes whose layers make the request.
+        verdicts: One verdict per backend, in order of preference.
+    """
 
     operation: str
     recipes: tuple[str, ...]
@@ -50,7 +56,13 @@ class OperationUse:
 
 @dataclass(frozen=True)
 class Survey:
-    """The recipes, the operations that a TransformerLayer uses, and the operations that it does not use."""
+    """The recipes, the operations that a TransformerLayer uses, and the operations that it does not use.
+
+    Attributes:
+        recipes: One report per recipe.
+        findings: Operations that a TransformerLayer uses.
+        unused: Names of the other operations.
+    """
 
     recipes: tuple[RecipeReport, ...]
     findings: tuple[OperationUse, ...]

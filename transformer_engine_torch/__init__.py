@@ -1,4 +1,4 @@
-"""transformer_engine_torch: the flat names that the original's extension module offers its callers.
+"""transformer_engine_torch: the flat names that NVIDIA's extension module offers its callers.
 
 Thin adapters over the primitives of transformer_engine.pytorch.
 """

@@ -218,8 +218,8 @@ def dsituglu(
         beta2: Bound of b.
     """
     grad = _gradient("situglu", grad, fwd_input, quantizer)
-    made = situ_glu_backward(grad, fwd_input, (beta1, beta2))
-    return quantize_or_copy(made.view(fwd_input.shape), quantizer)
+    grad_input = situ_glu_backward(grad, fwd_input, (beta1, beta2))
+    return quantize_or_copy(grad_input.view(fwd_input.shape), quantizer)
 
 
 # Scaled activations: name, activation of the table (None: SiTU-GLU), and their constants with the defaults.
@@ -259,8 +259,8 @@ def _scaled_forward(name: str) -> Forward:
         _check(kind or "situglu", "input", input, quantizer)
         rows = _split_halves(input, glu_interleave_size)
         value, _ = _functions(kind, _constants(name, defaults, constants, named))
-        made = row_scale(value(rows), act_scales.reshape(-1, 1))
-        return quantize_or_copy(made.view(*input.shape[:-1], made.shape[-1]), quantizer)
+        output = row_scale(value(rows), act_scales.reshape(-1, 1))
+        return quantize_or_copy(output.view(*input.shape[:-1], output.shape[-1]), quantizer)
 
     keywords = ", ".join(("input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0"))
     return _name_function(
@@ -293,8 +293,8 @@ def _scaled_backward(name: str) -> Backward:
         dx = gradient(scaled, rows)
         if glu_interleave_size:
             dx = block_order(dx, (2, -1, glu_interleave_size))
-        made = quantize_or_copy(dx.view(fwd_input.shape), quantizer)
-        return made, dscales.view(act_scales.shape) if compute_scale_grad else None
+        grad_input = quantize_or_copy(dx.view(fwd_input.shape), quantizer)
+        return grad_input, dscales.view(act_scales.shape) if compute_scale_grad else None
 
     keywords = ", ".join(
         ("grad", "fwd_input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0")
@@ -310,15 +310,15 @@ def _scaled_backward(name: str) -> Backward:
 
 
 def _constants(
-    name: str, defaults: dict[str, float], given: tuple[float, ...], named: dict[str, float]
+    name: str, defaults: dict[str, float], positional: tuple[float, ...], named: dict[str, float]
 ) -> dict[str, float]:
     """Validate a scaled activation's constants; raise TypeError for others."""
     unknown = [key for key in named if key not in defaults]
-    if unknown or len(given) > len(defaults):
+    if unknown or len(positional) > len(defaults):
         raise TypeError(
-            f"scaled_{name} has the constants {', '.join(defaults) or 'none'}; got {unknown or list(given)}"
+            f"scaled_{name} has the constants {', '.join(defaults) or 'none'}; got {unknown or list(positional)}"
         )
-    return defaults | dict(zip(defaults, given, strict=False)) | named
+    return defaults | dict(zip(defaults, positional, strict=False)) | named
 
 
 def _functions(

@@ -216,20 +216,20 @@ def fused_attn_bwd(
     call, inputs = _call(
         layout,
         (max_seqlen_q, max_seqlen_kv),
-        True,
-        attn_scale,
-        p_dropout,
-        (bias_type, attn_mask_type, softmax_type),
-        window_size,
-        (cu_seqlens_q, cu_seqlens_kv),
-        (Q, K, V),
-        fake_dtype,
-        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        None,
-        bias,
-        offset,
-        False,
-        bottom_right_diagonal,
+        is_training=True,
+        scale=attn_scale,
+        dropout=p_dropout,
+        kinds=(bias_type, attn_mask_type, softmax_type),
+        window=window_size,
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_kv),
+        qkv=(Q, K, V),
+        dtype=fake_dtype,
+        starts=(cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        page_table=None,
+        bias=bias,
+        offset=offset,
+        max_logit=False,
+        bottom_right=bottom_right_diagonal,
     )
     call = replace(
         call, deterministic=call.deterministic or deterministic, bias_gradient=bias is not None
@@ -242,24 +242,27 @@ def fused_attn_bwd(
     grad_output = layout.queries(
         reorder_axes(_wide(dO, fake_dtype), orders[1], own, "do_format")
     ).contiguous()
-    found = choose_passes(call).backward(call, inputs, attended, grad_output)
+    input_gradients = choose_passes(call).backward(call, inputs, attended, grad_output)
     dtype = fake_dtype if dqkv_type is None else TE_DType_To_Torch.get(DType(dqkv_type), fake_dtype)
     wanted = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else fake_dtype
     formats = (into.q_format, into.kv_format, into.kv_format)
-    made = [
+    grad_tensors = [
         reorder_axes(x.to(wanted), source, target, "dqkv_layout")
         for x, source, target in zip(
-            found[:3], (layout.q_format, layout.kv_format, layout.kv_format), formats, strict=True
+            input_gradients[:3],
+            (layout.q_format, layout.kv_format, layout.kv_format),
+            formats,
+            strict=True,
         )
     ]
-    gradients: list[Any] = list(into.packed(*made))
+    gradients: list[Any] = list(into.packed(*grad_tensors))
     if dqkv_quantizer is not None:
         gradients = [dqkv_quantizer(x.contiguous()) for x in gradients]
     offset_gradient = None
     if offset is not None and call.softmax == "learnable":
-        assert found.sink is not None
-        offset_gradient = found.sink.reshape(offset.shape)
-    return [*gradients, found.bias, offset_gradient]
+        assert input_gradients.sink is not None
+        offset_gradient = input_gradients.sink.reshape(offset.shape)
+    return [*gradients, input_gradients.bias, offset_gradient]
 
 
 def _warn_of_scale_formats(function: str, **formats: NVTE_QKV_Format | int | str | None) -> None:

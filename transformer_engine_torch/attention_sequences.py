@@ -38,16 +38,16 @@ def describe_sequences(
 ) -> BatchExtents:
     """Lengths if they matter, and dense tensor sizes from the shapes."""
     packed_q, packed_kv = layout.q_format == "thd", layout.kv_format == "thd"
-    needed = padding or packed_q or packed_kv or layout.paged
-    lengths_q = sequence_lengths(cu_seqlens[0]) if needed else None
+    lengths_needed = padding or packed_q or packed_kv or layout.paged
+    lengths_q = sequence_lengths(cu_seqlens[0]) if lengths_needed else None
     same = cu_seqlens[0] is cu_seqlens[1]
-    lengths_kv = lengths_q if same or not needed else sequence_lengths(cu_seqlens[1])
+    lengths_kv = lengths_q if same or not lengths_needed else sequence_lengths(cu_seqlens[1])
     extent_q = max_seqlens[0] if packed_q else q.shape[layout.q_format.index("s")]
     extent_kv = max_seqlens[1] if packed_kv else k.shape[layout.kv_format.index("s")]
     if page_table is not None:
         extent_kv = page_table.shape[1] * k.shape[1]
         demand(has_pages, (page_table, cu_seqlens[1]), *k.shape[:2])
-    if needed:
+    if lengths_needed:
         tokens_q, tokens_kv = (
             x.shape[0] if p else None for x, p in ((q, packed_q), (k, packed_kv))
         )

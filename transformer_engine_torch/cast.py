@@ -33,10 +33,10 @@ def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
     """Convert an enumeration member, or its number, to torch's dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = TE_DType_To_Torch.get(member("dtype", DType, dtype))
-    if found is None:
+    torch_type = TE_DType_To_Torch.get(member("dtype", DType, dtype))
+    if torch_type is None:
         raise ValueError(f"dtype={dtype!r} has no dtype of torch; give another DType")
-    return found
+    return torch_type
 
 
 def quantize_or_copy(tensor: Tensor, quantizer: Any, output: Any = None) -> Any:
@@ -80,8 +80,8 @@ def multi_tensor_quantize(
     tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]
 ) -> list[Any]:
     """Quantize every tensor by the quantizer at its index."""
-    for name, given in (("tensor_list", tensor_list), ("quantizer_list", quantizer_list)):
-        sequence(name, given)
+    for name, argument in (("tensor_list", tensor_list), ("quantizer_list", quantizer_list)):
+        sequence(name, argument)
     if len(tensor_list) != len(quantizer_list):
         raise ValueError(
             f"{len(tensor_list)} tensors and {len(quantizer_list)} quantizers; give as many of each"

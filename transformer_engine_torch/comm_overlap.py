@@ -105,7 +105,7 @@ class CommOverlapHelper:
 class CommOverlap:
     """A tensor-parallel buffer, whose collectives `generic_gemm` runs with products.
 
-    The original pipelines a reduce-scatter with product slices through it. Here `num_splits`, the stream, SM and
+    NVIDIA's engine pipelines a reduce-scatter with product slices through it. Here `num_splits`, the stream, SM and
     CTA counts, the priorities and `atomic_gemm` are recorded and have no effect.
 
     Args:
@@ -129,7 +129,7 @@ class CommOverlap:
         ValueError: The shape is not [rows, columns], or the rows do not divide by `tp_size`.
     """
 
-    _P2P = False  # the original sends chunks from rank to rank
+    _P2P = False  # NVIDIA's engine sends chunks from rank to rank
 
     def __init__(
         self,
@@ -197,8 +197,8 @@ class CommOverlap:
         """
         target = self._chunk() if local_chunk else self._buffer
         if isinstance(input, QuantizedTensorStorage):
-            held: Any = input
-            input = held._data if hasattr(held, "_data") else held._rowwise_data
+            source: Any = input
+            input = source._data if hasattr(source, "_data") else source._rowwise_data
         tensor("input", input)
         if input.numel() != target.numel() or input.dtype.itemsize != target.dtype.itemsize:
             raise ValueError(
@@ -214,8 +214,8 @@ class CommOverlap:
             local_chunk: This rank's rows.
             shape: Result shape with the same number of elements; by default [rows, columns].
         """
-        held = self._chunk() if local_chunk else self._buffer
-        return held if shape is None else held.view(extents("shape", shape))
+        buffer = self._chunk() if local_chunk else self._buffer
+        return buffer if shape is None else buffer.view(extents("shape", shape))
 
     def get_communication_stream(self) -> tuple[Any, Any]:
         """Two streams of the buffer's device, for sends and receives; (None, None) on a CPU."""
@@ -249,7 +249,7 @@ class CommOverlap:
 
 
 class CommOverlapP2P(CommOverlap):
-    """A tensor-parallel buffer; the original sends its chunks in a ring.
+    """A tensor-parallel buffer; NVIDIA's engine sends its chunks in a ring.
 
     Args:
         use_ce: Has no effect.
@@ -354,15 +354,15 @@ class ProductExchange:
         Raises:
             ValueError: B is not in the buffer from which it is gathered.
         """
-        held = self.buffer.get_buffer()
+        buffer = self.buffer.get_buffer()
         if self.bulk and not self.gathers:
             self._scattered, self._handle = reduce_scatter_along_first_dim(
-                held, self.buffer.group, async_op=True
+                buffer, self.buffer.group, async_op=True
             )
         elif self.bulk:
             self._handle = _gather(self.buffer, async_op=True)
         elif self.gathers:
-            if codes.untyped_storage().data_ptr() != held.untyped_storage().data_ptr():
+            if codes.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
                 raise ValueError(
                     "comm_type=AG gathers B in the buffer of comm_overlap, and B has other memory; give get_buffer(), "
                     "or a quantized tensor of these codes"
@@ -387,8 +387,8 @@ class ProductExchange:
             assert self._scattered is not None
             target.copy_(self._scattered.view(target.shape))
         elif self.gathers and self.extra_output is not None:
-            whole = self.extra_output.numel() == self.buffer.get_buffer().numel()
-            rows = self.buffer.get_buffer(local_chunk=not whole)
+            is_full = self.extra_output.numel() == self.buffer.get_buffer().numel()
+            rows = self.buffer.get_buffer(local_chunk=not is_full)
             self.extra_output.copy_(
                 rows.view(self.extra_output.dtype).view(self.extra_output.shape)
             )

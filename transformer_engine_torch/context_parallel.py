@@ -88,9 +88,9 @@ def thd_out_correction(
     else:
         sequence, place = places(bounds, rows)
         start = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[sequence] // 2 if only_second_half else 0
-        whole = lse[sequence, :, (place + start).clamp(max=lse.shape[-1] - 1)]
+        full_lse = lse[sequence, :, (place + start).clamp(max=lse.shape[-1] - 1)]
         weight = torch.exp(
-            lse_per_step[sequence, :, place.clamp(max=lse_per_step.shape[-1] - 1)] - whole
+            lse_per_step[sequence, :, place.clamp(max=lse_per_step.shape[-1] - 1)] - full_lse
         )
     real = (torch.arange(rows, device=out.device) < bounds[-1])[:, None, None]
     added = torch.where(real, out_per_step.float() * weight[:, :, None], 0.0)

@@ -1,4 +1,4 @@
-"""Enumerations of the original's headers, whose numbers pickles and callers compare; versions and build features."""
+"""Enumerations of NVIDIA's headers, whose numbers pickles and callers compare; versions and build features."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class Float8BlockScaleTensorFormat(enum.IntEnum):
 
 
 class CommOverlapType(enum.IntEnum):
-    """Collective that the original overlaps with a product."""
+    """Collective that NVIDIA's engine overlaps with a product."""
 
     RS = 0
     AG = 1
 
 
 class CommOverlapAlgo(enum.IntEnum):
-    """Schedule by which the original overlaps a collective with a product."""
+    """Schedule by which NVIDIA's engine overlaps a collective with a product."""
 
     BULK_OVERLAP_AG = 0
     BULK_OVERLAP_RS = 1
@@ -141,7 +141,11 @@ def nvte_built_with_cublasmp() -> bool:
 
 def get_cublasLt_version() -> int:
     """Return cuBLASLt's version as a number, 130100 for 13.1.0; 0 without the library."""
-    return cublaslt_library.bindings().get_version() if cublaslt_library.missing() is None else 0
+    return (
+        cublaslt_library.bindings().get_version()
+        if cublaslt_library.unavailable_reason() is None
+        else 0
+    )
 
 
 def get_num_cublas_streams() -> int:

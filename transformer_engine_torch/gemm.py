@@ -1,6 +1,6 @@
 """`generic_gemm` and `te_general_grouped_gemm`: matrix products under the extension's names.
 
-The operands are plain or quantized matrices. `transA` and `transB` use the original's column-major convention; with
+The operands are plain or quantized matrices. `transA` and `transB` use NVIDIA's column-major convention; with
 contiguous rows the product is D = op(B) op(A):
 
 | transA | transB | layout | product | use in a linear layer |
@@ -115,7 +115,7 @@ def generic_gemm(
         TypeError: `comm_overlap` has no buffer.
         ValueError: The operands, D and the bias do not fit each other, or the operands do not fit the collective.
         NotImplementedError: A quantizer is given with a plain D.
-        RuntimeError: Two block-scaled operands (1 x 128 and 128 x 128) that the original does not multiply: without
+        RuntimeError: Two block-scaled operands (1 x 128 and 128 x 128) that NVIDIA's engine does not multiply: without
             `use_split_accumulator`, both in 128 x 128 blocks, with a bias gradient, or with extents that are not
             multiples of 16.
     """
@@ -191,13 +191,13 @@ def _product_in_steps(
     """
     wide = torch.promote_types(dtype, torch.float32)
     fused_bias = steps.bias if steps.alpha == 1.0 else None
-    y = gemm(b, a, Epilogue(wide, fused_bias, None, False, split))
+    y = gemm(b, a, Epilogue(wide, fused_bias, out=None, accumulate=False, exact=split))
     if steps.alpha != 1.0:
         y = y * steps.alpha
         y = y if steps.bias is None else y + steps.bias
     if steps.beta != 0.0:
-        held = D.dequantize() if isinstance(D, QuantizedTensorStorage) else D
-        y = y + steps.beta * held.view(y.shape).to(wide)
+        accumulator = D.dequantize() if isinstance(D, QuantizedTensorStorage) else D
+        y = y + steps.beta * accumulator.view(y.shape).to(wide)
     before = None
     if steps.gelu and steps.grad:
         assert steps.gelu_in is not None
@@ -225,10 +225,10 @@ def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype
 
 
 def _finite(name: str, value: Any) -> float:
-    found = to_float(name, value)
-    if not math.isfinite(found):
-        raise ValueError(f"{name}={found} is not finite; give a finite number")
-    return found
+    number = to_float(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} is not finite; give a finite number")
+    return number
 
 
 def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
@@ -246,7 +246,7 @@ def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
 
 
 def _check_blocks(a: Operand, b: Operand, sums_bias: bool, split: bool) -> None:
-    """Raise RuntimeError for block-scaled operands whose product the original rejects."""
+    """Raise RuntimeError for block-scaled operands whose product NVIDIA's engine rejects."""
     formats = a.format, b.format
     if not all(form in BLOCK_FORMATS.values() for form in formats):
         return
@@ -316,7 +316,7 @@ def te_general_grouped_gemm(
         raise ValueError(f"{len(A)} A, {len(B)} B and {len(outputs)} results; give as many of each")
     for i, (left, right, out) in enumerate(zip(A, B, outputs, strict=True)):
         given = None if not bias or bias[i] is None or bias[i].numel() == 0 else bias[i]
-        _check_kinds(left, right, out, given, None, None)
+        _check_kinds(left, right, out, given, quantizer=None, output_dtype=None)
         b, a = _operands(left, transa, right, transb)
         _check_extents(a, b, out, None if grad else given)
     gradients: list[Tensor | None] = []
@@ -324,12 +324,12 @@ def te_general_grouped_gemm(
         before = None if not pre_gelu_out or pre_gelu_out[i].numel() == 0 else pre_gelu_out[i]
         given = None if not bias or bias[i] is None or bias[i].numel() == 0 else bias[i]
         options = (None, out.dtype, given, bias_type, before is not None, before, grad, None, 0)
-        done = generic_gemm(
+        results = generic_gemm(
             left, transa, right, transb, out, *options, accumulate, use_split_accumulator
         )
         if before is not None and not grad:
-            before.copy_(done[2].view(before.shape))
-        gradients.append(done[1])
+            before.copy_(results[2].view(before.shape))
+        gradients.append(results[1])
     return gradients
 
 
@@ -352,6 +352,6 @@ def _operand(x: Any, direction: str) -> Operand:
     return plain(matrix if direction == ROWWISE else matrix.t())
 
 
-def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:
+def _shape(B: Any, transB: bool, product: Tensor) -> tuple[int, ...]:
     """Shape for a new D: with B's leading axes, unless the product contracts them."""
-    return tuple(made.shape) if transB else (*B.size()[:-1], made.shape[-1])
+    return tuple(product.shape) if transB else (*B.size()[:-1], product.shape[-1])

@@ -94,8 +94,10 @@ def splits_to_offsets_multi(
         offsets = splits_to_offsets(sizes, stride)
         tables.append((offsets if leading else offsets[1:]).to(dtype))
     if bulk_allocate and tables:
-        held = _bulk_allocate([table.shape for table in tables], dtypes, place, [16] * len(tables))
-        tables = [target.copy_(table) for target, table in zip(held, tables, strict=True)]
+        allocated = _bulk_allocate(
+            [table.shape for table in tables], dtypes, place, [16] * len(tables)
+        )
+        tables = [target.copy_(table) for target, table in zip(allocated, tables, strict=True)]
     return sizes, tables
 
 
@@ -119,9 +121,9 @@ def bulk_allocate(
         begin = round_up(end, max(alignment, dtype.itemsize))
         begins.append(begin)
         end = begin + prod(shape) * dtype.itemsize
-    whole = torch.empty(end, dtype=torch.uint8, device=canonical_device(device))
+    buffer = torch.empty(end, dtype=torch.uint8, device=canonical_device(device))
     return [
-        whole[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        buffer[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
         for begin, shape, dtype in zip(begins, shapes, dtypes, strict=True)
     ]
 

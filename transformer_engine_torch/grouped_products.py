@@ -46,6 +46,7 @@ def _products(
     beta: Tensor,
     use_split_accumulator: bool,
 ) -> Any:
+    """Compute D[i] = alpha[i] * product(A[i], B[i]) + beta[i] * D[i] + bias[i] * scale in place, group by group."""
     left, right, results = _members(A), _members(B), _members(D)
     if not len(left) == len(right) == len(results) == alpha.numel() == beta.numel():
         raise ValueError(
@@ -62,18 +63,18 @@ def _products(
                 transa,
                 b,
                 transb,
-                None,
-                None,
-                torch.float32,
-                None,
-                None,
-                False,
-                None,
-                False,
-                None,
-                0,
-                False,
-                use_split_accumulator,
+                D=None,
+                quantizer=None,
+                output_dtype=torch.float32,
+                bias=None,
+                bias_type=None,
+                gelu=False,
+                gelu_in=None,
+                grad=False,
+                workspace=None,
+                workspace_size=0,
+                accumulate=False,
+                use_split_accumulator=use_split_accumulator,
             )[0]
             y = y * alpha.reshape(-1)[i] + torch.where(
                 beta.reshape(-1)[i] == 0, 0.0, beta.reshape(-1)[i] * out.float()
@@ -109,7 +110,7 @@ def te_general_grouped_gemm_for_grouped_tensor(
     """Compute D_i = alpha_i * product of A_i and B_i + beta_i * D_i + bias_i * bias_scale, as `generic_gemm` does.
 
     Args:
-        A: Left operands in the original's column-major convention.
+        A: Left operands in NVIDIA's column-major convention.
         transa: See `generic_gemm`.
         B: Right operands.
         transb: See `generic_gemm`.
@@ -174,11 +175,11 @@ def group_requantize_inplace(
             setattr(member, name, getattr(fresh, name))
         members.append(member)
         decoded.append(values)
-    whole = GroupedTensorStorage.of(members, grouped_x.writer(), grouped_x.get_dtype())
+    requantized = GroupedTensorStorage.of(members, grouped_x.writer(), grouped_x.get_dtype())
     extents = ("first_dims", "last_dims", "tensor_offsets")
     for name in (*GroupedTensorStorage.TENSORS, "_layout"):
         if name not in extents:
-            setattr(grouped_x, name, getattr(whole, name))
+            setattr(grouped_x, name, getattr(requantized, name))
     return (
         torch.cat([values.reshape(-1, values.shape[-1]) for values in decoded])
         if return_dequantized

@@ -51,18 +51,18 @@ class Layout:
         paged, transposed = name.startswith("paged"), q_format == "bhsd"
         if transposed:
             q_format = kv_format = "bshd"
-        seen = (
+        axes_order = (
             kv_format if kv_format == "thd" else "bshd" if paged or q_format == "thd" else q_format
         )
         return Layout(
             name,
             q_format,
-            seen,
+            axes_order,
             interleaved=int(packed),
             axis=-2 if "h" + packed in parts[-1] else -3,
             paged=paged,
             transposed=transposed,
-            turned=seen != kv_format,
+            turned=axes_order != kv_format,
         )
 
     def queries(self, x: Tensor) -> Tensor:
@@ -113,22 +113,24 @@ def reorder_axes(x: Tensor, source: str, target: str, name: str) -> Tensor:
     return x.permute([source.index(axis) for axis in target])
 
 
-def requested_order(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
+def requested_order(
+    requested: NVTE_QKV_Format | int | str | None, layout: Layout, name: str
+) -> str:
     """Axis order that a format argument requests; None means the queries' order.
 
     Raises:
-        ValueError: `given` does not name an axis order.
+        ValueError: `requested` does not name an axis order.
     """
     own = "bhsd" if layout.transposed else layout.q_format
-    if given is None:
+    if requested is None:
         return own
-    if not isinstance(given, str):
-        given = NVTE_QKV_Format(given).name.removeprefix("NVTE_")
-    order = given.lower()
+    if not isinstance(requested, str):
+        requested = NVTE_QKV_Format(requested).name.removeprefix("NVTE_")
+    order = requested.lower()
     if order == "qkv_format_not_set":
         return own
     if order not in ("sbhd", "bshd", "thd", "bhsd"):
         raise ValueError(
-            f"{name}={given!r} is not an order of axes; give 'sbhd', 'bshd', 'bhsd' or 'thd'"
+            f"{name}={requested!r} is not an order of axes; give 'sbhd', 'bshd', 'bhsd' or 'thd'"
         )
     return order

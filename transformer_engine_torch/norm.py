@@ -130,8 +130,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _epsilon(given: float) -> float:
-    eps = to_float("eps", given)
+def _epsilon(value: float) -> float:
+    eps = to_float("eps", value)
     epsilon("eps", eps)
     return eps
 

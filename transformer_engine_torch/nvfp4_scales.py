@@ -300,10 +300,10 @@ def nvfp4_multi_tensor_2d_partial_cast(
 
 def _each(**lists: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The arguments for each weight; ValueError, before any is used, unless the lists are equally long."""
-    for name, held in lists.items():
-        sequence(name, held)
-    if len({len(held) for held in lists.values()}) > 1:
-        lengths = ", ".join(f"{name} has {len(held)}" for name, held in lists.items())
+    for name, tensors in lists.items():
+        sequence(name, tensors)
+    if len({len(tensors) for tensors in lists.values()}) > 1:
+        lengths = ", ".join(f"{name} has {len(tensors)}" for name, tensors in lists.items())
         raise ValueError(f"{lengths}; give one entry per weight in each list")
     return list(zip(*lists.values(), strict=True))
 
@@ -330,10 +330,10 @@ def nvfp4_quantize_with_amax(
             "nvfp4_quantize_with_amax draws no random numbers; set stochastic_rounding=False"
         )
     spec = quantizer.spec(quantizer.rowwise_usage, quantizer.columnwise_usage)
-    made = quantize_matrix(
+    storage = quantize_matrix(
         plain_matrix(tensor.detach()), spec, amax=rowwise_amax, amax_t=columnwise_amax
     )
-    return quantizer.wrap(quantizer._packed(made, tensor.shape, tensor.dtype))
+    return quantizer.wrap(quantizer._packed(storage, tensor.shape, tensor.dtype))
 
 
 def nvfp4_group_quantize_with_amax(

@@ -48,10 +48,10 @@ def _places(shard: Tensor, h: int, w: int, start_offset: int) -> tuple[Tensor, T
 
 def _maxima(shard: Tensor, amax: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Write the largest |x| per block to amax [.., ..], and 0 for blocks without shard elements."""
-    found = torch.zeros(amax.numel(), dtype=torch.float32, device=amax.device)
+    maxima = torch.zeros(amax.numel(), dtype=torch.float32, device=amax.device)
     index = rows * amax.shape[1] + columns
-    found.scatter_reduce_(0, index, shard.reshape(-1).float().abs(), "amax")
-    amax.copy_(found.view(amax.shape))
+    maxima.scatter_reduce_(0, index, shard.reshape(-1).float().abs(), "amax")
+    amax.copy_(maxima.view(amax.shape))
 
 
 def fp8_block_scaling_compute_partial_amax(

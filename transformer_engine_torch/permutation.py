@@ -198,7 +198,7 @@ def _checked_rows(
     _matrix("the unpadded matrix", short)
     _matrix("the padded matrix", long)
     rows, padded = (
-        to_ints("the rows of the groups", given) for given in (given_rows, given_padded)
+        to_ints("the rows of the groups", numbers) for numbers in (given_rows, given_padded)
     )
     fits = (sum(rows), sum(padded)) == (short.shape[0], long.shape[0]) and short.shape[
         1

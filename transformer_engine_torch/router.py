@@ -74,11 +74,11 @@ def fused_topk_with_score_function_fwd(
     kind = _kind(score_function, use_pre_softmax)
     choice = Choice(topk, kind, False, groups, scale, map)
     flat = logits.reshape(-1, logits.shape[-1])
-    probs, chosen, intermediate = choose(flat, choice, logits.dtype, expert_bias, indices)
+    probs, routing_bits, intermediate = choose(flat, choice, logits.dtype, expert_bias, indices)
     assert intermediate is not None
     if topk_indices is None:
-        assert chosen is not None
-        return probs.view(logits.shape), routing_map(chosen, map, logits), intermediate
+        assert routing_bits is not None
+        return probs.view(logits.shape), routing_map(routing_bits, map, logits), intermediate
     return probs.view(logits.shape), topk_indices, intermediate
 
 
@@ -99,7 +99,9 @@ def fused_topk_with_score_function_bwd(
     map = INDICES if dense else map_format(routing_map_format)
     scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
     kind = _kind(score_function, use_pre_softmax)
-    choice = Choice(to_int("topk", topk, 1), kind, False, None, scale, map)
+    choice = Choice(
+        to_int("topk", topk, 1), kind, all_weights=False, groups=None, scale=scale, map=map
+    )
     _gradient(routing_map, intermediate_output, grad_probs, grad_logits, choice)
 
 
@@ -138,7 +140,14 @@ def fused_topk_with_score_function_qb_fwd(
         named = histogram_mode
     else:
         named = NVTEQBHistogramMode(int(histogram_mode)).name.lower()
-    checked = check_choice(logits, topk, None, None, scaling_factor, "sigmoid")
+    checked = check_choice(
+        logits,
+        topk,
+        num_groups=None,
+        group_topk=None,
+        scaling_factor=scaling_factor,
+        score_function="sigmoid",
+    )
     bias = check_bias(expert_bias, logits, "sigmoid")
     counted = check_histogram(histogram, bin_bounds, named, logits)
     check_margins(checked.topk, None, "sigmoid", bias, logits)
@@ -146,14 +155,14 @@ def fused_topk_with_score_function_qb_fwd(
     probs, routing, scores = fused_topk_with_score_function_fwd(
         logits,
         topk,
-        False,
-        None,
-        None,
-        scaling_factor,
-        "sigmoid",
-        bias,
-        routing_map_format,
-        topk_indices,
+        use_pre_softmax=False,
+        num_groups=None,
+        group_topk=None,
+        scaling_factor=scaling_factor,
+        score_function="sigmoid",
+        expert_bias=bias,
+        routing_map_format=routing_map_format,
+        topk_indices=topk_indices,
     )
     cutoff = (scores + bias).topk(checked.topk + 1, dim=-1).values[:, checked.topk]
     count_margins(
@@ -169,13 +178,20 @@ def fused_score_for_moe_aux_loss_fwd(
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `(scores float32 [..., E], routing map, intermediate float32 [T, E] for the gradient)`."""
-    topk = check_choice(logits, topk, None, None, None, score_function).topk
+    topk = check_choice(
+        logits,
+        topk,
+        num_groups=None,
+        group_topk=None,
+        scaling_factor=None,
+        score_function=score_function,
+    ).topk
     map = map_format(routing_map_format)
     flat = logits.reshape(-1, logits.shape[-1])
     choice = Choice(topk, score_function, True, map=map)
-    scores, chosen, intermediate = choose(flat, choice, torch.float32)
-    assert chosen is not None and intermediate is not None
-    return scores.view(logits.shape), routing_map(chosen, map, logits), intermediate
+    scores, routing_bits, intermediate = choose(flat, choice, torch.float32)
+    assert routing_bits is not None and intermediate is not None
+    return scores.view(logits.shape), routing_map(routing_bits, map, logits), intermediate
 
 
 def fused_score_for_moe_aux_loss_bwd(
@@ -270,5 +286,5 @@ def _gradient(
         map = map.view(torch.uint8) if map.dtype is torch.bool else map
         map = map.reshape(-1, map.shape[-1])
     scores, gradient = intermediate.view(-1, experts), grad_probs.reshape(-1, experts)
-    made = choose_backward(map, scores, gradient, choice, grad_logits.dtype)
-    grad_logits.copy_(made.view(grad_logits.shape))
+    grad_scores = choose_backward(map, scores, gradient, choice, grad_logits.dtype)
+    grad_logits.copy_(grad_scores.view(grad_logits.shape))

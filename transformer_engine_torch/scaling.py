@@ -62,9 +62,9 @@ def fused_amax_and_scale_update_after_reduction(
     if not math.isfinite(powers):
         raise ValueError(f"margin={powers} is not finite; give a number of powers of two")
     values(amax_reduction_buffer=amax_reduction_buffer)
-    for name, given, axes in (("amax_histories", amax_histories, 2), ("scales", scales, 1)):
-        sequence(name, given)
-        for tensor in given:
+    for name, tensors, axes in (("amax_histories", amax_histories, 2), ("scales", scales, 1)):
+        sequence(name, tensors)
+        for tensor in tensors:
             floating(f"{name} holds a value that", tensor)
             with_axes(f"{name} holds a tensor that", tensor, axes)
     columns = [history.shape[1] for history in amax_histories]

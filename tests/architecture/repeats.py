@@ -131,10 +131,10 @@ def find_repeats(sources: Mapping[str, str]) -> dict[tuple[str, str], tuple[Plac
     for file in sorted(sources):
         for run, index in runs(file, sources[file]):
             places[run].append(index)
-    found: dict[tuple[str, str], tuple[Place, Place]] = {}
+    results: dict[tuple[str, str], tuple[Place, Place]] = {}
     for shared in places.values():
         if 1 < len(shared) <= MOST_PLACES:
             for a, b in itertools.combinations(sorted(shared), 2):
                 if a.file != b.file or b.first > a.last:
-                    found.setdefault((a.file, b.file), (a, b))
-    return found
+                    results.setdefault((a.file, b.file), (a, b))
+    return results

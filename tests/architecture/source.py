@@ -19,12 +19,12 @@ PACKAGES = (
 @functools.cache
 def modules() -> dict[str, Path]:
     """{dotted name: file} for every module in the product."""
-    found = {}
+    results = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            results[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return results
 
 
 @functools.cache
@@ -53,19 +53,19 @@ def imports(name: str) -> list[tuple[str, int]]:
     Imports under TYPE_CHECKING, inside functions and by `import_module` with a constant name count, because a
     reader follows them too.
     """
-    found: list[tuple[str, int]] = []
+    results: list[tuple[str, int]] = []
     for node in nodes(modules()[name]):
         if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
+            results += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(name, node)
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                found.append((full if full in modules() else base, node.lineno))
+                results.append((full if full in modules() else base, node.lineno))
         elif isinstance(node, ast.Call) and _callee_name(node) == "import_module":
             target = _constant_target(name, node)
-            found += [] if target is None else [(target, node.lineno)]
-    return [(target, line) for target, line in found if target.split(".")[0] in PACKAGES]
+            results += [] if target is None else [(target, node.lineno)]
+    return [(target, line) for target, line in results if target.split(".")[0] in PACKAGES]
 
 
 def find_computed_imports(name: str) -> list[int]:
@@ -105,7 +105,7 @@ def find_loaded_modules(name: str) -> set[str]:
     Importing `a.b.c` loads the packages `a` and `a.b` first. A module's own packages are already loading. Imports in
     functions and under TYPE_CHECKING load nothing.
     """
-    found: set[str] = set()
+    results: set[str] = set()
     for node in _run_on_load(tree(modules()[name]).body):
         targets = []
         if isinstance(node, ast.Import):
@@ -116,8 +116,10 @@ def find_loaded_modules(name: str) -> set[str]:
             targets = [target if target in modules() else base for target in full]
         for target in targets:
             parts = target.split(".")
-            found |= {".".join(parts[: n + 1]) for n in range(len(parts))}
-    return {target for target in found & set(modules()) if not f"{name}.".startswith(f"{target}.")}
+            results |= {".".join(parts[: n + 1]) for n in range(len(parts))}
+    return {
+        target for target in results & set(modules()) if not f"{name}.".startswith(f"{target}.")
+    }
 
 
 def _run_on_load(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -148,7 +150,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     path: list[str] = []
-    found: list[frozenset[str]] = []
+    results: list[frozenset[str]] = []
 
     def visit(node: str) -> None:
         order[node] = lowest[node] = len(order)
@@ -162,9 +164,9 @@ def circles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
             members = frozenset(path[path.index(node) :])
             del path[path.index(node) :]
             if len(members) > 1:
-                found.append(members)
+                results.append(members)
 
     for node in graph:
         if node not in order:
             visit(node)
-    return found
+    return results

@@ -31,7 +31,7 @@ def find_unordered_atomics(name: str) -> set[str]:
 def test_a_kernel_adds_in_a_fixed_order_or_its_backend_declares_it():
     import transformer_engine.pytorch  # noqa: F401 - registers the tables
 
-    unordered = {name: found for name in KERNELS if (found := find_unordered_atomics(name))}
+    unordered = {name: result for name in KERNELS if (result := find_unordered_atomics(name))}
     assert unordered.keys() == VARYING.keys(), (
         "a row of VARYING for each kernel without a fixed order"
     )

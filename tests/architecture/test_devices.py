@@ -45,7 +45,7 @@ def nowhere(tree_nodes) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("call", "found"),
+    ("call", "expected"),
     [
         ("torch.zeros(3)", [1]),
         ("torch.zeros(3, device=x.device)", []),
@@ -53,8 +53,8 @@ def nowhere(tree_nodes) -> list[int]:
         ("x.new_zeros(3)", []),
     ],
 )
-def test_a_creation_without_a_device_is_found(call, found):
-    assert nowhere(ast.walk(ast.parse(call))) == found
+def test_a_creation_without_a_device_is_found(call, expected):
+    assert nowhere(ast.walk(ast.parse(call))) == expected
 
 
 def test_every_tensor_is_created_on_an_explicit_device():

@@ -39,7 +39,7 @@ BASES = {"runtime.autograd.Function", "runtime.autograd.TorchFunction"}  # they 
 
 def autograd_functions() -> dict[str, ast.FunctionDef]:
     """{dotted name without the root: its backward} for every class that derives from an autograd Function."""
-    found = {}
+    results = {}
     for name, path in modules().items():
         for node in nodes(path):
             if not isinstance(node, ast.ClassDef):
@@ -48,8 +48,8 @@ def autograd_functions() -> dict[str, ast.FunctionDef]:
             bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
             if bases & {"Function", "TorchFunction"} and function not in BASES:
                 methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-                found[function] = methods["backward"]
-    return found
+                results[function] = methods["backward"]
+    return results
 
 
 def rejects(backward: ast.FunctionDef) -> bool:

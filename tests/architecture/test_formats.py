@@ -1,4 +1,4 @@
-"""A format is one row and one folder: few files name a format, and no code branches on the recipe or format."""
+"""Formats are data: few files name a format, and no code branches on the recipe or format."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 
 from tests.architecture.source import modules, nodes, text
 
-# common/formats.py, common/hardware.py (GPU capabilities named after it), common/recipe, common/env.py
-# (variables named after it), its files under quantize/formats, tensor and tensor/storage,
-# quantization/families.py, its factory for custom recipes, the alias with the names that callers of the
-# original import, and the group storage, whose public keywords name it, the self-test cases, whose report
-# names formats, the list of absent names, and the checkpoint layouts for servers, with the page for its
-# public function, and the cuDNN attention backend in it.
-MOST = 16
-# The original's public names and configurations that contain a format's name: debug session features, recipe
+# Number of modules of the PyTorch side that may name a format: common/formats.py, common/hardware.py (GPU
+# capabilities named after it), common/recipe, common/env.py (variables named after it), its files under
+# quantize/formats, tensor and tensor/storage, quantization/families.py, its factory for custom recipes, the alias
+# with the names that callers of the NVIDIA's engine import, and the group storage, whose public keywords name it,
+# the self-test cases, whose report names formats, the list of absent names, and the checkpoint layouts for servers,
+# with the page for its public function, and the cuDNN attention backend in it.
+MAXIMUM_MODULES = 16
+# NVIDIA's public names and configurations that contain a format's name: debug session features, recipe
 # factories and reference quantizers, transformer_engine_torch functions, exported operators' schemas.
-NAMED_BY_THE_ORIGINAL = (
+ORIGINAL_NAMES = (
     "transformer_engine.debug.features",
     "transformer_engine.pytorch.custom_recipes",
     "transformer_engine.pytorch.export",
@@ -28,11 +28,11 @@ NAMED_BY_THE_ORIGINAL = (
     "transformer_engine.pytorch.primitives.quantize.exported",
     "transformer_engine_torch",
 )
-# Its file under quantize/formats, the mode enum, the quantizers, its recipe's row, the public names, the
-# alias for the original's quantizer module, and the enumeration in transformer_engine_jax.
-MOST_OF_JAX = 7
+# The same for JAX: its file under quantize/formats, the mode enum, the quantizers, its recipe's row, the public
+# names, the alias for NVIDIA's quantizer module, and the enumeration in transformer_engine_jax.
+MAXIMUM_JAX_MODULES = 7
 # Lists of public names, written out for type checkers.
-LISTS = {
+PUBLIC_NAME_LISTS = {
     "transformer_engine.jax.quantize",
     "transformer_engine.pytorch",
     "transformer_engine.pytorch.constants",
@@ -77,20 +77,20 @@ def names_in_code(module: str, word: str) -> list[int]:
 
 @pytest.mark.parametrize("word", ["mxfp8", "nvfp4"])
 def test_few_files_name_a_format(word):
-    naming = [
+    modules_with_name = [
         name
         for name in modules()
-        if name not in LISTS
-        and not name.startswith(NAMED_BY_THE_ORIGINAL)
+        if name not in PUBLIC_NAME_LISTS
+        and not name.startswith(ORIGINAL_NAMES)
         and names_in_code(name, word)
     ]
-    of_jax = [
+    jax_modules = [
         name
-        for name in naming
+        for name in modules_with_name
         if name.startswith(("transformer_engine.jax", "transformer_engine_jax"))
     ]
-    assert len(naming) - len(of_jax) <= MOST, naming
-    assert len(of_jax) <= MOST_OF_JAX, of_jax
+    assert len(modules_with_name) - len(jax_modules) <= MAXIMUM_MODULES, modules_with_name
+    assert len(jax_modules) <= MAXIMUM_JAX_MODULES, jax_modules
 
 
 def test_only_recipe_family_rows_check_the_recipe_type():
@@ -110,10 +110,10 @@ def test_only_recipe_family_rows_check_the_recipe_type():
 
 def test_no_format_name_is_compared():
     comparison = re.compile(r"[!=]= *(FLOAT8|BLOCK_1D|BLOCK_2D|MXFP8|NVFP4)\.name")
-    comparing = {
+    comparisons = {
         name: match.group(0)
         for name, path in modules().items()
         if name.startswith("transformer_engine.pytorch.")
         and (match := comparison.search(text(path)))
     }
-    assert not comparing, f"ask the format's row: {comparing}"
+    assert not comparisons, f"ask the format's row: {comparisons}"

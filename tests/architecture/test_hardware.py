@@ -68,7 +68,7 @@ def comparisons(tree_nodes) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("code", "found"),
+    ("code", "expected"),
     [
         ("if request.capability < (9, 0): pass", [1]),
         ("if call.capability[0] != 9: pass", [1]),
@@ -87,8 +87,8 @@ def comparisons(tree_nodes) -> list[int]:
         ("title = f'{request.capability}'", []),
     ],
 )
-def test_compute_capability_comparisons_are_found(code, found):
-    assert comparisons(ast.walk(ast.parse(code))) == found
+def test_compute_capability_comparisons_are_found(code, expected):
+    assert comparisons(ast.walk(ast.parse(code))) == expected
 
 
 def test_only_the_hardware_table_compares_compute_capabilities():

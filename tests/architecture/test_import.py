@@ -77,22 +77,22 @@ def is_in_packages(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def test_import_loads_nothing_heavy_beyond_torch(loaded):
-    found = loaded["packages"]
-    assert "transformer_engine_torch" in found
-    assert not sorted(name for name in found if is_in_packages(name, HEAVY))
-    rest = sorted(name for name in found if not name.startswith("transformer_engine"))
+    result = loaded["packages"]
+    assert "transformer_engine_torch" in result
+    assert not sorted(name for name in result if is_in_packages(name, HEAVY))
+    rest = sorted(name for name in result if not name.startswith("transformer_engine"))
     assert len(rest) <= OTHERS, rest
 
 
 def test_pytorch_package_does_not_load_its_adapters_or_checkpoint_conversion(loaded):
-    found = loaded["pytorch"]
-    assert "transformer_engine.pytorch" in found
+    result = loaded["pytorch"]
+    assert "transformer_engine.pytorch" in result
     lazy = ("conversion", "cpp_extensions", "integrations")
     packages = (
         "transformer_engine_torch",
         *(f"transformer_engine.pytorch.{name}" for name in lazy),
     )
-    assert not sorted(name for name in found if is_in_packages(name, packages))
+    assert not sorted(name for name in result if is_in_packages(name, packages))
 
 
 def test_lazy_names_are_public_attributes(loaded):
@@ -101,9 +101,8 @@ def test_lazy_names_are_public_attributes(loaded):
     assert te.convert_hf is te.integrations.huggingface.convert_hf
 
 
-MEGATRON = (
-    "transformer_engine.pytorch.integrations.megatron"  # importing Megatron takes four seconds
-)
+# Importing Megatron takes four seconds.
+MEGATRON = "transformer_engine.pytorch.integrations.megatron"
 
 
 @pytest.mark.parametrize("of_megatron", [False, pytest.param(True, marks=pytest.mark.slow)])

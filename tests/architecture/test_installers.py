@@ -55,8 +55,8 @@ def test_the_conda_environment_has_a_supported_python():
     "path", ["Dockerfile", "environment.yml", "README.md", "docs/install.md", "docs/cli.md"]
 )
 def test_every_extra_in_documented_commands_exists(path: str):
-    found = extract_extras((ROOT / path).read_text())
-    assert found and found <= EXTRAS
+    result = extract_extras((ROOT / path).read_text())
+    assert result and result <= EXTRAS
 
 
 @pytest.mark.parametrize(

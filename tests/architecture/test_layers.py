@@ -70,10 +70,10 @@ def test_dynamic_imports_count_as_imports(tmp_path, monkeypatch):
         "d = importlib.import_module(f'{b}.d')\n"
     )
     names = ("transformer_engine.inner.c", "transformer_engine.other.b")
-    found = dict.fromkeys(names, tmp_path / "other.py") | {
+    result = dict.fromkeys(names, tmp_path / "other.py") | {
         "transformer_engine.inner.a": tmp_path / "a.py"
     }
-    monkeypatch.setattr(source, "modules", lambda: found)
+    monkeypatch.setattr(source, "modules", lambda: result)
     assert imports("transformer_engine.inner.a") == [
         ("transformer_engine.inner.other.b", 2),
         ("transformer_engine.inner.c", 3),
@@ -96,13 +96,13 @@ def test_the_common_layer_imports_no_framework():
 
 def _top_level_names(name: str) -> set[str]:
     """Third-party packages that any import statement in a module names, also inside functions."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in nodes(modules()[name]):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            results |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add((node.module or "").split(".")[0])
-    return found
+            results.add((node.module or "").split(".")[0])
+    return results
 
 
 def test_the_jax_side_does_not_import_pytorch():
@@ -156,10 +156,10 @@ def test_loading_a_module_loads_its_imports_packages(tmp_path, monkeypatch):
         "transformer_engine.outer.inner.b",
     )
     names = ("transformer_engine", "transformer_engine.types", "transformer_engine.late", *rest)
-    found = dict.fromkeys(names, tmp_path / "__init__.py") | {
+    result = dict.fromkeys(names, tmp_path / "__init__.py") | {
         "transformer_engine.a": tmp_path / "a.py"
     }
-    monkeypatch.setattr(source, "modules", lambda: found)
+    monkeypatch.setattr(source, "modules", lambda: result)
     assert find_loaded_modules("transformer_engine.a") == set(rest)
 
 
@@ -185,12 +185,12 @@ def test_type_checking_imports_and_own_package_imports_count(tmp_path, monkeypat
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import B\ndef f():\n    from . import name\n"
     )
     (tmp_path / "b.py").write_text("")
-    found = {
+    results = {
         "transformer_engine.inner": tmp_path / "__init__.py",
         "transformer_engine.inner.a": tmp_path / "a.py",
         "transformer_engine.inner.b": tmp_path / "b.py",
     }
-    monkeypatch.setattr(source, "modules", lambda: found)
+    monkeypatch.setattr(source, "modules", lambda: results)
     assert imports("transformer_engine.inner") == [("transformer_engine.inner.b", 1)]
     assert sorted(imports("transformer_engine.inner.a")) == [
         ("transformer_engine.inner", 5),

@@ -23,8 +23,8 @@ FILE_AND_NAMES = re.compile(FILE.pattern + r" \((?P<names>`\w+`(?:, `\w+`)*)[):]
 
 
 def find_file(named: str) -> Path | None:
-    found = (folder / named for folder in FOLDERS)
-    return next((path for path in found if path.is_file()), None)
+    result = (folder / named for folder in FOLDERS)
+    return next((path for path in result if path.is_file()), None)
 
 
 def find_definitions(path: Path) -> set[str]:

@@ -103,27 +103,27 @@ def test_phrases_are_found(sentence, hits):
 
 
 def above_the_limit(texts: dict[str, list[str]]) -> dict[str, float]:
-    rates = {folder: round(rate(found), 2) for folder, found in texts.items()}
+    rates = {folder: round(rate(result), 2) for folder, result in texts.items()}
     return {folder: r for folder, r in rates.items() if r > HITS_PER_1000_WORDS}
 
 
 def test_code_is_described_in_standard_technical_english():
-    found: dict[str, list[str]] = defaultdict(list)
+    result: dict[str, list[str]] = defaultdict(list)
     rest = [
         path
         for folder in ("tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
     ]
     for path in [*modules().values(), *rest]:
-        found[report_folder(path)] += prose_of_code(text(path))
-    assert not above_the_limit(found), "use the words on the right of PHRASES"
+        result[report_folder(path)] += prose_of_code(text(path))
+    assert not above_the_limit(result), "use the words on the right of PHRASES"
 
 
 def test_pages_are_written_in_standard_technical_english():
-    found: dict[str, list[str]] = defaultdict(list)
+    result: dict[str, list[str]] = defaultdict(list)
     for page in pages():
-        found[report_folder(page)] += paragraphs(page.read_text())
-    assert not above_the_limit(found), "use the words on the right of PHRASES"
+        result[report_folder(page)] += paragraphs(page.read_text())
+    assert not above_the_limit(result), "use the words on the right of PHRASES"
 
 
 def test_sentences_in_pages_are_short():

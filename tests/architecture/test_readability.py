@@ -133,7 +133,7 @@ def package_counts() -> Counter[str]:
 
 def test_ratios_only_fall():
     count = package_counts()
-    found = {
+    results = {
         '"of" per 1,000 words': 1000 * count["of"] / count["words"],
         '"that of" and "those of" per 1,000 words': 1000 * count["that of"] / count["words"],
         'sentences with three or more "of", percent': 100 * count["chains"] / count["sentences"],
@@ -145,10 +145,10 @@ def test_ratios_only_fall():
         "records per 1,000 lines of code": 1000 * count["records"] / count["lines"],
         "`pyright: ignore` per 1,000 lines of code": 1000 * count["ignores"] / count["lines"],
     }
-    assert found.keys() == LIMITS.keys()
+    assert results.keys() == LIMITS.keys()
     above = {
         ratio: (round(value, 2), LIMITS[ratio])
-        for ratio, value in found.items()
+        for ratio, value in results.items()
         if value > LIMITS[ratio]
     }
     assert not above, f"{{ratio: (found, limit)}}: {above}"

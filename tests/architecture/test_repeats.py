@@ -50,21 +50,21 @@ def pairs(folders: tuple[str, ...]) -> list[str]:
     ]
 
 
-def split_jax_pairs(found: list[str]) -> tuple[list[str], list[str]]:
+def split_jax_pairs(result: list[str]) -> tuple[list[str], list[str]]:
     """The pairs without a file in transformer_engine.jax, and the pairs with one."""
-    of_jax = [pair for pair in found if any(folder in pair for folder in OF_JAX)]
-    return [pair for pair in found if pair not in of_jax], of_jax
+    of_jax = [pair for pair in result if any(folder in pair for folder in OF_JAX)]
+    return [pair for pair in result if pair not in of_jax], of_jax
 
 
 def test_the_package_has_few_repeated_lines():
-    found, of_jax = split_jax_pairs(pairs(tuple(f"{package}/" for package in PACKAGES)))
-    assert len(found) <= MOST_IN_THE_PRODUCT, "\n".join(found)
+    result, of_jax = split_jax_pairs(pairs(tuple(f"{package}/" for package in PACKAGES)))
+    assert len(result) <= MOST_IN_THE_PRODUCT, "\n".join(result)
     assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
 
 
 def test_the_tree_has_few_repeated_lines():
-    found, of_jax = split_jax_pairs(pairs(("",)))
-    assert len(found) <= MOST, "\n".join(found)
+    result, of_jax = split_jax_pairs(pairs(("",)))
+    assert len(result) <= MOST, "\n".join(result)
     assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
 
 

@@ -18,11 +18,8 @@ from packaging.version import Version
 from tests.architecture.source import ROOT
 from transformer_engine import __version__
 
-PATHS = (
-    "/issues",
-    "/blob/main/CHANGELOG.md",
-    "/tree/main/docs",
-)  # as hosts such as GitHub and Gitea name them
+# Paths of hosts such as GitHub and Gitea.
+PATHS = ("/issues", "/blob/main/CHANGELOG.md", "/tree/main/docs")
 
 
 def packages() -> list[Path]:

@@ -144,7 +144,7 @@ def reason(describe: Callable[..., Any], device: dict[str, Any], *arguments: Any
 
 def engines(hardware: Hardware) -> dict[str, dict[str, str]]:
     """{case: {pass: reason}} on a GPU from the table."""
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     device = properties(hardware)
     for case in CASES:
         call = attention_call(case, hardware)
@@ -160,13 +160,13 @@ def engines(hardware: Hardware) -> dict[str, dict[str, str]]:
                 (cudnn_fp8.describe_forward, (E4M3, E4M3)),
                 (cudnn_fp8.describe_backward, (E4M3, E4M3, E5M2, E5M2)),
             )
-        found[case] = {
+        results[case] = {
             name: reason(describe, device, call, argument, *dtypes)
             for name, (describe, dtypes), argument in zip(
                 ("forward", "backward"), passes, (strided, backward), strict=True
             )
         }
-    return found
+    return results
 
 
 def main(architectures: list[str]) -> None:
@@ -175,8 +175,8 @@ def main(architectures: list[str]) -> None:
     assert load_bindings(library()) is not None
     encoded = library().backend_version()
     version = f"{encoded // 10_000}.{encoded // 100 % 100}.{encoded % 100}"
-    found = {row.architecture: engines(row) for row in rows}
-    print(json.dumps({version: found}, indent=1))
+    results = {row.architecture: engines(row) for row in rows}
+    print(json.dumps({version: results}, indent=1))
 
 
 if __name__ == "__main__":

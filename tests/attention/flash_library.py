@@ -137,17 +137,17 @@ def flash_attn_bwd(q, k, v, out, dout, lse, **kwargs):
             kwargs.get("score_mod"),
         )
         total = total + (result * grad).sum()
-    found = torch.autograd.grad(total, leaves)
+    actual = torch.autograd.grad(total, leaves)
     for name, first, starts, used in (
-        ("dq", found[0], kwargs["cu_seqlens_q"], kwargs["seqused_q"]),
-        ("dk", found[1], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
-        ("dv", found[2], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
+        ("dq", actual[0], kwargs["cu_seqlens_q"], kwargs["seqused_q"]),
+        ("dk", actual[1], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
+        ("dv", actual[2], kwargs["cu_seqlens_k"], kwargs["seqused_k"]),
     ):
         for target, value in zip(
             spans(kwargs[name], starts, used), spans(first, starts, used), strict=True
         ):
             target.copy_(value)
-    return (kwargs["dq"], kwargs["dk"], kwargs["dv"], *found[3:])
+    return (kwargs["dq"], kwargs["dk"], kwargs["dv"], *actual[3:])
 
 
 def window_sides(argument) -> tuple[int, int]:
@@ -197,6 +197,6 @@ def flash_attn_varlen_func(
     window = (-1, 0) if causal else window_size
     parts = [spans(x, s, None) for x, s in ((q, starts_q), (k, starts_kv), (v, starts_kv))]
     rest = (softmax_scale, window, None, None, softcap_score_mod(softcap))
-    found = [attend(*each, *rest)[0] for each in zip(*parts, strict=True)]
-    rest = q.shape[0] - sum(part.shape[0] for part in found)
-    return torch.cat([*found, q.new_full((rest, q.shape[1], v.shape[2]), math.nan)])
+    results = [attend(*each, *rest)[0] for each in zip(*parts, strict=True)]
+    rest = q.shape[0] - sum(part.shape[0] for part in results)
+    return torch.cat([*results, q.new_full((rest, q.shape[1], v.shape[2]), math.nan)])

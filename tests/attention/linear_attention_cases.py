@@ -72,7 +72,7 @@ class Case:
         key = normal(*tokens, *sub, *heads, dk)
         logits = self.options.get("use_beta_sigmoid_in_kernel")
         beta, g = normal(*tokens, *sub, *heads, *channels), normal(*tokens, *heads, *channels)
-        found = {
+        results = {
             "query_layer": normal(*tokens, *heads, dk),
             "key_layer": key
             if self.options.get("use_qk_l2norm_in_kernel")
@@ -84,15 +84,15 @@ class Case:
             "beta": beta if logits else torch.sigmoid(beta),
         }
         if self.options.get("gate_domain") == "linear":
-            found["g"] = torch.exp(found["g"])
+            results["g"] = torch.exp(results["g"])
         if self.rule == "gdn2":
-            found["w"] = torch.sigmoid(normal(*tokens, *heads, dv))
+            results["w"] = torch.sigmoid(normal(*tokens, *heads, dv))
         if self.options.get("safe_gate"):
-            found |= {"a_log": normal(*heads), "dt_bias": normal(*heads)}
+            results |= {"a_log": normal(*heads), "dt_bias": normal(*heads)}
         if self.has_state:
-            found["initial_state"] = normal(len(self.lengths), *heads, dv, dk)
+            results["initial_state"] = normal(len(self.lengths), *heads, dv, dk)
         return {
-            name: x.to(device, self.dtype_of(name)).requires_grad_() for name, x in found.items()
+            name: x.to(device, self.dtype_of(name)).requires_grad_() for name, x in results.items()
         }
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -212,10 +212,10 @@ def _recurrence(case: Case, x: dict[str, Tensor], state: Tensor) -> tuple[Tensor
     return torch.stack(outputs) if outputs else empty, state
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error(actual: Tensor, exact: Tensor) -> float:
     """Relative error in the Frobenius norm; the absolute error if the result is zero."""
     scale = exact.double().norm().item()
-    return (found.double() - exact.double()).norm().item() / (scale or 1.0)
+    return (actual.double() - exact.double()).norm().item() / (scale or 1.0)
 
 
 def run_with_gradients(
@@ -251,17 +251,17 @@ def compare(
     """
     tensors = case.tensors(seed, device)
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    found, gradients = run_with_gradients(case, tensors, call)
+    actual, gradients = run_with_gradients(case, tensors, call)
     needs_state = bool(case.options.get("output_final_state"))
-    assert len(found) == 1 + needs_state
+    assert len(actual) == 1 + needs_state
     expected, wanted_gradients = run_with_gradients(
         case, exact, lambda **x: reference_results(case, x)[: 1 + needs_state]
     )
     limit = BOUNDS[case.dtype] if bound is None else bound
     if case.options.get("gate_domain") == "linear":
         limit = max(limit, 1e-8)  # 1e-10 is added to the gate
-    assert found[0].dtype == case.dtype
-    for name, y, exact_y in zip(("output", "state"), found, expected, strict=False):
+    assert actual[0].dtype == case.dtype
+    for name, y, exact_y in zip(("output", "state"), actual, expected, strict=False):
         assert y.shape == exact_y.shape
         assert error(y, exact_y) < limit, (name, case)
     for name, dx, exact_dx in zip(tensors, gradients, wanted_gradients, strict=True):

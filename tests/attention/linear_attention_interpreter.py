@@ -112,12 +112,12 @@ def largest_error(case: Case) -> float:
         output, state = backend.run(packed, spec)
         return layout.output(output), state
 
-    found, gradients = run_with_gradients(case, tensors, call)
+    actual, gradients = run_with_gradients(case, tensors, call)
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     expected, wanted_gradients = run_with_gradients(
         case, exact, lambda **x: reference_results(case, x)
     )
-    pairs = [*zip(found, expected, strict=True), *zip(gradients, wanted_gradients, strict=True)]
+    pairs = [*zip(actual, expected, strict=True), *zip(gradients, wanted_gradients, strict=True)]
     return max(error(x, y) for x, y in pairs)  # pyright: ignore[reportArgumentType]
 
 

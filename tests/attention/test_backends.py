@@ -328,14 +328,14 @@ def backend_parameters() -> list[Any]:
     Backends that need a GPU reject every case, always an eighth. The reference takes all options, whose pairs
     meet in the cases in `ALL`.
     """
-    found = []
+    results = []
     for number, name in enumerate(TABLE.names()):
         always = {"torch_sdpa": CASES, "reference": ALL}.get(name, CASES[number % 8 :: 8])
         for case in CASES:
             slow = not torch.cuda.is_available() and case not in always
             marks = pytest.mark.slow if slow else ()
-            found.append(pytest.param(name, case, id=f"{name}-{identity(case)}", marks=marks))
-    return found
+            results.append(pytest.param(name, case, id=f"{name}-{identity(case)}", marks=marks))
+    return results
 
 
 @pytest.mark.parametrize(("backend", "case"), backend_parameters())
@@ -463,9 +463,9 @@ def test_gradients_in_any_layout_are_read_correctly(backend, tensor_format, devi
         "exchanged": wide[..., : out.shape[-1]].transpose(0, 1).contiguous().transpose(0, 1),
     }
     for name, gradient in gradients.items():
-        found = torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+        actual = torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
         expected = torch.autograd.grad(out, (q, k, v), gradient.contiguous(), retain_graph=True)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -35,7 +35,7 @@ def block_call(device, keys, form):
         head_dim_v=SIZE,
         q_format=form,
         kv_format=form,
-        mask=resolve("no_mask", None, None),
+        mask=resolve("no_mask", window_size=None, bottom_right_diagonal=None),
         scale=SIZE**-0.5,
     )
 
@@ -84,16 +84,16 @@ def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
     torch.testing.assert_close(output, expected.output, rtol=1e-5, atol=1e-5)
 
     merged = Attended(output, merged_lse)
-    found = [
+    results = [
         attention_backward(choose_passes(call), call, inputs, merged, grad)
         for call, inputs in parts
     ]
-    torch.testing.assert_close(sum(part.q for part in found), reference.q, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sum(part.q for part in results), reference.q, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
-        torch.cat([part.k for part in found], axis), reference.k, rtol=1e-4, atol=1e-5
+        torch.cat([part.k for part in results], axis), reference.k, rtol=1e-4, atol=1e-5
     )
     torch.testing.assert_close(
-        torch.cat([part.v for part in found], axis), reference.v, rtol=1e-4, atol=1e-5
+        torch.cat([part.v for part in results], axis), reference.v, rtol=1e-4, atol=1e-5
     )
 
 

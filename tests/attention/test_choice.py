@@ -140,7 +140,7 @@ def question(
         head_dim_v=64,
         q_format="sbhd",
         kv_format="sbhd",
-        mask=resolve(mask, None, None),
+        mask=resolve(mask, window_size=None, bottom_right_diagonal=None),
         scale=0.125,
         switches=Switches(),
     )
@@ -356,7 +356,7 @@ def test_installed_flash_packages_are_reported_when_chosen(monkeypatch):
 
 
 def test_fp8_kernels_are_reported_as_the_original_numbers_them(monkeypatch):
-    monkeypatch.setattr(cudnn_fp8, "missing", lambda: None)
+    monkeypatch.setattr(cudnn_fp8, "unavailable_reason", lambda: None)
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(utils, "current_hardware", lambda: nvidia(9, 0))
     on_fp8 = AttentionParams(fp8=True, attn_mask_type="causal", head_dim_qk=128, head_dim_v=128)

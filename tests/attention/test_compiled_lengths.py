@@ -18,9 +18,11 @@ def compare_lengths(lengths, eager, function, inputs_of):
     """Compare outputs and gradients at each length; one compiled function serves all lengths."""
     for length in lengths:
         leaves = [x.requires_grad_() for x in inputs_of(length)]
-        found = [f(*leaves) for f in (eager, function)]
-        gradients = [torch.autograd.grad(out.float().square().sum(), leaves) for out in found]
-        for plain, traced in zip((found[0], *gradients[0]), (found[1], *gradients[1]), strict=True):
+        results = [f(*leaves) for f in (eager, function)]
+        gradients = [torch.autograd.grad(out.float().square().sum(), leaves) for out in results]
+        for plain, traced in zip(
+            (results[0], *gradients[0]), (results[1], *gradients[1]), strict=True
+        ):
             torch.testing.assert_close(traced, plain, atol=1e-6, rtol=1e-6)
 
 

@@ -45,9 +45,9 @@ def test_every_sequence_is_padded_at_its_end_to_a_multiple(multiple, leading, de
 
 
 def test_positions_restart_in_every_padded_sequence(device):
-    found = generate_positional_ids_for_cp(bounds(LENGTHS, device), 4)
-    assert found.tolist() == [i for n in LENGTHS for i in range(round_up(n, 4))]
-    assert found.dtype == torch.long and found.device.type == device.type
+    result = generate_positional_ids_for_cp(bounds(LENGTHS, device), 4)
+    assert result.tolist() == [i for n in LENGTHS for i in range(round_up(n, 4))]
+    assert result.dtype == torch.long and result.device.type == device.type
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -114,7 +114,7 @@ def test_bounds_on_a_rank_count_its_real_tokens(size, halves, device):
     padded = [round_up(n, 2 * size) for n in LENGTHS]
     real = bounds(LENGTHS, device)
     for rank in range(size):
-        found = get_cu_seqlens_on_cp_rank(
+        result = get_cu_seqlens_on_cp_rank(
             real, bounds([n // size for n in padded], device), size, rank, *halves
         )
         counts = []
@@ -125,7 +125,7 @@ def test_bounds_on_a_rank_count_its_real_tokens(size, halves, device):
             counts.append(
                 sum(int(c.sum()) for c, counted in zip(contents, halves, strict=True) if counted)
             )
-        assert found.tolist() == bounds(counts, "cpu").tolist() and found.dtype == torch.int32
+        assert result.tolist() == bounds(counts, "cpu").tolist() and result.dtype == torch.int32
     with pytest.raises(ValueError, match=f"rank={size} is outside"):
         get_cu_seqlens_on_cp_rank(real, real, size, size, *halves)
 

@@ -57,16 +57,16 @@ PACKED = {"q_format": "thd", "kv_format": "thd"}
 def installed(monkeypatch):
     """Simulate a machine with the library, without querying its GPU."""
     for module in (cudnn, cudnn_fp8):
-        monkeypatch.setattr(module, "missing", lambda: None)
+        monkeypatch.setattr(module, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: False)
     monkeypatch.setattr(cudnn, "get_cudnn_version", lambda: (9, 19, 0))
 
 
 def test_a_missing_library_is_a_rejection(monkeypatch):
-    cudnn_graph.missing.cache_clear()
+    cudnn_graph.unavailable_reason.cache_clear()
     monkeypatch.setattr(optional, "installed", lambda name: False)
     assert "not installed; pip install" in (cudnn.BACKEND.rejection_reason(request()) or "")
-    cudnn_graph.missing.cache_clear()
+    cudnn_graph.unavailable_reason.cache_clear()
 
 
 def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
@@ -83,11 +83,8 @@ def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
         if name != without:
             setattr(part, name, f"{name} of {version}")
     module._pybind_module = part
-    module.pygraph, module.create_handle, module.set_stream = (
-        object,
-        object,
-        object,
-    )  # of Python, from 1.27 and 1.28 on
+    # Python classes, from 1.27 and 1.28 on.
+    module.pygraph = module.create_handle = module.set_stream = object
     return module
 
 
@@ -96,17 +93,17 @@ def reason(monkeypatch):
     """Reason why a frontend version is unsupported, given a cuDNN version."""
 
     def ask(frontend: str, cudnn_version: tuple[int, ...], without: str = "") -> str | None:
-        cudnn_graph.missing.cache_clear()
+        cudnn_graph.unavailable_reason.cache_clear()
         module = compiled(tuple(int(part) for part in frontend.split(".")[:2]), without)
         monkeypatch.setattr(optional, "installed", lambda name: True)
         monkeypatch.setattr(optional, "failure", lambda name: None)
         monkeypatch.setattr(cudnn_graph, "library", lambda: module)
         monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: frontend)
         monkeypatch.setattr(cudnn_graph, "get_cudnn_version", lambda: cudnn_version)
-        return cudnn_graph.missing()
+        return cudnn_graph.unavailable_reason()
 
     yield ask
-    cudnn_graph.missing.cache_clear()
+    cudnn_graph.unavailable_reason.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -128,11 +125,11 @@ def test_unsupported_frontend_versions_are_named(frontend, cudnn_version, senten
 def test_frontend_versions_from_123_on_are_supported(frontend, reason):
     assert reason(frontend, (9, 20, 0)) is None
     version = tuple(int(part) for part in frontend.split(".")[:2])
-    found = cudnn_graph.load_bindings(cudnn_graph.library())
-    assert hasattr(found.graph, "_execute_with_raw_ptrs")
-    assert found.create_handle == f"create_handle of {version}"
+    result = cudnn_graph.load_bindings(cudnn_graph.library())
+    assert hasattr(result.graph, "_execute_with_raw_ptrs")
+    assert result.create_handle == f"create_handle of {version}"
     assert (
-        found.set_stream
+        result.set_stream
         == f"{'set_stream' if version < (1, 28) else '_raw_set_stream'} of {version}"
     )
 
@@ -147,12 +144,12 @@ def test_a_name_missing_from_a_later_frontend_is_the_reason(name, reason):
 
 
 def test_an_old_cudnn_is_a_rejection(monkeypatch):
-    cudnn_graph.missing.cache_clear()
+    cudnn_graph.unavailable_reason.cache_clear()
     monkeypatch.setattr(optional, "installed", lambda name: True)
     monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: "1.23.0")
     monkeypatch.setattr(cudnn_graph, "get_cudnn_version", lambda: (9, 10, 2))
-    assert cudnn_graph.missing() == "cuDNN 9.10.2 < 9.13.1"
-    cudnn_graph.missing.cache_clear()
+    assert cudnn_graph.unavailable_reason() == "cuDNN 9.10.2 < 9.13.1"
+    cudnn_graph.unavailable_reason.cache_clear()
 
 
 BIASED = {"bias": "post_scale_bias", "bias_shape": (1, 4, 256, 256)}
@@ -164,7 +161,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         {"hardware": nvidia(7, 5)},
         "compute capability 7.5 has no cudnn attention; NVIDIA GPUs of compute capability 8.0 and higher have",
     ),
-    "float32": ({"dtype": torch.float32}, "torch.float32; it takes"),
+    "float32": ({"dtype": torch.float32}, "torch.float32; supported:"),
     "fp8": ({"fp8": "delayed"}, "FP8 attention"),
     "score_mod": ({"score_mod": lambda *_: None}, "score_mod"),
     "empty": ({"seqlen_q": 0}, "an empty tensor"),
@@ -177,7 +174,10 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         {"head_dim_qk": 192, "head_dim_v": 192, "hardware": nvidia(8, 0)},
         "head size 192 > 128",
     ),
-    "unequal": ({"head_dim_qk": 256, "head_dim_v": 128}, "it takes equal ones and 192/128"),
+    "unequal": (
+        {"head_dim_qk": 256, "head_dim_v": 128},
+        "supported above 128: equal sizes and 192/128",
+    ),
     "arbitrary": ({"mask": "arbitrary"}, "arbitrary"),
     "mask tensors": (
         {"mask": "padding", "padding_tensors": True},
@@ -208,7 +208,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "unmasked alibi": ({"bias": "alibi", "mask": "no_mask"}, "ALiBi with attn_mask_type='no_mask'"),
     "max_logit": ({"max_logit": True, "softmax": "learnable"}, "return_max_logit with a sink"),
     "cross sink": ({"mask": "padding", "softmax": "learnable"}, "may have no keys"),
-    "page": ({"page_size": 24, "needs_gradient": False}, "page_size=24: it takes powers of two"),
+    "page": ({"page_size": 24, "needs_gradient": False}, "page_size=24; supported: powers of two"),
     "packed sink": (
         {"mask": "padding_causal", "softmax": "learnable", "same_lengths": True, **PACKED},
         "before cuDNN 9.26 its backward reads out of bounds",
@@ -300,7 +300,7 @@ def test_unsupported_fp8_calls_are_rejected(name, installed):
 
 def test_the_fp8_backward_takes_one_head_size(installed):
     assert FORWARD.named("cudnn").rejection_reason(request(fp8="delayed")) is None
-    assert "it takes 128" in (cudnn_fp8.unsupported_backward(request()) or "")
+    assert "supported: 128" in (cudnn_fp8.unsupported_backward(request()) or "")
     assert cudnn_fp8.unsupported_backward(request(head_dim_qk=128, head_dim_v=128)) is None
 
 
@@ -388,21 +388,21 @@ def assert_exact(r: AttentionCall, inputs: AttentionInputs) -> None:
     grad = torch.randn(*inputs.q.shape[:-1], r.head_dim_v, device="cuda").to(r.dtype)
     wide, exact_request = to_float32(inputs), replace(r, dtype=torch.float32)
     exact = reference.forward(exact_request, wide)
-    found = cudnn.forward(r, inputs)
-    assert relative(found.output, exact.output) < 0.004
+    actual = cudnn.forward(r, inputs)
+    assert relative(actual.output, exact.output) < 0.004
     if r.max_logit:
-        torch.testing.assert_close(found.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
     if not r.needs_gradient:
         return
     visible = exact.lse.isfinite() & real_rows(r, inputs)
-    torch.testing.assert_close(found.lse[visible], exact.lse[visible], rtol=1e-3, atol=1e-3)
-    gradients = cudnn.backward(r, inputs, found, grad)
+    torch.testing.assert_close(actual.lse[visible], exact.lse[visible], rtol=1e-3, atol=1e-3)
+    gradients = cudnn.backward(r, inputs, actual, grad)
     expected = reference.backward(exact_request, wide, exact, grad.float())
     for name, a, b in zip(gradients._fields, gradients, expected, strict=True):
         if a is not None:
             assert relative(a, b) < 0.006, name
     if r.deterministic:
-        repeated = cudnn.backward(r, inputs, found, grad)
+        repeated = cudnn.backward(r, inputs, actual, grad)
         assert all(a is None or torch.equal(a, b) for a, b in zip(gradients, repeated, strict=True))
 
 
@@ -501,9 +501,9 @@ def test_pages_are_read_in_place(page_size, q_format):
     k, v = (x[pages.long()].flatten(1, 2) for x in cache)
     dense = to_float32(inputs._replace(k=k, v=v))
     exact = reference.forward(replace(r, dtype=torch.float32, page_size=0), dense)
-    found = cudnn.forward(r, inputs._replace(k=cache[0], v=cache[1], page_table=pages))
+    actual = cudnn.forward(r, inputs._replace(k=cache[0], v=cache[1], page_table=pages))
     rows = slice(0, 19) if q_format == "thd" else slice(None)
-    assert relative(found.output[rows], exact.output[rows]) < 0.004
+    assert relative(actual.output[rows], exact.output[rows]) < 0.004
 
 
 @pytest.mark.gpu
@@ -515,16 +515,16 @@ def test_both_passes_drop_the_same_weights(mask):
     inputs = sample_inputs(r)
     grad = torch.randn_like(inputs.q)
     torch.manual_seed(3)
-    found = cudnn.forward(r, inputs)
-    gradients = cudnn.backward(r, inputs, found, grad)
+    result = cudnn.forward(r, inputs)
+    gradients = cudnn.backward(r, inputs, result, grad)
     torch.manual_seed(3)
-    assert torch.equal(cudnn.forward(r, inputs).output, found.output)
-    assert not torch.equal(cudnn.forward(r, inputs).output, found.output)
+    assert torch.equal(cudnn.forward(r, inputs).output, result.output)
+    assert not torch.equal(cudnn.forward(r, inputs).output, result.output)
 
     def inner(a: Tensor, b: Tensor) -> float:
         return float((a.double() * b.double()).sum())
 
-    assert inner(grad, found.output) == pytest.approx(inner(inputs.v, gradients.v), abs=2.0)
+    assert inner(grad, result.output) == pytest.approx(inner(inputs.v, gradients.v), abs=2.0)
     assert inner(inputs.q, gradients.q) == pytest.approx(inner(inputs.k, gradients.k), abs=2.0)
 
 
@@ -537,11 +537,11 @@ def test_a_captured_graph_replays_on_new_values():
     cudnn.backward(r, inputs, cudnn.forward(r, inputs), grad)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = cudnn.forward(r, inputs)
-        gradients = cudnn.backward(r, inputs, found, grad)
+        actual = cudnn.forward(r, inputs)
+        gradients = cudnn.backward(r, inputs, actual, grad)
     inputs.q.normal_()
     graph.replay()
     torch.cuda.synchronize()
     expected = cudnn.forward(r, inputs)
-    assert torch.equal(found.output, expected.output)
+    assert torch.equal(actual.output, expected.output)
     assert relative(gradients.v, cudnn.backward(r, inputs, expected, grad).v) < 1e-3

@@ -43,7 +43,7 @@ REJECTED = {
     "hopper": ({"hardware": nvidia(9, 0)}, (9, 28, 1), "compute capability 9.0 has no cudnn mxfp8 attention"),
     "thor": ({"hardware": nvidia(11, 0)}, (9, 28, 1), "11.0 has no cudnn mxfp8 attention"),
     "workstation": ({"hardware": nvidia(12, 0)}, (9, 28, 1), "12.0 has no cudnn mxfp8 attention"),
-    "one scale": ({"fp8": "current"}, (9, 28, 1), "it takes the recipe MXFP8BlockScaling"),
+    "one scale": ({"fp8": "current"}, (9, 28, 1), "supported: the recipe MXFP8BlockScaling"),
     "old": ({}, (9, 20, 0), "cuDNN 9.20.0 has no MXFP8 attention, 9.21.0 has"),
     "wrong": ({}, (9, 23, 1), "cuDNN 9.23.1 computes wrong MXFP8 attention, 9.24 corrects it"),
     "zeros": (
@@ -51,7 +51,7 @@ REJECTED = {
         (9, 24, 0),
         "cuDNN 9.24.0 writes zeros for 4096 keys without a band, from 4096 on, 9.25.0 corrects it",
     ),
-    "wide": ({"head_dim_qk": 256, "head_dim_v": 256}, (9, 28, 1), "it takes up to 128, and 192/128"),
+    "wide": ({"head_dim_qk": 256, "head_dim_v": 256}, (9, 28, 1), "supported: up to 128, and 192/128"),
     "odd": ({"seqlen_kv": 250}, (9, 28, 1), "250, a head size or a number of tokens, is not a multiple of 32"),
     "packed": (
         {"q_format": "thd", "kv_format": "thd", "mask": "padding_causal"}, (9, 28, 1), "it does not support",
@@ -104,12 +104,12 @@ def test_the_backward_pass_is_in_16_bits_unless_fp8_is_asked_for(installed):
         (True, "cudnn_mxfp8"),
     ):
         query = fp8.BackwardRequest(call, "cudnn_mxfp8", requested)
-        found = next(
+        result = next(
             row.name
             for row in fp8.BACKWARD.candidates(query)
             if row.rejection_reason(query) is None
         )
-        assert found == name
+        assert result == name
     wide = fp8.BackwardRequest(request(**{**B200, "head_dim_qk": 192}), "cudnn_mxfp8", True)
     assert "head size 192" in (fp8.BACKWARD.named("cudnn_mxfp8").rejection_reason(wide) or "")
     assert fp8.BACKWARD.named("high_precision").rejection_reason(wide) is None
@@ -181,11 +181,11 @@ def bshd_strides(call, grad_output: bool = False) -> Strided:
 
     q = select(call.heads, call.head_dim_qk, call.seqlen_q)
     k, v = (select(call.groups, d, call.seqlen_kv) for d in (call.head_dim_qk, call.head_dim_v))
-    found = Strided(q, k, v)
+    result = Strided(q, k, v)
     return (
-        found._replace(grad_output=select(call.heads, call.head_dim_v, call.seqlen_q))
+        result._replace(grad_output=select(call.heads, call.head_dim_v, call.seqlen_q))
         if grad_output
-        else found
+        else result
     )
 
 
@@ -272,18 +272,20 @@ def test_codes_and_scales_equal_those_of_separate_heads(tensor_format, tokens, d
     quantizer = MXFP8Quantizer(E4M3)
     for along_tokens, result in zip(
         (False, True),
-        blocks_cudnn._quantize_directions(x, tensor_format, quantizer, True, True),
+        blocks_cudnn._quantize_directions(
+            x, tensor_format, quantizer, along_depth=True, along_tokens=True
+        ),
         strict=True,
     ):
         assert result is not None and result.codes.shape == x.shape and result.codes.is_contiguous()
-        found = decode_blocks(result, tensor_format, along_tokens)
+        actual = decode_blocks(result, tensor_format, along_tokens)
         of_batch = x.transpose(0, 1) if tensor_format == "sbhd" else x
-        found = found.transpose(0, 1) if tensor_format == "sbhd" else found
+        actual = actual.transpose(0, 1) if tensor_format == "sbhd" else actual
         for b in range(2):
             for h in range(3):
                 head = of_batch[b, :, h].contiguous()  # [s, d]
                 alone = quantizer(head.t().contiguous() if along_tokens else head).dequantize()
-                assert torch.equal(found[b, :, h], (alone.t() if along_tokens else alone).double())
+                assert torch.equal(actual[b, :, h], (alone.t() if along_tokens else alone).double())
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -314,8 +316,8 @@ def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeyp
         inputs = [decode_blocks(codes[role], "bshd", False).requires_grad_() for role in "qkv"]
         grad = decode_blocks(codes["grad_output_codes"], "bshd", False)
         with torch.enable_grad():
-            found = torch.autograd.grad(exact(*inputs, call.scale)[0], inputs, grad)
-        return Gradients(*[x.to(call.dtype) for x in found])
+            actual = torch.autograd.grad(exact(*inputs, call.scale)[0], inputs, grad)
+        return Gradients(*[x.to(call.dtype) for x in actual])
 
     monkeypatch.setattr(cudnn_blocks, "forward", forward)
     monkeypatch.setattr(cudnn_blocks, "backward", backward)
@@ -327,7 +329,9 @@ def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeyp
     if not requested:
         return  # the backward pass in 16 bits is cuDNN's own
     quantizers = AttentionQuantizers(*[MXFP8Quantizer(E4M3)] * 6)
-    attention = FP8Attention(call, "mxfp8", quantizers, None, passes, False, None)
+    attention = FP8Attention(
+        call, "mxfp8", quantizers, None, passes, fp8_output=False, scale_update=None
+    )
     shapes = [(2, 96, heads, 128) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes)
     bias = [None] * (len(AttentionInputs._fields) - 3)
@@ -338,16 +342,16 @@ def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeyp
     expected_value = torch.autograd.grad(reference, (q, k, v), dy.double().view_as(reference))
     # E4M3 rounds by 2.6 % in the mean: a result's three or four rounded factors differ by up to 5.2 %.
     assert relative_error(out.view_as(reference), reference) < 0.06
-    for found, expected in zip(grads, expected_value, strict=True):
-        assert relative_error(found, expected) < 0.08
+    for actual, expected in zip(grads, expected_value, strict=True):
+        assert relative_error(actual, expected) < 0.08
     assert records.keys() == {"q", "q_t", "k", "k_t", "v", "grad_output_codes", "grad_output_t"}
     for role, values in (("q_t", q), ("k_t", k), ("grad_output_t", dy.view(2, 96, 4, 128))):
         assert relative_error(decode_blocks(records[role], "bshd", True), values) < 0.04, role
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
 def test_requested_fp8_gradients_without_a_kernel_warn_once_with_the_reason(installed, recwarn):
@@ -387,12 +391,12 @@ def test_the_emulation_on_a_cpu_has_the_error_of_the_format(mode, bits, monkeypa
         out = layer(q, k, v, attn_mask_type="causal")
     reference, _ = exact(q, k, v, 64**-0.5)
     dy = torch.randn(out.shape, dtype=torch.bfloat16)
-    found = [out, *torch.autograd.grad(out, (q, k, v), dy)]
+    results = [out, *torch.autograd.grad(out, (q, k, v), dy)]
     expected_value = [
         reference,
         *torch.autograd.grad(reference, (q, k, v), dy.double().view_as(reference)),
     ]
     # Three E4M3 mantissa bits, rounded to nearest: 2^-4 / sqrt(3) at most for a code; q, k, v, p and o are rounded.
-    for name, one, expected in zip(("o", "dq", "dk", "dv"), found, expected_value, strict=True):
+    for name, one, expected in zip(("o", "dq", "dk", "dv"), results, expected_value, strict=True):
         error = relative_error(one.reshape(expected.shape), expected)
         assert 1e-3 < error < 0.08, (name, error)

@@ -29,7 +29,7 @@ UNUSED = {
     "has no cudnn deterministic attention",
     "has no cudnn fp8 attention",
     # cuDNN 9.28.1 has a forward engine for codes with head size 256 on 10.x to 11.0, and no backward engine.
-    "it takes up to 128, and 192/128",
+    "supported: up to 128, and 192/128",
     # No documentation specifies the order of these heads' scales along the tokens.
     "scales along the tokens of more than 128 columns",
 }
@@ -61,7 +61,7 @@ def test_the_recording_covers_every_gpu_in_the_table_and_every_case():
     assert len(RECORDS) >= 2
     for engines in RECORDS.values():
         assert engines.keys() == NVIDIA.keys()
-        assert all(found.keys() == CASES.keys() for found in engines.values())
+        assert all(result.keys() == CASES.keys() for result in engines.values())
 
 
 @pytest.mark.parametrize("version", RECORDS)
@@ -89,8 +89,8 @@ def test_an_installed_cudnn_agrees_with_the_recording():
         {**os.environ, "PYTHONPATH": programs.search_path()},
         patience=600,
     )
-    found = json.loads(printed)
-    ((version, engines),) = found.items()
+    result = json.loads(printed)
+    ((version, engines),) = result.items()
     if version not in RECORDS:
         pytest.skip(f"cuDNN {version} is not among the recorded versions")
     for architecture, cases in engines.items():

@@ -161,7 +161,7 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
     ("options", "words"),
     [
         ({"score_mod": lambda score, b, h, i, j: score}, "score_mod takes indices"),
-        ({"mask": "causal"}, "attn_mask_type='causal'; it takes 'no_mask'"),
+        ({"mask": "causal"}, "attn_mask_type='causal'; supported: 'no_mask'"),
         ({"window": (4, 4)}, "window_size=(4, 4)"),
         ({"softmax": "learnable"}, "softmax_type='learnable'"),
         ({"dropout": 0.1}, "attention_dropout=0.1"),
@@ -178,11 +178,11 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         ),
         (
             {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1).int()})},
-            "torch.int32; it takes",
+            "torch.int32; supported:",
         ),
         (
             {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1).double()})},
-            "torch.float64; it takes",
+            "torch.float64; supported:",
         ),
         (
             {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1, 3, 1, 1)})},
@@ -318,12 +318,12 @@ class LoggedGraph:
     def _expanded(self, score_mod, bprop) -> LoggedTensor:
         while True:
             self.log.clear()
-            found = score_mod(self, LoggedTensor("score", self.log))
+            result = score_mod(self, LoggedTensor("score", self.log))
             if bprop is not None:
-                found = bprop(self, LoggedTensor("gradient", self.log))
+                result = bprop(self, LoggedTensor("gradient", self.log))
             self.passes.append(list(self.log))
             if len(self.passes) == 2:
-                return LoggedTensor(found.name, [])
+                return LoggedTensor(result.name, [])
 
     def operation(self, method: str, *arguments: Any, **named: Any) -> LoggedTensor:
         args = [getattr(value, "name", value) for value in (*arguments, *named.values())]
@@ -432,10 +432,10 @@ def test_setters_have_no_effect_where_torch_computes_the_graph(gradient):
     )
     reference = oracle(q, k, v, lambda scores: scores.masked_fill(hidden, -1e9))
     torch.testing.assert_close(got.double(), reference, rtol=1e-5, atol=1e-6)
-    found, expected = (
+    actual, expected = (
         torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, reference)
     )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(1, 4, 1, 1)
@@ -519,10 +519,10 @@ def test_cudnn_computes_the_function_and_its_gradient(
     gradient = torch.randn_like(reference)
     expected = [reference, *torch.autograd.grad(reference, wide, gradient)]
     transposed = gradient.transpose(0, 1) if tensor_format == "sbhd" else gradient
-    found = [got, *torch.autograd.grad(got, leaves, transposed.to(dtype))]
+    results = [got, *torch.autograd.grad(got, leaves, transposed.to(dtype))]
     assert torch.equal(inference, got)
     limit = 0.006 if dtype == torch.bfloat16 else 0.001
-    for part, mine, theirs in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+    for part, mine, theirs in zip(("o", "dq", "dk", "dv"), results, expected, strict=True):
         if tensor_format == "sbhd":
             theirs = theirs.transpose(0, 1)
         assert relative(mine, theirs) < limit, part
@@ -582,7 +582,7 @@ def test_a_softcap_is_a_float32_number_under_any_default_dtype(dtype):
         ({"softcap": 0.7}, None),
         (
             {"softcap": 0.7, "mask": "causal"},
-            "softcap with attn_mask_type='causal'; it takes 'no_mask'",
+            "softcap with attn_mask_type='causal'; supported: 'no_mask'",
         ),
         ({"softcap": 0.7, "max_logit": True}, "softcap with return_max_logit=True"),
         ({"softcap": 0.7, "q_format": "thd", "kv_format": "thd"}, "softcap with packed sequences"),

@@ -540,8 +540,8 @@ def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path,
     results = []
     for _ in range(2):
         cudnn._PLANS.clear()
-        found = cudnn.forward(r, inputs)
-        results.append((found.output, *cudnn.backward(r, inputs, found, grad)[:3]))
+        result = cudnn.forward(r, inputs)
+        results.append((result.output, *cudnn.backward(r, inputs, result, grad)[:3]))
         # the second time there is nothing to build
         monkeypatch.setattr(cudnn_graph, "_built", None)
     assert len(files(tmp_path)) == 2

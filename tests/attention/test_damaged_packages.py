@@ -60,7 +60,7 @@ ask = {
     "flash_attn.cute.interface": lambda: flash4.unsupported_reason(request),
     "flash_attn_interface": lambda: flash3.unsupported_reason(request),
     "cudnn": lambda: cudnn.unsupported_reason(request),
-    "nvmath": cublaslt_library.missing,
+    "nvmath": cublaslt_library.unavailable_reason,
     "triton": lambda: triton.unsupported_reason(request),
 }
 for name in COUNTERS:

@@ -54,13 +54,13 @@ def test_numbers_on_the_host_are_checked_at_once_whatever_the_switch(monkeypatch
 def test_a_pending_check_waits_until_its_numbers_arrive():
     late = Copy(5)
     late.demand(3)
-    device_checks._settle(wait=False)
+    device_checks._run_arrived_checks(wait=False)
     assert len(device_checks._waiting) == 1 and not late.waited
     late.there = True
     with pytest.raises(
         ValueError, match="found by TE_CHECK=1 in an earlier call: 5 is not below 3"
     ):
-        device_checks._settle(wait=False)
+        device_checks._run_arrived_checks(wait=False)
     assert not late.waited
     te.check()
 
@@ -80,7 +80,7 @@ def test_passed_checks_are_removed():
         copy = Copy(number)
         copy.there = True
         copy.demand(1000)
-    device_checks._settle(wait=False)
+    device_checks._run_arrived_checks(wait=False)
     assert not device_checks._waiting
 
 

@@ -95,7 +95,7 @@ def test_every_backend_is_bound_to_two_passes_or_to_a_differentiable_attention(m
 
 def test_explaining_plans_nothing(monkeypatch):
     planned = []
-    monkeypatch.setattr(cudnn, "missing", lambda: None)
+    monkeypatch.setattr(cudnn, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: True)
     monkeypatch.setattr(cudnn, "_planning_failure", lambda r: planned.append(r) or "not today")
     requested = replace(

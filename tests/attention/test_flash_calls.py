@@ -214,7 +214,7 @@ def hopper_request(**changes):
         (
             flash4,
             {"head_dim_qk": 40},
-            "heads of queries and keys have size 40; it takes multiples of 32",
+            "heads of queries and keys have size 40; supported: multiples of 32",
         ),
         (
             flash4,
@@ -231,7 +231,11 @@ def hopper_request(**changes):
         (flash4, {"dropout": 0.1}, "attention_dropout"),
         (flash2, {"softmax": "off-by-one"}, "softmax_type='off-by-one'"),
         (flash3, {"bias": "alibi"}, "core_attention_bias_type='alibi'"),
-        (flash4, {"mask": resolve("arbitrary", None, None)}, "attn_mask_type='arbitrary'"),
+        (
+            flash4,
+            {"mask": resolve("arbitrary", window_size=None, bottom_right_diagonal=None)},
+            "attn_mask_type='arbitrary'",
+        ),
         (flash4, {"padding_tensors": True}, "give cu_seqlens_q and cu_seqlens_kv"),
         (flash4, {"fp8": "delayed"}, "FP8 attention"),
         (flash4, {"dtype": torch.float32}, "the tensors are torch.float32"),
@@ -245,7 +249,11 @@ def hopper_request(**changes):
         (flash2, {"softcap": 20.0, "dropout": 0.1}, "softcap together with attention_dropout"),
         (flash3, {"head_dim_v": 128}, "heads of two sizes"),
         (flash2, {"page_size": 16}, "a paged cache"),
-        (flash2, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
+        (
+            flash2,
+            {"mask": resolve("padding", window_size=None, bottom_right_diagonal=None)},
+            "lengths of padded sequences",
+        ),
         (
             flash2,
             {"q_format": "thd", "kv_format": "thd", "padded_between": True},
@@ -254,8 +262,8 @@ def hopper_request(**changes):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    found = backend.BACKEND.rejection_reason(hopper_request(**changes))
-    assert (found is None) if reason is None else reason in (found or "")
+    result = backend.BACKEND.rejection_reason(hopper_request(**changes))
+    assert (result is None) if reason is None else reason in (result or "")
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -290,10 +298,10 @@ def test_flash2_receives_the_options_that_its_release_has(version, monkeypatch):
     torch.testing.assert_close(
         flash2.run(request, inputs).output, reference.forward(request, inputs).output.flatten(-2)
     )
-    found = flash2.release(version)
+    actual = flash2.release(version)
     later = {"window_size": (2, 3, 0), "alibi_slopes": (2, 4, 0), "deterministic": (2, 4, 1)}
     assert set(arguments[0]) == {"dropout_p", "softmax_scale", "causal"} | {
-        name for name, first in later.items() if found >= first
+        name for name, first in later.items() if actual >= first
     }
 
 

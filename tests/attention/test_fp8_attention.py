@@ -84,12 +84,38 @@ def test_high_precision_gradients_are_nearer_than_fp8_ones_and_both_are_near(
     module, qkv = attention(), tensors(device)
     grad = torch.randn(BATCH, TOKENS, HEADS * SIZE, device=device).to(qkv[0].dtype)
     exact = torch.autograd.grad(module(*qkv), qkv, grad)
-    found = {}
+    results = {}
     for choice in ("0", "1"):
         monkeypatch.setenv("NVTE_FP8_DPA_BWD", choice)
-        found[choice] = steps(module, RECIPES[kind](fp8_dpa=True), qkv, grad)[1]
-    for high, low, reference in zip(found["0"], found["1"], exact, strict=True):
+        results[choice] = steps(module, RECIPES[kind](fp8_dpa=True), qkv, grad)[1]
+    for high, low, reference in zip(results["0"], results["1"], exact, strict=True):
         assert relative(high, reference) < relative(low, reference) < 0.15
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_high_precision_gradients_of_large_logits_are_those_of_the_quantized_tensors(kind, device):
+    """A probability exp(s - lse) with s from other values than lse would be wrong by a factor of e^4 here."""
+    torch.manual_seed(0)
+    qkv = [(4.0 * x).detach().requires_grad_() for x in tensors(device)]
+    module = attention(attn_mask_type="causal")
+    grad = torch.randn(BATCH, TOKENS, HEADS * SIZE, device=device).to(qkv[0].dtype)
+    _, grads = steps(module, RECIPES[kind](fp8_dpa=True), qkv, grad, count=1)
+    rounded = [rounded_as(kind, x.detach()).double().requires_grad_() for x in qkv]
+    with use_backend(attention="reference"):
+        exact = torch.autograd.grad(module(*rounded), rounded, grad.double())
+    assert all(relative(found, expected) < 0.1 for found, expected in zip(grads, exact, strict=True))
+
+
+def rounded_as(kind: str, x: Tensor) -> Tensor:
+    """x in the codes of the recipe's first step."""
+    if kind == "delayed":  # the scale is 1
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+    if kind == "mxfp8":
+        matrix = x.flatten(0, 1).flatten(1)
+        quantizer = te.MXFP8Quantizer(te.DType.kFloat8E4M3, columnwise=False)
+        return quantizer(matrix).dequantize().view(x.shape)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, x.device, columnwise=False)
+    return quantizer(x).dequantize()
 
 
 def test_statistics_are_recorded_in_the_originals_slots(device, monkeypatch):
@@ -193,10 +219,10 @@ def test_bias_sink_and_dropout_work_in_fp8(device):
     with te.autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
         out = module(*qkv, **options)
     assert relative(out, exact) < 0.1
-    for found, reference in zip(
+    for actual, reference in zip(
         torch.autograd.grad(out.float().square().sum(), leaves), expected, strict=True
     ):
-        assert relative(found, reference) < 0.2
+        assert relative(actual, reference) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
@@ -205,9 +231,9 @@ def test_recomputing_the_attention_repeats_its_gradients(kind, device):
     plain, repeated = attention(), attention()
     for _ in range(3):
         out, grads = steps(plain, recipe, qkv, count=1)
-        recomputed, found = steps(repeated, recipe, qkv, count=1, checkpoint_core_attention=True)
+        recomputed, result = steps(repeated, recipe, qkv, count=1, checkpoint_core_attention=True)
         assert torch.equal(out, recomputed)
-        assert all(torch.equal(a, b) for a, b in zip(grads, found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(grads, result, strict=True))
 
 
 def test_te_checkpoint_repeats_the_gradients(device):
@@ -218,8 +244,8 @@ def test_te_checkpoint_repeats_the_gradients(device):
         with te.autocast(recipe=recipe):
             recomputed = te.checkpoint(repeated, *qkv, use_reentrant=False)
         assert torch.equal(out, recomputed)
-        found = torch.autograd.grad(recomputed, qkv, torch.ones_like(recomputed))
-        assert all(torch.equal(a, b) for a, b in zip(grads, found, strict=True))
+        result = torch.autograd.grad(recomputed, qkv, torch.ones_like(recomputed))
+        assert all(torch.equal(a, b) for a, b in zip(grads, result, strict=True))
 
 
 def test_a_compiled_attention_equals_the_eager_one(device, monkeypatch):
@@ -232,9 +258,9 @@ def test_a_compiled_attention_equals_the_eager_one(device, monkeypatch):
     compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         out, grads = steps(eager, recipe, qkv, count=1)
-        same, found = steps(compiled, recipe, qkv, count=1)
+        same, result = steps(compiled, recipe, qkv, count=1)
         assert torch.equal(out, same)
-        assert all(torch.equal(a, b) for a, b in zip(grads, found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(grads, result, strict=True))
 
 
 @pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])

@@ -67,14 +67,14 @@ def test_attention_receives_the_projections_codes(input_layernorm, interleaved, 
     scale = 448.0 / mixed.float().abs().max()
     codes = (mixed.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
     expected = split_heads(codes, HEADS, GROUPS, SIZE, interleaved)
-    for found, part in zip(records[0], expected, strict=True):
-        assert isinstance(found, Float8Tensor) and found._transpose is None
-        torch.testing.assert_close(found._scale_inv, 1.0 / scale.reshape(1))
+    for actual, part in zip(records[0], expected, strict=True):
+        assert isinstance(actual, Float8Tensor) and actual._transpose is None
+        torch.testing.assert_close(actual._scale_inv, 1.0 / scale.reshape(1))
         if device.type == "cpu":
-            assert torch.equal(found._data, part)
+            assert torch.equal(actual._data, part)
         else:  # a product that writes codes rounds once, one that writes bfloat16 before them twice
             near = (
-                found._data.view(torch.float8_e4m3fn).float()
+                actual._data.view(torch.float8_e4m3fn).float()
                 - part.view(torch.float8_e4m3fn).float()
             ).abs()
             assert (
@@ -103,7 +103,7 @@ def test_evaluation_under_delayed_scaling_uses_the_training_scales(backward, dev
 
 
 def test_gradients_equal_an_attention_that_quantizes_its_inputs(device):
-    found = {}
+    results = {}
     for field in ("fp8_dpa", "fp8_mha"):
         module, x = make_attention(device), inputs(device)
         for _ in range(3):
@@ -113,8 +113,8 @@ def test_gradients_equal_an_attention_that_quantizes_its_inputs(device):
             grad = torch.autograd.grad(
                 out.float().square().sum(), [x, module.qkv.weight, module.proj.weight]
             )
-        found[field] = (out, *grad)
-    for ours, theirs in zip(found["fp8_mha"], found["fp8_dpa"], strict=True):
+        results[field] = (out, *grad)
+    for ours, theirs in zip(results["fp8_mha"], results["fp8_dpa"], strict=True):
         difference = (
             ours.detach().float() - theirs.detach().float()
         ).square().mean() / theirs.detach().float().square().mean()

@@ -73,8 +73,8 @@ def test_queries_and_gradients_equal_float64(centered, device):
         and query.dtype == torch.bfloat16
     )
     assert query._fp8_dtype == E4M3 and query.requires_grad
-    found = query.dequantize(dtype=torch.float32).double()
-    assert (found - reference).norm() < 0.04 * reference.norm()
+    actual = query.dequantize(dtype=torch.float32).double()
+    assert (actual - reference).norm() < 0.04 * reference.norm()
     grad = torch.randn(query.shape, device=device).bfloat16()
     query.backward(grad)
     reference.backward(grad.double())
@@ -156,8 +156,8 @@ def test_weight_gradients_are_accumulated_and_delayed(delayed, fused, device):
         )
         store.pop()
     expected = plain["w_q"].grad.float()
-    found = weight.main_grad - 1 if fused else weight.grad.float()
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    actual = weight.main_grad - 1 if fused else weight.grad.float()
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
     assert fused or torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
 
 

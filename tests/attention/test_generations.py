@@ -96,7 +96,7 @@ def test_an_old_cudnn_on_12_is_rejected_with_version_and_remedy(installed, monke
         ),
         ((10, 0), (9, 21, 0), {**MLA, "fp8": "current"}, None),
         ((10, 0), (9, 17, 1), {**HEADS, "fp8": "current", "deterministic": True}, "9.18.0 has"),
-        ((10, 0), (9, 28, 1), {**LARGEST, "fp8": "current"}, "it takes up to 128, and 192/128"),
+        ((10, 0), (9, 28, 1), {**LARGEST, "fp8": "current"}, "supported: up to 128, and 192/128"),
         ((12, 0), (9, 28, 1), {**HEADS, "fp8": "current"}, "12.0 has no cudnn fp8 attention"),
         ((8, 9), (9, 28, 1), {**HEADS, "fp8": "current"}, "8.9 has no cudnn fp8 attention"),
         ((10, 0), (9, 28, 1), {**HEADS, "fp8": "block"}, "the recipe scales blocks"),
@@ -135,7 +135,7 @@ def test_fp8_gradients_take_more_heads_on_10_and_run_on_request(installed, monke
     assert choose((10, 0), True, **MLA)[0] == "cudnn"
     assert choose((9, 0), True) == (
         "emulated",
-        "head sizes 64 and 64 in the backward pass; it takes 128",
+        "head sizes 64 and 64 in the backward pass; supported: 128",
     )
     name, reason = choose((10, 0), None)
     assert name == "high_precision" and "not measured on compute capability 10.0" in str(reason)
@@ -208,7 +208,7 @@ def test_flash2_follows_hardware_and_release(hardware, version, options, words, 
     "row", [row for row in ROWS if row.vendor == "nvidia"], ids=lambda row: row.architecture
 )
 def test_cudnn_precedes_flash4_where_flash4_was_not_run(row, monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     order = preference(request(hardware=row, seqlen_q=4096, seqlen_kv=4096, dtype=torch.bfloat16))
     first = "cudnn" if row.architecture in ("11.0", "12.0", "12.1") else "flash4"
     assert order[0] == first and sorted(order) == sorted(preference(request(hardware=nvidia(9, 0))))

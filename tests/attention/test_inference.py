@@ -518,7 +518,7 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
 @pytest.mark.sampled
 def test_a_cache_changes_between_gradient_and_inference_modes(modes, pages, device):
     """Tensors allocated in inference mode are written outside of it, including page tables and rows that move."""
-    found = []
+    results = []
     for allocated in (modes[0], torch.no_grad):
         data, layer, outputs = tokens(device, HEADS * WIDTH), attention_layer(device), []
         with allocated():
@@ -536,8 +536,8 @@ def test_a_cache_changes_between_gradient_and_inference_modes(modes, pages, devi
                 )
         with modes[-1]():
             cache.reset()
-        found.append([out.detach().clone() for out in outputs])
-    for changed, same in zip(*found, strict=True):
+        results.append([out.detach().clone() for out in outputs])
+    for changed, same in zip(*results, strict=True):
         assert torch.equal(changed, same)
 
 

@@ -54,12 +54,12 @@ def call(layer, form="sbhd", dtype=torch.float32, **more):
 
 def nodes(y):
     """Names of all nodes below y."""
-    found, waiting = set(), [y.grad_fn]
+    result, waiting = set(), [y.grad_fn]
     while waiting:
         node = waiting.pop()
-        found.add(type(node).__name__)
+        result.add(type(node).__name__)
         waiting += [below for below, _ in node.next_functions if below is not None]
-    return found
+    return result
 
 
 def with_core_hook(layer):
@@ -117,15 +117,15 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(
         written.append({target.untyped_storage().data_ptr() for target in into})
         return gradients._replace(q=into[0], k=into[1], v=into[2])
 
-    found = []
+    results = []
     for passes in (reference.PASSES, reference.PASSES._replace(backward_into=write_backward)):
         projection = x.clone().requires_grad_()
         parts = split_views(projection.detach(), HEADS, groups, 8, interleaved)
         inputs = AttentionInputs(*parts, *rest)
         y = attend(passes, request, inputs, Projection(projection, interleaved)).output
         y.backward(torch.sin(torch.arange(y.numel(), device=device)).view_as(y))
-        found.append(projection.grad)
-    assert torch.equal(*found)
+        results.append(projection.grad)
+    assert torch.equal(*results)
     assert [len(memory) for memory in written] == ([] if interleaved and groups == 2 else [1])
 
 
@@ -213,11 +213,11 @@ def test_the_joint_nodes_second_derivative_is_correct(device):
         )
         return (p @ v).permute(2, 0, 1, 3).flatten(-2)
 
-    found = []
+    results = []
     for function, at in ((ours, x.requires_grad_()), (plain, x.detach().double().requires_grad_())):
         (first,) = torch.autograd.grad(function(at).sin().sum(), at, create_graph=True)
-        found += [(first.detach(), *torch.autograd.grad(first.square().sum(), at))]
-    for a, b in zip(*found, strict=True):
+        results += [(first.detach(), *torch.autograd.grad(first.square().sum(), at))]
+    for a, b in zip(*results, strict=True):
         assert float((a - b).norm()) <= 2e-5 * float(b.norm()) + 1e-6
 
 

@@ -74,11 +74,11 @@ def test_chunks_do_not_depend_on_the_precision_of_float32_products(rule, setting
         expected = run_with_gradients(case, tensors, call)
         torch.set_float32_matmul_precision(setting)
         try:
-            found = run_with_gradients(case, tensors, call)
+            actual = run_with_gradients(case, tensors, call)
             compare(case, call, device=device)
         finally:
             torch.set_float32_matmul_precision("highest")
-    for got, reference in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+    for got, reference in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
         assert got is not None and reference is not None and torch.equal(got, reference)
 
 
@@ -271,20 +271,20 @@ def test_equal_channel_gates_reduce_to_gated_delta_net():
     by_channels = module_call(replace(case, rule="gdn2"))(
         **{**tensors, **channels}, w=channels["beta"]
     )
-    for found, exact in zip(by_channels, module_call(case)(**tensors), strict=True):
-        assert error(found, exact) < 1e-12
+    for actual, exact in zip(by_channels, module_call(case)(**tensors), strict=True):
+        assert error(actual, exact) < 1e-12
 
 
 def test_one_householder_update_reduces_to_gated_delta_net():
     case = replace(PLAIN["gdn"], sizes=(64, 64), lengths=(20, 20))
     tensors = case.tensors()
     updates = {name: tensors[name].unsqueeze(2) for name in ("key_layer", "value_layer", "beta")}
-    for found, exact in zip(
+    for actual, exact in zip(
         module_call(replace(case, rule="gdp"))(**{**tensors, **updates}),
         module_call(case)(**tensors),
         strict=True,
     ):
-        assert error(found, exact) < 1e-12
+        assert error(actual, exact) < 1e-12
 
 
 def test_strong_decays_are_finite():
@@ -293,10 +293,10 @@ def test_strong_decays_are_finite():
         tensors = case.tensors()
         with torch.no_grad():
             tensors["g"][:, ::7] = value
-        found, gradients = run_with_gradients(case, tensors, module_call(case))
-        assert all(x.isfinite().all() for x in (*found, *gradients))
+        actual, gradients = run_with_gradients(case, tensors, module_call(case))
+        assert all(x.isfinite().all() for x in (*actual, *gradients))
         exact, _ = reference_results(case, tensors)
-        assert error(found[0], exact) < 2e-5
+        assert error(actual[0], exact) < 2e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -312,10 +312,10 @@ def test_linear_gates_below_zero_are_floored(backend):
         tensors["g"][:, 3] = -0.5
         zero = {**tensors, "g": tensors["g"].clamp(min=0.0)}
         with use_backend(linear_attention=backend):
-            for found, expected in zip(
+            for actual, expected in zip(
                 module_call(case)(**tensors), module_call(case)(**zero), strict=True
             ):
-                assert torch.equal(found, expected) and found.isfinite().all()
+                assert torch.equal(actual, expected) and actual.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -329,12 +329,12 @@ def test_linear_gates_near_zero_have_the_recurrences_gradient(backend, dtype):
         tensors["g"][:, 2::7], tensors["g"][:, 5::9] = 0.0, 1e-7
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     with use_backend(linear_attention=backend):
-        found, gradients = run_with_gradients(case, tensors, module_call(case))
+        actual, gradients = run_with_gradients(case, tensors, module_call(case))
     expected, wanted_gradients = run_with_gradients(
         case, exact, lambda **x: reference_results(case, x)[:1]
     )
     limit = max(BOUNDS[dtype], 1e-8)
-    assert error(found[0], expected[0]) < limit
+    assert error(actual[0], expected[0]) < limit
     for dx, exact_dx in zip(gradients, wanted_gradients, strict=True):
         assert error(dx, exact_dx) < 3 * limit
 
@@ -378,9 +378,9 @@ def test_the_gradient_passes_the_guard_unchanged():
     tensors = case.tensors()
     with torch.no_grad():
         tensors["beta"].mul_(2.0)
-    (found,), gradients = run_with_gradients(case, tensors, module_call(case))
+    (actual,), gradients = run_with_gradients(case, tensors, module_call(case))
     unguarded = replace(case, options={"use_qk_l2norm_in_kernel": True})
-    assert not torch.equal(module_call(unguarded)(**tensors), found)
+    assert not torch.equal(module_call(unguarded)(**tensors), actual)
     spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     q, k, v, g, beta = list(tensors.values())[:5]
     limited = (
@@ -391,7 +391,7 @@ def test_the_gradient_passes_the_guard_unchanged():
     (exact,), exact_gradients = run_with_gradients(
         unguarded, {**tensors, "beta": limited}, module_call(unguarded)
     )
-    assert error(found, exact) < 1e-12
+    assert error(actual, exact) < 1e-12
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert error(gradient, exact_gradient) < 1e-12
 
@@ -416,8 +416,8 @@ def test_autocast_has_no_effect(rule):
             return module_call(case)(**tensors)
 
     cast = run_with_gradients(case, tensors, run_in_contexts)
-    for found, exact in zip((*plain[0], *plain[1]), (*cast[0], *cast[1]), strict=True):
-        assert torch.equal(found, exact)
+    for actual, exact in zip((*plain[0], *plain[1]), (*cast[0], *cast[1]), strict=True):
+        assert torch.equal(actual, exact)
 
 
 @pytest.mark.any_device

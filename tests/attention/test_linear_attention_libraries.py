@@ -67,8 +67,8 @@ BASE = DeltaRequest(
     None,
     torch.bfloat16,
     "cuda",
-    False,
-    True,
+    has_state=False,
+    needs_gradient=True,
 )
 LIBRARIES = {"fla": (0, 6), "fla-core": (0, 6), "triton": (3, 7), "nvidia-cudnn-frontend": (1, 32)}
 
@@ -78,17 +78,17 @@ def machine(monkeypatch):
     """Function that simulates a GPU and library releases; (0, 0) means not installed."""
 
     def simulate(architecture: str, **releases: tuple[int, int]) -> None:
-        found = LIBRARIES | {name.replace("_", "-"): release for name, release in releases.items()}
+        result = LIBRARIES | {name.replace("_", "-"): release for name, release in releases.items()}
         modules = {
-            "fla": found["fla-core"],
-            "cudnn": found["nvidia-cudnn-frontend"],
+            "fla": result["fla-core"],
+            "cudnn": result["nvidia-cudnn-frontend"],
             "tilelang": (0, 0),
         }
         monkeypatch.setattr(
             request, "current_hardware", lambda: hardware.hardware_named("nvidia", architecture)
         )
         monkeypatch.setattr(optional, "installed", lambda module: modules[module] != (0, 0))
-        monkeypatch.setattr(optional, "release", lambda name: found[name])
+        monkeypatch.setattr(optional, "release", lambda name: result[name])
         monkeypatch.setattr(optional, "failure", lambda module, *names: None)
         TABLE.forget()
 
@@ -408,10 +408,10 @@ def test_guarded_gates_agree_on_a_gpu():
     with torch.no_grad():
         tensors["beta"].mul_(1.8)
     with use_backend(linear_attention="fla"):
-        found = module_call(case, "cuda")(**tensors)
+        actual = module_call(case, "cuda")(**tensors)
     with use_backend(linear_attention="reference"):
         exact = module_call(case, "cuda")(**tensors)
-    assert error(found, exact) < GPU_BOUNDS[torch.bfloat16]
+    assert error(actual, exact) < GPU_BOUNDS[torch.bfloat16]
 
 
 @pytest.mark.gpu

@@ -159,7 +159,7 @@ def test_query_and_key_norms_run_before_or_after_the_rotation_as_set(kind, befor
     angles = RotaryPositionEmbedding(WIDTH)(5).to(device)
     q, k, v = (
         linear(x, w, b).unflatten(-1, (-1, WIDTH))
-        for w, b in projections(module, HEADS, False, False)
+        for w, b in projections(module, HEADS, fused=False, interleaved=False)
     )
     parts = []
     for part, norm in ((q, module.q_norm), (k, module.k_norm)):

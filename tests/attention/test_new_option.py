@@ -96,9 +96,9 @@ def test_the_core_attention_computes_a_supported_option_and_its_gradients(suppor
     scores = (q @ k.transpose(-1, -2) * SIZE**-0.5).masked_fill(hidden, -torch.inf)
     expected = (scores.softmax(-1) @ v).transpose(0, 1).reshape(5, 1, -1)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    found = torch.autograd.grad(out.square().sum(), leaves)
+    actual = torch.autograd.grad(out.square().sum(), leaves)
     reference = torch.autograd.grad(expected.square().sum(), leaves)
-    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
@@ -132,7 +132,7 @@ def test_calls_with_equal_options_are_equal_keys():
 
 def files_naming(option: str) -> set[str]:
     """Attention files whose code names an option: an attribute, a keyword, a parameter or a field."""
-    found = set()
+    results = set()
     for folder in ("attention", "functions/attention", "primitives/attention"):
         for path in (PACKAGE / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -140,8 +140,8 @@ def files_naming(option: str) -> set[str]:
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                     named.append(node.target.id)
                 if option in named:
-                    found.add(path.relative_to(PACKAGE).as_posix())
-    return found
+                    results.add(path.relative_to(PACKAGE).as_posix())
+    return results
 
 
 def test_only_records_and_the_backend_name_an_argument_of_forward():

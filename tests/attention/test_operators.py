@@ -83,14 +83,14 @@ def test_an_untraceable_backend_compiles(case, opaque, device):
         return module(q, k, v, core_attention_bias=bias, **call)
 
     torch._dynamo.reset()
-    found = []
+    results = []
     for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
         inputs = [x.clone().requires_grad_() for x in leaves]
         out = function(*inputs)
         out = out if isinstance(out, tuple) else (out,)
         extra = list(module.parameters())
-        found.append((*out, *torch.autograd.grad(out[0].square().sum(), [*inputs, *extra])))
-    for eager, compiled in zip(*found, strict=True):
+        results.append((*out, *torch.autograd.grad(out[0].square().sum(), [*inputs, *extra])))
+    for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
     assert opaque.count("forward") == opaque.count("backward") == 2
 
@@ -104,9 +104,9 @@ def test_the_backward_pass_receives_a_contiguous_gradient(opaque, device):
     expanded = torch.ones((), device=device).expand(out.shape)
     for strided, copy in ((transposed, full), (expanded, torch.ones_like(out))):
         assert strided.stride(-1) != 1
-        found = torch.autograd.grad(out, (q, k, v), strided, retain_graph=True)
+        actual = torch.autograd.grad(out, (q, k, v), strided, retain_graph=True)
         expected = torch.autograd.grad(out, (q, k, v), copy, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert opaque.count("backward") == 4
 
 

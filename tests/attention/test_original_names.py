@@ -224,12 +224,12 @@ def test_the_unfused_attention_is_the_reference_backend(device):
     unfused = UnfusedDotProductAttention(0.3, return_max_logit=True)
     layer = DotProductAttention(2, 16, num_gqa_groups=1, softmax_scale=0.3, return_max_logit=True)
     for _ in range(2):
-        found = unfused(*tensors, **options)
+        actual = unfused(*tensors, **options)
         assert uses() == (False, False, True)
         with use_backend(attention="reference"):
             expected = layer(*tensors, **options)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    grads = [torch.autograd.grad(out[0].float().sum(), tensors) for out in (found, expected)]
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    grads = [torch.autograd.grad(out[0].float().sum(), tensors) for out in (actual, expected)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert not list(unfused.parameters())
     with pytest.raises(ValueError, match="softmax_type='learnable' needs a parameter"):

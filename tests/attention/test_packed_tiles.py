@@ -116,7 +116,7 @@ def _results(
     args = (q, k, v, *bounds, None, None, None, None, None)
     sink = sink if case.get("sink") else None
     rng = torch.tensor([5, 1 << 33], device=device) if case.get("dropout") else None
-    forward = attention.forward(problem, True, True, True)
+    forward = attention.forward(problem, max_logit=True, keeps_lse=True, packed=True)
     result = _launch_outputs(
         forward, (*args, sink, rng, None), (dout.shape, (queries, HEADS), None), device
     )
@@ -189,12 +189,12 @@ def test_query_heads_share_key_tiles_if_the_batch_has_few_tiles():
 
 
 @triton.jit
-def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+def places(lengths, result, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
     """Store every program's (tile, sequence) in found [programs, 2]."""
     program = tl.program_id(0)
     tile, sequence = attention.owned_tile(lengths, program, size, ROWS, SEQUENCES)
-    tl.store(found + 2 * program, tile)
-    tl.store(found + 2 * program + 1, sequence)
+    tl.store(result + 2 * program, tile)
+    tl.store(result + 2 * program + 1, sequence)
 
 
 @pytest.mark.parametrize("warps", [4, 8])
@@ -217,7 +217,7 @@ def test_every_tile_has_one_program_for_any_number_of_sequences(sequences, warps
         (rows, sequences),
         warps,
     )
-    found = torch.full((programs, 2), -1, dtype=torch.int32, device=device)
-    run_program_into(launch, (lengths.to(device, torch.int32), found), found.device)
+    result = torch.full((programs, 2), -1, dtype=torch.int32, device=device)
+    run_program_into(launch, (lengths.to(device, torch.int32), result), result.device)
     without = [(-(-size // rows), 0)] * (programs - len(tiles))
-    assert [tuple(index) for index in found.tolist()] == tiles + without
+    assert [tuple(index) for index in result.tolist()] == tiles + without

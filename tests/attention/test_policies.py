@@ -128,11 +128,11 @@ def test_random_policies_equal_separate_sequences(first, dispatch, device):
             thd_attention_policies=inputs,
             thd_attention_policy_dispatch=dispatch,
         )
-        found = torch.autograd.grad(out, leaves, grad)
+        actual = torch.autograd.grad(out, leaves, grad)
         reference, expected_value = exact(
             leaves, grad, lengths, extents, lengths_kv, extents_kv, chosen, layer.softcap
         )
-        for got, expected in zip((out, *found), (reference, *expected_value), strict=True):
+        for got, expected in zip((out, *actual), (reference, *expected_value), strict=True):
             torch.testing.assert_close(
                 got.double().cpu(), expected, **ATTENDED, msg=f"case {seed}".__add__
             )

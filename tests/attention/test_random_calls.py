@@ -236,7 +236,7 @@ def compare(seed: int, device: Any) -> None:
     upstream = packed(grads, case, 0).flatten(-2).to(device)
     if case.softmax == "learnable":
         leaf.append(layer.softmax_offset)
-    found = torch.autograd.grad(out, leaf, upstream)
+    actual = torch.autograd.grad(out, leaf, upstream)
 
     wide = [[x.double().requires_grad_() for x in rows] for rows in parts]
     wide_bias = None if bias is None else bias.double().requires_grad_()
@@ -272,7 +272,7 @@ def compare(seed: int, device: Any) -> None:
     for index, name in enumerate(("q", "k", "v")):
         exact_gradients = expected[index * count : (index + 1) * count]
         for got, reference, x in zip(
-            split_sequences(found[index], case, min(index, 1)),
+            split_sequences(actual[index], case, min(index, 1)),
             exact_gradients,
             wide[index],
             strict=True,
@@ -280,10 +280,10 @@ def compare(seed: int, device: Any) -> None:
             check(
                 f"gradient of {name}", got, torch.zeros_like(x) if reference is None else reference
             )
-        assert (found[index] != 0).sum() <= sum(x.numel() for x in parts[index]), (
+        assert (actual[index] != 0).sum() <= sum(x.numel() for x in parts[index]), (
             f"padding in {name}"
         )
-    for got, reference in zip(found[3:], expected[3 * count :], strict=True):
+    for got, reference in zip(actual[3:], expected[3 * count :], strict=True):
         check("gradient of bias or sink", got, reference)
 
 
@@ -303,7 +303,7 @@ def test_the_cases_cover_every_pair_of_options():
         "grouped": (True, False),
         "bias": ("no_bias", "alibi", "post_scale_bias"),
     }
-    found = set()
+    results = set()
     for case in cases:
         values = {
             "format": case.format,
@@ -314,7 +314,7 @@ def test_the_cases_cover_every_pair_of_options():
             "bias": case.bias[0],
         }
         if case.softcap:
-            found |= {(a, values[a], b, values[b]) for a in values for b in values}
+            results |= {(a, values[a], b, values[b]) for a in values for b in values}
     impossible = {
         ("thd", kind) for kind in ("no_mask", "causal", "causal_bottom_right", "post_scale_bias")
     }
@@ -325,7 +325,7 @@ def test_the_cases_cover_every_pair_of_options():
                     (x, y)
                     for x in choices
                     for y in rest
-                    if (a, x, b, y) not in found
+                    if (a, x, b, y) not in results
                     and (x, y) not in impossible
                     and (y, x) not in impossible
                 }

@@ -179,19 +179,19 @@ def run(case: Case, seed: int, device: torch.device) -> None:
     )
     expected_value = torch.autograd.grad(reference, wide, grad.double())
     terms = absolute_terms(case, wide, scores, grad.double())
-    for name, found, expected in zip(
+    for name, actual, expected in zip(
         RESULTS, (out, *gradients), (reference, *expected_value), strict=False
     ):
         expected = expected.detach()
-        error = float((found.detach().cpu().double() - expected).abs().max())
+        error = float((actual.detach().cpu().double() - expected).abs().max())
         rounding = torch.finfo(case.dtype).eps * terms[name]
         assert error <= BOUNDS[case.dtype] * float(expected.abs().max()) + rounding, (name, case)
     best = scores.detach().amax((0, 2, 3))
     visible = best.isfinite()
-    found = largest.cpu().double()
-    assert (found[~visible] == -math.inf).all(), case
+    actual = largest.cpu().double()
+    assert (actual[~visible] == -math.inf).all(), case
     assert (
-        (found - best)[visible].abs() <= BOUNDS[case.dtype] * best[visible].abs().clamp(min=1)
+        (actual - best)[visible].abs() <= BOUNDS[case.dtype] * best[visible].abs().clamp(min=1)
     ).all(), case
 
 

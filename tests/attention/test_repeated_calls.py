@@ -114,10 +114,10 @@ def test_the_environment_and_not_the_gradient_mode_demands_determinism():
 def test_torch_operators_that_only_warn_are_not_deterministic(warns_only):
     torch.use_deterministic_algorithms(True, warn_only=warns_only)
     try:
-        found = rejections(is_training=True)
+        result = rejections(is_training=True)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert ({"torch_sdpa", "torch_flash"} <= found) is warns_only
+    assert ({"torch_sdpa", "torch_flash"} <= result) is warns_only
 
 
 def test_cached_steps_keep_backends_without_deterministic_gradients():
@@ -131,12 +131,12 @@ def test_a_checkpoint_repeats_the_dropout_mask(name, dtype, device, monkeypatch)
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     attention = te.DotProductAttention(HEADS, SIZE, attention_dropout=0.3)
     x = [tensor.detach().to(dtype).requires_grad_() for tensor in heads(device)]
-    found = []
+    results = []
     for call in (lambda *x: attention(*x), lambda *x: CHECKPOINTS[name](attention, *x)):
         torch.manual_seed(3)
         y = call(*x)
         y.float().sin().sum().backward()
-        found.append([y.detach(), *[tensor.grad for tensor in x]])
+        results.append([y.detach(), *[tensor.grad for tensor in x]])
         for tensor in x:
             tensor.grad = None
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

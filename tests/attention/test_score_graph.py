@@ -156,12 +156,12 @@ def test_an_index_functions_gradient_is_the_explicit_one():
             score_mod_bprop_tensors={"factor": torch.tensor(factor)},
         )
         assert torch.equal(out, plain)
-        *found, unused = torch.autograd.grad(
+        *actual, unused = torch.autograd.grad(
             out.square().sum(), [*leaves, slope], allow_unused=True
         )
-        torch.testing.assert_close(found[0], factor * expected[0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found[1], factor * expected[1], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[0], factor * expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[1], factor * expected[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[2], expected[2], rtol=1e-5, atol=1e-6)
         assert unused is None
     assert len(calls) == 2
 

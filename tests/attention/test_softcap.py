@@ -154,11 +154,11 @@ def test_packed_sequences_equal_the_loop(mask, device):
         "cu_seqlens_kv": cumulative(LENGTHS_KV, device),
     }
     out = module(*leaves, softcap=CAP, **bounds)
-    found = torch.autograd.grad(out, leaves, packed[3])
+    actual = torch.autograd.grad(out, leaves, packed[3])
     sees = visibility(mask, 5, 6, LENGTHS_Q, LENGTHS_KV)
     expected, gradients, _ = oracle_results(q, k, v, grad, sees, softcap=CAP)
     for got, full, lengths in zip(
-        (out, *found),
+        (out, *actual),
         (expected, *gradients),
         (LENGTHS_Q, LENGTHS_Q, LENGTHS_KV, LENGTHS_KV),
         strict=True,

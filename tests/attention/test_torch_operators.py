@@ -114,9 +114,9 @@ def test_torchs_flash_operator_accepts_our_arguments(q_format, window):
     assert torch_flash.BACKEND.rejection_reason(request) is None
     starts = cumulative([16, 16], "meta") if q_format == "thd" else None
     inputs = sample_inputs(request, "meta", starts_q=starts, starts_kv=starts)
-    found = torch_flash.forward(request, inputs)
-    assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
-    gradients = torch_flash.backward(request, inputs, found, torch.empty_like(inputs.q))
+    result = torch_flash.forward(request, inputs)
+    assert result.output.shape == inputs.q.shape and result.output.is_contiguous()
+    gradients = torch_flash.backward(request, inputs, result, torch.empty_like(inputs.q))
     assert [x.shape for x in gradients[:3]] == [x.shape for x in inputs[:3]]
 
 
@@ -125,10 +125,10 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
     request = hopper_request(q_format=q_format, kv_format=q_format)
     assert torch_cudnn.BACKEND.rejection_reason(request) is None
     inputs = sample_inputs(request, "meta")
-    found = torch_cudnn.forward(request, inputs)
-    assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
-    assert found.lse is not None and found.lse.shape == (2, 4, 16)
-    gradients = torch_cudnn.backward(request, inputs, found, torch.empty_like(inputs.q))
+    result = torch_cudnn.forward(request, inputs)
+    assert result.output.shape == inputs.q.shape and result.output.is_contiguous()
+    assert result.lse is not None and result.lse.shape == (2, 4, 16)
+    gradients = torch_cudnn.backward(request, inputs, result, torch.empty_like(inputs.q))
     assert [x.shape for x in gradients[:3]] == [x.shape for x in inputs[:3]]
 
 
@@ -157,7 +157,11 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
         (torch_flash, {"hardware": nvidia(7, 5)}, "compute capability 7.5 has no t"),
         (torch_flash, {"head_dim_v": 32}, "heads of two sizes"),
         (torch_flash, {"page_size": 16}, "a paged cache"),
-        (torch_flash, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
+        (
+            torch_flash,
+            {"mask": resolve("padding", window_size=None, bottom_right_diagonal=None)},
+            "lengths of padded sequences",
+        ),
         (
             torch_flash,
             {"q_format": "thd", "kv_format": "thd", "padded_between": True},
@@ -175,11 +179,20 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
             {"hardware": nvidia(8, 0)},
             "compute capability 8.0 has no torch cudnn attention",
         ),
-        (torch_cudnn, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
+        (
+            torch_cudnn,
+            {"mask": resolve("padding", window_size=None, bottom_right_diagonal=None)},
+            "lengths of padded sequences",
+        ),
         (torch_cudnn, {"mask": resolve("causal", (3, 0), None)}, "window_size"),
         (
             torch_cudnn,
-            {"mask": resolve("causal_bottom_right", None, None), "seqlen_q": 8},
+            {
+                "mask": resolve(
+                    "causal_bottom_right", window_size=None, bottom_right_diagonal=None
+                ),
+                "seqlen_q": 8,
+            },
             "ends bottom right",
         ),
         (torch_cudnn, {"head_dim_v": 32}, "heads of two sizes"),
@@ -188,5 +201,5 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    found = backend.BACKEND.rejection_reason(replace(hopper_request(), **changes))
-    assert (found is None) if reason is None else reason in (found or "")
+    result = backend.BACKEND.rejection_reason(replace(hopper_request(), **changes))
+    assert (result is None) if reason is None else reason in (result or "")

@@ -406,7 +406,7 @@ def test_batch_invariant_chunks_have_the_bits_of_the_whole_sequence(chunks, size
             request,
             seqlen_q=count,
             seqlen_kv=end,
-            mask=mask.resolve("causal_bottom_right", None, None),
+            mask=mask.resolve("causal_bottom_right", window_size=None, bottom_right_diagonal=None),
             cached=True,
         )
         assert not triton_decode.takes(step)
@@ -429,6 +429,6 @@ def test_batch_invariant_gradients_do_not_depend_on_the_other_sequences(device):
         alone = dataclasses.replace(request, batch=1)
         result = triton.forward(alone, one)
         assert torch.equal(result.output, attended.output[row : row + 1])
-        found = triton.backward(alone, one, result, grad[row : row + 1])
+        actual = triton.backward(alone, one, result, grad[row : row + 1])
         for name in "qkv":
-            assert torch.equal(getattr(found, name), getattr(grads, name)[row : row + 1]), name
+            assert torch.equal(getattr(actual, name), getattr(grads, name)[row : row + 1]), name

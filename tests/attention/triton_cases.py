@@ -269,9 +269,9 @@ def literal(
     if grad_output is not None:
         terms = {name: term for name, term in terms.items() if name in leaves}
         expected = [*leaves.values(), *terms.values()]
-        found = torch.autograd.grad(output, expected, grad_output.to(dtype), allow_unused=True)
-        gradients = dict(zip(leaves, found, strict=False))
-        for name, term in zip(terms, found[len(leaves) :], strict=True):
+        actual = torch.autograd.grad(output, expected, grad_output.to(dtype), allow_unused=True)
+        gradients = dict(zip(leaves, actual, strict=False))
+        for name, term in zip(terms, actual[len(leaves) :], strict=True):
             shape = (1, request.heads, 1, 1) if name == "sink" else leaves[name].shape
             if term.shape != shape:
                 rounding[name] = term.double().square().sum_to_size(shape).sqrt()

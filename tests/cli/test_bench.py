@@ -43,10 +43,10 @@ def engine_rows(recipes: tuple[str, ...], family: str, device: torch.device) -> 
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_every_case_has_a_unique_name_and_either_operations_or_bytes(quick: bool):
-    found = cases(RECIPES, quick)
-    assert len({case.name for case in found}) == len(found)
-    assert {case.family for case in found} == set(FAMILIES)
-    for case in found:
+    result = cases(RECIPES, quick)
+    assert len({case.name for case in result}) == len(result)
+    assert {case.family for case in result} == set(FAMILIES)
+    for case in result:
         assert not (case.operations and case.moved)
         assert case.operations or case.moved or case.family in HOST_TIME
         assert case.recipe in (*RECIPES, *QUANTIZATIONS)
@@ -141,11 +141,11 @@ def test_a_missing_library_is_a_sentence():
 
 
 def test_a_case_runs_on_the_providers_of_its_recipe():
-    found = cases(["bf16", "delayed", "current"], True, ["quantize", "linear"])
+    result = cases(["bf16", "delayed", "current"], True, ["quantize", "linear"])
     plain = next(provider for provider in PROVIDERS if provider.name == "torch")
-    selection = [case.name for case in found if plain.workload(case, CPU) is not None]
+    selection = [case.name for case in result if plain.workload(case, CPU) is not None]
     assert [name for name in selection if name.startswith("linear")] == [
-        case.name for case in found if case.family == "linear" and case.recipe == "bf16"
+        case.name for case in result if case.family == "linear" and case.recipe == "bf16"
     ]
     assert [name.split("/")[1] for name in selection if name.startswith("quantize")] == [
         "delayed_row",
@@ -359,7 +359,7 @@ def test_a_family_is_one_picture_of_readable_size(tmp_path: Path):
 
 
 def test_attention_has_packed_wide_and_fp8_cases():
-    found = {case.name: case for case in cases(RECIPES, False, ["attention"])}
+    results = {case.name: case for case in cases(RECIPES, False, ["attention"])}
     for name in (
         "dpa_f/bf16/thd_b8_s2048_h32_8_d128",
         "dpa_fb/bf16/causal_b2_s4096_h16_16_d256",
@@ -367,8 +367,8 @@ def test_attention_has_packed_wide_and_fp8_cases():
         "dpa_fb/delayed/causal_b2_s8192_h32_8_d128",
         "dpa_fb/delayed/causal_b2_s8192_h32_8_d128_fp8backward",
     ):
-        assert name in found
-    assert {case.recipe for case in found.values()} == {"bf16", "delayed", "current"}
+        assert name in results
+    assert {case.recipe for case in results.values()} == {"bf16", "delayed", "current"}
 
 
 def test_the_backward_of_an_fp8_attention_has_the_precision_of_its_case(

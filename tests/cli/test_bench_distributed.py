@@ -22,10 +22,10 @@ from transformer_engine_tools.bench.distributed_report import print_rows
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_case_has_a_unique_name_with_the_number_of_ranks(quick: bool, ranks: int):
-    found = ranks_cases(RECIPES, quick, ranks)
-    assert len({case.name for case in found}) == len(found)
-    assert {case.family for case in found} == set(RANKS_FAMILIES)
-    for case in found:
+    result = ranks_cases(RECIPES, quick, ranks)
+    assert len({case.name for case in result}) == len(result)
+    assert {case.family for case in result} == set(RANKS_FAMILIES)
+    for case in result:
         assert case.name.endswith(f"_ranks{ranks}")
         assert case.work in (1, ranks)
         assert (case.moved > 0) == (case.family == "collective")

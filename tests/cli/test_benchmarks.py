@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +82,7 @@ def test_no_script_times_by_itself():
         *(
             "convergence",
             "convert",
+            "finetune",
             "model_step",
             "recipe_table",
             "train_switches",
@@ -141,3 +143,56 @@ def test_switches_that_leave_the_losses_alone_do_in_the_table(tmp_path, monkeypa
         != rows["high_precision"]["loss"]
     )
     assert all(row["tokens_s"] > 0 for row in rows.values())
+
+
+def test_a_queue_trains_each_arm_after_its_baseline():
+    table = importlib.import_module("recipe_table")
+    queue = ["tiny:adam-block:0:40", "tiny:current:1", "tiny:adam:0:40"]
+    names = [job.name for job in table.queued_jobs(queue)]
+    native = table.NATIVE_STEPS
+    assert names == [
+        "tiny-bfloat16-40-0",
+        "tiny-adam-block-40-0",
+        f"tiny-bfloat16-{native}-1",
+        f"tiny-current-{native}-1",
+        "tiny-adam-40-0",
+    ]
+
+
+@pytest.mark.parametrize("name", ["tiny:adam", "tiny:adam:x", "huge:adam:0", "tiny:adam:0:1:2"])
+def test_a_queued_name_of_another_form_is_an_error(name):
+    with pytest.raises(ValueError, match=name):
+        importlib.import_module("recipe_table").queued_jobs([name])
+
+
+def test_earlier_records_of_the_same_text_are_continued(tmp_path, capsys):
+    table = importlib.import_module("recipe_table")
+
+    def record(seed, text):
+        config = {"steps": 40}
+        return {"size": "tiny", "arm": "adam", "seed": seed, "config": config} | {
+            "text": {"fingerprint": text}
+        }
+
+    file = tmp_path / "earlier.json"
+    file.write_text(json.dumps({"records": [record(0, "a"), record(1, "a"), record(2, "b")]}))
+    (folder := tmp_path / "records").mkdir()
+    (folder / "tiny-adam-40-1.json").write_text("newer")
+    corpus = types.SimpleNamespace(fingerprint="a", source="the text")
+    table.take_earlier(folder, file, corpus)
+    assert json.loads((folder / "tiny-adam-40-0.json").read_text()) == record(0, "a")
+    assert (folder / "tiny-adam-40-1.json").read_text() == "newer"
+    assert not (folder / "tiny-adam-40-2.json").exists()
+    assert "1 records of" in capsys.readouterr().out
+
+
+def test_training_figures_are_a_table_with_failed_arms():
+    table = importlib.import_module("finetune").table
+    rows = [
+        {"arm": "te:stochastic", "tokens_per_step": 8192, "tokens_per_second": 12345.6}
+        | {"step_ms": 663.6, "peak_gib": 66.123, "planned_gib": 66.5},
+        {"arm": "ao:AdamWFp8", "error": "exit status 1"},
+    ]
+    lines = table(rows).splitlines()
+    assert lines[2] == "| te:stochastic | 8,192 | 12,346 | 663.6 | 66.12 | 66.50 |"
+    assert lines[3] == "| ao:AdamWFp8 | exit status 1 | - | - | - | - |"

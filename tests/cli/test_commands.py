@@ -15,27 +15,12 @@ from pathlib import Path
 import pytest
 
 import transformer_engine_tools as tools
-from tests.support.command import te
+from tests.support.command import TINY, te
 from transformer_engine import __version__
 from transformer_engine_tools.demo import config
 from transformer_engine_tools.demo.records import read_metrics
 from transformer_engine_tools.demo.trainer import Trainer
 from transformer_engine_tools.options import Parser
-
-TINY = [
-    "--steps",
-    "4",
-    "--batch",
-    "2",
-    "--seq",
-    "32",
-    "--layers",
-    "1",
-    "--hidden",
-    "32",
-    "--heads",
-    "1",
-]
 
 
 @pytest.fixture

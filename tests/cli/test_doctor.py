@@ -227,7 +227,7 @@ PROBLEMS = {
 def test_a_problem_is_named_with_its_remedy(name: str):
     environment, (check, words, remedy) = PROBLEMS[name]
     problems = [finding for finding in said(environment, check) if finding.status == "problem"]
-    assert any(words in found.message and remedy in found.remedy for found in problems), problems
+    assert any(words in result.message and remedy in result.remedy for result in problems), problems
     assert not healthy(examine(environment))
 
 
@@ -307,12 +307,12 @@ def test_an_optional_improvement_is_a_note(name: str):
 @pytest.mark.parametrize("bindings", [True, False], ids=["installed", "missing"])
 def test_libraries_of_nvidia_are_no_matter_on_gpus_of_amd(bindings: bool):
     row = hardware_named("amd", "gfx942")
-    found = {
+    results = {
         name: each for name, each in LIBRARIES.items() if bindings or not name.startswith("nv")
     }
     failures = {"nvmath": "importing nvmath failed: OSError: libcublasLt"} if bindings else {}
     amd = replace(
-        H200, distributions=found, failures=failures, gpu=Gpu((7, 0), "MI300X", row, (0, 0, 0))
+        H200, distributions=results, failures=failures, gpu=Gpu((7, 0), "MI300X", row, (0, 0, 0))
     )
     assert said(amd, "libraries") == []
 
@@ -458,13 +458,13 @@ def test_gathered_facts_describe_this_process(tmp_path: Path, monkeypatch: pytes
     (other / "_version.py").write_text('__version__ = "2.0.0"\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TE_CACHE_DIR", str(other / "_version.py"))
-    found = gather()
-    assert found.python == sys.version_info[:2] and found.version == __version__
-    assert (str(other), "2.0.0") in found.copies
-    assert found.cache is not None and str(other / "_version.py") in found.cache
-    assert found.version_of("torch") is not None and not set(found.failures) & {"torch", "jax"}
-    assert (found.gpu.name is None) is not torch.cuda.is_available()
-    assert found.extension is not None and found.extension.endswith("__init__.py")
+    result = gather()
+    assert result.python == sys.version_info[:2] and result.version == __version__
+    assert (str(other), "2.0.0") in result.copies
+    assert result.cache is not None and str(other / "_version.py") in result.cache
+    assert result.version_of("torch") is not None and not set(result.failures) & {"torch", "jax"}
+    assert (result.gpu.name is None) is not torch.cuda.is_available()
+    assert result.extension is not None and result.extension.endswith("__init__.py")
 
 
 def test_metadata_of_two_versions_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

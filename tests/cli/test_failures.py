@@ -15,24 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.command import te
+from tests.support.command import TINY, te
 from tests.support.programs import search_path
 from transformer_engine_tools.demo import checkpoint, records
-
-TINY = [
-    "--steps",
-    "4",
-    "--batch",
-    "2",
-    "--seq",
-    "32",
-    "--layers",
-    "1",
-    "--hidden",
-    "32",
-    "--heads",
-    "1",
-]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from transformer_engine_tools.survey import Survey, survey
 
 
 @pytest.fixture(scope="module")
-def found() -> Survey:
+def survey_result() -> Survey:
     return survey("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -46,12 +46,12 @@ def test_json_has_the_documented_keys():
             assert set(backend) == {"backend", "reason", "chosen"}
 
 
-def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
+def test_the_readable_form_names_every_recipe_and_operation(survey_result: Survey):
     result = run_te("info")
     assert result.exit_code == 0, result.output
-    for report in found.recipes:
+    for report in survey_result.recipes:
         assert report.recipe in result.output
-    for finding in found.findings:
+    for finding in survey_result.findings:
         assert finding.operation in result.output
     assert "compute capability" in result.output
     assert "info --why prints" in result.output and "lower priority" not in result.output
@@ -64,8 +64,8 @@ def test_the_reasons_and_unused_operations_are_printed_on_request():
     assert "operations that a TransformerLayer does not use" in result.output
 
 
-def test_one_backend_is_chosen_and_the_others_have_reasons(found: Survey):
-    for finding in found.findings:
+def test_one_backend_is_chosen_and_the_others_have_reasons(survey_result: Survey):
+    for finding in survey_result.findings:
         assert {verdict.backend for verdict in finding.verdicts} == set(
             tables[finding.operation].names()
         )
@@ -73,22 +73,24 @@ def test_one_backend_is_chosen_and_the_others_have_reasons(found: Survey):
         assert all(verdict.chosen or verdict.reason for verdict in finding.verdicts)
 
 
-def test_every_table_is_either_used_or_listed_as_unused(found: Survey):
-    assert {finding.operation for finding in found.findings} | set(found.unused) == set(tables)
+def test_every_table_is_either_used_or_listed_as_unused(survey_result: Survey):
+    assert {finding.operation for finding in survey_result.findings} | set(
+        survey_result.unused
+    ) == set(tables)
     assert {"gemm", "quantize", "norm", "activation"} <= {
-        finding.operation for finding in found.findings
+        finding.operation for finding in survey_result.findings
     }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_without_a_gpu_every_quantized_recipe_is_emulated(found: Survey):
-    status = {report.recipe: report.status for report in found.recipes}
+def test_without_a_gpu_every_quantized_recipe_is_emulated(survey_result: Survey):
+    status = {report.recipe: report.status for report in survey_result.recipes}
     assert status.pop("none") == "native"
     assert set(status.values()) == {"emulated"}
 
 
-def test_the_survey_leaves_the_tables_as_they_were(found: Survey):
-    assert found.findings and not interventions
+def test_the_survey_leaves_the_tables_as_they_were(survey_result: Survey):
+    assert survey_result.findings and not interventions
 
 
 def test_jax_has_its_versions_its_devices_and_its_fp8_products():

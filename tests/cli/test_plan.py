@@ -62,14 +62,14 @@ def test_a_search_prints_meshes_that_fit():
         "--count",
         "2",
     ]
-    found = json.loads(te(*options, "--json").output)
-    assert len(found) == 2 and all(each["fits"] for each in found)
-    assert found[0]["step_ms"] <= found[1]["step_ms"]
+    result = json.loads(te(*options, "--json").output)
+    assert len(result) == 2 and all(each["fits"] for each in result)
+    assert result[0]["step_ms"] <= result[1]["step_ms"]
     printed = te(*options)
     assert (
         printed.exit_code == 0
         and "MFU" in printed.output
-        and f"{found[1]['step_ms']:.1f}" in printed.output
+        and f"{result[1]['step_ms']:.1f}" in printed.output
     )
 
 

@@ -56,13 +56,13 @@ class LossesOnRanks:
         corpus = load_corpus(self.data, config.sequence)
         batches = [corpus.batch(0, step, config.batch, config.sequence) for step in range(3)]
         rates = [1e-2] * 3
-        found = {"one": Run(HIGH_PRECISION, config).train(batches, rates, 0)}
+        results = {"one": Run(HIGH_PRECISION, config).train(batches, rates, 0)}
         for name, sizes in LAYOUTS.items():
             ranks = Ranks(Parallelism(2, **sizes), device)
             run = ranks.Run(HIGH_PRECISION, config, Execution())
-            found[name] = run.train(batches, rates, 0)
-            found[f"{name} parameters"] = [run.parameters]
-        return found
+            results[name] = run.train(batches, rates, 0)
+            results[f"{name} parameters"] = [run.parameters]
+        return results
 
 
 def test_every_layout_has_the_losses_of_one_device(tmp_path: Path):
@@ -236,5 +236,5 @@ def test_an_incomplete_checkpoint_is_not_found(tmp_path: Path):
     assert sharded_checkpoint.latest(tmp_path) is None
     for name in ("step_00000002", "step_00000010", "step_00000012.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    found = sharded_checkpoint.latest(tmp_path)
-    assert found is not None and found.name == "step_00000010"
+    result = sharded_checkpoint.latest(tmp_path)
+    assert result is not None and result.name == "step_00000010"

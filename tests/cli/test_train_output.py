@@ -9,25 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.command import TINY
 from tests.support.command import te as run_te
 from transformer_engine.common import optional
 from transformer_engine_tools.demo.records import read_metrics
 from transformer_engine_tools.progress import printable
-
-TINY = [
-    "--steps",
-    "4",
-    "--batch",
-    "2",
-    "--seq",
-    "32",
-    "--layers",
-    "1",
-    "--hidden",
-    "32",
-    "--heads",
-    "1",
-]
 
 
 @pytest.fixture

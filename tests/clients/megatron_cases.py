@@ -162,7 +162,7 @@ def flags() -> dict[str, bool]:
     from megatron.core.transformer.moe import moe_utils
 
     root = Path(megatron.core.__path__[0])
-    found: dict[str, bool] = {}
+    results: dict[str, bool] = {}
     for file in sorted(root.rglob("*.py")):
         names = set(FLAG.findall(file.read_text()))
         if not names:
@@ -171,7 +171,7 @@ def flags() -> dict[str, bool]:
         module = importlib.import_module(f"megatron.core.{position}")
         for name in sorted(names):
             if hasattr(module, name):  # some are a function's own
-                found[f"{position} {name}"] = bool(getattr(module, name)) != name.startswith(
+                results[f"{position} {name}"] = bool(getattr(module, name)) != name.startswith(
                     "USING_PYTORCH"
                 )
     optional = (
@@ -187,7 +187,7 @@ def flags() -> dict[str, bool]:
         "get_cpu_offload_context",
     )
     return {
-        **found,
+        **results,
         **{name: getattr(extension, name) is not None for name in optional},
         "te_general_gemm": moe_utils.te_general_gemm is not None,
     }

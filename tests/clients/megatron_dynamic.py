@@ -93,15 +93,15 @@ def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:
             logits = gpt(
                 tokens, positions, None, inference_context=context, runtime_gather_output=True
             )
-            found = context.last_token_logits(logits)[: len(prompts)]
+            result = context.last_token_logits(logits)[: len(prompts)]
             each = (
                 gpt(sequence[None], torch.arange(len(sequence))[None], None)
                 for sequence in sequences
             )
             worst = max(
-                worst, (found - torch.stack([full[0, -1] for full in each])).abs().max().item()
+                worst, (result - torch.stack([full[0, -1] for full in each])).abs().max().item()
             )
-            following = found.argmax(-1)
+            following = result.argmax(-1)
             sequences = [
                 torch.cat((s, new[None])) for s, new in zip(sequences, following, strict=True)
             ]

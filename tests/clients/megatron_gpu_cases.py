@@ -237,11 +237,11 @@ def gradient_errors(run: Run) -> dict[str, float]:
     )
     quantizing = {name for settings in RECIPES.values() for name in settings}
     plain = {name: value for name, value in modules.model.items() if name not in quantizing}
-    found = [_first_gradients(each) for each in (run, modules, replace(modules, model=plain))]
+    results = [_first_gradients(each) for each in (run, modules, replace(modules, model=plain))]
     return {
-        "operations against modules": _difference(found[0], found[1]),
-        "operations against bfloat16": _difference(found[0], found[2]),
-        "modules against bfloat16": _difference(found[1], found[2]),
+        "operations against modules": _difference(results[0], results[1]),
+        "operations against bfloat16": _difference(results[0], results[2]),
+        "modules against bfloat16": _difference(results[1], results[2]),
     }
 
 
@@ -278,10 +278,10 @@ def engine_layers(run: Run) -> dict[str, int]:
     import transformer_engine.pytorch as te
 
     kinds = (te.Linear, te.LayerNormLinear, te.GroupedLinear, te.DotProductAttention)
-    found = Counter(
+    result = Counter(
         kind.__name__ for module in gpt(run).modules() for kind in kinds if isinstance(module, kind)
     )
-    return dict(found)
+    return dict(result)
 
 
 def operations(run: Run) -> dict[str, Any]:

@@ -150,9 +150,9 @@ def alone(settings: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     """The model on one rank after a backward pass, and its losses [batch, length]."""
     start()
     model = gpt(settings)
-    found = losses(model)
-    found.sum().backward()
-    return model, found.detach()
+    result = losses(model)
+    result.sum().backward()
+    return model, result.detach()
 
 
 def own_part(whole: torch.Tensor, part: torch.Tensor, rank: int) -> torch.Tensor:
@@ -174,7 +174,7 @@ def load(part: Any, names: dict[str, str], whole: Any, rank: int) -> None:
 def differences(
     part: Any,
     whole: Any,
-    found: torch.Tensor,
+    actual: torch.Tensor,
     expected: torch.Tensor,
     rank: int,
     names: dict[str, str],
@@ -191,7 +191,7 @@ def differences(
         difference = (own_part(reference, gradient, rank) - gradient).abs().max()
         gradients = max(gradients, float(difference / reference.abs().max()))
     worst = torch.tensor(
-        [float((found - expected).abs().max()) if found.numel() else 0.0, gradients]
+        [float((actual - expected).abs().max()) if actual.numel() else 0.0, gradients]
     )
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(("losses", "gradients"), worst.tolist(), strict=True))
@@ -209,10 +209,10 @@ def context_parallel(comm: str, settings: dict[str, Any], ours: bool) -> dict[st
     part = gpt({**settings, "context_parallel_size": 2, "cp_comm_type": comm}, ours)
     load(part, {}, full, rank)
     contents = torch.arange(megatron_cases.LENGTH).view(4, -1)[[rank, 3 - rank]].flatten()
-    found = losses(part, held=contents)
-    found.sum().backward()
+    actual = losses(part, held=contents)
+    actual.sum().backward()
     return differences(
-        part, full, found, expected[:, contents], rank, {}, lambda name, parameter: True
+        part, full, actual, expected[:, contents], rank, {}, lambda name, parameter: True
     )
 
 
@@ -222,12 +222,12 @@ def tensor_parallel(sequence_parallel: bool) -> dict[str, float]:
     start(tensor_model_parallel_size=2)
     part = gpt({"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel})
     load(part, {}, full, dist.get_rank())
-    found = losses(part)
-    found.sum().backward()
+    actual = losses(part)
+    actual.sum().backward()
     return differences(
         part,
         full,
-        found,
+        actual,
         expected,
         dist.get_rank(),
         {},
@@ -246,17 +246,17 @@ def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
     local = EXPERTS["num_moe_experts"] // 2
     expert = re.compile(r"(?<=experts\.linear_fc[12]\.weight)\d+$")
     names = {
-        name: expert.sub(lambda found: str(int(found.group()) + rank * local), name)
+        name: expert.sub(lambda actual: str(int(actual.group()) + rank * local), name)
         for name, _ in part.named_parameters()
     }
     load(part, names, full, rank)
     row = slice(rank, rank + 1)
-    found = losses(part, rows=row)
-    found.sum().backward()
+    actual = losses(part, rows=row)
+    actual.sum().backward()
     result = differences(
         part,
         full,
-        found,
+        actual,
         expected[row],
         rank,
         names,
@@ -266,7 +266,7 @@ def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
         for parameter in (*full.parameters(), *part.parameters()):
             parameter -= 0.02 * parameter.grad
         difference = (losses(part, rows=row) - losses(full)[row]).abs().max()
-    assert (losses(part, rows=row) - found).abs().max() > 0.1  # the step changed the losses
+    assert (losses(part, rows=row) - actual).abs().max() > 0.1  # the step changed the losses
     dist.all_reduce(difference, dist.ReduceOp.MAX)
     return {**result, "losses after a step": float(difference)}
 
@@ -283,14 +283,14 @@ def pipeline_parallel() -> dict[str, float]:
     layers = re.compile(r"(?<=decoder\.layers\.)0(?=\.)")
     names = {name: layers.sub(str(rank), name) for name, _ in part.named_parameters()}
     load(part, names, full, rank)
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def step(data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         row = next(data)
         output = losses(model, rows=slice(row, row + 1))
 
         def total(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            found.append(output.detach())
+            results.append(output.detach())
             return output.sum() * 2, {}  # the schedule divides by the number of micro-batches
 
         return output, total
@@ -305,7 +305,7 @@ def pipeline_parallel() -> dict[str, float]:
             micro_batch_size=1,
             forward_only=False,
         )
-    outputs = torch.cat(found) if found else expected[:0]
+    outputs = torch.cat(results) if results else expected[:0]
     return differences(
         part, full, outputs, expected[: outputs.shape[0]], 0, names, lambda name, parameter: False
     )

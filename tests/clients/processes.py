@@ -81,12 +81,12 @@ def _cache_across_processes(key: str, compute: Callable[[Path], str]) -> str:
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"clients-of-{RUN}", name)
     folder.mkdir(parents=True, exist_ok=True)
-    found = folder / "output"
+    result = folder / "output"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not found.exists():
-            found.write_text(compute(folder))
-        return found.read_text()
+        if not result.exists():
+            result.write_text(compute(folder))
+        return result.read_text()
 
 
 def run_on_ranks(arguments: list[str], ranks: int, **more: str) -> str:

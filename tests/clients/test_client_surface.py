@@ -38,12 +38,12 @@ def resolve_name(name: str) -> Any:
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:count]))
+            result = importlib.import_module(".".join(parts[:count]))
         except ModuleNotFoundError:
             continue
         for part in parts[count:]:
-            found = getattr(found, part)
-        return found
+            result = getattr(result, part)
+        return result
     raise ModuleNotFoundError(name)
 
 

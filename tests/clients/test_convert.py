@@ -57,8 +57,8 @@ def model_named(name: str) -> Any:
 
 
 def output(model: nn.Module) -> torch.Tensor:
-    found: Any = model(input_ids=installed.tokens())
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+    result: Any = model(input_ids=installed.tokens())
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -120,15 +120,15 @@ def train(model: Any, steps: int = 4) -> list[float]:
 def test_logits_loss_and_gradients_match_the_stock_model(family):
     theirs, ours = both(family)
     tokens = installed.tokens(DEVICE)
-    expected, found = (
+    expected, actual = (
         model(tokens, labels=tokens, output_hidden_states=True) for model in (theirs, ours)
     )
-    close(found.logits, expected.logits)
-    close(found.loss, expected.loss)
-    for mine, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+    close(actual.logits, expected.logits)
+    close(actual.loss, expected.loss)
+    for mine, other in zip(actual.hidden_states, expected.hidden_states, strict=True):
         close(mine, other)
     expected.loss.backward()
-    found.loss.backward()
+    actual.loss.backward()
     gradients = their_gradients(ours)
     assert set(gradients) == {name for name, _ in theirs.named_parameters()}
     for name, parameter in theirs.named_parameters():
@@ -270,8 +270,8 @@ def test_products_are_in_bfloat16_under_torch_autocast():
     theirs, ours = both()
     tokens = installed.tokens(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
-        expected, found = theirs(tokens, labels=tokens).loss, ours(tokens, labels=tokens).loss
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        expected, actual = theirs(tokens, labels=tokens).loss, ours(tokens, labels=tokens).loss
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -415,9 +415,9 @@ def test_a_converted_model_compiles_as_one_graph():
     expected = model(tokens, labels=tokens, use_cache=False).loss
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = compiled(tokens, labels=tokens, use_cache=False).loss
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    found.backward()
+    actual = compiled(tokens, labels=tokens, use_cache=False).loss
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    actual.backward()
     assert model.model.layers[0].mlp.fc1_weight.grad is not None
 
 

@@ -30,18 +30,18 @@ def run(stage: int, **environment: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_llama_trains_under_zero(stage: int):
-    found = run(stage)
-    assert found["layers"] == 15  # seven products in each layer, and the head
-    installed.assert_falls(found["losses"])
+    result = run(stage)
+    assert result["layers"] == 15  # seven products in each layer, and the head
+    installed.assert_falls(result["losses"])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_llama_trains_under_zero_on_two_gpus(stage: int):
-    found = run(stage, DS_ACCELERATOR="cuda")
-    assert found["layers"] == 15
-    installed.assert_falls(found["losses"])
+    result = run(stage, DS_ACCELERATOR="cuda")
+    assert result["layers"] == 15
+    installed.assert_falls(result["losses"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -26,6 +26,6 @@ def test_the_trainer_uses_fp8_layers_if_accelerate_selects_fp8(precision: str, t
         DISABLE_VERSION_CHECK="1", CUDA_VISIBLE_DEVICES="", ACCELERATE_MIXED_PRECISION=precision
     )
     printed = forked.output([PROGRAM, str(tmp_path)], tmp_path, environment)
-    found = json.loads(next(line for line in printed.splitlines() if line.startswith('{"losses"')))
-    installed.assert_falls(found["losses"], least=2.0)
-    assert found["classes"] == [LINEAR[precision]]
+    result = json.loads(next(line for line in printed.splitlines() if line.startswith('{"losses"')))
+    installed.assert_falls(result["losses"], least=2.0)
+    assert result["classes"] == [LINEAR[precision]]

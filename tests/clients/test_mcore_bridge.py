@@ -17,13 +17,13 @@ def test_a_model_equals_that_of_transformers_and_trains_in_fp8(tmp_path: Path):
         CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
     )
     printed = forked.output([PROGRAM, str(tmp_path)], tmp_path, environment)
-    found = json.loads(
+    result = json.loads(
         next(line for line in printed.splitlines() if line.startswith('{"difference"'))
     )
-    assert found["difference"] < 1e-5
-    installed.assert_falls(found["losses"], least=1.0)
+    assert result["difference"] < 1e-5
+    installed.assert_falls(result["losses"], least=1.0)
     assert {
         "transformer_engine.pytorch.module.linear",
         "transformer_engine.pytorch.module.layernorm_linear",
         "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
-    } <= set(found["classes"])
+    } <= set(result["classes"])

@@ -38,8 +38,8 @@ def assert_trains(losses: list[float]) -> None:
     assert losses[-1] < losses[0] - 0.5, losses
 
 
-def assert_alike(found: list[float], expected: list[float], tolerance: float) -> None:
-    assert found == pytest.approx(expected, abs=tolerance)
+def assert_alike(actual: list[float], expected: list[float], tolerance: float) -> None:
+    assert actual == pytest.approx(expected, abs=tolerance)
 
 
 def test_a_model_is_made_of_this_engine_s_layers():
@@ -64,18 +64,18 @@ def test_gated_layers_with_grouped_heads_train(recipe):
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED])
 def test_a_model_of_the_op_fuser_trains(recipe):
-    found = case_result(f"op fuser {recipe}")
-    assert found["chains"] == 2
-    assert_trains(found["losses"])
-    assert_alike(found["losses"][:1], case_result(f"train {recipe}")[:1], 0.01)
+    result = case_result(f"op fuser {recipe}")
+    assert result["chains"] == 2
+    assert_trains(result["losses"])
+    assert_alike(result["losses"][:1], case_result(f"train {recipe}")[:1], 0.01)
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
 def test_a_gated_model_of_the_op_fuser_trains(recipe):
-    found = case_result(f"op fuser llama {recipe}")
-    assert found["chains"] == 2
-    assert_trains(found["losses"])
-    assert_alike(found["losses"][:1], case_result(f"llama {recipe}")[:1], 0.01)
+    result = case_result(f"op fuser llama {recipe}")
+    assert result["chains"] == 2
+    assert_trains(result["losses"])
+    assert_alike(result["losses"][:1], case_result(f"llama {recipe}")[:1], 0.01)
 
 
 # Losses after several steps differ more than gradients do: six steps of this learning rate enlarge roundings.
@@ -109,10 +109,10 @@ def test_this_engine_s_cross_entropy_is_megatron_s():
 
 
 def test_this_engine_s_rotary_embedding_is_megatron_s():
-    found = case_result("rope fusion")
-    plain, fused = found["losses"]
+    result = case_result("rope fusion")
+    plain, fused = result["losses"]
     assert fused == pytest.approx(plain, abs=5e-3)
-    assert found["gradient"] < 0.03
+    assert result["gradient"] < 0.03
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
@@ -134,9 +134,9 @@ def test_options_of_the_optimizer_change_little(case):
     ],
 )
 def test_fp8_parameters_train_as_bfloat16_ones(recipe, kind):
-    found = case_result(f"parameters {recipe}")
-    assert found["kinds"] == [kind]
-    assert_alike(found["losses"], case_result(f"train {recipe}"), 0.02)
+    result = case_result(f"parameters {recipe}")
+    assert result["kinds"] == [kind]
+    assert_alike(result["losses"], case_result(f"train {recipe}"), 0.02)
 
 
 @pytest.mark.parametrize("whose", ["the engine", "megatron"])
@@ -160,8 +160,8 @@ def test_multi_latent_attention_trains(recipe):
 
 
 def test_a_distributed_checkpoint_continues():
-    found = case_result("checkpoint")
-    assert_alike(found["found"], found["expected"], 1e-3)
+    result = case_result("checkpoint")
+    assert_alike(result["found"], result["expected"], 1e-3)
 
 
 @two
@@ -184,5 +184,5 @@ def test_two_gpus_hold_two_experts_each():
 
 @two
 def test_two_gpus_continue_from_a_distributed_checkpoint():
-    found = case_result("two data-parallel checkpoint", 2)
-    assert_alike(found["found"], found["expected"], 1e-3)
+    result = case_result("two data-parallel checkpoint", 2)
+    assert_alike(result["found"], result["expected"], 1e-3)

@@ -32,9 +32,9 @@ def losses(case: str, ranks: int = 1) -> list[float]:
     return json.loads(processes.once([CASES, case], ranks).splitlines()[-1])
 
 
-def assert_alike(found: list[float], expected: list[float], tolerance: float) -> None:
-    assert found[-1] < found[0] - 0.1, found
-    assert found == pytest.approx(expected, abs=tolerance)
+def assert_alike(actual: list[float], expected: list[float], tolerance: float) -> None:
+    assert actual[-1] < actual[0] - 0.1, actual
+    assert actual == pytest.approx(expected, abs=tolerance)
 
 
 @pytest.mark.parametrize("ranks", GPUS)
@@ -59,8 +59,8 @@ def test_fp8_parameters_train_as_bfloat16_ones(case, recipe, ranks):
 @pytest.mark.parametrize("ranks", GPUS)
 @pytest.mark.parametrize("case", ["meta", *(f"meta parameters {recipe}" for recipe in RECIPES)])
 def test_a_model_without_storage_is_made_when_it_is_sharded(case, ranks):
-    found = losses(case, ranks)
-    assert found[-1] < found[0] - 0.1, found
+    result = losses(case, ranks)
+    assert result[-1] < result[0] - 0.1, result
 
 
 @pytest.mark.parametrize("ranks", GPUS)

@@ -38,32 +38,32 @@ def differences(callable_, text: str, bound: bool = False) -> list[str]:
     ours = list(inspect.signature(callable_).parameters.values())[int(bound) :]
     expected = line_parameters(text)
     by_name = {p.name: p for p in ours}
-    found = []
+    results = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [p.name for p in ours if p.kind in positional]
     for index, reference in enumerate(p for p in expected if p.kind in positional):
         if index >= len(places) or places[index] != reference.name:
-            found.append(f"place {index} is {places[index : index + 1]}, not {reference.name}")
+            results.append(f"place {index} is {places[index : index + 1]}, not {reference.name}")
     for reference in expected:
         mine = by_name.get(reference.name)
         if mine is None:
-            found.append(f"{reference.name} is missing")
+            results.append(f"{reference.name} is missing")
         elif (mine.default is WITHOUT_DEFAULT) != (reference.default is WITHOUT_DEFAULT):
-            found.append(f"{reference.name} differs in having a default")
+            results.append(f"{reference.name} differs in having a default")
         elif (
             reference.default is not UNKNOWN
             and reference.default is not WITHOUT_DEFAULT
             and mine.default != reference.default
         ):
-            found.append(f"{reference.name}={mine.default!r}, not {reference.default!r}")
+            results.append(f"{reference.name}={mine.default!r}, not {reference.default!r}")
     listed = {p.name for p in expected}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    found += [
+    results += [
         f"{p.name} has to be given"
         for p in ours
         if p.name not in listed and p.default is WITHOUT_DEFAULT and p.kind not in variadic
     ]
-    return found
+    return results
 
 
 def resolve_path(path: str):
@@ -144,8 +144,8 @@ def test_state_is_readable_as_class_attributes(device):
         assert FP8GlobalStateManager.AUTOCAST_DEPTH == 1
         layer(torch.ones(16, 16, device=device))
         (amaxes,) = [
-            found
-            for key, found in FP8GlobalStateManager.global_amax_buffer.items()
+            result
+            for key, result in FP8GlobalStateManager.global_amax_buffer.items()
             if key.startswith("forward")
         ]
         assert amaxes[0][0].item() == 1.0

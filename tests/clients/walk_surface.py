@@ -133,12 +133,12 @@ def walk(packages: Path, is_known: dict[str, Any]) -> dict[str, Any]:
     surface = dict(is_known)
     for distribution, folder in CLIENTS.items():
         if (packages / folder).is_dir():
-            found = set[str]().union(
+            result = set[str]().union(
                 *(public_names(source) for source in sources(packages / folder))
             )
             surface[distribution] = {
                 "version": distribution_version(distribution, packages),
-                "names": sorted(found),
+                "names": sorted(result),
             }
     return dict(sorted(surface.items()))
 

@@ -102,9 +102,9 @@ NEAR = {
 @pytest.mark.parametrize("path", NEAR)
 def test_misspelled_name_suggests_the_nearest_one(path: str):
     module, _, name = path.rpartition(".")
-    near, found = NEAR[path], imported(module)
+    near, result = NEAR[path], imported(module)
     with pytest.raises(AttributeError, match=f"did you mean '{near}'"):
-        getattr(found, name)
+        getattr(result, name)
     with pytest.raises(ImportError, match=f"did you mean '{near}'"):
         exec(f"from {module} import {name}")
 
@@ -131,11 +131,11 @@ def test_a_name_behind_many_others_is_seen_as_an_import():
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_an_attribute_is_an_attribute_error_with_the_same_words(module: str, name: str):
-    found = imported(module)
-    assert not hasattr(found, name) and getattr(found, name, None) is None
+    result = imported(module)
+    assert not hasattr(result, name) and getattr(result, name, None) is None
     with pytest.raises(AttributeError, match=NAMES[module, name]) as raised:
-        getattr(found, name)
-    assert raised.value.name == name and raised.value.obj is found
+        getattr(result, name)
+    assert raised.value.name == name and raised.value.obj is result
 
 
 @pytest.mark.parametrize("name", ["transformer_engine.paddle", "transformer_engine.tensorflow"])
@@ -147,11 +147,11 @@ def test_a_guarded_import_of_a_client_continues():
     try:
         importlib.import_module("transformer_engine.paddle.features")
 
-        found = True
+        result = True
     except ModuleNotFoundError as error:
-        found = False
+        result = False
         assert error.name == "transformer_engine.paddle"
-    assert not found
+    assert not result
 
 
 def test_missing_special_attributes_keep_pythons_message():

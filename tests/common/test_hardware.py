@@ -70,7 +70,7 @@ def test_an_old_triton_is_missing_on_a_newer_gpu(architecture, release, reason, 
     monkeypatch.setattr(launch, "MISSING", None)
     monkeypatch.setattr(optional, "failure", lambda *names: None)
     monkeypatch.setattr(optional, "release", lambda name: release)
-    assert launch.missing(hardware_named("nvidia", architecture)) == reason
+    assert launch.unavailable_reason(hardware_named("nvidia", architecture)) == reason
 
 
 def test_no_row_multiplies_by_scales_in_a_triton_that_does_not_compile_for_it():

@@ -48,9 +48,9 @@ NEITHER = [torch.float32, len, int, object(), torch.nn.Identity(), torch.zeros(2
 @pytest.mark.parametrize("value", TWO, ids=repr)
 @pytest.mark.parametrize("convert", [to_int, to_float, parse_int, parse_float])
 def test_a_number_has_the_same_value_in_every_form(convert, value):
-    found = convert("size", value)
-    assert found == 2
-    assert type(found) is (int if convert in (to_int, parse_int) else float)
+    result = convert("size", value)
+    assert result == 2
+    assert type(result) is (int if convert in (to_int, parse_int) else float)
 
 
 def test_a_bool_counts_as_a_number():
@@ -127,8 +127,8 @@ def test_text_that_spells_false_counts_as_true_and_warns_once():
     ],
 )
 def test_fields_of_recipes_are_read_from_text(parse, text, value):
-    found = parse("margin", text)
-    assert found == value and type(found) is type(value)
+    result = parse("margin", text)
+    assert result == value and type(result) is type(value)
 
 
 @pytest.mark.parametrize(

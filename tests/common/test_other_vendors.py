@@ -65,21 +65,24 @@ def test_rocm_has_bfloat16_and_no_fp8_for_a_reason(rocm):
 @pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)
 @pytest.mark.parametrize("libraries", [True, False], ids=["nvmath", "torch and triton"])
 def test_no_product_of_codes_is_native_on_amd(row, libraries):
-    found = choices(row, libraries)
+    result = choices(row, libraries)
     for recipe in PRODUCTS.keys() - {"none"}:
-        assert set(found[recipe].values()) <= {"reference", "widen"}, recipe
-    assert found["none"]["output"] == "matmul"
+        assert set(result[recipe].values()) <= {"reference", "widen"}, recipe
+    assert result["none"]["output"] == "matmul"
 
 
 @pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)
 def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
-    matrix = Operand(torch.empty(64, 64, dtype=torch.bfloat16), None, None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
+    matrix = Operand(torch.empty(64, 64, dtype=torch.bfloat16), scale=None, format=None)
     request = GemmRequest.of(matrix, matrix, Epilogue(torch.bfloat16))
     request = dataclasses.replace(request, device="cuda", hardware=row, index=0)
     for operation, requested in (
         ("gemm", dataclasses.replace(request, bias=torch.bfloat16)),
-        ("gemm_epilogue", FusedRequest(GELU, request, False, None, None, None)),
+        (
+            "gemm_epilogue",
+            FusedRequest(GELU, request, second=False, x=None, dtype=None, forced=None),
+        ),
     ):
         verdicts = [
             v for v in tables[operation].explain(requested) if v.backend.startswith("cublaslt")
@@ -94,7 +97,7 @@ def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
 
 @pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)
 def test_no_attention_library_of_nvidia_is_chosen_on_amd(row, monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     call = AttentionCall(
         batch=2,
         heads=16,
@@ -107,7 +110,7 @@ def test_no_attention_library_of_nvidia_is_chosen_on_amd(row, monkeypatch):
         q_format="bshd",
         kv_format="bshd",
         page_size=0,
-        mask=resolve("causal", None, None),
+        mask=resolve("causal", window_size=None, bottom_right_diagonal=None),
         scale=0.1,
         device_type="cuda",
         hardware=row,
@@ -120,7 +123,7 @@ def test_no_attention_library_of_nvidia_is_chosen_on_amd(row, monkeypatch):
 
 
 def test_amd_casts_by_the_reference_and_says_why(rocm, monkeypatch):
-    monkeypatch.setattr(launching, "missing", lambda hardware: None)
+    monkeypatch.setattr(launching, "unavailable_reason", lambda hardware: None)
     for module in (launching, families):
         monkeypatch.setattr(module, "current_hardware", lambda: rocm)
     spec = QuantizeSpec(formats.FLOAT8, formats.E4M3)

@@ -165,7 +165,7 @@ def test_collectives_follow_bytes_ranks_and_hosts():
 
 
 def test_a_search_equals_trying_every_mesh():
-    found = search(
+    result = search(
         TINY, 8, gpu="h200", recipe="delayed", count=1, cp=1, pp=1, micro_batch=1, sequence=4096
     )[0]
     every = [
@@ -185,9 +185,9 @@ def test_a_search_equals_trying_every_mesh():
         for repeated in ("none", "full")
         if tp * fsdp <= 8
     ]
-    assert found.step_ms == min(each.step_ms for each in every if each.fits)
+    assert result.step_ms == min(each.step_ms for each in every if each.fits)
     assert plan(TINY, 8, recipe="none") == plan(TINY, 8, recipe="bf16")
-    assert found.global_batch == 8
+    assert result.global_batch == 8
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ def test_each_variable_is_warned_about():
     for row in ACCEPTED:
         os.environ[row.name] = {bool: str(int(not row.default)), int: "77", str: "x"}[row.kind]
     try:
-        found = {message.partition("=")[0] for message in messages()}
+        results = {message.partition("=")[0] for message in messages()}
     finally:
         for row in ACCEPTED:
             del os.environ[row.name]
-    assert found == {row.name for row in ACCEPTED} - warning._MET
-    assert len(found) >= 25
+    assert results == {row.name for row in ACCEPTED} - warning._MET
+    assert len(results) >= 25
 
 
 def test_variables_whose_purpose_is_met_are_in_the_table():

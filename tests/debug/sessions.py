@@ -76,24 +76,24 @@ def train_layer(
     device = device or torch.device("cpu")
     layer = make_layer(kind, device=device)
     generator = torch.Generator().manual_seed(7)
-    found = []
+    results = []
     for _ in range(steps):
         x = torch.randn(64, 64, generator=generator).to(device).requires_grad_()
         with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
             y = call_layer(layer, x)
         y.backward(torch.randn(y.shape, generator=generator).to(y))
-        found += [y.detach().clone(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        results += [y.detach().clone(), x.grad, *(p.grad.clone() for p in layer.parameters())]
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
         if debug_api.DEBUG_MANAGER is not None:
             debug_api.step()
-    return found
+    return results
 
 
-def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

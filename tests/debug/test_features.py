@@ -72,14 +72,14 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
 
 def blockwise(matrix: torch.Tensor, size: int, dims: int) -> float:
     """Compute the largest dynamic range of a block in a loop over blocks."""
-    found = [0.0]
+    results = [0.0]
     for i in range(0, matrix.shape[0], size if dims == 2 else 1):
         for j in range(0, matrix.shape[1], size):
             block = matrix[i : i + (size if dims == 2 else 1), j : j + size].double().abs()
             block = block[block != 0]
             if block.numel():
-                found.append((block.max().log2() - block.min().log2()).item())
-    return max(found)
+                results.append((block.max().log2() - block.min().log2()).item())
+    return max(results)
 
 
 @pytest.mark.parametrize(("size", "dims"), [(32, 1), (24, 1), (16, 2)])
@@ -213,8 +213,10 @@ def test_one_product_in_high_precision_leaves_the_others_quantized(
         train_layer("Linear", recipe, steps=1),
     )
     with session(tmp_path, {"DisableFP8GEMM": {"gemms": [gemm]}}):
-        found = train_layer("Linear", recipe, steps=1)
-    for name, one, in_high_precision, in_codes in zip(GEMMS, found, plain, quantized, strict=False):
+        result = train_layer("Linear", recipe, steps=1)
+    for name, one, in_high_precision, in_codes in zip(
+        GEMMS, result, plain, quantized, strict=False
+    ):
         torch.testing.assert_close(
             one, in_high_precision if name == gemm else in_codes, rtol=0, atol=0
         )
@@ -250,8 +252,8 @@ def test_fake_quantization_multiplies_decoded_values(tmp_path: Path):
 def test_per_tensor_scaling_under_delayed_scaling_is_current_scaling(tmp_path: Path):
     expected = train_layer("Linear", "current", steps=1)
     with session(tmp_path, {"PerTensorScaling": {"gemms": GEMMS, "tensors": TENSORS[:3]}}):
-        found = train_layer("Linear", "delayed", steps=1)
-    assert_equal(found, expected)
+        actual = train_layer("Linear", "delayed", steps=1)
+    assert_equal(actual, expected)
 
 
 def test_margin_of_per_tensor_scaling_halves_the_scale(tmp_path: Path):

@@ -481,17 +481,17 @@ def test_merged_fields_are_those_of_the_concatenated_tensors():
 
 @pytest.mark.slow
 def test_statistics_are_reduced_over_ranks(tmp_path: Path):
-    found = run_on_ranks(statistics_of_two_ranks, 2, tmp_path)
+    result = run_on_ranks(statistics_of_two_ranks, 2, tmp_path)
     parts = [
         torch.randn(16 + 16 * rank, 64, generator=torch.manual_seed(rank)) for rank in range(2)
     ]
     full = torch.cat(parts).double()
-    for values in found:
+    for values in result:
         assert values["layer_activation_mean"] == pytest.approx(full.mean().item(), rel=1e-6)
         assert values["layer_activation_std"] == pytest.approx(full.std().item(), rel=1e-6)
         assert values["layer_activation_max"] == full.max().item()
         assert values["unused_activation_std"] == pytest.approx(
             parts[1].double().std().item(), rel=1e-6
         )
-    assert found[0]["layer_weight_std"] == found[1]["layer_weight_std"]
-    assert "unused_weight_std" in found[1] and "unused_weight_std" not in found[0]
+    assert result[0]["layer_weight_std"] == result[1]["layer_weight_std"]
+    assert "unused_weight_std" in result[1] and "unused_weight_std" not in result[0]

@@ -73,19 +73,19 @@ class Trained:
 
     def whole(self, group: Any) -> dict[str, Tensor]:
         """Bytes for full parameters (codes and scales if quantized), optimizer states and scaling states."""
-        found = {}
+        results = {}
         for name, parameter in self.model.named_parameters():
             tensors = {"": parameter, **self.optimizer.state[parameter]}
             for state, tensor in tensors.items():
                 for i, part in enumerate(gather_shards(tensor, group)):
                     # later steps change the tensors
-                    found[f"{name}/{state}/{i}"] = part.detach().clone()
+                    results[f"{name}/{state}/{i}"] = part.detach().clone()
         for name, extra in self.model.state_dict().items():
             content = decode_extra_state(extra) if name.endswith("_extra_state") else None
             for key, value in (content or {}).items():
                 if isinstance(value, Tensor):
-                    found[f"{name}/{key}"] = value
-        return found
+                    results[f"{name}/{key}"] = value
+        return results
 
 
 def gather_shards(tensor: Tensor, group: Any) -> list[Tensor]:
@@ -113,7 +113,7 @@ def save_and_load(
     """
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in (4, 2, 1)}
-    found = {}
+    results = {}
     with emulate():  # MXFP8 on the CPU in a machine with a Hopper GPU
         for name, quantized in cases:
             position = directory / f"{name}-{quantized}"
@@ -134,5 +134,5 @@ def save_and_load(
                     states[size] = read.whole(group)
                     steps[size] = torch.stack([first, read.step(1), read.step(2)])
                 dist.barrier()
-            found[f"{name}-{quantized}"] = {"states": states, "steps": steps}
-    return found
+            results[f"{name}-{quantized}"] = {"states": states, "steps": steps}
+    return results

@@ -37,16 +37,8 @@ RECIPES = {
 
 
 SWITCH, SIZES = (False, True), (1, 2)
-VALUES = (
-    SIZES,
-    SWITCH,
-    SIZES,
-    SIZES,
-    SIZES,
-    tuple(RECIPES),
-    SWITCH,
-    SWITCH,
-)  # for each field in Composition
+# Values of each field of Composition, in order.
+VALUES = (SIZES, SWITCH, SIZES, SIZES, SIZES, tuple(RECIPES), SWITCH, SWITCH)
 
 
 @dataclass(frozen=True)
@@ -185,8 +177,8 @@ def create_model(row: Composition, device: torch.device, mesh: Any) -> nn.Module
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):
             seed = 100 * number + (shard if getattr(p, "tensor_model_parallel", False) else 0)
-            drawn = 0.15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-            p.copy_(drawn if p.dim() == 2 else p + drawn.to(device))
+            initial = 0.15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+            p.copy_(initial if p.dim() == 2 else p + initial.to(device))
     if mesh is not None and row.fsdp > 1:
         fully_shard(model, mesh=mesh["fsdp"])
     if model.experts is not None:
@@ -200,13 +192,13 @@ def pairwise() -> list[Composition]:
     candidates = [
         row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible
     ]
-    left = set(itertools.chain.from_iterable(map(pairs, candidates)))
-    chosen: list[Composition] = []
-    while left:
-        best = max(candidates, key=lambda row: (len(pairs(row) & left), -row.ranks))
-        chosen.append(best)
-        left -= pairs(best)
-    return sorted(chosen, key=lambda row: (row.in_processes, row.ranks, str(row)))
+    uncovered = set(itertools.chain.from_iterable(map(pairs, candidates)))
+    selected: list[Composition] = []
+    while uncovered:
+        best = max(candidates, key=lambda row: (len(pairs(row) & uncovered), -row.ranks))
+        selected.append(best)
+        uncovered -= pairs(best)
+    return sorted(selected, key=lambda row: (row.in_processes, row.ranks, str(row)))
 
 
 def pairs(row: Composition) -> set[tuple[tuple[str, Any], ...]]:

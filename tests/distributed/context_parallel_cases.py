@@ -169,13 +169,13 @@ def exact(case: Case) -> dict[str, Tensor]:
         rows[start_q : start_q + real_q] = (p @ v).transpose(0, 1)
         out = out + rows
     grads = torch.autograd.grad(out, list(leaves.values()), argument["dout"].double())
-    found = {
+    results = {
         "out": out.detach(),
         **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)},
     }
     if case.max_logit:
-        found["max_logit"] = torch.stack(logits_of).amax(0)
-    return found
+        results["max_logit"] = torch.stack(logits_of).amax(0)
+    return results
 
 
 def rank_tokens(lengths: tuple[int, ...], size: int, rank: int) -> list[int]:
@@ -288,26 +288,26 @@ def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[st
     if case.recompute:
         arguments["checkpoint_core_attention"] = True
     out = module(local["q"], local["k"], local["v"], **arguments)
-    found = {}
+    results = {}
     if case.max_logit:
-        out, found["max_logit"] = out
+        out, results["max_logit"] = out
     dout = convert_layout(argument["dout"][rows], case.layout, case.batch).flatten(-2)
     out.backward(dout)
-    found["out"] = packed(out.detach().unflatten(-1, (case.heads, -1)), case.layout)
+    results["out"] = packed(out.detach().unflatten(-1, (case.heads, -1)), case.layout)
     for name in names:
-        found[f"d{name}"] = packed(local[name].grad, case.layout)
+        results[f"d{name}"] = packed(local[name].grad, case.layout)
     if case.bias:
-        found["dbias"] = local["bias"].grad
+        results["dbias"] = local["bias"].grad
     if case.softmax == "learnable":
-        found["dsink"] = module.softmax_offset.grad
-    return found
+        results["dsink"] = module.softmax_offset.grad
+    return results
 
 
 def rank_results(case: Case, whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     """The rank's part in the full results."""
     lengths_q, lengths_k = extents(case)
     rows, columns = (rank_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
-    found = {}
+    results = {}
     for name, x in whole.items():
         if name in ("out", "dq"):
             x = x[rows]
@@ -315,5 +315,5 @@ def rank_results(case: Case, whole: dict[str, Tensor], rank: int) -> dict[str, T
             x = x[columns]
         elif name == "dbias":
             x = x[:, :, rank_tokens((case.tokens,), case.size, rank)]
-        found[name] = x
-    return found
+        results[name] = x
+    return results

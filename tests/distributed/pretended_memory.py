@@ -35,9 +35,9 @@ class Peers:
         self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
         (count,) = sizes
-        found = self._memory.buffers[rank][storage_offset : storage_offset + count]
-        assert found.dtype is dtype and found.numel() == count
-        return found
+        result = self._memory.buffers[rank][storage_offset : storage_offset + count]
+        assert result.dtype is dtype and result.numel() == count
+        return result
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         self._memory.wait()

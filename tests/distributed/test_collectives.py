@@ -94,11 +94,11 @@ def _gather_ragged(device, group):
     with pytest.warns(
         UserWarning, match="3 rows ends inside a block of 128 rows of one scale: it is gathered in"
     ):
-        found, _ = gather_along_first_dim(ragged, group)
-    assert type(found) is type(expected) and torch.equal(
-        found._rowwise_data, expected._rowwise_data
+        actual, _ = gather_along_first_dim(ragged, group)
+    assert type(actual) is type(expected) and torch.equal(
+        actual._rowwise_data, expected._rowwise_data
     )
-    assert torch.equal(found._columnwise_data, expected._columnwise_data)
+    assert torch.equal(actual._columnwise_data, expected._columnwise_data)
     later, handle = gather_along_first_dim(ragged, group, async_op=True, quantizer=quantizer)
     handle.wait()
     assert torch.equal(later._rowwise_data, expected._rowwise_data)
@@ -128,8 +128,8 @@ def _gather_into_buffers(x, group):
     rows = torch.cat([x, x]).repeat(16, 43)[:128, :128].contiguous()
     for source, options in ((rows, {"quantizer": quantizer}), (quantizer(rows), {})):
         target = quantizer.make_empty((256, 128), device=x.device)
-        found = gather_along_first_dim(source, group, output_tensor=target, **options)[0]
-        assert found is target
+        result = gather_along_first_dim(source, group, output_tensor=target, **options)[0]
+        assert result is target
         assert torch.equal(
             target.dequantize(), gather_along_first_dim(source, group, **options)[0].dequantize()
         )
@@ -146,19 +146,19 @@ def _quantized_later(quantizer, rows, group):
     """Asynchronous and coalesced gathers of quantized tensors are whole when their handles have waited."""
     for source, options in ((rows, {"quantizer": quantizer}), (quantizer(rows), {})):
         expected = gather_along_first_dim(source, group, **options)[0].dequantize()
-        found, handle = gather_along_first_dim(source, group, async_op=True, **options)
+        actual, handle = gather_along_first_dim(source, group, async_op=True, **options)
         handle.wait()
         handle.wait()  # once more changes nothing
-        assert torch.equal(found.dequantize(), expected)
+        assert torch.equal(actual.dequantize(), expected)
         target = quantizer.make_empty((256, 128), device=rows.device)
         with dist._coalescing_manager(group, async_ops=False):
-            found, handle = gather_along_first_dim(
+            actual, handle = gather_along_first_dim(
                 source, group, external_coalescing=True, output_tensor=target, **options
             )
         assert isinstance(handle, _NVFP4AllGatherAsyncHandle)
         assert handle.async_handle is None
         handle.wait()
-        assert found is target
+        assert actual is target
         assert torch.equal(target.dequantize(), expected)
 
 
@@ -224,7 +224,7 @@ def test_rank_and_size_come_from_the_group(results):
 
 def test_a_gather_fills_the_output_tensor(results):
     for result in results:
-        assert all(torch.equal(found, torch.cat((X0, X1))) for found in result["gather_into"])
+        assert all(torch.equal(actual, torch.cat((X0, X1))) for actual in result["gather_into"])
 
 
 def test_compiled_collectives_equal_eager_ones(results):
@@ -286,8 +286,8 @@ def test_a_gather_of_a_quantized_tensor_waits_for_every_part_of_it(monkeypatch):
     monkeypatch.setattr(collectives, "_gather", gather)
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
     quantized = quantizer(torch.randn(128, 256))
-    found, handle = gather_along_first_dim(quantized, None, async_op=True)
+    result, handle = gather_along_first_dim(quantized, None, async_op=True)
     assert handle is not None
     handle.wait()
     assert len(waited) == 2, "codes and scales"
-    assert torch.equal(found.dequantize(), torch.cat([quantized.dequantize()] * 2))
+    assert torch.equal(result.dequantize(), torch.cat([quantized.dequantize()] * 2))

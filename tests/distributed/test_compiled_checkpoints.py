@@ -137,7 +137,7 @@ def test_eager_and_compiled_layers_in_one_checkpoint(device):
 def test_a_scale_that_the_first_run_did_not_read_raises(device):
     scale, history = torch.ones(1, device=device), torch.zeros(4, 1, device=device)
     with (
-        compiled_runs.compiled_run({}, True, True),
+        compiled_runs.compiled_run({}, again=True, marked=True),
         pytest.raises(
             RuntimeError,
             match=r"reads a scale 1 times in the second run .* and 0 times in its first",

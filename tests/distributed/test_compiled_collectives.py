@@ -62,9 +62,9 @@ def _steps(
 def _compare_compiled_cases(device: torch.device) -> dict[str, Any]:
     """{case: (whether the bits are equal, number of compiled signatures, reasons)}."""
     ranks = dist.get_world_size()
-    overlap.load_thresholds = lambda *_: Thresholds(0, 0)
+    overlap.load_thresholds = lambda *_: Thresholds(gather=0, scatter=0)
     te.initialize_ub([ranks * TOKENS, INNER], ranks)
-    compiles_on, found = layer.compiles_on, {}
+    compiles_on, actual = layer.compiles_on, {}
     for kind, build in LAYERS.items():
         for name in ("none", "delayed", "current", "block", "mxfp8", "nvfp4"):
             for sequence, flags in ((False, {}), (True, {}), (True, FLAGS)):
@@ -91,19 +91,19 @@ def _compare_compiled_cases(device: torch.device) -> dict[str, Any]:
                     for pass_ in spec.compiled.passes
                     for kind in pass_.kinds.values()
                 ]
-                found[f"{kind}/{name}/{sequence}/{bool(flags)}"] = (
+                actual[f"{kind}/{name}/{sequence}/{bool(flags)}"] = (
                     all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)),
                     sum(kind.generated is not None for kind in kinds),
                     sorted({kind.reason for kind in kinds if kind.reason is not None}),
                 )
     te.destroy_ub()
-    return found
+    return actual
 
 
 @needs_fast_path
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_compiled_passes_of_sharded_layers_have_the_bits_of_their_steps(tmp_path):
-    for found in run_on_ranks(_compare_compiled_cases, 2, tmp_path):
-        assert {case: what for case, what in found.items() if not what[0]} == {}
-        assert {case: what for case, what in found.items() if not what[1]} == {}
+    for result in run_on_ranks(_compare_compiled_cases, 2, tmp_path):
+        assert {case: what for case, what in result.items() if not what[0]} == {}
+        assert {case: what for case, what in result.items() if not what[1]} == {}

@@ -30,12 +30,12 @@ def composition_name(row: Composition) -> str:
 
 
 def read_outcome(row: Composition) -> str:
-    (found,) = [
+    (result,) = [
         argument["outcome"]
         for argument in read_outcomes()
         if asdict(row).items() <= argument.items()
     ]
-    return found
+    return result
 
 
 @pytest.mark.parametrize("row", CHEAP, ids=composition_name)

@@ -170,33 +170,33 @@ def test_low_precision_errors_are_at_most_twice_the_one_device_errors(comm, dtyp
 
 
 def _run_on_processes(device: torch.device) -> list[torch.Tensor]:
-    found = []
+    results = []
     for comm in SCHEMES:
         case = Case(comm=comm, groups=4)
-        found += shared(case, dist.get_rank(), device).values()
+        results += shared(case, dist.get_rank(), device).values()
     outputs = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
         outputs.append(_dropout_results(dist.get_rank(), device)[0])
     # Dropout depends only on each rank's seed.
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
-    return found
+    return results
 
 
 def test_processes_compute_full_sequence_attention(tmp_path):
     full = exact(Case(groups=4))
-    for rank, found in enumerate(run_on_ranks(_run_on_processes, 2, tmp_path)):
+    for rank, result in enumerate(run_on_ranks(_run_on_processes, 2, tmp_path)):
         expected = list(rank_results(Case(groups=4), full, rank).values()) * len(SCHEMES)
-        for actual, reference in zip(found, expected, strict=True):
+        for actual, reference in zip(result, expected, strict=True):
             torch.testing.assert_close(actual.double(), reference, **ATTENDED)
 
 
 def _run_on_four_processes(device: torch.device) -> list[torch.Tensor]:
-    found = []
+    results = []
     for comm in (*SCHEMES, "a2a+p2p"):
         case = Case(comm=comm, size=4, tokens=64, groups=4)
-        found += shared(case, dist.get_rank(), device).values()
-    return found
+        results += shared(case, dist.get_rank(), device).values()
+    return results
 
 
 @pytest.mark.gpu
@@ -204,9 +204,9 @@ def _run_on_four_processes(device: torch.device) -> list[torch.Tensor]:
 def test_four_gpus_compute_full_sequence_attention(tmp_path):
     alone = Case(size=4, tokens=64, groups=4)
     full = exact(alone)
-    for rank, found in enumerate(run_on_ranks(_run_on_four_processes, 4, tmp_path)):
+    for rank, result in enumerate(run_on_ranks(_run_on_four_processes, 4, tmp_path)):
         expected = list(rank_results(alone, full, rank).values()) * (len(SCHEMES) + 1)
-        for actual, reference in zip(found, expected, strict=True):
+        for actual, reference in zip(result, expected, strict=True):
             torch.testing.assert_close(actual.double(), reference, **ATTENDED)
 
 

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.context_parallel
 
 def _qkv(case: Case, tokens: int | None = None, keys: int | None = None) -> list[torch.Tensor]:
     tokens = case.tokens // case.size if tokens is None else tokens
-    found = []
+    results = []
     for length, heads in (
         (tokens, case.heads),
         (keys or tokens, case.groups),
@@ -34,8 +34,8 @@ def _qkv(case: Case, tokens: int | None = None, keys: int | None = None) -> list
             if case.layout == "sbhd"
             else (2, length)
         )
-        found.append(torch.randn(*shape, heads, 8))
-    return found
+        results.append(torch.randn(*shape, heads, 8))
+    return results
 
 
 def _bounds(*lengths: int) -> dict[str, torch.Tensor]:
@@ -201,8 +201,8 @@ def test_a_call_that_ranks_cannot_share_raises_on_every_rank(name, monkeypatch):
             module(*_qkv(case, tokens, keys), **arguments)
         return str(raised.value)
 
-    for found in run_on_threads(run, case.size):
-        assert re.search(message, found, re.DOTALL), found
+    for result in run_on_threads(run, case.size):
+        assert re.search(message, result, re.DOTALL), result
 
 
 def _never(*_: object, **__: object) -> None:
@@ -266,9 +266,15 @@ def test_a_second_derivative_names_the_operation():
 def test_helpers_reject_ranks_outside_of_the_group_and_other_formats():
     bounds = cumulative((8, 8))
     with pytest.raises(ValueError, match=r"rank=2 is outside 0..1"):
-        get_cu_seqlens_on_cp_rank(bounds, bounds // 2, 2, 2, True, True)
+        get_cu_seqlens_on_cp_rank(bounds, bounds // 2, 2, 2, first_half=True, second_half=True)
     with pytest.raises(ValueError, match="qvk_format='bshd'"):
-        get_batch_on_this_cp_rank(bounds, None, None, None, qvk_format="bshd")
+        get_batch_on_this_cp_rank(
+            bounds,
+            input_ids_padded=None,
+            labels_padded=None,
+            position_ids_padded=None,
+            qvk_format="bshd",
+        )
 
 
 def test_errors_under_a_recipe_leave_its_state_unchanged():

@@ -92,8 +92,8 @@ def _shared_output(case: Case, recipe, fp8_output: bool, recompute: bool, rank: 
 def test_codes_are_returned_if_the_caller_requests_them(comm, recompute):
     case, recipe = replace(CASE, comm=comm), RECIPES["current"]
     plain = run_on_threads(partial(_shared_output, case, recipe, False, recompute), 2)
-    found = run_on_threads(partial(_shared_output, case, recipe, True, recompute), 2)
-    for (is_codes, out, grad), (values, expected, expected_grad) in zip(found, plain, strict=True):
+    actual = run_on_threads(partial(_shared_output, case, recipe, True, recompute), 2)
+    for (is_codes, out, grad), (values, expected, expected_grad) in zip(actual, plain, strict=True):
         assert is_codes and not values
         # One more rounding to e4m3 of merged outputs; none where the codes themselves have travelled.
         torch.testing.assert_close(out, expected, rtol=2**-3, atol=0.02)
@@ -236,8 +236,8 @@ def test_quantized_inputs_are_read_with_their_ranks_scale(
         _results, case, RECIPES[recipe], shards, [dout[token_indices] for token_indices in rows]
     )
     for tokens, result in zip(rows, run_on_threads(run, size), strict=True):
-        for found, plain, exact_result in zip(result, alone, expected, strict=True):
-            assert_as_good_as(found, plain[tokens], exact_result[tokens])
+        for actual, plain, exact_result in zip(result, alone, expected, strict=True):
+            assert_as_good_as(actual, plain[tokens], exact_result[tokens])
 
 
 def _steps_with_own_maxima(
@@ -298,7 +298,7 @@ def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(
         tmp_path / "alone",
     )[0]
     run = partial(_steps_with_own_maxima, case, recipe, values, reduce_amax, backward)
-    found = run_on_ranks(run, case.size, tmp_path)
+    actual = run_on_ranks(run, case.size, tmp_path)
     for step in range(3):
         leaves = [(x / 2**step).double().requires_grad_() for x in values]
         attended = torch.nn.functional.scaled_dot_product_attention(
@@ -307,7 +307,7 @@ def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(
         out = attended.permute(2, 0, 1, 3).flatten(-2)
         out.sum().backward()
         for number, expected in enumerate((out.detach(), leaves[2].grad)):
-            for rank, results in enumerate(found):
+            for rank, results in enumerate(actual):
                 plain = alone[2 * step + number][tokens[rank]]
                 assert_as_good_as(results[2 * step + number], plain, expected[tokens[rank]])
 

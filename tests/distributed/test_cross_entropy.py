@@ -23,13 +23,13 @@ def whole(device):
 def _losses(device):
     logits, target = whole(device)
     local = logits.chunk(2, dim=-1)[dist.get_rank()].contiguous()
-    found = []
+    results = []
     for smoothing, mean in ((0.0, True), (0.1, False)):
         leaf = local.clone().requires_grad_()
         loss = parallel_cross_entropy(leaf, target, smoothing, mean, dist.group.WORLD)
         loss.sum().backward()
-        found += [loss.detach(), leaf.grad]
-    return found
+        results += [loss.detach(), leaf.grad]
+    return results
 
 
 def test_two_ranks_give_the_loss_and_the_gradient_of_one(tmp_path):
@@ -41,7 +41,7 @@ def test_two_ranks_give_the_loss_and_the_gradient_of_one(tmp_path):
         loss.sum().backward()
         assert torch.equal(first[2 * index], second[2 * index])
         torch.testing.assert_close(first[2 * index], loss.detach(), rtol=1e-5, atol=1e-6)
-        grad = torch.cat([found[2 * index + 1] for found in (first, second)], dim=-1)
+        grad = torch.cat([result[2 * index + 1] for result in (first, second)], dim=-1)
         torch.testing.assert_close(grad, leaf.grad, rtol=1e-5, atol=1e-7)
 
 
@@ -49,7 +49,13 @@ def _outside(device):
     logits, target = whole(device)
     local = logits.chunk(2, dim=-1)[dist.get_rank()].contiguous()
     with pytest.raises(ValueError, match=f"target {IDS} is outside of a vocabulary of {IDS} ids"):
-        parallel_cross_entropy(local, torch.full_like(target, IDS), 0.0, False, dist.group.WORLD)
+        parallel_cross_entropy(
+            local,
+            torch.full_like(target, IDS),
+            label_smoothing=0.0,
+            reduce_loss=False,
+            dist_process_group=dist.group.WORLD,
+        )
     return torch.ones(1)
 
 

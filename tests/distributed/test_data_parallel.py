@@ -69,14 +69,14 @@ def _ddp(recipe, device):
 
     wrapped = DistributedDataParallel(_layers(device), bucket_cap_mb=0.02)
     wrapped.register_comm_hook(None, hook)
-    found = []
+    results = []
     for passes, parts in ((1, 1), (2, 1), (1, 3)):
         wrapped.zero_grad()
         for number in range(passes):
             with nullcontext() if number == passes - 1 else wrapped.no_sync():
                 _loss(wrapped, recipe, number, parts).backward()
-        found.append(_gradients(wrapped))
-    return torch.stack(expected), torch.stack(found), torch.tensor(buckets)
+        results.append(_gradients(wrapped))
+    return torch.stack(expected), torch.stack(results), torch.tensor(buckets)
 
 
 def _fsdp1(recipe, device):
@@ -123,8 +123,8 @@ def _wrap_quantized_parameters(layer, wrapper):
 
 
 def _everything(device):
-    found = {f"ddp {name}": _ddp(recipe, device) for name, recipe in RECIPES.items()}
-    return found | {
+    results = {f"ddp {name}": _ddp(recipe, device) for name, recipe in RECIPES.items()}
+    return results | {
         f"fsdp1 {name}": _fsdp1(RECIPES[name], device) for name in ("delayed", "current")
     }
 
@@ -137,12 +137,12 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", RECIPES)
 def test_ddp_averages_gradients_in_buckets(name, ranks):
     for rank in ranks:
-        expected, found, buckets = rank[f"ddp {name}"]
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        expected, actual, buckets = rank[f"ddp {name}"]
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
         # DDP sends the first gradients in one bucket and rebuilds its buckets for the later ones.
-        assert len(buckets) > 3 and buckets.sum() == 3 * found.shape[1]
-        assert torch.equal(found, ranks[0][f"ddp {name}"][1])
-        assert found.isfinite().all() and not torch.equal(found[0], found[1])
+        assert len(buckets) > 3 and buckets.sum() == 3 * actual.shape[1]
+        assert torch.equal(actual, ranks[0][f"ddp {name}"][1])
+        assert actual.isfinite().all() and not torch.equal(actual[0], actual[1])
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])

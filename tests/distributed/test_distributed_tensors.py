@@ -78,29 +78,29 @@ def steps(
 ) -> dict[str, torch.Tensor]:
     """Output, gradients and parameters after FusedAdam steps, for a loss multiplied by the factor."""
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-3)
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for _ in range(number):
         optimizer.zero_grad(set_to_none=True)
         x = x.detach().requires_grad_()
         with te.autocast(enabled=used is not None, recipe=used):
             y = model(x)
         (factor * y.square().sum()).backward()
-        found = {"output": y.detach(), "input": x.grad}
-        found |= {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
+        results = {"output": y.detach(), "input": x.grad}
+        results |= {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
         optimizer.step()
-    found |= {name: parameter.detach() for name, parameter in model.named_parameters()}
+    results |= {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {
         name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in found.items()
+        for name, value in results.items()
     }
 
 
 def largest_errors(
-    found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
+    actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     """Each tensor's largest error, relative to its largest value."""
     return {
-        name: float((found[name] - value).abs().max() / value.abs().max())
+        name: float((actual[name] - value).abs().max() / value.abs().max())
         for name, value in exact.items()
     }
 
@@ -113,12 +113,12 @@ def compare_gradients(used: Any, sequence: bool) -> tuple[list[str], dict[str, s
     rank, size = dist.get_rank(), dist.get_world_size()
     model = parallel(create_layer(), sequence)
     local = x.chunk(size)[rank] if sequence else x
-    found = steps(model, local, used)
+    actual = steps(model, local, used)
     if sequence:
-        parts = [torch.empty_like(found["input"]) for _ in range(size)]
-        dist.all_gather(parts, found["input"].contiguous())
-        found["input"] = torch.cat(parts)
-    assert all(found[name].shape == value.shape for name, value in exact.items())
+        parts = [torch.empty_like(actual["input"]) for _ in range(size)]
+        dist.all_gather(parts, actual["input"].contiguous())
+        actual["input"] = torch.cat(parts)
+    assert all(actual[name].shape == value.shape for name, value in exact.items())
     # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
     if used is not None:
         exact = {
@@ -126,7 +126,7 @@ def compare_gradients(used: Any, sequence: bool) -> tuple[list[str], dict[str, s
             for name, value in exact.items()
             if name in ("output", "input") or "grad" in name
         }
-    errors = largest_errors(found, exact)
+    errors = largest_errors(actual, exact)
     wrong = [
         f"{name}: {error}"
         for name, error in errors.items()
@@ -169,7 +169,7 @@ def _largest_differences() -> dict[str, float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     local, size = mesh.get_local_rank("data"), 2
     x = torch.randn(size * ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name in ("none", "delayed", "mxfp8"):
         used = RECIPES[name]
         FP8GlobalStateManager.reset()
@@ -186,14 +186,14 @@ def _largest_differences() -> dict[str, float]:
         joint["output"], joint["input"] = torch.cat(full), alone["input"]
         # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
         expected = {key: value for key, value in alone.items() if "grad" in key or key == "output"}
-        found[name] = max(largest_errors(joint, expected).values())
-    return found
+        results[name] = max(largest_errors(joint, expected).values())
+    return results
 
 
 def test_distributed_tensors_are_sharded_over_a_second_axis_of_the_mesh(tmp_path):
     """Ranks on both axes have one-device scales under delayed scaling and MXFP8, so that codes are equal."""
-    for found in run_on_ranks(_sharded_twice, 4, tmp_path):
-        assert found.keys() == {"none", "delayed", "mxfp8"} and max(found.values()) < 1e-4, found
+    for result in run_on_ranks(_sharded_twice, 4, tmp_path):
+        assert result.keys() == {"none", "delayed", "mxfp8"} and max(result.values()) < 1e-4, result
 
 
 def run_on_two_ranks(body) -> None:
@@ -241,8 +241,8 @@ def test_shards_may_be_uneven_and_inputs_have_any_dimensions(rows: tuple[int, ..
         y = columns(features(x))
         y.square().sum().backward()
         torch.testing.assert_close(y, expected)
-        found = [columns.weight.grad, columns.bias.grad, features.weight.grad]
-        for value, gradient in zip(found, gradients, strict=True):
+        results = [columns.weight.grad, columns.bias.grad, features.weight.grad]
+        for value, gradient in zip(results, gradients, strict=True):
             torch.testing.assert_close(value.full_tensor(), gradient, rtol=1e-5, atol=1e-4)
         assert features.bias.grad is None
 

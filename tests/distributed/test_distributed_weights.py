@@ -187,24 +187,28 @@ def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) 
 
 
 def compare_layers(device: torch.device) -> dict[str, Any]:
-    found = {}
+    results = {}
     with emulate():
         for name in ("none", "current", "mxfp8"):
             for fused in (False, True):
                 FP8GlobalStateManager.reset()
-                found[f"chain/{name}/{fused}"] = chains(device, name, fused)
+                results[f"chain/{name}/{fused}"] = chains(device, name, fused)
                 FP8GlobalStateManager.reset()
-                found[f"chain of groups/{name}/{fused}"] = chains(device, name, fused, grouped=True)
+                results[f"chain of groups/{name}/{fused}"] = chains(
+                    device, name, fused, grouped=True
+                )
         for kind, name in CASES:
             for fused in (False, True):
                 if fused and kind == "pieces":
                     continue  # main_grad requires a weight that is a single parameter
                 FP8GlobalStateManager.reset()
-                found[f"{kind}/{name}/{fused}"] = case(device, kind, name, fused)
+                results[f"{kind}/{name}/{fused}"] = case(device, kind, name, fused)
                 if name != "mxfp8":
                     FP8GlobalStateManager.reset()
-                    found[f"{kind}/{name}/{fused}/delayed"] = case(device, kind, name, fused, True)
-    return found
+                    results[f"{kind}/{name}/{fused}/delayed"] = case(
+                        device, kind, name, fused, True
+                    )
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +219,8 @@ def measured(tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_layers_with_sharded_weights_equal_layers_with_full_weights(measured, kind, name):
     for rank in measured:
-        found = rank[f"{kind}/{name}/False"]
-        assert all(found["equal"]), found
+        result = rank[f"{kind}/{name}/False"]
+        assert all(result["equal"]), result
         if kind != "pieces":
             # The float32 sum in main_grad and the sum over ranks round once more.
             assert rank[f"{kind}/{name}/True"]["error"] < 2**-8
@@ -229,9 +233,9 @@ def test_operation_chains_with_sharded_weights_equal_chains_with_full_weights(
     measured, kind, name, fused
 ):
     for rank in measured:
-        found = rank[f"{kind}/{name}/{fused}"]
-        assert all(found["equal"]) and found["error"] < 2**-7, found
-        assert found["calls"].count("gradients") == len(found["equal"]) // 2
+        result = rank[f"{kind}/{name}/{fused}"]
+        assert all(result["equal"]) and result["error"] < 2**-7, result
+        assert result["calls"].count("gradients") == len(result["equal"]) // 2
 
 
 def test_an_unquantized_whole_weight_is_dropped_until_the_backward_pass(measured):
@@ -245,9 +249,9 @@ def test_an_unquantized_whole_weight_is_dropped_until_the_backward_pass(measured
 @pytest.mark.parametrize("kind", LAYERS)
 def test_delayed_gradients_of_whole_weights_are_finalized_in_backward_dw(measured, kind, name):
     for rank in measured:
-        found = rank[f"{kind}/{name}/False/delayed"]
-        assert all(found["equal"]), found
-        assert found["calls"].count("gradients") == len(LAYERS[kind][1])
+        result = rank[f"{kind}/{name}/False/delayed"]
+        assert all(result["equal"]), result
+        assert result["calls"].count("gradients") == len(LAYERS[kind][1])
         if kind != "pieces":
             assert rank[f"{kind}/{name}/True/delayed"]["error"] < 2**-8
 
@@ -340,7 +344,7 @@ def test_a_traced_layer_of_shards_raises_an_error():
         pytest.raises(
             NotImplementedError, match=r"torch.compile with a distributed weight.*in eager mode"
         ),
-        whole_weights([[layer.weight]], False, None),
+        whole_weights([[layer.weight]], fused=False, store=None),
     ):
         pass
 

@@ -48,11 +48,11 @@ DROPPED = {
 
 
 def assert_equal_to_one_device(
-    case: Case, found: list[dict[str, Any]], rtol: float, atol: float
+    case: Case, actual: list[dict[str, Any]], rtol: float, atol: float
 ) -> None:
     expected = one_device_results(case)
     local = case.experts // len(case.tokens)
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(actual):
         separate = slice(rank * local, (rank + 1) * local)
         for name in ("y", "tokens", "weights", "fc1", "fc2"):
             reference = expected[name][separate] if name in ("fc1", "fc2") else expected[name][rank]
@@ -68,33 +68,33 @@ def assert_equal_to_one_device(
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_equal_one_device(name):
     case = CASES[name]
-    found = run_on_threads(lambda rank: rank_results(case, rank), len(case.tokens))
-    assert_equal_to_one_device(case, found, 1e-5, 1e-5)
+    result = run_on_threads(lambda rank: rank_results(case, rank), len(case.tokens))
+    assert_equal_to_one_device(case, result, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_rows_beyond_the_capacity_are_dropped_and_counted(name):
     case = DROPPED[name]
-    found = run_on_threads(lambda rank: rank_results(case, rank, drop=True), len(case.tokens))
+    result = run_on_threads(lambda rank: rank_results(case, rank, drop=True), len(case.tokens))
     saved = sum(map(len, rows_within_capacity(case, inputs(case).choices)))
     assert saved < sum(int((chosen >= 0).sum()) for chosen in inputs(case).choices)
-    assert_equal_to_one_device(case, found, 1e-5, 1e-5)
-    assert max(int(of_rank["total"]) for of_rank in found) > case.capacity  # pyright: ignore[reportOperatorIssue]
-    assert all(int(of_rank["counts"].sum()) <= case.capacity for of_rank in found)  # pyright: ignore[reportOperatorIssue]
+    assert_equal_to_one_device(case, result, 1e-5, 1e-5)
+    assert max(int(of_rank["total"]) for of_rank in result) > case.capacity  # pyright: ignore[reportOperatorIssue]
+    assert all(int(of_rank["counts"].sum()) <= case.capacity for of_rank in result)  # pyright: ignore[reportOperatorIssue]
 
 
 @pytest.mark.parametrize("capacity", [None, 48])
 def test_bfloat16_is_within_its_rounding(capacity):
     case = Case((9, 7), dtype=torch.bfloat16, top_k=3, capacity=capacity)
-    found = run_on_threads(lambda rank: rank_results(case, rank), 2)
-    assert_equal_to_one_device(case, found, 0.02, 0.06)
+    result = run_on_threads(lambda rank: rank_results(case, rank), 2)
+    assert_equal_to_one_device(case, result, 0.02, 0.06)
 
 
 def test_rows_are_ordered_by_expert_rank_and_token_and_padded_with_zeros():
     case = Case((7, 5), alignment=8)
     argument = inputs(case)
-    found = run_on_threads(lambda rank: rank_results(case, rank), 2)
-    for rank, of_rank in enumerate(found):
+    result = run_on_threads(lambda rank: rank_results(case, rank), 2)
+    for rank, of_rank in enumerate(result):
         rows, weights = of_rank["rows"], of_rank["row_weights"]
         begin = 0
         for local, count in enumerate(of_rank["counts"].tolist()):
@@ -118,11 +118,11 @@ def test_both_modes_compute_the_same_bits():
         Case((7, 5), dtype=torch.bfloat16),
         Case((7, 5), dtype=torch.bfloat16, capacity=40),
     )
-    found = [
+    results = [
         run_on_threads(lambda rank, case=case: rank_results(case, rank), 2)
         for case in (eager, fixed)
     ]
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         for name in ("y", "tokens", "weights", "fc1", "fc2", "counts"):
             assert torch.equal(one[name], other[name]), name
 
@@ -162,14 +162,14 @@ def test_a_quantized_exchange_trains_within_the_format_s_rounding(result):
     settings = {"dispatch_fwd_quant_recipe": result, "combine_bwd_quant_recipe": result}
     case = Case((7, 5), settings=settings)
     plain = Case((7, 5))
-    found = run_on_threads(lambda rank: rank_results(case, rank), 2)
+    actual = run_on_threads(lambda rank: rank_results(case, rank), 2)
     expected = one_device_results(case)
     for name in ("y", "tokens", "weights"):
         full = torch.cat(expected[name])
-        error = torch.cat([of_rank[name] for of_rank in found]).double() - full
+        error = torch.cat([of_rank[name] for of_rank in actual]).double() - full
         assert 0 < error.norm() < 0.06 * full.norm(), name  # E4M3 rounds by up to 1/16
     exact = run_on_threads(lambda rank: rank_results(plain, rank), 2)
-    for rank, (a, b) in enumerate(zip(found, exact, strict=True)):
+    for rank, (a, b) in enumerate(zip(actual, exact, strict=True)):
         error = a["fc1"].double() - expected["fc1"][rank * 4 : rank * 4 + 4]
         assert error.norm() < 0.06 * expected["fc1"].norm()
         assert not torch.equal(a["fc1"], b["fc1"])
@@ -398,11 +398,11 @@ def test_compiled_code_calls_the_functions_eagerly_with_the_same_bits():
 
         choices = torch.rand(8, 4).argsort(1)[:, :2]
         leaves = torch.randn(8, HIDDEN, requires_grad=True), torch.rand(8, 2, requires_grad=True)
-        found = []
+        results = []
         for called in (mixture, torch.compile(mixture, backend="eager")):
             y = called(leaves[0], choices, leaves[1])
-            found.append((y, *torch.autograd.grad(y.sum(), leaves)))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            results.append((y, *torch.autograd.grad(y.sum(), leaves)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         y = mixture(leaves[0], choices, leaves[1])
         (gradient,) = torch.autograd.grad(y.sum(), leaves[:1], create_graph=True)
         # a second derivative

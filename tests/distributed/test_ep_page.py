@@ -35,16 +35,16 @@ def run_example(device: torch.device) -> dict[str, Any]:
 
 
 def test_two_processes_print_the_page_and_equal_one_device(tmp_path):
-    found = run_on_ranks(run_example, 2, tmp_path)
+    actual = run_on_ranks(run_example, 2, tmp_path)
     page = (DOCS / "experts.md").read_text()
     assert (
-        found[0]["printed"]
+        actual[0]["printed"]
         == page.split("With two processes it prints\n\n```\n")[1].split("```")[0]
     )
-    assert found[1]["printed"] == ""
+    assert actual[1]["printed"] == ""
     for number, case in enumerate(CASES):
         expected = one_device_results(case)
-        for rank, of_rank in enumerate(found):
+        for rank, of_rank in enumerate(actual):
             of_case = of_rank["cases"][number]
             for name in ("y", "tokens", "weights"):
                 torch.testing.assert_close(

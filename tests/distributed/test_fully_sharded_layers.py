@@ -83,7 +83,7 @@ def _train_sharded(device: torch.device, cases: tuple[str, ...]) -> dict[str, An
     Cases that differ only in weight sharding have the same unsharded model. The first rank trains it; under
     delayed scaling, which reduces maxima over all ranks, every rank does.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with te.emulate():  # a GPU lacks some formats
         for case in dict.fromkeys((*cases, *map(_case_without_resharding, cases))):
             tokens: list[int] = []
@@ -93,11 +93,11 @@ def _train_sharded(device: torch.device, cases: tuple[str, ...]) -> dict[str, An
                 True,
                 lambda *observed, held=tokens: held.append(count_gathered_bytes(*observed)),
             )
-            found[case] = (joint, torch.tensor(tokens))
+            results[case] = (joint, torch.tensor(tokens))
         for name, run in sorted({_alone(case) for case in cases}, key=repr):
             if name == "delayed" or torch.distributed.get_rank() == 0:
-                found[f"alone {name} {run}"] = train(name, run, device, False)
-    return found
+                results[f"alone {name} {run}"] = train(name, run, device, False)
+    return results
 
 
 def _case_without_resharding(case: str) -> str:
@@ -169,19 +169,19 @@ def _train_uneven_shards(sharded: bool) -> torch.Tensor:
             fully_shard(layer, mesh=init_device_mesh("cpu", (3,)))
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(5))
-    found = []
+    results = []
     for _ in range(3):
         with te.autocast(recipe=RECIPES["current"]()):
             y = model(x)
         y.square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(y.detach().flatten())
+        results.append(y.detach().flatten())
     for parameter in model.parameters():
         full = parameter.detach()
         full = full.full_tensor() if isinstance(full, DTensor) else full
-        found.append(full.dequantize().flatten())  # pyright: ignore[reportCallIssue]
-    return torch.cat(found)
+        results.append(full.dequantize().flatten())  # pyright: ignore[reportCallIssue]
+    return torch.cat(results)
 
 
 def _uneven(device: torch.device) -> float:

@@ -155,9 +155,9 @@ def _step(
     dy = torch.randn(y.shape, generator=generator).to(device, DTYPE)
     with record_collectives() as backward:
         y.backward(dy)
-    found = {"y": y.detach(), "dx": x.grad}
-    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return found, forward, backward, saved
+    results = {"y": y.detach(), "dx": x.grad}
+    results |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return results, forward, backward, saved
 
 
 def _rows(kind: str, tokens: int) -> tuple[int, int]:
@@ -172,12 +172,12 @@ def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, 
     layer, other = (_create_layer(kind, True, device) for _ in range(2))
     equal = True
     for _ in range(2):
-        found, forward, backward, saved = _step(layer, recipe, _rows(kind, tokens))
+        result, forward, backward, saved = _step(layer, recipe, _rows(kind, tokens))
         with mock.patch.object(linear_spec, "plan_gather", lambda quantizer, *_: linear_spec.ONCE):
             full, whole_forward, whole_backward, whole_saved = _step(
                 other, recipe, _rows(kind, tokens)
             )
-        equal = equal and all(torch.equal(found[key], full[key]) for key in found)
+        equal = equal and all(torch.equal(result[key], full[key]) for key in result)
     alone = 0
     if kind != "row":
         alone = _step(_create_layer(kind, False, device), recipe, (tokens, HIDDEN))[3]
@@ -211,7 +211,7 @@ def _compare_quantized_layers(
     layer = _create_layer("column", True, device)
     alone = Linear(HIDDEN, INNER // SIZE, params_dtype=DTYPE, device=device)
     alone.load_state_dict(layer.state_dict())
-    found: dict[str, Any] = {"sent": []}
+    collected: dict[str, Any] = {"sent": []}
     results = []
     cases = (
         (layer, full.chunk(SIZE)[dist.get_rank()], rowwise, columnwise),
@@ -225,22 +225,24 @@ def _compare_quantized_layers(
             y = module(codes)
         with record_collectives() as backward:
             y.backward(y.detach())
-        found["sent"].append(
+        collected["sent"].append(
             [forward.of("all_gather_into_tensor"), backward.of("all_gather_into_tensor")]
         )
         results.append([y.detach(), module.weight.grad, module.bias.grad])
-    found["equal"] = all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
-    return found
+    collected["equal"] = all(
+        torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)
+    )
+    return collected
 
 
 def _measure_traffic(device: torch.device) -> dict[str, Any]:
     with emulate():  # MXFP8 and NVFP4 on Hopper
-        found = {"/".join(map(str, case)): _case(device, *case) for case in CASES}
+        results = {"/".join(map(str, case)): _case(device, *case) for case in CASES}
         for rowwise, columnwise in DIRECTIONS:
-            found[f"codes/{rowwise}/{columnwise}"] = _compare_quantized_layers(
+            results[f"codes/{rowwise}/{columnwise}"] = _compare_quantized_layers(
                 device, rowwise, columnwise
             )
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +260,9 @@ def test_results_and_gradients_have_the_bits_of_whole_matrices(measured, kind, n
 @pytest.mark.parametrize("kind", ["column", "norm_linear", "mlp", "operations"])
 def test_a_rank_saves_only_its_share_for_the_backward_pass(measured, kind, name):
     for rank in measured:
-        found = rank[f"{kind}/{name}/{TOKENS}"]
-        assert found["saved"] <= found["alone"] / SIZE + 64, found  # 64 bytes: per-tensor scales
-        assert found["saved"] < found["whole_saved"]
+        result = rank[f"{kind}/{name}/{TOKENS}"]
+        assert result["saved"] <= result["alone"] / SIZE + 64, result  # 64 bytes: per-tensor scales
+        assert result["saved"] < result["whole_saved"]
 
 
 # Bytes per element: codes and scales, in both directions, and bfloat16 values.
@@ -290,8 +292,8 @@ def test_each_pass_sends_one_direction_of_an_input_of_mxfp8_codes(measured, roww
     """A direction that the shard lacks is quantized from the other one."""
     expected = TOKENS // SIZE * HIDDEN * BYTES["mxfp8"]
     for rank in measured:
-        found = rank[f"codes/{rowwise}/{columnwise}"]
-        assert found["equal"] and found["sent"] == [[expected] * 2, [0, 0]]
+        actual = rank[f"codes/{rowwise}/{columnwise}"]
+        assert actual["equal"] and actual["sent"] == [[expected] * 2, [0, 0]]
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

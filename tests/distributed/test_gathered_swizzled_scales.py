@@ -43,10 +43,10 @@ def values(rows: int) -> Tensor:
     return x
 
 
-def assert_equal_tensors(found: Any, expected: Any) -> None:
+def assert_equal_tensors(actual: Any, expected: Any) -> None:
     """Compare the flags and bytes in two quantized tensors."""
-    assert found._with_gemm_swizzled_scales is expected._with_gemm_swizzled_scales is True
-    ours, theirs = found.get_metadata(), expected.get_metadata()
+    assert actual._with_gemm_swizzled_scales is expected._with_gemm_swizzled_scales is True
+    ours, theirs = actual.get_metadata(), expected.get_metadata()
     assert ours.keys() == theirs.keys()
     for field, value in theirs.items():
         if isinstance(value, Tensor):

@@ -53,8 +53,8 @@ def test_the_members_have_the_names_of_the_original():
     ],
 )
 def test_tokens_of_a_rank(strategy, rank, tokens):
-    found = get_thd_partitioned_indices(PADDED, 24, 2, rank, load_balancing_strategy=strategy)
-    assert found.tolist() == tokens and found.dtype == torch.int32
+    result = get_thd_partitioned_indices(PADDED, 24, 2, rank, load_balancing_strategy=strategy)
+    assert result.tolist() == tokens and result.dtype == torch.int32
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_tokens_of_a_rank(strategy, rank, tokens):
     [(0, ([0, 7, 11], [0, 8, 12], [0, 7, 11])), (1, ([0, 0, 10], [0, 0, 12], [0, 7, 21]))],
 )
 def test_bounds_of_a_piece(rank, bounds):
-    found = get_no_load_balance_thd_causal_metadata(REAL, PADDED, 24, 2, rank)
-    assert tuple(part[0].tolist() for part in found) == bounds
-    assert all(len(part) == 1 and part[0].dtype == torch.int32 for part in found)
+    result = get_no_load_balance_thd_causal_metadata(REAL, PADDED, 24, 2, rank)
+    assert tuple(part[0].tolist() for part in result) == bounds
+    assert all(len(part) == 1 and part[0].dtype == torch.int32 for part in result)
 
 
 @pytest.mark.parametrize("strategy", [SWAP, CONTIGUOUS])
@@ -112,14 +112,28 @@ def test_batches_of_a_rank_are_contiguous_pieces(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
     ids, labels, positions = get_batch_on_this_cp_rank(
-        PADDED, torch.arange(24), torch.arange(24)[None], None, None, "thd", CONTIGUOUS
+        PADDED,
+        torch.arange(24),
+        torch.arange(24)[None],
+        position_ids_padded=None,
+        cp_group=None,
+        qvk_format="thd",
+        load_balancing_strategy=CONTIGUOUS,
     )
     assert ids is not None and ids.tolist() == list(range(12, 24)) and positions is None
     assert labels is not None and labels.tolist() == [list(range(12, 24))]
     with pytest.raises(
         AssertionError, match="load_balancing_strategy=1 is not a CPLoadBalancingStrategy"
     ):
-        get_batch_on_this_cp_rank(PADDED, torch.arange(24), None, None, None, "thd", 1)  # pyright: ignore
+        get_batch_on_this_cp_rank(
+            PADDED,
+            torch.arange(24),
+            labels_padded=None,
+            position_ids_padded=None,
+            cp_group=None,
+            qvk_format="thd",
+            load_balancing_strategy=1,
+        )  # pyright: ignore
 
 
 # Real and padded lengths; pieces of 2, 3 and 4 ranks begin and end within, before and behind sequences.
@@ -352,13 +366,13 @@ def layer_outputs(strategy, rank):
         tokens = get_thd_partitioned_indices(PADDED, 24, 2, rank, None, strategy).long()
     x = x[tokens].requires_grad_()
     out = layer(x, **arguments)
-    (found,) = torch.autograd.grad(out, x, grad[tokens])
-    return tokens, out.detach(), found
+    (result,) = torch.autograd.grad(out, x, grad[tokens])
+    return tokens, out.detach(), result
 
 
 @pytest.mark.parametrize("strategy", [SWAP, CONTIGUOUS])
 def test_a_layer_rotates_by_the_positions_of_its_tokens(strategy):
-    _, expected, reference = layer_outputs(None, 0)
+    _, expected, reference = layer_outputs(strategy=None, rank=0)
     for tokens, out, grad in run_on_threads(partial(layer_outputs, strategy), 2):
         torch.testing.assert_close(out, expected[tokens], **ATTENDED)
         torch.testing.assert_close(grad, reference[tokens], **ATTENDED)

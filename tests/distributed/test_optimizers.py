@@ -76,7 +76,7 @@ def _loss(layer, recipe, device):
 def _zero_redundancy(device):
     """Losses with master weights sharded over the ranks, and with all masters on every rank."""
     recipe = Float8CurrentScaling()
-    rank, found = dist.get_rank(), []
+    rank, result = dist.get_rank(), []
     layer, replica = _layer(device, recipe), _layer(device, recipe)
     flat = layer.weight.get_high_precision_init_val().float().view(-1).to(device)
     cut = 600  # not in the middle, nor at a row's end
@@ -89,7 +89,7 @@ def _zero_redundancy(device):
     for _ in range(STEPS):
         for model in (layer, replica):
             model.weight.grad = None
-            found.append(_loss(model, recipe, device))
+            result.append(_loss(model, recipe, device))
         shard.grad = layer.weight.grad.float().view(-1)[start:stop]
         whole_master.grad = replica.weight.grad.float().view(-1)
         one.step()
@@ -101,7 +101,7 @@ def _zero_redundancy(device):
         post_all_gather_processing(layer.weight)
         quantize_master_weights([replica.weight], [whole_master], [0], dist.group.WORLD)
         post_all_gather_processing([replica.weight])
-    return torch.stack(found).view(STEPS, 2)
+    return torch.stack(result).view(STEPS, 2)
 
 
 def test_sharded_master_weights_give_the_same_losses(tmp_path):

@@ -133,10 +133,10 @@ WAYS: dict[str, Callable[[Function], Function]] = {
     "debug": torch_checkpoint_caller(False, debug=True),
     "products saved": torch_checkpoint_caller(False, context_fn=_selective(_PRODUCTS.__contains__)),
     "nothing saved": torch_checkpoint_caller(False, context_fn=_selective(lambda operator: False)),
-    "reentrant in reentrant": _nested(True, True),
-    "hooks in reentrant": _nested(True, False),
-    "reentrant in hooks": _nested(False, True),
-    "hooks in hooks": _nested(False, False),
+    "reentrant in reentrant": _nested(outer=True, inner=True),
+    "hooks in reentrant": _nested(outer=True, inner=False),
+    "reentrant in hooks": _nested(outer=False, inner=True),
+    "hooks in hooks": _nested(outer=False, inner=False),
     "contexts of te": torch_checkpoint_caller(
         False, context_fn=te.distributed.get_activation_recompute_contexts
     ),
@@ -148,7 +148,7 @@ WAYS: dict[str, Callable[[Function], Function]] = {
 
 def scaling_states(module: nn.Module) -> list[Tensor]:
     """Copies of all delayed scales and histories."""
-    found = []
+    results = []
     for layer in module.modules():
         states: list[Any] = []
         if isinstance(layer, te.module.base.TransformerEngineBaseModule):
@@ -159,10 +159,10 @@ def scaling_states(module: nn.Module) -> list[Tensor]:
             ]
         elif isinstance(layer, te.ops.BasicOperation):
             states = [s for mode in ("forward", "backward") for s in layer.delayed_states(mode)]
-        found += [
+        results += [
             tensor.clone() for state in states for tensor in (state.scale, state.amax_history)
         ]
-    return found
+    return results
 
 
 def train_two_steps(
@@ -245,7 +245,8 @@ def test_the_checkpoint_wrapper_of_fsdp_repeats_scales(implementation, device):
     twin = checkpoint_wrapper(copy.deepcopy(layer), checkpoint_impl=implementation)
     recipe = ALL_RECIPES["delayed"]
     assert_same(
-        train_two_steps(layer, recipe, None, False), train_two_steps(twin, recipe, None, False)
+        train_two_steps(layer, recipe, way=None, inside=False),
+        train_two_steps(twin, recipe, way=None, inside=False),
     )
 
 
@@ -262,7 +263,7 @@ def test_a_model_that_is_evaluated_without_gradients_runs_once_and_updates_no_sc
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
 def test_a_retained_graph_repeats_its_first_run_twice(reentrant, device):
     layer = te.Linear(HIDDEN, HIDDEN, device=device)
-    found = []
+    results = []
     for module, way in ((layer, None), (copy.deepcopy(layer), torch_checkpoint_caller(reentrant))):
         x = torch.ones(16, HIDDEN, device=device, requires_grad=True)
         with te.autocast(recipe=ALL_RECIPES["delayed"]):
@@ -271,8 +272,8 @@ def test_a_retained_graph_repeats_its_first_run_twice(reentrant, device):
             module(100 * x.detach())
         loss.backward(retain_graph=True)
         loss.backward()
-        found.append([x.grad, *(p.grad for p in module.parameters()), *scaling_states(module)])
-    assert_same(*found)
+        results.append([x.grad, *(p.grad for p in module.parameters()), *scaling_states(module)])
+    assert_same(*results)
 
 
 class _Foreign(torch.autograd.Function):

@@ -113,7 +113,7 @@ def _step(model: torch.nn.Module, recipe: str, device: torch.device) -> dict[str
     if isinstance(model, te.TransformerLayer):
         x = x.view(shape[0], 1, shape[1])
     chosen = RECIPES[recipe]
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for _ in range(2):
         model.zero_grad()
         x = x.detach().requires_grad_()
@@ -122,11 +122,11 @@ def _step(model: torch.nn.Module, recipe: str, device: torch.device) -> dict[str
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(device)
         y.backward(dy)
         assert x.grad is not None
-        found = {"y": y.detach(), "dx": x.grad}
-    found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results = {"y": y.detach(), "dx": x.grad}
+    results |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad(), te.autocast(enabled=recipe != "none", recipe=chosen):
-        found["evaluation"] = model(x.detach())
-    return found
+        results["evaluation"] = model(x.detach())
+    return results
 
 
 def _both(kind: str, recipe: str, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,12 +180,12 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
     ranks = 2
     uses = Uses(ranks)
     monkeypatch.setattr(overlapped_products, "peer_buffers", uses)
-    for found, expected in run_on_threads(
+    for actual, expected in run_on_threads(
         lambda rank: _both(kind, recipe, torch.device("cpu")), ranks
     ):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-5, msg=name)
+            torch.testing.assert_close(actual[name], value, rtol=2e-5, atol=2e-5, msg=name)
     gathers = {"row": 0, "layer": 2, "operations": 1, "mlp": 1}.get(kind, 1)
     # twice in training, once in evaluation
     assert uses.counts["all_gather"] >= 3 * gathers, uses.counts
@@ -198,11 +198,11 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
 def test_more_ranks_compute_the_same(ranks, monkeypatch):
     monkeypatch.setattr(overlapped_products, "peer_buffers", Uses(ranks))
     monkeypatch.setitem(globals(), "INNER", 128 * ranks)
-    for found, expected in run_on_threads(
+    for actual, expected in run_on_threads(
         lambda rank: _both("mlp", "none", torch.device("cpu")), ranks
     ):
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-5, msg=name)
+            torch.testing.assert_close(actual[name], value, rtol=2e-5, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -236,8 +236,8 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                 sent = tuple([(part.shape, part.dtype) for part in parts])
                 gathered = GatheredRows(copies, parts, sent, list)
                 for other in gathered.order():
-                    found = gathered.rows_of(other)
-                    assert torch.equal(found[0], full[other * rows : (other + 1) * rows])
+                    actual = gathered.rows_of(other)
+                    assert torch.equal(actual[0], full[other * rows : (other + 1) * rows])
                 assert torch.equal(gathered.wait()[0], full) and torch.equal(
                     gathered.wait()[1], second
                 )
@@ -313,9 +313,8 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
                 [(b, memory.peers(rank, b)) for b, memory in zip(values, memories, strict=True)],
                 None,
             )
-            outer = (
-                0  # the next buffer of collectives outside of graphs, which replays do not change
-            )
+            # The next buffer of collectives outside of graphs, which replays do not change.
+            outer = 0
             for turn in range(60):
                 replays = common.random() < 0.5 or not turn
                 capture.number = turn if replays else None
@@ -334,8 +333,8 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
                         out.copy_(whole[3 * other : 3 * other + 3] * (rank + 1))
 
                     layout = ((mine.shape, mine.dtype),) * (ranks - 1)
-                    found = ScatteredRows(buffers, layout, multiply).wait()
-                    assert torch.equal(found, mine * (ranks * (ranks + 1) / 2))
+                    result = ScatteredRows(buffers, layout, multiply).wait()
+                    assert torch.equal(result, mine * (ranks * (ranks + 1) / 2))
                 outer = outer if replays else buffers._turn
         except BaseException as error:
             errors.append(error)
@@ -358,8 +357,8 @@ def test_buffers_used_in_inference_mode_are_used_in_training():
     x = torch.arange(6.0).view(3, 2)
     for inference in (True, True, False, False):
         with torch.inference_mode(inference):
-            found = GatheredRows(buffers, [x], ((x.shape, x.dtype),), list).wait()
-            assert torch.equal(found[0], x)
+            result = GatheredRows(buffers, [x], ((x.shape, x.dtype),), list).wait()
+            assert torch.equal(result[0], x)
 
 
 @pytest.mark.any_device
@@ -433,14 +432,14 @@ def test_flags_have_no_effect_on_a_cpu_and_say_so():
 def _run_on_gpus(device: torch.device) -> dict[str, Any]:
     """Run all layers with real buffers, small ones too."""
     ranks = dist.get_world_size()
-    overlap.load_thresholds = lambda *_: Thresholds(0, 0)
+    overlap.load_thresholds = lambda *_: Thresholds(gather=0, scatter=0)
     globals()["INNER"] = 128 * ranks  # whole blocks on each rank
     te.initialize_ub([ranks * TOKENS, INNER], ranks, dtype=torch.float32)
-    found = {}
+    collected = {}
     for kind in BUILD:
         for recipe in ("none", "delayed", "current", "block"):
             results = _both(kind, recipe, device)
-            found[f"{kind}/{recipe}"] = [
+            collected[f"{kind}/{recipe}"] = [
                 {k: v.cpu() for k, v in values.items()} for values in results
             ]
     group: Any = dist.group.WORLD
@@ -448,10 +447,10 @@ def _run_on_gpus(device: torch.device) -> dict[str, Any]:
         group
     ]
     for recipe in ("none", "delayed", "current"):
-        found[f"graph/{recipe}"] = _replay_graph(device, recipe)
+        collected[f"graph/{recipe}"] = _replay_graph(device, recipe)
     gc.collect()  # destroy_process_group waits until graphs with NCCL collectives are deleted
     te.destroy_ub()
-    return found
+    return collected
 
 
 def _replay_graph(device: torch.device, recipe: str) -> list[dict[str, torch.Tensor]]:
@@ -492,8 +491,8 @@ def test_layers_on_gpus_compute_the_same_with_and_without_overlap(ranks, tmp_pat
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
     for rank in run_on_ranks(_run_on_gpus, ranks, tmp_path):
-        for case, (found, expected) in rank.items():
+        for case, (actual, expected) in rank.items():
             for name, value in expected.items():
-                error = (found[name] - value).norm() / value.norm()
+                error = (actual[name] - value).norm() / value.norm()
                 # TF32 is off; FP8 products sum in another order, which E4M3 rounding of later layers can amplify.
                 assert error < (1e-5 if case.endswith("none") else 2e-2), (case, name)

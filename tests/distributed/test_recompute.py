@@ -390,7 +390,10 @@ def test_compiled_code_reads_the_marks(device):
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     x = torch.zeros(2, device=device)
     assert not compiled(x).any()
-    with quantized(recipe=DelayedScaling()), activation_recompute_forward(True, True):
+    with (
+        quantized(recipe=DelayedScaling()),
+        activation_recompute_forward(activation_recompute=True, recompute_phase=True),
+    ):
         assert bool(compiled(x).all())
 
 
@@ -431,7 +434,7 @@ def _shared_arguments(device):
     uneven, scalar, none = (torch.rand(shape, device=device) for shape in ((5, 1), (), (0, 16)))
     quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device=device)
     codes = quantizer(torch.randn(32, 16, device=device))
-    found = {}
+    results = {}
     for name, x in {"uneven": uneven, "scalar": scalar, "none": none, "codes": codes}.items():
         gradients, saved, records = [], [], []
         for recomputed in (True, False):
@@ -451,8 +454,8 @@ def _shared_arguments(device):
             leaves = [t for t in (first, factor, *layer.parameters()) if t.grad is not None]
             gradients.append([y.detach(), *(t.grad.clone() for t in leaves)])
         equal = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-        found[name] = equal, len(set(records)) == 1, saved[0].numel()
-    return found
+        results[name] = equal, len(set(records)) == 1, saved[0].numel()
+    return results
 
 
 def test_first_arguments_of_any_size_are_shared_and_codes_are_saved_whole(tmp_path):

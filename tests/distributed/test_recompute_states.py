@@ -47,13 +47,13 @@ def gradients(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
 
 def states(module: nn.Module) -> list[Tensor]:
     """Scales and histories from all layers inside."""
-    found = []
+    results = []
     for layer in module.modules():
         for key in ("scaling_fwd", "scaling_bwd"):
             state = getattr(layer, "fp8_meta", {}).get(key)
             for delayed in () if state is None else state.delayed_states:
-                found += [delayed.scale.clone(), delayed.amax_history.clone()]
-    return found
+                results += [delayed.scale.clone(), delayed.amax_history.clone()]
+    return results
 
 
 def equal(expected: list[Tensor], actual: list[Tensor]) -> bool:
@@ -279,10 +279,16 @@ def test_runs_that_are_marked_by_hand_are_paired_oldest_first(device):
     layer, recipe = te.Linear(WIDTH, WIDTH, device=device), RECIPES["delayed"]()
     inputs, first = [tokens(device, 4.0**i).detach() for i in range(3)], []
     for x in inputs:
-        with te.autocast(recipe=recipe), activation_recompute_forward(True, False):
+        with (
+            te.autocast(recipe=recipe),
+            activation_recompute_forward(activation_recompute=True, recompute_phase=False),
+        ):
             first.append(layer(x).detach())
     for x, y in zip(inputs, first, strict=True):
-        with te.autocast(recipe=recipe), activation_recompute_forward(True, True):
+        with (
+            te.autocast(recipe=recipe),
+            activation_recompute_forward(activation_recompute=True, recompute_phase=True),
+        ):
             assert torch.equal(layer(x), y)
     assert len(recompute_states.marked_by_hand) == 0
 

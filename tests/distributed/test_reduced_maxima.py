@@ -40,8 +40,8 @@ def _maxima(
         rowwise, columnwise = usages[rank]
         quantizer = te.NVFP4Quantizer(rowwise=rowwise, columnwise=columnwise, **SETTINGS[name])
         quantized = quantizer.with_reduction_group(dist.group.WORLD)(_values(rank))
-        found = {"rows": quantized._amax_rowwise, "columns": quantized._amax_columnwise}
-        return {direction: amax.clone() for direction, amax in found.items() if amax is not None}
+        results = {"rows": quantized._amax_rowwise, "columns": quantized._amax_columnwise}
+        return {direction: amax.clone() for direction, amax in results.items() if amax is not None}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", all_reduce)
@@ -56,18 +56,20 @@ def test_collectives_are_equal_whatever_the_directions_of_a_rank(first, second, 
     of_ranks = _maxima(name, {0: first, 1: second})
     sizes = [size for size, _ in of_ranks]
     assert sizes[0] == sizes[1] == [2 if name == "transform" else 1]
-    for _, found in of_ranks:
-        if name != "rows" and "rows" in found:
-            assert float(found["rows"]) == float(torch.cat([_values(0), _values(1)]).abs().max())
-        if name != "transform" and "columns" in found:
-            assert float(found["columns"]) == float(torch.cat([_values(0), _values(1)]).abs().max())
+    for _, result in of_ranks:
+        if name != "rows" and "rows" in result:
+            assert float(result["rows"]) == float(torch.cat([_values(0), _values(1)]).abs().max())
+        if name != "transform" and "columns" in result:
+            assert float(result["columns"]) == float(
+                torch.cat([_values(0), _values(1)]).abs().max()
+            )
 
 
 @pytest.mark.parametrize("second", USAGES)
 def test_the_maximum_of_transformed_columns_is_that_of_the_ranks_which_compute_them(second):
     quantizer = te.NVFP4Quantizer(**SETTINGS["transform"])
     local = [float(quantizer(_values(rank))._amax_columnwise) for rank in (0, 1)]
-    (_, found), (_, other) = _maxima("transform", {0: (True, True), 1: second})
+    (_, result), (_, other) = _maxima("transform", {0: (True, True), 1: second})
     assert local[1] > local[0]
-    assert float(found["columns"]) == (local[1] if second[1] else local[0])
+    assert float(result["columns"]) == (local[1] if second[1] else local[0])
     assert ("columns" in other) == second[1]

@@ -77,9 +77,9 @@ def test_names_are_anything_hashable_and_seeds_any_whole_number(name, seed, devi
     tracker = CudaRNGStatesTracker()
     tracker.add(name, seed)
     with tracker.fork(name):
-        found = _draw(device)
+        result = _draw(device)
     torch.manual_seed(int(seed))
-    assert torch.equal(found, _draw(device))
+    assert torch.equal(result, _draw(device))
     other = CudaRNGStatesTracker()
     other.set_states(types.MappingProxyType(tracker.get_states()))
     with pytest.raises(ValueError, match=f"seed {int(seed)} is in use"):

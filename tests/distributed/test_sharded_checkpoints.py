@@ -16,14 +16,14 @@ OTHERS = [(name, kind) for name in RECIPES for kind in (True, False) if (name, k
 
 
 def check(ranks, name, quantized, size):
-    found = [rank[f"{name}-{quantized}"] for rank in ranks]
-    saved, read = found[0]["states"][4], found[0]["states"][size]
+    results = [rank[f"{name}-{quantized}"] for rank in ranks]
+    saved, read = results[0]["states"][4], results[0]["states"][size]
     assert read.keys() == saved.keys()
     assert any("exp_avg_sq" in key for key in saved) and any("master_param" in key for key in saved)
     assert any("scale_fwd" in key for key in saved) == (name == "delayed")
     for key, expected in saved.items():
         assert torch.equal(read[key], expected), key
-    for rank in found[:size]:
+    for rank in results[:size]:
         assert torch.equal(rank["steps"][size], rank["steps"][4])
         assert not torch.equal(rank["steps"][4][0], rank["steps"][4][1])
 

@@ -58,9 +58,9 @@ def _everywhere(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(values)
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest relative error in the rows that one rank owned."""
-    shares = zip(found.chunk(SIZE), expected.chunk(SIZE), strict=True)
+    shares = zip(actual.chunk(SIZE), expected.chunk(SIZE), strict=True)
     return max(((a - b).norm() / b.norm()).item() for a, b in shares)
 
 
@@ -157,7 +157,7 @@ def _gathers(device: torch.device) -> dict[str, Any]:
         E4M3, device=device, with_amax_reduction=True, amax_reduction_group=dist.group.WORLD
     )(values.nan_to_num(0.0))
     zeros = _quantized("current", values.nan_to_num(0.0) * dist.get_rank())
-    found = {}
+    results = {}
     for kind, shard in (("own", codes), ("together", joint), ("zeros", zeros)):
         full, _ = gather_along_first_dim(shard, dist.group.WORLD)
         later, handle = gather_along_first_dim(shard, dist.group.WORLD, async_op=True)
@@ -166,13 +166,13 @@ def _gathers(device: torch.device) -> dict[str, Any]:
         assert torch.equal(full._data, later._data) and torch.equal(
             full._scale_inv, later._scale_inv
         )
-        found[kind] = {
+        results[kind] = {
             "shard": shard._data,
             "scale": shard._scale_inv,
             "whole": full._data,
             "scale_of_whole": full._scale_inv,
         }
-    return found
+    return results
 
 
 def _compiled(device: torch.device) -> bool:
@@ -190,11 +190,11 @@ def _compiled(device: torch.device) -> bool:
 
 def _measure_errors(device: torch.device) -> dict[str, Any]:
     with emulate():  # NVFP4 on Hopper
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             f"{kind}/{name}": _case(kind, name, device) for kind, name in CASES
         }
-        found |= {f"local/{name}": _local(name, device) for name in ALLOWED}
-    return found | {"gathers": _gathers(device)}
+        results |= {f"local/{name}": _local(name, device) for name in ALLOWED}
+    return results | {"gathers": _gathers(device)}
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +205,12 @@ def measured(tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_products_of_gathered_codes_use_the_scale_of_every_shard(measured, kind, name):
     """One rank's scale for all rows would be wrong by factor 9 for the other rank's rows."""
-    found = [rank[f"{kind}/{name}"] for rank in measured]
+    results = [rank[f"{kind}/{name}"] for rank in measured]
     allowed = (ALLOWED_GRADIENT if kind == "gradient" else ALLOWED)[name]
     if kind != "gradient":
-        assert found[1]["scale"] > 4 * found[0]["scale"]
-    for rank in found:
-        assert rank["rows"] < allowed and rank["weight"] < allowed, found
+        assert results[1]["scale"] > 4 * results[0]["scale"]
+    for rank in results:
+        assert rank["rows"] < allowed and rank["weight"] < allowed, results
 
 
 @pytest.mark.parametrize("name", ALLOWED)

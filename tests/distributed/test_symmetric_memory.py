@@ -39,7 +39,7 @@ def draw_values(rank: int, count: int, dtype: torch.dtype, turn: int = 0) -> tor
 def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
     memory = Memory(size)
     counts = (1, size - 1 or 1, 7, 64)
-    found: list[Any] = [None] * size
+    result: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         buffer = torch.full((64,), float("nan"), dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
             values = draw_values(rank, count, torch.bfloat16, turn)
             reduce_values(peers, buffer, values, two_shots)
             results.append(values)
-        found[rank] = results
+        result[rank] = results
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -62,7 +62,7 @@ def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
         for rank in range(size):
             total += draw_values(rank, count, torch.bfloat16, turn).float()
         for rank in range(size):
-            assert torch.equal(found[rank][turn], total.to(torch.bfloat16)), (turn, rank)
+            assert torch.equal(result[rank][turn], total.to(torch.bfloat16)), (turn, rank)
 
 
 def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(monkeypatch):
@@ -111,8 +111,8 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
         torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(5, 16))
         return y.detach(), expected + 1, expected
 
-    for found, expected, _ in run_on_threads(run, 2):
-        torch.testing.assert_close(found, expected)
+    for actual, expected, _ in run_on_threads(run, 2):
+        torch.testing.assert_close(actual, expected)
     assert memories, "no symmetric memory was used"
 
 
@@ -141,9 +141,9 @@ def _run_on_ranks(device: torch.device) -> dict[str, Any]:
 def test_every_type_computes_the_sum_and_one_without_effect_is_warned_about_once(tmp_path):
     """On two GPUs this runs over symmetric memory."""
     ranks = run_on_ranks(_run_on_ranks, 2, tmp_path)
-    for found in ranks:
-        assert found["told"] == (0 if found["cuda"] else 1)
-        for name, result in found["sums"].items():
+    for actual in ranks:
+        assert actual["told"] == (0 if actual["cuda"] else 1)
+        for name, result in actual["sums"].items():
             count = 4 if name == "later" else int(name.split("/")[1])
             dtype = torch.float32 if name == "later" else torch.bfloat16
             expected = draw_values(0, count, dtype).float() + draw_values(1, count, dtype).float()
@@ -165,8 +165,8 @@ def test_every_type_computes_the_sum_and_one_without_effect_is_warned_about_once
     ],
 )
 def test_unavailable_symmetric_memory_has_a_reason(request_, reason):
-    found = unsupported_reason(request_)
-    assert found is None if reason is None else found is not None and reason in found
+    result = unsupported_reason(request_)
+    assert result is None if reason is None else result is not None and reason in result
     chosen = [verdict.backend for verdict in ALL_REDUCE.explain(request_) if verdict.chosen]
     assert chosen == [SYMMETRIC if reason is None else PROCESS_GROUP]
 

@@ -109,7 +109,7 @@ def test_one_rank_needs_no_group_and_changes_nothing(mode, sequence):
 
 
 def test_no_mode_means_no_communication():
-    parallel = TensorParallel(None, None, 2, True)
+    parallel = TensorParallel(mode=None, group=None, size=2, sequence=True)
     x = torch.ones(3, 2)
     assert parallel.enter_forward(x) is x and parallel.leave_backward(x) is x
 
@@ -124,7 +124,7 @@ def test_invalid_settings_are_rejected():
     with pytest.raises(ValueError, match="diagonal"):
         TensorParallel("diagonal")
     with pytest.raises(ValueError, match="tp_size=0"):
-        TensorParallel("row", None, 0)
+        TensorParallel("row", group=None, size=0)
 
 
 def test_a_parameter_is_marked_once_with_its_split_axis():
@@ -136,7 +136,7 @@ def test_a_parameter_is_marked_once_with_its_split_axis():
         1,
     )
     with pytest.raises(ValueError, match="already"):
-        set_tensor_model_parallel_attributes(weight, False, 0, 1)
+        set_tensor_model_parallel_attributes(weight, is_parallel=False, dim=0, stride=1)
 
 
 def test_initialization_draws_from_the_tracked_state_and_leaves_the_default_one_alone(device):

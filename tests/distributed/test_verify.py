@@ -126,7 +126,7 @@ def verify_model(plan: Plan, recipe: Any = None, **options: Any) -> te.Verificat
 
 def verify_on_threads(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
     ranks = run_on_threads(lambda rank: verify_model(plan, recipe, **options), 2 ** len(plan.names))
-    assert all(found == ranks[0] for found in ranks)  # every rank has the same report
+    assert all(result == ranks[0] for result in ranks)  # every rank has the same report
     return ranks[0]
 
 
@@ -248,9 +248,12 @@ def test_a_sum_in_place_of_an_average_is_found_in_every_gradient():
 
 def test_unsummed_norm_gradients_of_sequence_parallelism_are_found():
     report = verify_on_threads(Plan(sequence=True), reduce_fn=lambda model, mesh: None)
-    found = {check.name for check in report.differing}
-    assert "1.layer_norm_weight.grad" in found and "3.layernorm_mlp.layer_norm_weight.grad" in found
-    assert not any(name.endswith((".output", "grad_input", "fc1_weight.grad")) for name in found)
+    results = {check.name for check in report.differing}
+    assert (
+        "1.layer_norm_weight.grad" in results
+        and "3.layernorm_mlp.layer_norm_weight.grad" in results
+    )
+    assert not any(name.endswith((".output", "grad_input", "fc1_weight.grad")) for name in results)
 
 
 def verify_in_processes(device: torch.device) -> dict[str, Any]:
@@ -259,22 +262,22 @@ def verify_in_processes(device: torch.device) -> dict[str, Any]:
         recipe.DelayedScaling(amax_history_len=2),
         Plan(sequence=True, device=str(device)),
     )
-    found: dict[str, Any] = {"delayed": verify_model(plan, delayed)}
+    results: dict[str, Any] = {"delayed": verify_model(plan, delayed)}
     reduce = delayed_scaling._reduce
     delayed_scaling._reduce = lambda *arguments: None
-    found["unreduced"] = verify_model(plan, delayed)
+    results["unreduced"] = verify_model(plan, delayed)
     delayed_scaling._reduce = reduce
     return {
         name: (report.equal, str(report), "" if report.first is None else report.first.tensor)
-        for name, report in found.items()
+        for name, report in results.items()
     }
 
 
 def test_scales_of_delayed_scaling_that_are_not_reduced_are_found(tmp_path):
-    found = run_on_ranks(verify_in_processes, 2, tmp_path)
-    assert found[0] == found[1]
-    assert found[0]["delayed"][0], found[0]["delayed"][1]
-    equal, text, tensor = found[0]["unreduced"]
+    result = run_on_ranks(verify_in_processes, 2, tmp_path)
+    assert result[0] == result[1]
+    assert result[0]["delayed"][0], result[0]["delayed"][1]
+    equal, text, tensor = result[0]["unreduced"]
     assert not equal and tensor.startswith("scaling_"), text
     assert "differs from the scales of the group's first rank" in text
 

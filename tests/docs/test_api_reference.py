@@ -78,14 +78,14 @@ def names_used(texts: Iterable[str]) -> set[str]:
 @pytest.fixture(scope="module")
 def shown() -> dict[int, set[str]]:
     """{identity of a documented object: names that the examples of its page use, docstrings included}."""
-    found: dict[int, set[str]] = {}
+    results: dict[int, set[str]] = {}
     for page in PAGES:
         values = [resolve_entry(path) for path in entries(page)]
         docstrings = [inspect.getdoc(value) or "" for value in values]
         used = names_used([block[1] for block in examples(page)] + docstrings)
         for value in values:
-            found.setdefault(id(value), set()).update(used)
-    return found
+            results.setdefault(id(value), set()).update(used)
+    return results
 
 
 @pytest.fixture(scope="module")

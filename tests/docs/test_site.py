@@ -193,9 +193,9 @@ def test_no_element_overflows(
     pages = tuple(page for page in pages if (site / page).exists())
     wide, shots = {}, []
     for page in pages:
-        found = overflowing(browser, f"{address}/{page}", width, scheme)
-        if found:
-            wide[page] = found
+        result = overflowing(browser, f"{address}/{page}", width, scheme)
+        if result:
+            wide[page] = result
         shots.append(browser.screenshot())
         (tmp_path / f"{page.replace('/', '_') or 'index'}.png").write_bytes(shots[-1])
     assert wide == {}
@@ -216,18 +216,18 @@ def test_signatures_tables_and_programs_fit_into_the_page(
     wide: dict[str, Any] = {}
     for page in pages:
         browser.open(f"{address}/{page}", width)
-        found = browser.evaluate(GEOMETRY)
+        result = browser.evaluate(GEOMETRY)
         limit = PHONE_COLUMNS if width < 600 else 100
-        tables = [text for columns, text in found["tables"] if columns <= limit]
+        tables = [text for columns, text in result["tables"] if columns <= limit]
         # on a phone, they scroll in their box
-        programs = found["programs"] if width >= 1280 else []
+        programs = result["programs"] if width >= 1280 else []
         if (
-            found["signatures"]
+            result["signatures"]
             or programs
             or tables
-            or (width == 1280 and found["height"] > TALLEST)
+            or (width == 1280 and result["height"] > TALLEST)
         ):
-            wide[page] = found["signatures"], programs, tables, found["height"]
+            wide[page] = result["signatures"], programs, tables, result["height"]
     assert wide == {}
 
 
@@ -242,9 +242,9 @@ def test_a_table_a_signature_and_a_program_that_are_too_wide_are_found(
         f"<pre><code style='display: block; width: 90px; overflow: auto'>{'x' * 60}</code></pre></main>"
     )
     browser.open(page.as_uri(), 1280)
-    found = browser.evaluate(GEOMETRY)
-    assert len(found["signatures"]) == len(found["programs"]) == 1
-    assert [columns for columns, _ in found["tables"]] == [2]
+    result = browser.evaluate(GEOMETRY)
+    assert len(result["signatures"]) == len(result["programs"]) == 1
+    assert [columns for columns, _ in result["tables"]] == [2]
 
 
 def test_the_dark_scheme_has_dark_pictures(browser: Browser, site: Path, address: str):

@@ -59,6 +59,71 @@ def test_training_of_the_llama_resumes_bit_for_bit(tmp_path: Path):
     assert full[-1] < full[0] - 0.1
 
 
+FINETUNE = [
+    *("--layers", "2", "--hidden", "64", "--feed-forward", "128", "--head-size", "32"),
+    *("--groups", "1", "--vocabulary", "256", "--length", "64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_parameter"),
+    [
+        (["--optimizer", "stochastic"], 2 + 2 / 128),
+        (["--optimizer", "remainders", "--recipe", "delayed"], 4 + 2 / 128),
+        (["--optimizer", "float32"], 10),
+    ],
+)
+def test_all_parameters_of_a_llama_are_trained_with_small_states(
+    options: list[str], bytes_per_parameter: float, tmp_path: Path
+):
+    file = tmp_path / "figures.json"
+    steps = ["--steps", "12", "--rate", "3e-3", "--json", str(file)]
+    figures = load("finetune_8b").main([*FINETUNE, *steps, *options])
+    assert json.loads(file.read_text()) == figures
+    losses = figures["losses"]
+    assert losses[-1] < losses[0] - 1.0
+    (states,) = (line for line in figures["plan"] if "optimizer" in line)
+    planned = float(states.split()[1]) * 2**20
+    assert planned == pytest.approx(bytes_per_parameter * figures["parameters"], rel=0.1)
+
+
+def test_quantized_parameters_of_a_llama_are_trained():
+    main = load("finetune_8b").main
+    losses = main([*FINETUNE, "--steps", "6", "--rate", "3e-3", "--quantized"])["losses"]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_step_above_the_memory_budget_is_an_error(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ValueError, match=r"the step needs 0\.0 of 0\.0 GiB; reduce --batch"):
+        load("finetune_8b").main([*FINETUNE, "--budget", "1e-6"])
+    assert "MLPs recomputed: True" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_trained_and_saved(tmp_path: Path):
+    if not optional.installed("transformers"):
+        pytest.skip("transformers is not installed; pip install transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from transformer_engine.pytorch.conversion import load_model
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    example = load("finetune_8b")
+    example.read_tokens = lambda options: torch.arange(1000) % 251  # no tokenizer
+    figures = example.main(
+        [
+            *("--checkpoint", str(tmp_path / "model"), "--save", str(tmp_path / "trained")),
+            *("--length", "64", "--steps", "4", "--rate", "1e-3"),
+        ]
+    )
+    assert figures["losses"][-1] < figures["losses"][0]
+    before, after = (load_model(tmp_path / name, "cpu") for name in ("model", "trained"))
+    for old, new in zip(before.parameters(), after.parameters(), strict=True):
+        assert old.shape == new.shape and not torch.equal(old, new)
+
+
 def test_batching_does_not_change_the_tokens_of_a_request():
     main = load("continuous_batching").main
     joint = main(["--requests", "5", "--layers", "1"])

@@ -32,26 +32,26 @@ def test_norms_flatten_leading_axes(shape, eps):
     )
     torch.testing.assert_close(out.double(), layer_norm, atol=1e-5, rtol=1e-5)
     (expected,) = torch.autograd.grad(layer_norm, leaf, dy.double())
-    found = tex.layernorm_bwd(dy, x, mu, rsigma, gamma, 0, False)[0]
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    actual = tex.layernorm_bwd(dy, x, mu, rsigma, gamma, 0, False)[0]
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
     rms_norm = torch.nn.functional.rms_norm(leaf, (32,), gamma.double(), 1e-5)
     out, _, rsigma = tex.rmsnorm_fwd(x, gamma, eps, None, None, tex.DType.kFloat32, 0, False)
     torch.testing.assert_close(out.double(), rms_norm, atol=1e-5, rtol=1e-5)
     (expected,) = torch.autograd.grad(rms_norm, leaf, dy.double())
-    for found in (
+    for actual in (
         tex.rmsnorm_bwd(dy, x, rsigma, gamma, 0, False)[0],
         tex.rmsnorm_bwd_add(dy, x, x, rsigma, gamma, 0, False)[0] - x,
     ):
-        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dgelu", "dswiglu", "clamped_dswiglu"])
 def test_a_gradient_may_have_its_leading_axes_flattened(name):
     x, dy = sample(2, 3, 32), sample(2, 3, 32 if name == "dgelu" else 16, seed=1)
     function = getattr(tex, name)
-    found = function(dy.flatten(0, 1), x, None)
-    assert found.shape == x.shape
-    assert torch.equal(found, function(dy, x, None))
+    result = function(dy.flatten(0, 1), x, None)
+    assert result.shape == x.shape
+    assert torch.equal(result, function(dy, x, None))
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,12 @@ def sample(*shape, seed=0):
 
 def operands(kind):
     """Return the operands x [M, K] and w [N, K], and their values in float64."""
-    found = []
+    results = []
     for make, shape, seed in zip(QUANTIZERS[kind], ((M, K), (N, K)), (0, 1), strict=True):
         quantizer, x = make(), sample(*shape, seed=seed)
         operand = x if quantizer is None else quantizer(x)
-        found += [operand, x.double() if quantizer is None else operand.dequantize().double()]
-    return found
+        results += [operand, x.double() if quantizer is None else operand.dequantize().double()]
+    return results
 
 
 def generic(
@@ -83,8 +83,8 @@ def generic(
     return tex.generic_gemm(*places, **rest)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+def close(actual, expected):
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", QUANTIZERS)

@@ -126,18 +126,18 @@ def bulk_collectives(device: torch.device) -> list[torch.Tensor]:
 
 def test_all_gather_products_equal_one_process(tmp_path):
     results = run_on_ranks(all_gather_products, SIZE, tmp_path)
-    for found in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 def test_reduce_scatter_products_equal_one_process(tmp_path):
     cpu = torch.device("cpu")
     x, w = values(ROWS, DEPTH, seed=1, device=cpu), values(COLUMNS, DEPTH, seed=2, device=cpu)
     expected = (x.double() @ w.double().t()).chunk(SIZE)
-    for found, rows in zip(
+    for actual, rows in zip(
         run_on_ranks(reduce_scatter_products, SIZE, tmp_path), expected, strict=True
     ):
-        for result in found:
+        for result in actual:
             torch.testing.assert_close(result.double(), rows, rtol=1e-4, atol=1e-4)
 
 

@@ -142,8 +142,8 @@ def run(
     return out, gradients, reference, list(want_gradients[3:])
 
 
-def check(found, gradients, expected, extra, close=CLOSE):
-    for ours, theirs in zip([found[0], *gradients[:3]], expected, strict=True):
+def check(actual, gradients, expected, extra, close=CLOSE):
+    for ours, theirs in zip([actual[0], *gradients[:3]], expected, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.cpu().double(), theirs, **close)
     for ours, theirs in zip([x for x in gradients[3:] if x is not None], extra, strict=True):
@@ -467,8 +467,8 @@ def test_the_reason_names_a_switch_and_another_argument_is_rejected(monkeypatch)
 def test_a_causal_mask_closes_an_open_window_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = query_backend(window_size_left=33, window_size_right=-1)
-    assert found == query_backend(window_size_left=33, window_size_right=0)
+        result = query_backend(window_size_left=33, window_size_right=-1)
+    assert result == query_backend(window_size_left=33, window_size_right=0)
 
 
 @pytest.mark.parametrize(

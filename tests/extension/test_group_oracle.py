@@ -57,17 +57,17 @@ def decode_matrices(
     """(row-wise values, column-wise values) [M, K] per matrix, in float64."""
     rows, columns = Reader(group.rowwise_data), Reader(group.columnwise_data)
     scales, scales_t = Reader(group.scale_inv), Reader(group.columnwise_scale_inv)
-    found = []
+    results = []
     for index, (m, k) in enumerate(shapes):
         if name in ("current", "delayed"):
             scale, scale_t = scales.take(1).astype(float), scales_t.take(1).astype(float)
-            found.append((e4m3(rows.take(m, k)) * scale, e4m3(columns.take(k, m)).T * scale_t))
+            results.append((e4m3(rows.take(m, k)) * scale, e4m3(columns.take(k, m)).T * scale_t))
         elif name == "mxfp8":
             scale = scales.take(up(m, 128), up(k // 32, 4))[:m, : k // 32]
             scale_t = scales_t.take(up(m // 32, 4), up(k, 128))[: m // 32, :k]
             by_row = np.repeat(2.0 ** (scale.astype(int) - 127), 32, axis=1)
             by_column = np.repeat(2.0 ** (scale_t.astype(int) - 127), 32, axis=0)
-            found.append((e4m3(rows.take(m, k)) * by_row, e4m3(columns.take(m, k)) * by_column))
+            results.append((e4m3(rows.take(m, k)) * by_row, e4m3(columns.take(m, k)) * by_column))
         elif name == "nvfp4":
             halves = [rows.take(m, k // 2), columns.take(k, m // 2)]
             scale = [scales.take(up(m, 128), up(k // 16, 4))[:m, : k // 16]]
@@ -80,25 +80,25 @@ def decode_matrices(
                 values.append(
                     FP4[codes] * np.repeat(e4m3(factors), 16, axis=1) * float(amax) / (6 * 448)
                 )
-            found.append((values[0], values[1].T))
+            results.append((values[0], values[1].T))
         elif name == "block_1d":
             scale = scales.take(up(k, 128) // 128, up(m, 4))[:, :m].astype(float)
             scale_t = scales_t.take(up(m, 128) // 128, up(k, 4))[:, :k].astype(float)
             by_row = np.repeat(scale.T, 128, axis=1)[:, :k]
             by_column = np.repeat(scale_t, 128, axis=0)[:m]
-            found.append((e4m3(rows.take(m, k)) * by_row, e4m3(columns.take(k, m)).T * by_column))
+            results.append((e4m3(rows.take(m, k)) * by_row, e4m3(columns.take(k, m)).T * by_column))
         else:
             tiles, tiles_t = up(m, 128) // 128, up(k, 128) // 128
             scale = scales.take(tiles, up(tiles_t, 4))[:, :tiles_t].astype(float)
             scale_t = scales_t.take(tiles_t, up(tiles, 4))[:, :tiles].astype(float)
             spread = [np.repeat(np.repeat(s, 128, axis=0), 128, axis=1) for s in (scale, scale_t)]
-            found.append(
+            results.append(
                 (
                     e4m3(rows.take(m, k)) * spread[0][:m, :k],
                     (e4m3(columns.take(k, m)) * spread[1][:k, :m]).T,
                 )
             )
-    return found
+    return results
 
 
 def tolerance(name: str, x: np.ndarray) -> np.ndarray:
@@ -140,8 +140,8 @@ def check_group(name: str, group: Any, matrices: list[torch.Tensor]) -> None:
         )
         if name == "delayed":
             matrix = np.clip(matrix, -448 / 4, 448 / 4)  # the scale comes from earlier steps
-        for found in (by_row, by_column):
-            assert np.all(np.abs(found - matrix) <= tolerance(name, matrix)), name
+        for result in (by_row, by_column):
+            assert np.all(np.abs(result - matrix) <= tolerance(name, matrix)), name
     assert group.num_tensors == len(matrices)
     for member, matrix in zip(group.split_into_quantized_tensors(), matrices, strict=True):
         assert torch.equal(member.dequantize(), RECIPES[name][0]()(matrix).dequantize())

@@ -44,8 +44,8 @@ def test_grouped_products_equal_per_matrix_products(layout, kind, accumulate, de
         A, create_group(b), results, layout=layout, accumulate=accumulate
     )
     assert output is results
-    found = output if kind == "list of results" else output.members()
-    for got, reference in zip(found, expected, strict=True):
+    actual = output if kind == "list of results" else output.members()
+    for got, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, reference, rtol=1e-4, atol=1e-4)
 
 

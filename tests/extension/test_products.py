@@ -31,19 +31,19 @@ def layer(device, dtype):
     ]
 
 
-def close(found, expected):
-    tolerance = 2e-2 if found.dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance * 8)
+def close(actual, expected):
+    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance * 8)
 
 
-def close_to_codes(found, expected, left, right, transposed):
+def close_to_codes(actual, expected, left, right, transposed):
     """Tolerance relative to sum(|a| |b|): a GPU keeps about 14 bits in a partial sum of FP8 products."""
     left, right = (
         x.abs().t() if is_transposed else x.abs()
         for x, is_transposed in zip((left, right), transposed, strict=True)
     )
-    bound = (2.0**-12 if found.is_cuda else 2.0**-20) * (left @ right)
-    assert bool(((found.double() - expected).abs() <= bound).all())
+    bound = (2.0**-12 if actual.is_cuda else 2.0**-20) * (left @ right)
+    assert bool(((actual.double() - expected).abs() <= bound).all())
 
 
 def test_the_three_layouts_are_the_three_products_of_a_layer(device, dtype):
@@ -69,12 +69,12 @@ def test_quantized_products_equal_products_of_dequantized_values(device, dtype):
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)
     qx, qw, qdy = (quantizer(t) for t in (x, w, dy))
     x, w, dy = (q.dequantize().float() for q in (qx, qw, qdy))
-    found = [
+    results = [
         cpp.general_gemm(qw, qx, out_dtype=dtype, use_split_accumulator=True)[0],
         cpp.general_gemm(qw, qdy, out_dtype=dtype, layout="NN", use_split_accumulator=True)[0],
         cpp.general_gemm(qx, qdy, out_dtype=dtype, layout="NT", use_split_accumulator=True)[0],
     ]
-    for product, expected in zip(found, (x @ w.t(), dy @ w, dy.t() @ x), strict=True):
+    for product, expected in zip(results, (x @ w.t(), dy @ w, dy.t() @ x), strict=True):
         close(product, expected)
 
 
@@ -221,9 +221,9 @@ def needs_blocks(device):
 def test_both_operands_may_be_transposed(device, dtype):
     a, b = sample(device, N, M, dtype=dtype), sample(device, M, K, dtype=dtype, seed=1)
     expected = b.double().t() @ a.double().t()
-    found = generic(a, True, b, True)[0]
-    assert found.shape == (K, N)
-    close(found, expected)
+    actual = generic(a, True, b, True)[0]
+    assert actual.shape == (K, N)
+    close(actual, expected)
     contents = sample(device, K, N, dtype=dtype, seed=2)
     before = contents.double()
     assert generic(a, True, b, True, D=contents, accumulate=True)[0] is contents
@@ -268,8 +268,8 @@ def test_blocks_of_two_elements_are_multiplied(elements, a_blocks, b_blocks, dev
     b = b if b_blocks == 1 else sample(device, 128, 256, dtype=torch.bfloat16, seed=1)
     qa, qb = blocks(a_blocks, elements[0])(a), blocks(b_blocks, elements[1])(b)
     left, right = (q.dequantize().double() for q in (qb, qa))
-    found = generic(qa, True, qb, False, dtype=torch.float32)[0]
-    close_to_codes(found, left @ right.t(), left, right, (False, True))
+    result = generic(qa, True, qb, False, dtype=torch.float32)[0]
+    close_to_codes(result, left @ right.t(), left, right, (False, True))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -322,11 +322,11 @@ def test_products_of_blocks_by_layout_promote_their_sums(device):
     needs_blocks(device)
     x, w, _ = layer(device, torch.bfloat16)
     qx, qw = blocks(1)(x), blocks(2)(w)
-    found = cpp.general_gemm(qw, qx, out_dtype=torch.float32)[0]
-    assert torch.equal(found, generic(qw, True, qx, False, dtype=torch.float32)[0])
+    result = cpp.general_gemm(qw, qx, out_dtype=torch.float32)[0]
+    assert torch.equal(result, generic(qw, True, qx, False, dtype=torch.float32)[0])
     out = [torch.empty(M, N, device=device)]
     cpp.general_grouped_gemm([qw], [qx], out, m_splits=[M])
-    assert torch.equal(out[0], found)
+    assert torch.equal(out[0], result)
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -357,8 +357,10 @@ def test_grouped_weight_gradients_accumulate_and_sum_the_biases(device, dtype):
     _, gradients, _ = cpp.general_grouped_gemm(
         x, dy, contents, layout="NT", m_splits=splits, grad=True, accumulate=True, use_bias=True
     )
-    for i, found in enumerate(contents):
-        torch.testing.assert_close(found, 1 + dy[i].float().t() @ x[i].float(), rtol=2e-2, atol=0.2)
+    for i, result in enumerate(contents):
+        torch.testing.assert_close(
+            result, 1 + dy[i].float().t() @ x[i].float(), rtol=2e-2, atol=0.2
+        )
         torch.testing.assert_close(gradients[i].float(), dy[i].float().sum(0), rtol=2e-2, atol=0.2)
     with pytest.raises(ValueError, match="2 A, 1 B and 2 results"):
         cpp.general_grouped_gemm(x, dy[:1], contents, layout="NT")

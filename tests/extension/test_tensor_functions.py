@@ -102,8 +102,8 @@ def test_norms_and_their_gradients(kind, zero_centered, quantizer, device):
     grad = sample(device, 6, 32, seed=3)
     reference = torch.autograd.grad(expected, leaves, grad.double())
     statistics = (rsigma,) if mu is None else (mu, rsigma)
-    found = getattr(tex, kind + "_bwd")(grad, x, *statistics, gamma, 0, zero_centered)
-    for ours, theirs in zip(found, reference, strict=True):
+    actual = getattr(tex, kind + "_bwd")(grad, x, *statistics, gamma, 0, zero_centered)
+    for ours, theirs in zip(actual, reference, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=1e-4)
     if kind == "rmsnorm":
         added = tex.rmsnorm_bwd_add(grad, x, grad, rsigma, gamma, 0, zero_centered)
@@ -154,13 +154,13 @@ def test_activations_and_their_gradients(name, quantizer, device):
     torch.testing.assert_close(out.double(), expected.detach(), atol=1e-5, rtol=1e-5)
     grad = sample(device, *out.shape, seed=1)
     (reference,) = torch.autograd.grad(expected, wide, grad.double())
-    found = getattr(tex, f"d{name}")(grad, x, None)
-    torch.testing.assert_close(found.double(), reference, atol=1e-5, rtol=1e-5)
+    actual = getattr(tex, f"d{name}")(grad, x, None)
+    torch.testing.assert_close(actual.double(), reference, atol=1e-5, rtol=1e-5)
     assert same(getattr(tex, name)(x, quantizer), quantizer(out))
     if name in PLAIN:
         bias_gradient, quantized = getattr(tex, f"dbias_d{name}")(grad, x, quantizer)
-        torch.testing.assert_close(bias_gradient, found.sum(dim=0), atol=1e-5, rtol=1e-5)
-        assert same(quantized, quantizer(found))
+        torch.testing.assert_close(bias_gradient, actual.sum(dim=0), atol=1e-5, rtol=1e-5)
+        assert same(quantized, quantizer(actual))
 
 
 @pytest.mark.parametrize("options", [{}, {"limit": 1.0, "alpha": 2.0, "glu_linear_offset": 0.5}])
@@ -173,8 +173,8 @@ def test_the_clamped_unit_takes_its_constants(options, device):
     )
     grad = sample(device, 16, 16, seed=1)
     (reference,) = torch.autograd.grad(expected, wide, grad.double())
-    found = tex.clamped_dswiglu(grad, x, None, **options)
-    torch.testing.assert_close(found.double(), reference, atol=1e-5, rtol=1e-5)
+    actual = tex.clamped_dswiglu(grad, x, None, **options)
+    torch.testing.assert_close(actual.double(), reference, atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_keeps_its_share_and_its_mask(device):

@@ -50,9 +50,9 @@ def test_gradients_of_zero_size_inputs_with_probabilities_have_their_shape():
             (te.moe_permute_and_pad_with_probs, (ROUTED[:tokens], ROUTED[:tokens].sum(0), 4)),
         ):
             y, row_probs, *_ = function(x, probs, *rest)
-            found = torch.autograd.grad(y.sum() + row_probs.sum(), (x, probs))
-            assert torch.equal(found[0], torch.zeros_like(x)) and torch.equal(
-                found[1], torch.zeros_like(probs)
+            result = torch.autograd.grad(y.sum() + row_probs.sum(), (x, probs))
+            assert torch.equal(result[0], torch.zeros_like(x)) and torch.equal(
+                result[1], torch.zeros_like(probs)
             )
 
 
@@ -61,8 +61,8 @@ def test_tokens_without_routes_come_back_as_zeros_with_zero_gradients():
     y, row_probs, rows = te.moe_permute_with_probs(x, probs, torch.zeros_like(ROUTED), 0)
     back = te.moe_unpermute(y, rows, probs, x.shape)
     assert torch.equal(back, torch.zeros_like(x))
-    found = torch.autograd.grad(back.sum() + row_probs.sum(), (x, probs))
-    assert not found[0].any() and not found[1].any()
+    result = torch.autograd.grad(back.sum() + row_probs.sum(), (x, probs))
+    assert not result[0].any() and not result[1].any()
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_a_routing_mask_may_have_any_dtype(dtype):
 def test_expert_indices_may_have_any_dtype(dtype):
     x = sample(T, H)
     expected = te.moe_permute(x, EXPERTS, map_type="index")
-    for found, exact in zip(
+    for actual, exact in zip(
         te.moe_permute(x, EXPERTS.to(dtype), map_type="index"), expected, strict=True
     ):
-        assert torch.equal(found, exact)
+        assert torch.equal(actual, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
@@ -139,9 +139,9 @@ def test_chunk_sizes_may_have_any_integer_dtype(dtype):
 @pytest.mark.parametrize("align", [4.0, numpy.int32(4), torch.tensor(4)])
 def test_token_counts_and_alignment_may_be_floats(align):
     x, probs = sample(T, H), torch.rand(T, E)
-    found = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0).float(), align)
+    actual = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0).float(), align)
     expected = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0), 4)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
@@ -162,8 +162,8 @@ def test_arguments_without_effect_by_index_warn_once():
         ("pad_offsets", torch.zeros(E, dtype=torch.int64)),
     ):
         with pytest.warns(UserWarning, match=f"{name}.* no effect with map_type='index'"):
-            found = te.moe_unpermute(y, rows, probs, map_type="index", **{name: value})
-        torch.testing.assert_close(found, x)
+            result = te.moe_unpermute(y, rows, probs, map_type="index", **{name: value})
+        torch.testing.assert_close(result, x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             te.moe_unpermute(y, rows, probs, map_type="index", **{name: value})

@@ -46,18 +46,18 @@ def test_top_k_accepts_all_number_types_and_bias_dtypes(scalar, shape, dtype):
     form = SCALARS[scalar]
     logits, bias = sample(*shape).requires_grad_(), sample(E, seed=1).to(dtype)
     expected, routed = sigmoid_choice(logits, bias.float(), K, 2.5)
-    probs, found = fused_topk_with_score_function(
+    probs, actual = fused_topk_with_score_function(
         logits, form(K), numpy.bool_(False), form(-3), form(0), form(2.5), "sigmoid", bias
     )
     torch.testing.assert_close(probs, expected)
-    assert torch.equal(found, routed)
+    assert torch.equal(actual, routed)
     dprobs = sample(*shape, seed=2)
     ours, theirs = (torch.autograd.grad(y, logits, dprobs)[0] for y in (probs, expected))
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     raw = tex.fused_topk_with_score_function_fwd(
         logits.detach(), form(K), False, None, None, form(2.5), "sigmoid", bias
     )
-    assert torch.equal(raw[0], probs) and torch.equal(raw[1], found)
+    assert torch.equal(raw[0], probs) and torch.equal(raw[1], actual)
     grad = torch.empty_like(logits)
     tex.fused_topk_with_score_function_bwd(
         raw[1], raw[2], dprobs, grad, form(K), False, form(2.5), "sigmoid"
@@ -81,9 +81,9 @@ def test_the_auxiliary_loss_accepts_all_count_types(total, shape):
     probs = torch.rand(T, E, generator=torch.Generator().manual_seed(0)).requires_grad_()
     tokens = torch.arange(float(E)).view(shape)
     expected = (tokens.view(-1) * probs.sum(0)).sum() * E * 0.01 / (K * T**2)
-    found = fused_moe_aux_loss(probs, tokens, total, numpy.int64(E), float(K), torch.tensor(0.01))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(y, probs)[0] for y in (found, expected)))
+    actual = fused_moe_aux_loss(probs, tokens, total, numpy.int64(E), float(K), torch.tensor(0.01))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, probs)[0] for y in (actual, expected)))
     raw, constant = tex.fused_moe_aux_loss_fwd(
         probs.detach(), tokens, total, E, T, E, numpy.int64(K), 0.01
     )
@@ -111,10 +111,10 @@ def test_the_loss_accepts_all_number_and_flag_types(form, reduce_loss):
     target = torch.tensor([[0, 10, 7], [1, 2, 7]])
     expected = torch_loss(logits, target, 0.125, "mean", 7)
     leaf = logits.detach().clone().requires_grad_()
-    found = te.parallel_cross_entropy(leaf * 1.0, target, form(0.125), reduce_loss, None, form(7))
-    torch.testing.assert_close(found, expected)
+    actual = te.parallel_cross_entropy(leaf * 1.0, target, form(0.125), reduce_loss, None, form(7))
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(found, leaf)[0], torch.autograd.grad(expected, logits)[0]
+        torch.autograd.grad(actual, leaf)[0], torch.autograd.grad(expected, logits)[0]
     )
 
 
@@ -135,8 +135,8 @@ def test_targets_may_have_size_one_axes_or_be_flat(shape):
     logits, target = sample(2, 3, 11), torch.tensor([[0, 10, 3], [1, 2, 7]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = te.parallel_cross_entropy(logits, target.view(shape))
-    torch.testing.assert_close(found.view(-1), torch_loss(logits, target))
+        result = te.parallel_cross_entropy(logits, target.view(shape))
+    torch.testing.assert_close(result.view(-1), torch_loss(logits, target))
 
 
 def test_targets_in_another_shape_are_read_in_row_major_order_with_a_warning():
@@ -144,5 +144,5 @@ def test_targets_in_another_shape_are_read_in_row_major_order_with_a_warning():
     with pytest.warns(
         UserWarning, match=r"target is \[3, 2\], its ids are read in row-major order"
     ):
-        found = te.parallel_cross_entropy(logits, target.view(3, 2))
-    torch.testing.assert_close(found.view(-1), torch_loss(logits, target))
+        result = te.parallel_cross_entropy(logits, target.view(3, 2))
+    torch.testing.assert_close(result.view(-1), torch_loss(logits, target))

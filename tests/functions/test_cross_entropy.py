@@ -123,7 +123,15 @@ def test_overwritten_logits_must_be_contiguous(device):
 def test_deprecated_arguments_warn(device):
     logits, target = sample(torch.float32, device)
     with pytest.warns(FutureWarning, match="is_cg_capturable is deprecated"):
-        parallel_cross_entropy(logits, target, 0.0, False, None, IGNORED, True)
+        parallel_cross_entropy(
+            logits,
+            target,
+            label_smoothing=0.0,
+            reduce_loss=False,
+            dist_process_group=None,
+            ignore_idx=IGNORED,
+            is_cg_capturable=True,
+        )
     result = logits * 1.0
     with pytest.warns(FutureWarning, match="keep_logits is deprecated"):
         loss = parallel_cross_entropy(result, target, keep_logits=False)
@@ -166,7 +174,9 @@ def test_a_leaf_keeps_its_values_and_gets_a_gradient_in_other_memory(alias, dtyp
     leaf = argument if alias == "detached" else parameter
     assert leaf.grad.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
     twin = before.clone().requires_grad_()
-    torch_loss(twin[-len(argument) :], target[-len(argument) :], 0.0, False).sum().backward()
+    torch_loss(
+        twin[-len(argument) :], target[-len(argument) :], smoothing=0.0, mean=False
+    ).sum().backward()
     torch.testing.assert_close(leaf.grad.float(), twin.grad.float(), rtol=ROUNDED[dtype], atol=1e-6)
 
 
@@ -294,10 +304,10 @@ def gradients(loss, leaves):
         if loss.dim() == 0
         else (loss * torch.linspace(0.5, 2, loss.numel(), device=loss.device).view_as(loss)).sum()
     ).backward()
-    found = [x.grad for x in leaves]
+    results = [x.grad for x in leaves]
     for x in leaves:
         x.grad = None
-    return found
+    return results
 
 
 @DTYPES
@@ -340,7 +350,7 @@ def test_a_precise_weight_gradient_is_as_exact_as_two_separate_steps(device):
     (hidden, weight, _), target = head(torch.bfloat16, device, (4, 256), 32, 2048)
     leaves = [hidden, weight]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    _, right = gradients(torch_loss(linear(*exact), target, 0.0, True), exact)
+    _, right = gradients(torch_loss(linear(*exact), target, smoothing=0.0, mean=True), exact)
 
     def error(loss):
         return (gradients(loss, leaves)[1].double() - right).norm() / right.norm()
@@ -353,13 +363,15 @@ def test_a_precise_weight_gradient_is_as_exact_as_two_separate_steps(device):
 def test_gradients_are_multiplied_in_place_unless_the_graph_is_retained(device):
     (hidden, weight, bias), target = head(torch.float32, device)
     leaves = [hidden, weight, bias]
-    expected = torch.autograd.grad(torch_loss(linear(*leaves), target, 0.0, True), leaves)
+    expected = torch.autograd.grad(
+        torch_loss(linear(*leaves), target, smoothing=0.0, mean=True), leaves
+    )
     loss = fused_linear_cross_entropy(hidden, weight, target, bias)
     for factor, saved in ((2.0, True), (3.0, True), (0.5, False)):
-        found = torch.autograd.grad(
+        actual = torch.autograd.grad(
             loss, leaves, torch.tensor(factor, device=device), retain_graph=saved
         )
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours, factor * theirs, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
@@ -371,7 +383,7 @@ def test_only_required_gradients_are_computed(frozen, precise, device):
     leaves, target = head(torch.float32, device)
     hidden, weight, bias = leaves
     leaves[frozen].requires_grad_(False)
-    expected = gradients(torch_loss(linear(*leaves), target, 0.0, True), leaves)
+    expected = gradients(torch_loss(linear(*leaves), target, smoothing=0.0, mean=True), leaves)
     fused_linear_cross_entropy(hidden, weight, target, bias, precise=precise).backward()
     assert leaves[frozen].grad is None
     for leaf, theirs in zip(leaves, expected, strict=True):
@@ -379,7 +391,10 @@ def test_only_required_gradients_are_computed(frozen, precise, device):
     with torch.no_grad():
         loss = fused_linear_cross_entropy(hidden, weight, target)
     torch.testing.assert_close(
-        loss, torch_loss(linear(hidden, weight), target, 0.0, True), rtol=1e-5, atol=1e-6
+        loss,
+        torch_loss(linear(hidden, weight), target, smoothing=0.0, mean=True),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -481,10 +496,10 @@ def test_the_losses_are_traced_with_dynamic_shapes(mean, device):
         leaves = (logits, torch.randn(2, rows, 4, device=device), torch.randn(13, 4, device=device))
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         twins = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-        found, expected = compiled(*leaves, target, smoothing), both(*twins, target, smoothing)
-        for ours, theirs in zip(found, expected, strict=True):
+        actual, expected = compiled(*leaves, target, smoothing), both(*twins, target, smoothing)
+        for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
-        for losses in (found, expected):
+        for losses in (actual, expected):
             (losses[0].sum() + losses[1].sum()).backward()
         for leaf, twin in zip(leaves, twins, strict=True):
             torch.testing.assert_close(leaf.grad, twin.grad)
@@ -497,7 +512,9 @@ def test_a_step_allocates_one_logits_tensor():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     logits.requires_grad_()
-    parallel_cross_entropy(logits.clone(), target, 0.0, True, overwrite_input=True).backward()
+    parallel_cross_entropy(
+        logits.clone(), target, label_smoothing=0.0, reduce_loss=True, overwrite_input=True
+    ).backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 1.01 * logits.nbytes
 
@@ -548,7 +565,7 @@ def test_a_captured_head_is_replayed_with_other_features():
         static.copy_(torch.randn_like(static))
     graph.replay()
     plain = [x.detach().clone().requires_grad_() for x in (static, weight)]
-    expected = torch_loss(linear(*plain), target, 0.0, True)
+    expected = torch_loss(linear(*plain), target, smoothing=0.0, mean=True)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
     (2 * expected).backward()
     for ours, theirs in zip(gradients, plain, strict=True):
@@ -562,7 +579,9 @@ def test_a_captured_step_is_replayed_with_other_logits():
 
     def step():
         static.grad = None
-        loss = parallel_cross_entropy(static * 1.0, target, 0.1, True, None, IGNORED)
+        loss = parallel_cross_entropy(
+            static * 1.0, target, 0.1, reduce_loss=True, dist_process_group=None, ignore_idx=IGNORED
+        )
         loss.backward()
         return loss
 

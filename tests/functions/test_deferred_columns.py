@@ -74,10 +74,8 @@ def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, name, dev
         return  # some GPUs' products read the row-wise codes in both directions
     scales = {"linear": 1, "layernorm_linear": 1, "mlp": 2}[name] * 4
     unneeded = more - less - WEIGHTS[name]
-    assert unneeded in (
-        -scales,
-        0,
-    )  # the codes' scale is saved with them; a multiplier or a maximum instead
+    # The scale is saved with the codes; without codes, a multiplier or a maximum is saved.
+    assert unneeded in (-scales, 0)
 
 
 @pytest.mark.parametrize("name", ["layernorm_linear", "mlp"])
@@ -133,11 +131,11 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
                 return te.checkpoint(layer, x, use_reentrant=way == "reentrant")
             return layer(x.detach() if way == "frozen input" else x) + 0 * x
 
-        found = train(layer, RECIPES[recipe](), SHAPE, run=run)[0]
+        result = train(layer, RECIPES[recipe](), SHAPE, run=run)[0]
         if way == "delay_wgrad":
             layer.backward_dw()
-            found += [p.grad for p in layer.parameters() if p.grad is not None]
-        return found
+            result += [p.grad for p in layer.parameters() if p.grad is not None]
+        return result
 
     with te.emulate(), use_backend(weight_columns="recomputed"):
         ours = measure()
@@ -228,7 +226,7 @@ def test_cached_weights_are_saved(recipe, name, device, monkeypatch):
     """Microbatches read the first one's codes, whatever the default for the size, and a request raises."""
 
     def outputs() -> list[Tensor]:
-        layer, active, found = make_layer(name, device), RECIPES[recipe](), []
+        layer, active, result = make_layer(name, device), RECIPES[recipe](), []
         for batch in range(3):
             x = torch.full((TOKENS, 1, HIDDEN), 1.0 + batch, dtype=torch.bfloat16, device=device)
             x.requires_grad_()
@@ -236,11 +234,11 @@ def test_cached_weights_are_saved(recipe, name, device, monkeypatch):
                 y = layer(x, is_first_microbatch=batch == 0)
             y.float().square().sum().backward()
             assert x.grad is not None
-            found += [y.detach(), x.grad]
+            result += [y.detach(), x.grad]
             with torch.no_grad():
                 for parameter in layer.parameters():
                     parameter.mul_(1.5)
-        return found
+        return result
 
     with use_backend(weight_columns="saved"):
         expected = outputs()

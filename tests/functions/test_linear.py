@@ -106,7 +106,7 @@ def test_without_quantizers_results_equal_torch_linear(device):
 def test_a_backward_override_leaves_gradients_unquantized(mode, device):
     x, w, _, dy = tensors(device)
     qx, qw, qg = quantizers(RECIPES["current"], device)
-    linear(x, w, None, make_spec(torch.bfloat16, qx, qw, qg, backward=mode)).backward(dy)
+    linear(x, w, None, make_spec(torch.bfloat16, qx, qw, qg, backward_operands=mode)).backward(dy)
     x_values, w_values = x.detach(), w.detach()
     if mode == "dequantized":
         x_values = qx.encode(x_values, True, False).dequantize(dtype=torch.bfloat16)
@@ -160,7 +160,13 @@ def test_a_product_writes_codes_under_delayed_scaling(rows, device):
         qx, qw, qy = forward.make_quantizers()
         qg, qdx = backward.make_quantizers()
         spec = make_spec(
-            torch.bfloat16, qx, qw, qg, output=qy, grad_input=qdx, needs_grad_bias=True
+            torch.bfloat16,
+            qx,
+            qw,
+            qg,
+            output_quantizer=qy,
+            grad_input_quantizer=qdx,
+            needs_grad_bias=True,
         )
         records = []
         with observing(
@@ -192,7 +198,7 @@ def test_a_partial_sum_is_not_quantized_before_reduction(mode, expected, device,
         communication.COLLECTIVES, "all_reduce", lambda tensor, group, later: (tensor * 2, None)
     )
     spec = dataclasses.replace(
-        make_spec(torch.bfloat16, qx, qw, IDENTITY, output=qy),
+        make_spec(torch.bfloat16, qx, qw, IDENTITY, output_quantizer=qy),
         parallel=TensorParallel(mode, None, 2),
     )
     records = []

@@ -75,7 +75,7 @@ def passes(
         else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
     )
     spec: Any = dataclasses.replace(
-        make_spec(torch.bfloat16, **result, plain=plain, **options),
+        make_spec(torch.bfloat16, **result, is_unquantized=plain, **options),
         parallel=TensorParallel(mode, None, RANKS, True),
     )
     rows = M // RANKS if mode == "column" else M
@@ -110,7 +110,7 @@ QUANTIZED = itertools.product(
 def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(
     plain, keep_input, backward, way, device, events
 ):
-    options = {"gather_input": way, "backward": backward, "keep_input": keep_input}
+    options = {"gather_input": way, "backward_operands": backward, "keep_input": keep_input}
     forward, back, saved = passes(events, "column", way, device, plain, **options)
     assert forward == ["all_gather begins", "all_gather ends", "product"]
     assert back == [
@@ -177,7 +177,7 @@ def test_an_output_gradient_is_gathered_once_per_code_direction(
 ):
     needs = {"needs_grad_input": grad_input, "needs_grad_weight": grad_weight}
     _, back, _ = passes(
-        events, "row", way, device, False, gather_gradient=way, backward=backward, **needs
+        events, "row", way, device, False, gather_gradient=way, backward_operands=backward, **needs
     )
     directions = way == "codes" and backward == "quantized"
     assert back.count("all_gather begins") == (grad_input + grad_weight if directions else 1)

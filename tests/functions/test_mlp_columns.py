@@ -70,11 +70,11 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
                 return te.checkpoint(layer, x, use_reentrant=way == "reentrant")
             return layer(x)
 
-        found = train(layer, RECIPES[recipe](), SHAPE, run=run)[0]
+        result = train(layer, RECIPES[recipe](), SHAPE, run=run)[0]
         if way == "delay_wgrad":
             layer.backward_dw()
-            found += [p.grad for p in layer.parameters() if p.grad is not None]
-        return found
+            result += [p.grad for p in layer.parameters() if p.grad is not None]
+        return result
 
     with te.emulate():
         ours = measure()
@@ -216,7 +216,16 @@ def test_four_layers_need_less_memory_at_the_peak():
     ],
 )
 def test_saving_columns_instead_of_recomputing_has_a_reason(change, reason):
-    recomputed = Columns("fused_cast", "separate", True, True, True, False, False, False)
+    recomputed = Columns(
+        "fused_cast",
+        "separate",
+        one_scale=True,
+        is_copy=True,
+        needs_gradients=True,
+        sums_bias_gradient=False,
+        communicates=False,
+        repeats_forward=False,
+    )
     assert MLP_COLUMNS.choose(recomputed) == "recomputed"
     request = recomputed._replace(**change)
     assert MLP_COLUMNS.choose(request) == "saved"

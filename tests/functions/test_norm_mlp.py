@@ -258,24 +258,29 @@ def ways(explanation) -> dict[str, tuple[str | None, str]]:
 
 def test_the_explanation_reports_how_matrices_between_the_steps_are_computed(device):
     x = sample(device)
-    found = ways(te.explain(mlp(device, activation="gelu"), x))
+    result = ways(te.explain(mlp(device, activation="gelu"), x))
     assert (
-        found["norm_output"][0] == "separate"
-        and "cannot run inside another kernel" in found["norm_output"][1]
+        result["norm_output"][0] == "separate"
+        and "cannot run inside another kernel" in result["norm_output"][1]
     )
-    assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "in_product"
+    assert result["mlp_activation"][0] == result["mlp_gradient"][0] == "in_product"
     with te.autocast(recipe=RECIPES["delayed"]):
-        found = ways(te.explain(mlp(device, activation="swiglu", return_layernorm_output=True), x))
+        result = ways(te.explain(mlp(device, activation="swiglu", return_layernorm_output=True), x))
         gelu = te.explain(mlp(device, activation="gelu"), x)
-    assert found["norm_output"] == ("separate", "it does not support a matrix that is returned too")
-    assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "fused_cast"
+    assert result["norm_output"] == (
+        "separate",
+        "it does not support a matrix that is returned too",
+    )
+    assert result["mlp_activation"][0] == result["mlp_gradient"][0] == "fused_cast"
     assert (
         "not in_product: the kernel of the activation quantizes its output to float8 codes"
         in str(gelu)
     )
     with te.autocast(recipe=RECIPES["current"]):
-        found = ways(te.explain(mlp(device, activation="swiglu"), x))
-    assert found["mlp_gradient"][0] == "separate" and "needs all of dy" in found["mlp_gradient"][1]
+        result = ways(te.explain(mlp(device, activation="swiglu"), x))
+    assert (
+        result["mlp_gradient"][0] == "separate" and "needs all of dy" in result["mlp_gradient"][1]
+    )
 
 
 def test_a_backend_can_be_forced_and_an_unsupported_one_raises_its_reason(device):

@@ -28,8 +28,8 @@ def leaf(*shape, device, dtype=torch.float32):
     return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
 
-def assert_same_gradients(found, expected, leaves, gradient):
-    ours, theirs = (torch.autograd.grad(y, leaves, gradient) for y in (found, expected))
+def assert_same_gradients(actual, expected, leaves, gradient):
+    ours, theirs = (torch.autograd.grad(y, leaves, gradient) for y in (actual, expected))
     for mine, exact in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, exact)
 
@@ -43,8 +43,8 @@ class TestByMask:
         assert torch.equal(y, expected)
         assert row_id_map.dtype is torch.int32 and row_id_map.shape == (T, 2 * E + 1)
         dy = torch.randn_like(y)
-        found, theirs = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
-        torch.testing.assert_close(found, theirs, rtol=UNIT[dtype], atol=UNIT[dtype])
+        actual, theirs = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
+        torch.testing.assert_close(actual, theirs, rtol=UNIT[dtype], atol=UNIT[dtype])
 
     def test_the_map_holds_rows_and_experts_from_the_highest_on(self, device):
         routed = torch.tensor([[0, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]], device=device)
@@ -59,10 +59,10 @@ class TestByMask:
         expected = probs[token, expert]
         assert torch.equal(row_probs, expected) and torch.equal(y, x[token])
         gradient = torch.randn_like(row_probs)
-        found, theirs = (
+        actual, theirs = (
             torch.autograd.grad(out, probs, gradient)[0] for out in (row_probs, expected)
         )
-        assert torch.equal(found, theirs)
+        assert torch.equal(actual, theirs)
 
     def test_a_row_of_probability_zero_is_zero(self, mask, device):
         y, row_probs, _ = moe_permute_with_probs(
@@ -79,10 +79,10 @@ class TestByMask:
         token, expert = token_and_expert_indices(mask)
         weighted = y * probs[token, expert][:, None] if merges else y
         expected = torch.zeros(T, H, device=device).index_add(0, token, weighted)
-        found = moe_unpermute(y, row_id_map, probs if merges else None, torch.Size((T, H)))
-        torch.testing.assert_close(found, expected)
-        dx, leaves = torch.randn_like(found), [y, probs][: 1 + merges]
-        assert_same_gradients(found, expected, leaves, dx)
+        actual = moe_unpermute(y, row_id_map, probs if merges else None, torch.Size((T, H)))
+        torch.testing.assert_close(actual, expected)
+        dx, leaves = torch.randn_like(actual), [y, probs][: 1 + merges]
+        assert_same_gradients(actual, expected, leaves, dx)
 
     def test_gradients_are_those_of_finite_differences(self, mask):
         x = torch.randn(T, 4, dtype=torch.float64, requires_grad=True)
@@ -419,10 +419,10 @@ def there_and_back(x, probs, mask):
 def test_permutation_functions_compile_in_one_graph(mask, device, backend):
     x, probs = leaf(T, H, device=device), leaf(T, E, device=device)
     compiled = torch.compile(there_and_back, fullgraph=True, backend=backend)
-    found, expected = compiled(x, probs, mask), there_and_back(x, probs, mask)
-    torch.testing.assert_close(found, expected)
+    actual, expected = compiled(x, probs, mask), there_and_back(x, probs, mask)
+    torch.testing.assert_close(actual, expected)
     for mine, theirs in zip(
-        torch.autograd.grad(found.sum(), (x, probs)),
+        torch.autograd.grad(actual.sum(), (x, probs)),
         torch.autograd.grad(expected.sum(), (x, probs)),
         strict=True,
     ):
@@ -438,10 +438,10 @@ def test_a_captured_permutation_replays_with_other_routes(device):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = there_and_back(x, probs, mask)
+        result = there_and_back(x, probs, mask)
     mask.copy_(mask.roll(3, 1))
     graph.replay()
-    torch.testing.assert_close(found, there_and_back(x, probs, mask))
+    torch.testing.assert_close(result, there_and_back(x, probs, mask))
 
 
 @pytest.mark.gpu

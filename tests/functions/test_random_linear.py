@@ -57,12 +57,12 @@ def make_spec(case: Case) -> LinearSpec:
     return test_linear.make_spec(
         torch.bfloat16,
         *of_recipe,
-        backward=case.backward,
+        backward_operands=case.backward,
         keep_input=case.keep_input,
         needs_grad_input=needs_grad_input,
         needs_grad_weight=needs_grad_weight,
         needs_grad_bias=needs_grad_bias and case.bias,
-        plain=case.plain and recipe is None,
+        is_unquantized=case.plain and recipe is None,
     )
 
 
@@ -92,18 +92,23 @@ def test_passes_multiply_operands_quantized_by_their_settings(case: Case):
     x, w, b, dy = [tensor.detach() for tensor in tensors(case)]
     x, dy = x.reshape(-1, K), dy.reshape(-1, N)
     expected: list[torch.Tensor | None] = [
-        values(spec.input, x, False) @ values(spec.weight, w, False).t()
+        values(spec.input_quantizer, x, False) @ values(spec.weight_quantizer, w, False).t()
     ]
     if case.bias:
         expected[0] = expected[0] + b.double()  # pyright: ignore[reportOptionalOperand]
     if case.backward == "quantized":
-        dx = values(spec.grad_output, dy, False) @ values(spec.weight, w, True).t()
-        dw = values(spec.grad_output, dy, True) @ values(spec.input, x, True).t()
+        dx = (
+            values(spec.grad_output_quantizer, dy, False)
+            @ values(spec.weight_quantizer, w, True).t()
+        )
+        dw = (
+            values(spec.grad_output_quantizer, dy, True) @ values(spec.input_quantizer, x, True).t()
+        )
     else:
         saved_x, saved_w = x.double(), w.double()
         if case.backward == "dequantized":
-            saved_x = saved_x if case.keep_input else values(spec.input, x, False)
-            saved_w = values(spec.weight, w, False)
+            saved_x = saved_x if case.keep_input else values(spec.input_quantizer, x, False)
+            saved_w = values(spec.weight_quantizer, w, False)
         dx, dw = dy.double() @ saved_w, dy.double().t() @ saved_x
     expected += [dx, dw, dy.double().sum(0)]
     for got, reference, is_needed in zip(results(case), expected, (True, *case.needs), strict=True):
@@ -140,9 +145,19 @@ def test_leading_dimensions_and_saved_values_change_no_bit(case: Case):
 
 
 def test_layers_without_quantizers_equal_identity_quantizers_bitwise():
-    case = Case("none", "quantized", False, True, True, (True, True, True), (32, 2), False, 7)
+    case = Case(
+        "none",
+        "quantized",
+        keep_input=False,
+        plain=True,
+        bias=True,
+        needs=(True, True, True),
+        leading=(32, 2),
+        expanded=False,
+        seed=7,
+    )
     plain, identity = (
         results(case),
-        results(case, dataclasses.replace(make_spec(case), plain=False)),
+        results(case, dataclasses.replace(make_spec(case), is_unquantized=False)),
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, identity, strict=True))  # pyright: ignore[reportArgumentType]

@@ -75,7 +75,14 @@ def permute(device, dtype):
 def route_tokens(device, dtype):
     logits = matrix(device, ROWS, EXPERTS, dtype=dtype)
     probs, _ = router.fused_topk_with_score_function(
-        logits, 2, False, None, None, None, "softmax", None
+        logits,
+        2,
+        use_pre_softmax=False,
+        num_groups=None,
+        group_topk=None,
+        scaling_factor=None,
+        score_function="softmax",
+        expert_bias=None,
     )
     return (logits,), probs
 
@@ -147,8 +154,8 @@ def test_quantizers_compute_the_same_codes_under_autocast(name, device):
     expected = create_quantizer(name, device)(x).dequantize(dtype=torch.float32)
     torch.manual_seed(0)
     with torch.autocast(device.type, torch.bfloat16):
-        found = create_quantizer(name, device)(x).dequantize(dtype=torch.float32)
-    assert torch.equal(found, expected)
+        actual = create_quantizer(name, device)(x).dequantize(dtype=torch.float32)
+    assert torch.equal(actual, expected)
 
 
 def test_a_layer_in_a_users_function_leaves_autocast_on(device):
@@ -188,9 +195,9 @@ def test_every_autograd_function_of_the_package_has_the_common_base():
     def below(cls: type) -> set[type]:
         return {cls}.union(*map(below, cls.__subclasses__()))
 
-    found = {
+    results = {
         cls.__name__
         for cls in below(torch.autograd.Function)
         if cls.__module__.startswith("transformer_engine") and not issubclass(cls, Function)
     }
-    assert found <= rest
+    assert results <= rest

@@ -50,12 +50,12 @@ OURS = ("transformer_engine", "transformer_engine_torch")
 
 def fingerprint(*watched: Any) -> dict[str, Any]:
     """Current state of the watched objects and the process."""
-    found: dict[str, Any] = {}
-    visit = _Visit(found)
+    results: dict[str, Any] = {}
+    visit = _Visit(results)
     for number, value in enumerate(watched):
         visit(f"watched[{number}]", value)
     visit("process", _process())
-    return found
+    return results
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -98,8 +98,8 @@ def _process() -> dict[str, Any]:
 class _Visit:
     """Walks objects into `found`; the second visit of an object is a reference to the first."""
 
-    def __init__(self, found: dict[str, Any]):
-        self.found = found
+    def __init__(self, result: dict[str, Any]):
+        self.found = result
         self.seen: dict[int, str] = {}
         self.kept: list[Any] = []  # so that no id is used twice
 

@@ -57,9 +57,9 @@ def test_an_order_accepts_all_number_types(order, sizes, rerun):
         allow_unused_input=numpy.bool_(False),
     )
     x, e = sample(3).requires_grad_(), sample(3).requires_grad_()
-    found, expected = result[1](result[0](x)), eager[1](eager[0](e))
-    assert torch.equal(found, expected)
-    found.square().sum().backward()
+    actual, expected = result[1](result[0](x)), eager[1](eager[0](e))
+    assert torch.equal(actual, expected)
+    actual.square().sum().backward()
     expected.square().sum().backward()
     assert torch.equal(x.grad, e.grad)
 
@@ -121,10 +121,10 @@ def test_an_argument_in_another_dtype_is_copied_to_the_captured_one(dtype, rerun
     with pytest.warns(
         UserWarning, match=f"argument 0 is {dtype}, the graph was captured for torch.float32"
     ):
-        found = result(ours)
+        actual = result(ours)
     expected = eager[0](theirs.float())
-    assert torch.equal(found, expected)
-    found.square().sum().backward()
+    assert torch.equal(actual, expected)
+    actual.square().sum().backward()
     expected.square().sum().backward()
     assert torch.equal(graphed[0].weight.grad, eager[0].weight.grad)
     if differentiable:

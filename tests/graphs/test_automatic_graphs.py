@@ -316,8 +316,8 @@ def test_a_flag_passes_the_first_microbatch_to_the_graph(rerun):
     module = te.graphed(copy.deepcopy(eager), after=1)
     for seed in range(6):
         first = seed % 2 == 0
-        found = _step(module, module, recipe, seed, is_first_microbatch=first)
-        assert _equal(found, _step(eager, eager, recipe, seed, is_first_microbatch=first))
+        result = _step(module, module, recipe, seed, is_first_microbatch=first)
+        assert _equal(result, _step(eager, eager, recipe, seed, is_first_microbatch=first))
         with torch.no_grad():
             for p, q in zip(eager.parameters(), module.parameters(), strict=True):
                 p.mul_(1.25)
@@ -392,8 +392,8 @@ def test_a_call_that_cannot_be_captured_runs_eagerly_and_warns_once(rerun, monke
         _step(module, module, None, seed)
         _step(eager, eager, None, seed)
     with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
-        found = _step(module, module, None, 3)
-    assert _equal(found, _step(eager, eager, None, 3))
+        result = _step(module, module, None, 3)
+    assert _equal(result, _step(eager, eager, None, 3))
     assert "could not be captured" in _reason(module, _x(4).requires_grad_())[1]
 
 

@@ -77,8 +77,8 @@ def test_three_graphed_steps_are_bitwise_equal_to_eager_steps(kind, recipe, reru
     replayed = _graph(copy.deepcopy(eager), recipe)
     for seed in range(3):
         expected = _step(eager, eager, recipe, seed)
-        found = _step(replayed, replayed, recipe, seed)
-        assert _equal(found, expected)
+        actual = _step(replayed, replayed, recipe, seed)
+        assert _equal(actual, expected)
         assert _equal(_state(replayed), _state(eager))
     assert rerun.log == ["forward", "backward"] * 3
 
@@ -165,10 +165,10 @@ def test_cached_weights_are_updated_in_the_first_microbatch_only(kind, recipe, r
             expected = _step(
                 eager_call, eager, recipe, 10 * step + microbatch, is_first_microbatch=first
             )
-            found = _step(
+            actual = _step(
                 graphed, replayed, recipe, 10 * step + microbatch, is_first_microbatch=first
             )
-            assert _equal(found, expected)
+            assert _equal(actual, expected)
             assert _equal(_state(replayed), _state(eager))
         with torch.no_grad():  # the optimizer's step, which the next first microbatch has to see
             for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
@@ -266,8 +266,8 @@ def test_delayed_weight_gradients_are_replayed_on_request(rerun):
     graphed = _graph(replayed)
     assert called == []
     for seed in range(2):
-        found, expected = _step(graphed, replayed, None, seed), _step(eager, eager, None, seed)
-        assert _equal(found[:2], expected[:2])
+        actual, expected = _step(graphed, replayed, None, seed), _step(eager, eager, None, seed)
+        assert _equal(actual[:2], expected[:2])
         graphed.backward_dw()
         eager.backward_dw()
         assert torch.equal(replayed.weight.grad, eager.weight.grad)
@@ -324,12 +324,12 @@ def test_nested_arguments_keywords_and_outputs_keep_their_structure(rerun):
     args, kwargs = arguments(0)
     graphed = te.make_graphed_callables(replayed, (args), sample_kwargs=kwargs)
     args, kwargs = arguments(3)
-    expected, found = eager(*args, **kwargs), graphed(*args, **kwargs, ignored=1)
-    assert list(found) == list(expected)
-    assert torch.equal(found["y"], expected["y"])
-    assert torch.equal(found["mask"], expected["mask"])
-    assert not found["mask"].requires_grad
-    assert found["none"] is None
+    expected, actual = eager(*args, **kwargs), graphed(*args, **kwargs, ignored=1)
+    assert list(actual) == list(expected)
+    assert torch.equal(actual["y"], expected["y"])
+    assert torch.equal(actual["mask"], expected["mask"])
+    assert not actual["mask"].requires_grad
+    assert actual["none"] is None
     with pytest.raises(TypeError, match="keyword scale was captured"):
         graphed(*args)
 
@@ -719,7 +719,7 @@ def test_hooks_run_while_capturing_and_not_at_replays(rerun):
     )
     assert records == list(kinds) * 3
     assert round_it == ["before", "after"]
-    _step(module, module, None, 0)
+    _step(module, module, recipe=None, seed=0)
     assert len(records) == 12
     with pytest.raises(RuntimeError, match="has to return None"):
         _graph(_layer("Linear"), capture_time_hooks=[{"forward_hooks": {0: lambda module: 1}}])
@@ -953,9 +953,9 @@ def test_a_call_method_of_the_class_defines_the_capture(rerun):
     (graphed,) = te.make_graphed_callables(
         (module,), ((_x(99).requires_grad_(),),), _order=[1, -1], allow_unused_input=True
     )
-    found = graphed(_x().requires_grad_())
-    assert isinstance(found, tuple) and len(found) == 1
-    assert torch.equal(found[0], expected)
+    actual = graphed(_x().requires_grad_())
+    assert isinstance(actual, tuple) and len(actual) == 1
+    assert torch.equal(actual[0], expected)
 
 
 def test_modules_and_tensors_outside_the_gpu_are_rejected():

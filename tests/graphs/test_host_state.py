@@ -494,9 +494,9 @@ def test_eager_cuda_results_outlive_another_streams_work():
             result = call(x, y)
             expected = result[0].clone()
             torch.cuda._sleep(20_000_000)
-            found = result.clone()
+            actual = result.clone()
             del result
         with torch.cuda.stream(streams[1]):
             call(x, y)
         torch.cuda.synchronize()
-        assert torch.equal(found, expected.expand_as(found))
+        assert torch.equal(actual, expected.expand_as(actual))

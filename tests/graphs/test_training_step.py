@@ -141,10 +141,10 @@ def delayed(layer):
 def test_a_thousand_graphed_steps_have_eager_losses(capture):
     graphed, eager = both(kind="Linear", recipe="delayed", out_features=HIDDEN)
     call = te.graphed(graphed.step)
-    found, expected = (
+    actual, expected = (
         run(one, training, 1000) for one, training in ((call, graphed), (eager.step, eager))
     )
-    assert equal(found, expected)
+    assert equal(actual, expected)
     assert len(capture.log) == 996
 
 
@@ -349,8 +349,8 @@ def test_state_on_the_host_prevents_a_capture_and_is_named(kind, message, captur
     graphed, eager = kind(), kind()
     call = te.graphed(graphed.step)
     for seed in range(8):
-        found, expected = call(*data(seed)), eager.step(*data(seed))
-        assert found == expected
+        actual, expected = call(*data(seed)), eager.step(*data(seed))
+        assert actual == expected
     assert call.kept == 0 and capture.log == []
     assert call.reason.startswith(message)
     assert equal(graphed.values(), eager.values())
@@ -540,24 +540,24 @@ def _gpu_losses(call, training, steps):
 @pytest.mark.parametrize("optimizer", ["adamw", "fused_adam"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_cuda_graphed_steps_have_eager_losses(recipe, optimizer, dropout):
-    found = []
+    results = []
     with te.deterministic():
         for is_graphed in (True, False):
             torch.manual_seed(3)
             training = OnGpu(RECIPES[recipe], optimizer, dropout)
             torch.manual_seed(4)
             call = te.graphed(training.step) if is_graphed else training.step
-            found.append(_gpu_losses(call, training, 20))
+            results.append(_gpu_losses(call, training, 20))
             if is_graphed:
                 assert (call.kept, call.reason) == (1, None)
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
 def test_a_thousand_cuda_graphed_steps_have_eager_losses_and_constant_memory(recipe):
-    found = []
+    results = []
     with te.deterministic():
         for is_graphed in (True, False):
             training = OnGpu(RECIPES[recipe], "adamw", 0.0)
@@ -567,8 +567,8 @@ def test_a_thousand_cuda_graphed_steps_have_eager_losses_and_constant_memory(rec
             losses.append(_gpu_losses(call, training, 980))
             if is_graphed:
                 assert torch.cuda.memory_allocated() - before <= losses[1].nbytes
-            found.append(torch.cat(losses))
-    assert torch.equal(*found)
+            results.append(torch.cat(losses))
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu

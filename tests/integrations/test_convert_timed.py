@@ -22,15 +22,16 @@ from transformer_engine.pytorch.integrations.torch_modules.timing import Compari
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
-RECIPE = Float8CurrentScaling()
-FASTER, SLOWER = (Comparison(Cost(2.0, 8), Cost(ms, 4)) for ms in (1.0, 2.0))
+RECIPE, RECIPE_NAME = Float8CurrentScaling(), "Float8CurrentScaling"
+FASTER, SLOWER = (Comparison(Cost(2.0, 8, 2.0), Cost(ms, 4, ms)) for ms in (1.0, 2.0))
+LAUNCHED = Comparison(Cost(2.0, 8, 2.0), Cost(1.0, 4, 3.0))  # faster, but not on a slow host
 
 
 @pytest.fixture
 def times(monkeypatch):
     """Stubbed measurements: linear layers with 64 outputs are slower, everything else is faster."""
     measured: list[str] = []
-    models = iter([10.0, 5.0])
+    models = iter([10.0, 5.0, 6.0])
 
     def compare_step(module: Any, converter: Converter, calls: Counter[SampleCall]) -> Comparison:
         measured.append(repr(module))
@@ -74,6 +75,50 @@ def test_a_model_that_becomes_slower_is_restored(times, monkeypatch):
     assert {row.choice for row in table} == {"torch"}
     assert "was restored" in str(table) and "the whole model was slower converted" in str(table)
     te.restore(model)
+
+
+@pytest.mark.parametrize(("by_device", "by_host"), [(4.0, 5.0), (6.0, 5.0), (20.0, 30.0)])
+def test_the_faster_of_both_choices_is_used(times, monkeypatch, by_device, by_host):
+    """Layers whose kernels are faster and whose launches are slower are converted if the whole model gains."""
+    models = iter([10.0, by_device, by_host])
+    monkeypatch.setattr(conversion, "_model_ms", lambda *arguments: next(models))
+    monkeypatch.setattr(
+        conversion,
+        "compare",
+        lambda module, *_: LAUNCHED if getattr(module, "out_features", 0) == 64 else FASTER,
+    )
+    model, x = Decoder(), tokens()
+    te.convert(model, RECIPE, sample=x, timed=True, verbose=False)
+    rows = {row.name: row for row in te.conversion_table(model)}
+    converted = {
+        name: type(layer) is not nn.Linear
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    assert (
+        converted["layers.0.w1"]
+        == (rows["layers.0.w1"].choice == RECIPE_NAME)
+        == (min(by_device, by_host) < 10)
+    )
+    assert (
+        converted["layers.0.w2"]
+        == (rows["layers.0.w2"].choice == RECIPE_NAME)
+        == (by_device < by_host < 10)
+    )
+
+
+def test_a_compiled_model_also_tries_every_linear_layer(times, monkeypatch):
+    models = iter([10.0, 8.0, 7.0])
+    monkeypatch.setattr(conversion, "_model_ms", lambda *arguments: next(models))
+    model = te.convert(Decoder(), RECIPE, sample=tokens(), timed=True, compiled=True, verbose=False)
+    table = te.conversion_table(model)
+    rows = {row.name: row for row in table}
+    assert (
+        rows["layers.0.w2"].choice == RECIPE_NAME
+        and "casts are fused" in rows["layers.0.w2"].reason
+    )
+    assert rows["norm"].choice == rows["output"].choice == "torch"
+    assert "2 choices" in table.summary
 
 
 def test_compiled_models_keep_their_torch_norms(times):
@@ -152,7 +197,13 @@ def test_other_calls_of_a_replaced_attention_run_in_torch(times):
 def test_measured_times_are_those_of_both_sides(recipe: Any):
     layer, calls = (
         nn.Linear(64, 32),
-        Counter({SampleCall(((4, 8, 64),), torch.float32, torch.device("cpu"), True, True): 2}),
+        Counter(
+            {
+                SampleCall(
+                    ((4, 8, 64),), torch.float32, torch.device("cpu"), needs_grad=True, trains=True
+                ): 2
+            }
+        ),
     )
     compared = compare(layer, Converter(recipe), calls)
     assert compared.original.ms > 0 and compared.converted.ms > 0

@@ -523,8 +523,8 @@ def test_the_interface_computes_a_softcap_before_the_mask(softcap, mask):
     expected = (scores.softmax(-1) @ v).transpose(1, 2)
     torch.testing.assert_close(out.double(), expected, **ATTENDED)
     grad = torch.randn(out.shape)
-    found = torch.autograd.grad(out, leaves, grad)
-    for got, right in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+    actual = torch.autograd.grad(out, leaves, grad)
+    for got, right in zip(actual, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         torch.testing.assert_close(got.double(), right, **ATTENDED)
 
 

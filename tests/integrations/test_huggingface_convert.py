@@ -207,8 +207,8 @@ def test_torch_s_checkpoint_repeats_the_recipe(recipe, reentrant, device):
         layer._gradient_checkpointing_func = functools.partial(
             torch_checkpoint, use_reentrant=reentrant
         )
-    expected, found = outcome(saved, x), outcome(repeated, x)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    expected, actual = outcome(saved, x), outcome(repeated, x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     name = "none" if recipe is None else "DelayedScaling"
     assert repeated.layers[0].runs == [name] * 6
 

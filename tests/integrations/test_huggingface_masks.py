@@ -77,7 +77,10 @@ def test_a_window_longer_than_all_queries_is_dropped():
 
 @pytest.mark.parametrize("hidden", [-torch.inf, -1e9, -65504.0])
 def test_any_large_negative_number_hides(hidden):
-    assert masks.mask_masking(additive(band(5, 5, 0, None, [(0, 5)]), hidden), 1) == masks.CAUSAL
+    assert (
+        masks.mask_masking(additive(band(5, 5, ahead=0, window=None, padding=[(0, 5)]), hidden), 1)
+        == masks.CAUSAL
+    )
 
 
 def test_a_mask_with_all_keys_visible_is_dropped():
@@ -133,7 +136,7 @@ def test_a_static_cache_is_limited_to_its_written_keys(position, window):
 
 
 def test_a_mask_of_one_query_is_not_read(monkeypatch):
-    monkeypatch.setattr(masks, "_read", None)
+    monkeypatch.setattr(masks, "_read_intervals", None)
     visible = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)[
         :, None, None
     ]
@@ -144,7 +147,7 @@ def test_a_mask_of_one_query_is_not_read(monkeypatch):
 
 def test_without_a_mask_a_causal_call_begins_in_the_first_key():
     """A static cache before its first step: torch's is_causal leaves the keys behind the queries out."""
-    visible = band(4, 16, 0, None, [(0, 16)])
+    visible = band(4, 16, ahead=0, window=None, padding=[(0, 16)])
     assert_attends_as(visible, masks.maskless_masking(True, 4, 16, None))
     assert_attends_as(band(6, 6, 0, 3, [(0, 6)]), masks.maskless_masking(True, 6, 6, 3))
     assert masks.maskless_masking(False, 4, 16, 3) == masks.NO_MASK
@@ -160,7 +163,7 @@ def test_packed_sequence_masks_become_lengths(lengths, shared):
     if shared:
         segments = segments[:1].expand(3, -1)
     same = segments[:, None, :, None] == segments[:, None, None, :]
-    visible = same & band(8, 8, 0, None, [(0, 8)])
+    visible = same & band(8, 8, ahead=0, window=None, padding=[(0, 8)])
     masking = masks.mask_masking(visible[:1].expand(3, -1, -1, -1) if shared else visible, 3)
     assert masking is not None
     assert (masking.name, masking.packed) == ("padding_causal", True)
@@ -170,7 +173,7 @@ def test_packed_sequence_masks_become_lengths(lengths, shared):
 
 def others() -> dict[str, torch.Tensor]:
     """Masks that no mask type describes, some of which agree with one in corners, first and last rows."""
-    causal = band(8, 8, 0, None, [(0, 8)])
+    causal = band(8, 8, ahead=0, window=None, padding=[(0, 8)])
     segment = torch.arange(8) // 4
     hole, block, second = (causal.clone() for _ in range(3))
     hole[..., 6, 5] = False
@@ -249,8 +252,8 @@ def test_random_masks_are_rejected_or_right():
 
 def test_layers_that_share_a_mask_read_it_once(monkeypatch):
     reads = []
-    read = masks._read
-    monkeypatch.setattr(masks, "_read", lambda *args: reads.append(1) or read(*args))
+    read = masks._read_intervals
+    monkeypatch.setattr(masks, "_read_intervals", lambda *args: reads.append(1) or read(*args))
     mask = band(8, 8, 0, 3, [(0, 8), (0, 5)])
     first = masks.mask_masking(mask, 2)
     assert masks.mask_masking(mask, 2) is first and len(reads) == 1
@@ -263,7 +266,7 @@ def test_layers_that_share_a_mask_read_it_once(monkeypatch):
 
 
 def test_a_mask_that_is_expanded_over_the_batch_is_read_once_for_all():
-    mask = band(8, 8, 0, None, [(0, 8)]).expand(64, -1, -1, -1)
+    mask = band(8, 8, ahead=0, window=None, padding=[(0, 8)]).expand(64, -1, -1, -1)
     assert mask.stride(0) == 0
     assert masks.mask_masking(mask, 64) == masks.CAUSAL
 
@@ -274,7 +277,7 @@ def test_a_mask_that_is_expanded_over_the_batch_is_read_once_for_all():
 def test_padding_masks_become_lengths_on_a_gpu(side, dtype):
     """Whichever backend takes the lengths: real tokens attend as under torch's mask."""
     long = [(begin * 64, end * 64) for begin, end in PADDING[side]]
-    visible = band(512, 512, 0, None, long).cuda()
+    visible = band(512, 512, ahead=0, window=None, padding=long).cuda()
     masking = masks.mask_masking(visible, 3)
     assert masking is not None and masking.name == "padding_causal"
     q, k, v = (

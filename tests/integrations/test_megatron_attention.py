@@ -247,8 +247,8 @@ def test_cross_attention_leaves_the_caches_of_self_attention_alone():
         pages.begin_step([2, 2])
         with pytest.raises(ValueError, match="cross-attention with a paged context"):
             cross(target[:, :1], None, inference_context=pages, **given)
-    for found, whole in zip(parts, expected, strict=True):
-        torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=1e-5)
+    for actual, whole in zip(parts, expected, strict=True):
+        torch.testing.assert_close(torch.cat(actual), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_projections_take_the_documented_order_of_arguments():
@@ -520,9 +520,8 @@ def test_pages_take_angles_of_one_side_alone(rotates):
 
 def test_the_factor_of_yarn_multiplies_rotated_tensors():
     config = replace(CONFIG)
-    vars(config)["yarn_rotary_scaling_factor"] = (
-        32.0  # Megatron's config has it, ours where a caller sets it
-    )
+    # Megatron's config has it, ours where a caller sets it.
+    vars(config)["yarn_rotary_scaling_factor"] = 32.0
     layer, x, freqs = self_attention(config).eval(), hidden(), angles()
     factor = 0.1 * math.log(32.0) + 1.0
     stronger = self_attention(replace(CONFIG, softmax_scale=factor**2 * SIZE**-0.5)).eval()

@@ -86,7 +86,9 @@ def cast(a: Side, per_tile: bool = False) -> str:
         one for one in (formats.E4M3, formats.E5M2, formats.E2M1) if one.name in a[0].elements
     )
     spec = QuantizeSpec(a[0], element, columnwise=not per_tile)
-    request = quantize.Request(spec, (SIZE, SIZE), BFLOAT16, "cuda", maxima_per_tile=per_tile)
+    request = quantize.QuantizeRequest(
+        spec, (SIZE, SIZE), BFLOAT16, "cuda", maxima_per_tile=per_tile
+    )
     return select_backends(quantize.TABLE, request)
 
 
@@ -126,10 +128,10 @@ def simulate_gpu(hardware: Hardware, with_triton: bool) -> Iterator[None]:
 
 def choices(hardware: Hardware, with_triton: bool) -> dict[str, dict[str, str]]:
     """{recipe: {operation: backend}} on the GPU in this table row."""
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     with simulate_gpu(hardware, with_triton):
         for recipe, (_, products) in PRODUCTS.items():
-            of_recipe = found[recipe] = {}
+            of_recipe = results[recipe] = {}
             left, right = products[0]
             if recipe != "none":
                 of_recipe |= {"cast": cast(left), "cast of kernels": cast(right)}
@@ -137,7 +139,7 @@ def choices(hardware: Hardware, with_triton: bool) -> dict[str, dict[str, str]]:
             for name, (a, b) in zip(PASSES, products, strict=True):
                 of_recipe[name] = dense(a, b, hardware)
                 of_recipe[f"grouped {name}"] = grouped(a, b, name == "grad_weight")
-    return found
+    return results
 
 
 def table() -> dict[str, dict[str, dict[str, dict[str, str]]]]:

@@ -125,8 +125,8 @@ def attention(layout, mask, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, window=None
             layout,
             softmax,
             0.3,
-            0.0,
-            True,
+            dropout_probability=0.0,
+            is_training=True,
             max_segments_per_seq=4,
             window_size=window,
             softmax_offset=offset,
@@ -244,7 +244,7 @@ def main() -> None:
     everything = "--all" in sys.argv
     start_on_host_devices()
     delayed = recipe.DelayedScaling(amax_history_len=4)
-    found = {
+    results = {
         "fsdp": layer_case(
             create_mesh(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, mlp_of_tokens()
         ),
@@ -275,16 +275,16 @@ def main() -> None:
         }
         for name, case in cases.items():
             if everything or name in ATTENTION[strategy]:
-                found[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
+                results[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
     # Two devices; the window reaches the whole sequence to the left and ends within a chunk to the right.
-    found["two devices with a window"] = sequence_case(
+    results["two devices with a window"] = sequence_case(
         create_mesh(dp=4, cp=2), CPStrategy.RING, True, bshd, AttnMaskType.NO_MASK, learnt, (40, 11)
     )
     if everything:
-        found["whole layer over fsdp"] = layer_case(
+        results["whole layer over fsdp"] = layer_case(
             create_mesh(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, transformer_layer()
         )
-        found["fsdp and tp in mxfp8"] = layer_case(
+        results["fsdp and tp in mxfp8"] = layer_case(
             create_mesh(fsdp=4, tpsp=2),
             te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
             recipe.MXFP8BlockScaling(),
@@ -294,23 +294,23 @@ def main() -> None:
             ("mxfp8", recipe.MXFP8BlockScaling()),
             ("blocks", recipe.Float8BlockScaling()),
         ):
-            found[f"whole layer over fsdp and tp in {name}"] = layer_case(
+            results[f"whole layer over fsdp and tp in {name}"] = layer_case(
                 create_mesh(fsdp=4, tpsp=2),
                 te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
                 settings,
                 transformer_layer(enable_sequence_parallel=True),
             )
-        found["dp"] = layer_case(
+        results["dp"] = layer_case(
             create_mesh(dp=8),
             te.MeshResource(dp_resource="dp"),
             delayed,
             transformer_layer(layernorm_type="rmsnorm", mlp_activations=("silu", "linear")),
         )
-        found["stripes of several tokens"] = sequence_case(
+        results["stripes of several tokens"] = sequence_case(
             mesh, CPStrategy.ALL_GATHER, True, thd, padding, vanilla, stripe=4
         )
-    found["kernels"] = kernel_case(create_mesh(dp=8))
-    print(json.dumps(found))
+    results["kernels"] = kernel_case(create_mesh(dp=8))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

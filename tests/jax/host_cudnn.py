@@ -88,11 +88,11 @@ def step(mask, q, k, v, bias, lengths):
             lambda: None,
             lengths,
             0.3,
-            None,
-            None,
-            None,
-            lambda: (lengths, lengths, lengths, lengths),
-            None,
+            sink=None,
+            dropped=None,
+            modified=None,
+            bounds=lambda: (lengths, lengths, lengths, lengths),
+            draw=None,
         )
         out = cudnn.run(call, packed=False).astype(jnp.float32)
         return (out**2 * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
@@ -127,7 +127,7 @@ def main() -> None:
     heads, tokens = ("dp", None, "tp"), ("dp", "tp")
     padding, lengths = AttnMaskType.PADDING_CAUSAL_MASK, [8, 3, 5, 1]
     bias = array(np.random.default_rng(0).standard_normal((1, HEADS, TOKENS, TOKENS)), jnp.bfloat16)
-    found = {
+    results = {
         "heads": case([heads] * 3),
         "tokens": case([tokens] * 3),
         "queries by heads, keys by tokens": case([heads, tokens, tokens]),
@@ -138,19 +138,22 @@ def main() -> None:
         "a bias of one query": case([heads] * 3, bias=bias[:, :, :1]),
         "a bias of every row": case([tokens] * 3, bias=jnp.tile(bias, (BATCH, 1, 1, 1))),
     }
-    mapped = jax.vmap(lambda q, k, v: step(AttnMaskType.CAUSAL_MASK, q, k, v, None, None)[1])
+    mapped = jax.vmap(
+        lambda q, k, v: step(AttnMaskType.CAUSAL_MASK, q, k, v, bias=None, lengths=None)[1]
+    )
     q = normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
     k = q[:, :, :, :GROUPS]
     one = [
-        step(AttnMaskType.CAUSAL_MASK, a, b, b, None, None)[1] for a, b in zip(q, k, strict=True)
+        step(AttnMaskType.CAUSAL_MASK, a, b, b, bias=None, lengths=None)[1]
+        for a, b in zip(q, k, strict=True)
     ]
     expected = jax.tree.map(lambda *parts: jnp.stack(parts), *one)
     program = jax.jit(mapped)
-    found["under vmap"] = (
+    results["under vmap"] = (
         difference(program(q, k, k), expected),
         program.lower(q, k, k).as_text().count("while"),
     )
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def collective_results(mesh: Mesh) -> dict[str, list[float]]:
             ]
         )
 
-    found = {}
+    results = {}
     for name, resource in (
         ("dp and tpsp", te.MeshResource(dp_resource="dp", tpsp_resource="tp")),
         ("pp and fsdp", te.MeshResource(pp_resource="dp", fsdp_resource="tp")),
@@ -107,14 +107,14 @@ def collective_results(mesh: Mesh) -> dict[str, list[float]]:
             mapped = jax.shard_map(
                 body, in_specs=PartitionSpec(("dp", "tp")), out_specs=PartitionSpec(("dp", "tp"))
             )
-            found[name] = np.asarray(jax.jit(mapped)(jnp.arange(8.0)))[:3].tolist()
-    return found
+            results[name] = np.asarray(jax.jit(mapped)(jnp.arange(8.0)))[:3].tolist()
+    return results
 
 
 def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
     """Gradients and next states of replicated arrays inside a shard_map that tracks varying axes."""
     x = normal(jax.random.key(2), (64, 32))
-    found = {}
+    results = {}
     for name, model in (
         ("dense", te_flax.DenseGeneral(features=16)),
         ("norm", te_flax.LayerNorm(layernorm_type="rmsnorm")),
@@ -133,10 +133,10 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
             in_specs=(PartitionSpec(), rows),
             out_specs=PartitionSpec(),
         )
-        found[name] = difference(
+        results[name] = difference(
             jax.jit(mapped)(variables, x), jax.jit(jax.grad(loss))(variables, x)
         )
-    return found
+    return results
 
 
 def main() -> None:
@@ -150,9 +150,9 @@ def main() -> None:
     devices = np.asarray(jax.devices()).reshape(4, 2)
     kinds = (AxisType.Auto,) * 2
     mesh = Mesh(devices, ("dp", "tp"), axis_types=kinds)
-    found: dict[str, Any] = {"reduced": collective_results(mesh)}
+    results: dict[str, Any] = {"reduced": collective_results(mesh)}
     with te.autocast(True, RECIPE):
-        found["shard_map"] = shared_in_shard_map(mesh)
+        results["shard_map"] = shared_in_shard_map(mesh)
     for name, entered in (("with mesh", lambda: mesh), ("set_mesh", lambda: jax.set_mesh(mesh))):
         with entered(), te.autocast(True, RECIPE, mesh_resource=RESOURCE):
             rules = te_flax.extend_logical_axis_rules(())
@@ -177,20 +177,20 @@ def main() -> None:
                 if name == "set_mesh":
                     saved = restore_checkpoint(mesh, {"params": params, "state": state}, placed)
                     repeated = run(x_placed, saved["params"], saved["state"])
-                    found["restored"] = difference(repeated, got)
-                    found["restored shards"] = shards(saved["params"])
-        found[name] = difference(got[0], expected[0])
-        found[f"{name} gradients"] = difference(got[1][0], expected[1][0])
-        found[f"{name} state"] = difference(got[1][1]["fp8_metas"], expected[1][1]["fp8_metas"])
-        found[f"{name} shards"] = shards(placed)
-        found[f"{name} all-gathers"] = text.count("all-gather(")
+                    results["restored"] = difference(repeated, got)
+                    results["restored shards"] = shards(saved["params"])
+        results[name] = difference(got[0], expected[0])
+        results[f"{name} gradients"] = difference(got[1][0], expected[1][0])
+        results[f"{name} state"] = difference(got[1][1]["fp8_metas"], expected[1][1]["fp8_metas"])
+        results[f"{name} shards"] = shards(placed)
+        results[f"{name} all-gathers"] = text.count("all-gather(")
     with te.autocast(True, RECIPE):  # its arguments are sharded over devices, and no mesh is active
         got = jax.jit(lambda x, *a: step(model, x, *a))(x_placed, placed, state)
-    found["no mesh"] = difference(got[0], expected[0])
-    found["no mesh gradients"] = difference(got[1][0], expected[1][0])
-    found["no mesh state"] = difference(got[1][1]["fp8_metas"], expected[1][1]["fp8_metas"])
-    found["no mesh shards"] = shards(got[1][0])
-    print(json.dumps(found))
+    results["no mesh"] = difference(got[0], expected[0])
+    results["no mesh gradients"] = difference(got[1][0], expected[1][0])
+    results["no mesh state"] = difference(got[1][1]["fp8_metas"], expected[1][1]["fp8_metas"])
+    results["no mesh shards"] = shards(got[1][0])
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def experts_case(
         laid[name] = jax.device_put(laid[name], NamedSharding(mesh, PartitionSpec(*spec)))
     with entered(mesh), te.autocast(settings is not None, settings):
         (_, (got_y, received)), got = step(many, variables | {"params": laid}, x)
-    found = {
+    results = {
         "y": difference(got_y, y),
         "gradients": difference(got[0], params),
         "dx": difference(got[2], dx),
@@ -113,8 +113,8 @@ def experts_case(
         "state of gradients": difference(*forward_and_backward_states(got[1], state)[1]),
     }
     slots = 2 * x.shape[0] * x.shape[1]
-    return found | {
-        "difference": max(found.values()),
+    return results | {
+        "difference": max(results.values()),
         "received": int(received.sum()),
         "slots": slots,
     }
@@ -147,17 +147,19 @@ def codes_case(name: str, member: str) -> dict[str, int]:
         quantizer = getattr(QuantizerFactory.create_set(n_groups=4), member)
     # scales, not histories
     quantizer = jax.tree.map(lambda leaf: leaf * 3.7 if leaf.ndim == 1 else leaf, quantizer)
-    over = ("dp",)
+    mesh_axes = ("dp",)
 
-    def encode(quantizer, x, sizes, over):
-        tensor, amax = quantizer.encode(x, sizes, over=over)
+    def encode(quantizer, x, sizes, mesh_axes):
+        tensor, amax = quantizer.encode(x, sizes, mesh_axes=mesh_axes)
         directions = tensor.rowwise_tensor, tensor.colwise_tensor
         values = directions[0].data.astype(jnp.float32), *(one.dequantize() for one in directions)
-        return values, groups_advanced_together((quantizer,), (amax,), over)[0].quantizer
+        return values, groups_advanced_together((quantizer,), (amax,), mesh_axes)[0].quantizer
 
     def local(quantizer, x):
         separate = GroupedQuantizer(quantizer.quantizer, 2)
-        values, following = encode(separate, x.reshape(-1, 64), jnp.full(2, 128, jnp.int32), over)
+        values, following = encode(
+            separate, x.reshape(-1, 64), jnp.full(2, 128, jnp.int32), mesh_axes
+        )
         return [value.reshape(x.shape) for value in values], following
 
     with te.autocast(True, RECIPES[name]):
@@ -206,11 +208,8 @@ def cuda_calls(settings) -> dict[str, int]:
     }
 
 
-SHORT = (
-    ("delayed", "dgrad"),
-    ("current", "x"),
-    ("nvfp4", "x"),
-)  # the codes that are compared without --all
+# The codes that are compared without --all.
+SHORT = (("delayed", "dgrad"), ("current", "x"), ("nvfp4", "x"))
 
 
 def main() -> None:
@@ -218,15 +217,15 @@ def main() -> None:
     start_on_host_devices()
     x = tokens_in_whole_blocks()
     mesh = create_mesh(dp=2, ep=4)
-    found = {}
+    results = {}
     for name, settings in RECIPES.items():
         if everything:
-            found[f"dp and ep: {name}"] = experts_case(mesh, ("dp",), settings, x, True)
-            found[f"ep 2: {name}"] = experts_case(create_mesh(ep=2), (), settings)
-            found[f"ep 4: {name}"] = experts_case(create_mesh(ep=4), (), settings)
+            results[f"dp and ep: {name}"] = experts_case(mesh, ("dp",), settings, x, True)
+            results[f"ep 2: {name}"] = experts_case(create_mesh(ep=2), (), settings)
+            results[f"ep 4: {name}"] = experts_case(create_mesh(ep=4), (), settings)
             early = experts_case(mesh, ("dp",), settings, x, True, apply_topk_weights_early=True)
-            found[f"early: {name}"] = early
-    found["few tokens: delayed"] = experts_case(
+            results[f"early: {name}"] = early
+    results["few tokens: delayed"] = experts_case(
         create_mesh(dp=2, ep=2, tp=2),
         ("dp",),
         RECIPES["delayed"],
@@ -235,7 +234,7 @@ def main() -> None:
         cut={"wi": ("ep", None, "tp"), "wo": ("ep", "tp")},
     )
     if everything:
-        found["halves: current"] = experts_case(
+        results["halves: current"] = experts_case(
             mesh,
             ("dp",),
             RECIPES["current"],
@@ -247,12 +246,12 @@ def main() -> None:
     for name, settings in RECIPES.items():
         for member in ("x", "dgrad"):
             if settings is not None and (everything or (name, member) in SHORT):
-                found[f"codes: {name} {member}"] = codes_case(name, member)
+                results[f"codes: {name} {member}"] = codes_case(name, member)
     if everything:
-        found["random"] = random_case()
+        results["random"] = random_case()
     if launching.kernels_unsupported_reason() is None:
-        found["lowered"] = cuda_calls(RECIPES["current"])
-    print(json.dumps(found))
+        results["lowered"] = cuda_calls(RECIPES["current"])
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

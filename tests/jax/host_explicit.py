@@ -78,8 +78,8 @@ ALWAYS = {
 }
 
 
-def difference(found, expected) -> float:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+def difference(actual, expected) -> float:
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(
         float(np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-30))
         for a, b in pairs
@@ -113,8 +113,8 @@ def gradients(kind: AxisType, layer: str, name: str, jitted: bool, rules: bool =
             if jitted:
                 x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
             gradient = jax.grad(loss, (0, 1))
-            found = (jax.jit(gradient) if jitted else gradient)(variables, x)
-    return difference(found, expected)
+            actual = (jax.jit(gradient) if jitted else gradient)(variables, x)
+    return difference(actual, expected)
 
 
 def grouped(kind: AxisType) -> float:
@@ -146,10 +146,10 @@ def permutation() -> float:
     mesh = create_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, PartitionSpec("dp"))
-        found = jax.jit(jax.grad(loss, (0, 1)))(
+        actual = jax.jit(jax.grad(loss, (0, 1)))(
             jax.device_put(x, rows), jax.device_put(logits, rows)
         )
-    return difference(found, expected)
+    return difference(actual, expected)
 
 
 def constrain_mixed_axes() -> float:

@@ -268,7 +268,7 @@ WIDENED = functools.partial(decoded.run, widens=True)
 
 def products_of_codes(mesh: Mesh) -> dict[str, float]:
     """Products of codes that devices decode, against the literal ones, relative to the largest element."""
-    found = {}
+    results = {}
     for name, (forms, element, *shapes, a_cut, b_cut) in PRODUCTS.items():
         contracted = 1 if len(shapes[0]) == 2 else 2
 
@@ -297,10 +297,10 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
                 got = jax.jit(lambda a, b, run=run: run(a, b, jnp.dtype(jnp.float32), True))(
                     *cut_up
                 )
-            found[f"product, {title}: {name}"] = largest([(got, expected)]) / float(
+            results[f"product, {title}: {name}"] = largest([(got, expected)]) / float(
                 jnp.abs(expected).max()
             )
-    return found
+    return results
 
 
 def main() -> None:
@@ -309,7 +309,7 @@ def main() -> None:
     mesh = Mesh(
         np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2
     )
-    found = {"misnamed": misnamed_count(mesh)} | products_of_codes(mesh)
+    actual = {"misnamed": misnamed_count(mesh)} | products_of_codes(mesh)
     expected = jax.jit(
         lambda cases: {name: CASES[name][0].run(*arrays) for name, arrays in cases.items()}
     )({name: arrays for name, (_, arrays, _) in CASES.items()})
@@ -321,13 +321,13 @@ def main() -> None:
         run = jax.jit(lambda *a, kernel=kernel: call(kernel, *a))
         with jax.set_mesh(mesh):
             program = run.lower(*placed)
-            found["not cut"] = found.get("not cut", 0) + (
+            actual["not cut"] = actual.get("not cut", 0) + (
                 "CustomSPMDPartitioning" not in program.as_text()
             )
             compiled = program.compile()
             result = compiled(*placed)
-        found[name] = largest(zip(result, expected[name], strict=True))
-        found[f"{name}: gathers"] = len(
+        actual[name] = largest(zip(result, expected[name], strict=True))
+        actual[f"{name}: gathers"] = len(
             re.findall(r"all-gather(?:-start)?\(", compiled.as_text() or "")
         )
     x = jax.device_put(random(6, 16, 32), NamedSharding(mesh, PartitionSpec("dp", "tp")))
@@ -337,23 +337,23 @@ def main() -> None:
     ):
         result = jax.jit(lambda x, of=kernels_of: of(x, lambda x: call(Measured(), x)))(x)
         pairs = zip(result, kernels_of(random(6, 16, 32), Measured().run), strict=True)
-        found[f"{name} without a mesh"] = largest(pairs)
+        actual[f"{name} without a mesh"] = largest(pairs)
     x = random(1, 16, 2, 16)
     (sums,) = jax.jit(lambda x: call_on_axes(Blocks((16, 32)), {"k": 2}, x))(x)
-    found["axes of a block each"] = float(
+    actual["axes of a block each"] = float(
         np.abs(np.asarray(sums) - np.asarray(x).sum(axis=2)).max()
     )
     (sums,) = jax.jit(lambda a, b: call_on_axes(Product(), {"n": 2}, a, b))(
         random(2, 16, 32), random(3, 2, 3, 32)
     )
     reference = np.einsum("mk,abk->mab", random(2, 16, 32), random(3, 2, 3, 32))
-    found["one of both of several axes"] = float(np.abs(np.asarray(sums) - reference).max())
+    actual["one of both of several axes"] = float(np.abs(np.asarray(sums) - reference).max())
     spec = PartitionSpec("dp", "tp")
     mapped = jax.shard_map(
         lambda x: call(Measured(), x)[0], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
     x = random(6, 16, 32)
-    found["inside shard_map"] = float(
+    actual["inside shard_map"] = float(
         np.abs(np.asarray(jax.jit(mapped)(x)) - np.asarray(x) * 2).max()
     )
     partly = jax.shard_map(
@@ -364,18 +364,18 @@ def main() -> None:
         axis_names={"dp"},
         check_vma=False,
     )
-    found["inside shard_map of one axis"] = float(
+    actual["inside shard_map of one axis"] = float(
         np.abs(np.asarray(jax.jit(partly)(x)) - np.asarray(x) * 2).max()
     )
     x = random(7, 24, 16)
-    found["experts"] = float(
+    actual["experts"] = float(
         np.abs(np.asarray(jax.jit(experts_there_and_back)(x)) - np.asarray(x)).max()
     )
     gradient = jax.jit(jax.grad(lambda x: (experts_there_and_back(x) ** 2).sum()))
-    found["gradient of experts"] = float(np.abs(np.asarray(gradient(x)) - 2 * np.asarray(x)).max())
+    actual["gradient of experts"] = float(np.abs(np.asarray(gradient(x)) - 2 * np.asarray(x)).max())
     text = gradient.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    found["ragged exchanges between GPUs"] = text.count("ragged_all_to_all")
-    print(json.dumps(found))
+    actual["ragged exchanges between GPUs"] = text.count("ragged_all_to_all")
+    print(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -121,16 +121,16 @@ def as_on_cuda() -> None:
 
 def exchange(text: str) -> list[tuple[str, str, list[int]]]:
     """(collective, dtype, shape) for every array that devices exchange."""
-    found = []
+    results = []
     for line in text.splitlines():
         if match := re.search(
             r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line
         ):
             for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match.group(1)):
-                found.append(
+                results.append(
                     (match.group(2), dtype, [int(size) for size in shape.split(",") if size])
                 )
-    return found
+    return results
 
 
 def step(kind, model, state, params, x):
@@ -209,11 +209,11 @@ def main() -> None:
     start_on_host_devices()
     as_on_cuda()
     cases = [("layer", *case) for case in OTHER_CASES] if "--others" in sys.argv else CASES
-    found = {
+    results = {
         f"{kind} {name} {layout}": facts(kind, name, LAYOUTS[layout])
         for kind, name, layout in cases
     }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

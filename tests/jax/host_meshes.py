@@ -127,8 +127,8 @@ def attend(q, k, v, bias):
         attention.QKVLayout.BSHD_BSHD_BSHD,
         attention.AttnSoftmaxType.VANILLA_SOFTMAX,
         0.3,
-        0.0,
-        True,
+        dropout_probability=0.0,
+        is_training=True,
     )
     return (out**2).mean()
 
@@ -227,7 +227,7 @@ def main() -> None:
     start_on_host_devices()
     of_name = cases()
     everything = itertools.product(of_name, MESHES, ("with mesh", "set_mesh", "shard_map"))
-    found, alone = {}, {}
+    result, alone = {}, {}
     for name, mesh_name, way in everything if "--all" in sys.argv else FEW:
         axes, served, rows, columns = MESHES[mesh_name]
         case = of_name[name]
@@ -236,8 +236,8 @@ def main() -> None:
         if name not in alone:
             alone[name] = jax.jit(case.step())(*case.arrays)
         got = sharded_step(case, create_mesh(**axes), rows, columns, way, te.MeshResource(**served))
-        found[f"{name}, {mesh_name}, {way}"] = difference(got, alone[name])
-    print(json.dumps(found))
+        result[f"{name}, {mesh_name}, {way}"] = difference(got, alone[name])
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

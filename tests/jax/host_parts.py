@@ -35,16 +35,16 @@ def attention(
 ):
     return api.fused_attn(
         (q, k, v),
-        None,
-        None,
-        None,
-        api.AttnBiasType.NO_BIAS,
-        mask,
-        api.QKVLayout.BSHD_BSHD_BSHD,
-        softmax_type,
-        0.2,
-        0.0,
-        True,
+        bias=None,
+        sequence_descriptor=None,
+        seed=None,
+        attn_bias_type=api.AttnBiasType.NO_BIAS,
+        attn_mask_type=mask,
+        qkv_layout=api.QKVLayout.BSHD_BSHD_BSHD,
+        softmax_type=softmax_type,
+        scaling_factor=0.2,
+        dropout_probability=0.0,
+        is_training=True,
         **options,
     )
 
@@ -105,7 +105,7 @@ def check_cudnn_call() -> dict[str, float]:
         api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1)
         for x in arrays
     ]
-    found = {}
+    results = {}
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
         laid = [
             jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp", "cp", "tp"))) for x in laid
@@ -124,14 +124,14 @@ def check_cudnn_call() -> dict[str, float]:
             moved = set(
                 re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text)
             )
-            found[strategy.name] = {
+            results[strategy.name] = {
                 "difference": float(
                     np.max([difference(x, y) for x, y in zip(got, expected, strict=True)])
                 ),
                 "moves": sorted(moved),
             }
     parts.attention_parts = chosen
-    return found
+    return results
 
 
 def lower_attention() -> dict[str, dict[str, int]]:
@@ -143,7 +143,7 @@ def lower_attention() -> dict[str, dict[str, int]]:
     tokens, mesh = 16384, create_mesh(cp=2)
     cut = NamedSharding(mesh, PartitionSpec(None, "cp"))
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 64), jnp.bfloat16, sharding=cut) for n in (4, 2))
-    found = {}
+    results = {}
     causal = api.AttnMaskType.CAUSAL_MASK
     cases: dict[str, tuple[api.CPStrategy, api.AttnMaskType, tuple[int, int] | None]] = {
         **{one.name: (one, causal, None) for one in STRATEGIES},
@@ -157,12 +157,12 @@ def lower_attention() -> dict[str, dict[str, int]]:
             )
             text = program.trace(q, q, k, k).lower(lowering_platforms=("cuda",)).as_text()
         shapes = re.findall(r"tensor<((?:\d+x)+)", text)
-        found[name] = {
+        results[name] = {
             "kernels": text.count("triton_kernel_call_ffi"),
             "largest": max(int(np.prod([int(n) for n in one.split("x")[:-1]])) for one in shapes),
             "queries": tokens * 4 * 64,
         }
-    return found
+    return results
 
 
 def explanations() -> dict[str, str]:
@@ -193,7 +193,7 @@ def explanations() -> dict[str, str]:
 def shard_map_gradients() -> dict[str, float]:
     """Gradients, of shared sinks too, inside a shard_map that counts what varies over its axis."""
     q, k, dy = (normal(jax.random.key(n), (2, 16, n, 16)) for n in (4, 2, 4))
-    sinks, found = jnp.linspace(-1, 1, 4).reshape(1, 4, 1, 1), {}
+    sinks, actual = jnp.linspace(-1, 1, 4).reshape(1, 4, 1, 1), {}
 
     def sunk(strategy, q, k, v, sinks):
         learnt = {"softmax_type": api.AttnSoftmaxType.LEARNABLE_SOFTMAX, "softmax_offset": sinks}
@@ -208,8 +208,8 @@ def shard_map_gradients() -> dict[str, float]:
                 jax.jit(functools.partial(step, one))(dy, q, k, k, sinks)
                 for one in (mapped, function)
             )
-            found[strategy.name] = difference(got, expected)
-    return found
+            actual[strategy.name] = difference(got, expected)
+    return actual
 
 
 def main() -> None:

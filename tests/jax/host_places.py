@@ -38,9 +38,9 @@ def attend(query, key, value, **options):
         attention.QKVLayout.THD_THD_THD,
         attention.AttnSoftmaxType.VANILLA_SOFTMAX,
         0.4,
-        0.0,
-        True,
-        3,
+        dropout_probability=0.0,
+        is_training=True,
+        max_segments_per_seq=3,
         **options,
     )
 

@@ -38,16 +38,16 @@ def main(address: str, rank: int) -> None:
         placed = [
             jax.tree.map(lambda leaf: jax.device_put(leaf, full), tree) for tree in (params, state)
         ]
-        found = jax.jit(lambda *arrays: step(model, *arrays), out_shardings=full)(rows, *placed)
+        actual = jax.jit(lambda *arrays: step(model, *arrays), out_shardings=full)(rows, *placed)
     print(
         json.dumps(
             {
                 "processes": jax.process_count(),
                 "devices": te.sharding.num_of_devices(),
                 "rows here": sum(shard.data.shape[0] for shard in rows.addressable_shards),
-                "loss": difference(found[0], expected[0]),
-                "gradients": difference(found[1][0], expected[1][0]),
-                "state": difference(found[1][1], expected[1][1]),
+                "loss": difference(actual[0], expected[0]),
+                "gradients": difference(actual[1][0], expected[1][0]),
+                "state": difference(actual[1][1], expected[1][1]),
                 "states": len(jax.tree.leaves(expected[1][1])),
             }
         )

@@ -63,7 +63,7 @@ def main() -> None:
     )
     # One launch per kernel, or all launches.
     everything = "--all" in sys.argv
-    records, found, unsupported = set(), {}, {}
+    records, result, unsupported = set(), {}, {}
     for group in groups:
         for name, launch, kinds in group():
             if launch.kernel in records and not everything:
@@ -77,8 +77,8 @@ def main() -> None:
                 unsupported[name] = "dtype"
             else:
                 records.add(launch.kernel)
-                found[name] = lowering_facts(launch, kinds)
-    print(json.dumps({"lowered": found, "unsupported": unsupported}))
+                result[name] = lowering_facts(launch, kinds)
+    print(json.dumps({"lowered": result, "unsupported": unsupported}))
 
 
 if __name__ == "__main__":

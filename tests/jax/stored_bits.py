@@ -109,11 +109,11 @@ def shapes_and_dtypes(spec: QuantizeSpec) -> Any:
 
 def digest(parts: dict[str, tuple[np.ndarray, Any]]) -> str:
     """Of {field: (bytes, dtype)}; NaNs count as equal whatever their sign and payload."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name, (data, dtype) in parts.items():
-        found.update(name.encode())
-        found.update(np.ascontiguousarray(erase_nan_signs(data, dtype)).tobytes())
-    return found.hexdigest()[:16]
+        result.update(name.encode())
+        result.update(np.ascontiguousarray(erase_nan_signs(data, dtype)).tobytes())
+    return result.hexdigest()[:16]
 
 
 def jax_digest(result: Any) -> str:
@@ -141,18 +141,18 @@ def torch_quantize(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None
 
 
 def torch_digests() -> dict[str, str]:
-    found = {}
+    results = {}
     for name, spec, x in digest_cases():
         result, dtypes = torch_quantize(spec, x), shapes_and_dtypes(spec)
         fields = {field: getattr(result, field) for field in result._fields}
-        found[name] = digest(
+        results[name] = digest(
             {
                 field: (torch_bytes(part), getattr(dtypes, field).dtype)
                 for field, part in fields.items()
                 if part is not None
             }
         )
-    return found
+    return results
 
 
 def main() -> None:
@@ -162,12 +162,12 @@ def main() -> None:
     names = FEW if "--few" in sys.argv else tuple(SPECS)
     cases = [case for case in digest_cases() if case[0].split()[0] in names]
     assert "--few" in sys.argv or [name for name, _, _ in cases] == list(stored)
-    found = {name: jax_digest(quantized(spec, x)) for name, spec, x in cases}
+    results = {name: jax_digest(quantized(spec, x)) for name, spec, x in cases}
     print(
         json.dumps(
             {
-                "cases": len(found),
-                "different": [name for name in found if found[name] != stored[name]],
+                "cases": len(results),
+                "different": [name for name in results if results[name] != stored[name]],
             }
         )
     )

@@ -222,10 +222,10 @@ def test_a_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
         expected = np.tensordot(*values, axes=dims)
         limit = 1e-6 * np.abs(expected).max()
         for left, quantizer in ((tensors[0], None), (lhs, one)):
-            found = cpp_extensions.gemm(
+            actual = cpp_extensions.gemm(
                 left, tensors[1], contracting_dims=dims, lhs_quantizer=quantizer
             )
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=limit)
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=limit)
 
 
 def test_a_grouped_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
@@ -389,8 +389,8 @@ def test_the_softmax_of_packed_attention_is_optional():
 def test_flags_of_xla_are_python_values(monkeypatch, text):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_of_a_test={text} --xla_alone")
     expected = {"false": False, "3": 3, "0.5": 0.5, "name": "name"}[text]
-    found = cpp_extensions.misc.get_xla_flag("--xla_of_a_test")
-    assert found == expected and type(found) is type(expected)
+    actual = cpp_extensions.misc.get_xla_flag("--xla_of_a_test")
+    assert actual == expected and type(actual) is type(expected)
     assert cpp_extensions.misc.get_xla_flag("--xla_of_a_test", cast=str) == text
     assert cpp_extensions.misc.get_xla_flag("--xla_alone") is True
     assert cpp_extensions.misc.get_xla_flag("--xla_absent", 7) == 7

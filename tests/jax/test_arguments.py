@@ -222,14 +222,14 @@ def test_a_traced_length_is_clamped_to_its_row():
         result = jax.tree.unflatten(jax.tree.structure(result), [*leaves, *empty])
         return result.bounds(2, 4, 4, 2)[:2]
 
-    for found in jax.jit(lambda lengths: bounds(lengths, None))(jnp.asarray([9, -1], jnp.int32)):
-        assert found.tolist() == [[4], [0]]
+    for actual in jax.jit(lambda lengths: bounds(lengths, None))(jnp.asarray([9, -1], jnp.int32)):
+        assert actual.tolist() == [[4], [0]]
     lengths, offsets = (
         jnp.asarray([[1, 9], [2, -1]], jnp.int32),
         jnp.asarray([[0, 2, 3], [3, -1, -1]], jnp.int32),
     )
-    for found in jax.jit(bounds)(lengths, offsets):
-        assert found.tolist() == [[1, 2], [1, 0]]
+    for actual in jax.jit(bounds)(lengths, offsets):
+        assert actual.tolist() == [[1, 2], [1, 0]]
 
 
 @pytest.mark.parametrize("call", ["fused", "layer"])
@@ -258,9 +258,9 @@ def test_traced_sequences_above_the_maximum_are_padding(call):
             sequence_descriptor=descriptor,
         )
 
-    found, expected = jax.jit(run)(ids), run(np.where(ids > 2, 0, ids))
-    assert not np.asarray(found)[:, 4:].any()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    actual, expected = jax.jit(run)(ids), run(np.where(ids > 2, 0, ids))
+    assert not np.asarray(actual)[:, 4:].any()
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("environment", ["0", "1"])

@@ -114,8 +114,8 @@ def test_masks_and_windows(mask, window):
         QKVLayout.BSHD_BSHD_BSHD,
         AttnSoftmaxType.VANILLA_SOFTMAX,
         0.3,
-        0.0,
-        True,
+        dropout_probability=0.0,
+        is_training=True,
         window_size=window,
     )
     expected = literal(*qkv, rule(mask, [5, 7], [9, 6], window or (-1, -1)), 0.3)
@@ -140,8 +140,8 @@ def test_16_bit_error_is_at_most_twice_the_error_in_jax_attention(mask, dtype):
         QKVLayout.BSHD_BSHD_BSHD,
         AttnSoftmaxType.VANILLA_SOFTMAX,
         0.3,
-        0.0,
-        True,
+        dropout_probability=0.0,
+        is_training=True,
     )
     argument = (lengths, lengths) if "padding" in mask else (None, None)
     plain = jax.nn.dot_product_attention(
@@ -173,22 +173,22 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
         return fused_attn(
             qkv,
             bias,
-            None,
-            None,
-            AttnBiasType[bias_type.upper()],
-            AttnMaskType.CAUSAL_MASK,
-            QKVLayout.BSHD_BSHD_BSHD,
-            AttnSoftmaxType.from_str(kind),
-            0.3,
-            0.0,
-            True,
+            sequence_descriptor=None,
+            seed=None,
+            attn_bias_type=AttnBiasType[bias_type.upper()],
+            attn_mask_type=AttnMaskType.CAUSAL_MASK,
+            qkv_layout=QKVLayout.BSHD_BSHD_BSHD,
+            softmax_type=AttnSoftmaxType.from_str(kind),
+            scaling_factor=0.3,
+            dropout_probability=0.0,
+            is_training=True,
             softmax_offset=None if offset is None else offset.reshape(1, 4, 1, 1),
         )
 
     def expect(qkv, bias, offset):
         return literal(
             *qkv,
-            rule("causal", None, None),
+            rule("causal", lengths_q=None, lengths_k=None),
             0.3,
             bias,
             bias_type == "pre_scale_bias",
@@ -248,8 +248,8 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
             layout,
             AttnSoftmaxType.VANILLA_SOFTMAX,
             0.3,
-            0.0,
-            True,
+            dropout_probability=0.0,
+            is_training=True,
             max_segments_per_seq=3,
         )
 
@@ -271,8 +271,8 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
         said = descriptor.get_seqlens_and_offsets(
             AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD, None, 3
         )
-        for found, reference in zip(said, (lengths, lengths, offsets, offsets), strict=True):
-            np.testing.assert_array_equal(found, reference)
+        for actual, reference in zip(said, (lengths, lengths, offsets, offsets), strict=True):
+            np.testing.assert_array_equal(actual, reference)
     more = (
         jnp.pad(lengths, ((0, 0), (0, 1))),
         jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1),
@@ -345,7 +345,13 @@ def test_the_module_takes_every_layout(layout, transposed):
         "bshd_bs2hd": (query, jnp.stack((key, value), axis=2)),
         "bs3hd": (jnp.stack((query, key, value), axis=2),),
     }[layout]
-    expected = literal(query, key, value, rule("causal", None, None, queries=8, keys=8), 8**-0.5)
+    expected = literal(
+        query,
+        key,
+        value,
+        rule("causal", lengths_q=None, lengths_k=None, queries=8, keys=8),
+        8**-0.5,
+    )
     if transposed:
         arrays = tuple(jnp.swapaxes(array, 0, 1) for array in arrays)
         expected = expected.swapaxes(0, 1)
@@ -431,15 +437,15 @@ def test_jax_and_torch_attention_agree_in_output_and_gradients(case):
             QKVLayout.BSHD_BSHD_BSHD,
             AttnSoftmaxType.from_str(kind),
             8**-0.5,
-            0.0,
-            True,
+            dropout_probability=0.0,
+            is_training=True,
             window_size=window,
             softmax_offset=offset,
         )
         return out, (out * dy).sum()
 
     arrays = (query, key, value, bias, offset)
-    found, out = jax.grad(lambda arrays: ours(arrays)[::-1], has_aux=True)(arrays)
+    actual, out = jax.grad(lambda arrays: ours(arrays)[::-1], has_aux=True)(arrays)
 
     def tensor(x):
         return None if x is None else torch.from_numpy(np.array(x)).requires_grad_()
@@ -470,7 +476,7 @@ def test_jax_and_torch_attention_agree_in_output_and_gradients(case):
     )
     reference.backward(torch.from_numpy(np.array(dy)).reshape(reference.shape))
     np.testing.assert_allclose(out, reference.detach().reshape(out.shape), rtol=1e-4, atol=1e-5)
-    for got, expected in zip(found, (q, k, v, bias_t, offset_t), strict=True):
+    for got, expected in zip(actual, (q, k, v, bias_t, offset_t), strict=True):
         if expected is not None:
             np.testing.assert_allclose(got, expected.grad.reshape(got.shape), rtol=1e-4, atol=1e-5)
 

@@ -222,29 +222,29 @@ def test_cudnn_matches_the_reference(name):
 @pytest.mark.parametrize("name", CASES if not INTERPRETED else FEW)
 def test_triton_kernels_return_the_reference_max_logits(name):
     attention = Attention(name, jnp.float32)
-    found = []
+    results = []
     for backend in ("triton", "reference"):
         with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):
             run = jax.jit(lambda arrays: attention.out(arrays, return_max_logit=True))
-            found.append(run(attention.arrays))
-    near(found[0][0], found[1][0], 2e-4, "out")
-    assert found[0][1].shape == (HEADS,)
-    near(found[0][1], found[1][1], 1e-4, "logits")
+            results.append(run(attention.arrays))
+    near(results[0][0], results[1][0], 2e-4, "out")
+    assert results[0][1].shape == (HEADS,)
+    near(results[0][1], results[1][1], 1e-4, "logits")
 
 
 def whole(query, key, value):
     return fused_attn(
         (query, key, value),
-        None,
-        None,
-        None,
-        AttnBiasType.NO_BIAS,
-        M.NO_MASK,
-        QKVLayout.BSHD_BSHD_BSHD,
-        AttnSoftmaxType.VANILLA_SOFTMAX,
-        0.2,
-        0.0,
-        True,
+        bias=None,
+        sequence_descriptor=None,
+        seed=None,
+        attn_bias_type=AttnBiasType.NO_BIAS,
+        attn_mask_type=M.NO_MASK,
+        qkv_layout=QKVLayout.BSHD_BSHD_BSHD,
+        softmax_type=AttnSoftmaxType.VANILLA_SOFTMAX,
+        scaling_factor=0.2,
+        dropout_probability=0.0,
+        is_training=True,
     )
 
 
@@ -275,9 +275,9 @@ def test_attentions_to_parts_of_the_keys_add_up_to_all(backend, dtype, tolerance
         KEYS,
         SIZE,
         SIZE,
-        None,
-        True,
-        "cpu",
+        window=None,
+        training=True,
+        platform="cpu",
     )
     cuts = (slice(0, 48), slice(48, KEYS))
     with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):

@@ -47,16 +47,16 @@ def test_explain_names_every_operation_and_every_rejection(cpu_alone):
         explanation = te.explain(
             model.apply, jax.tree.map(jnp.zeros_like, variables), x, deterministic=True
         )
-    found = {
+    results = {
         d.operation: d
         for d in explanation.decisions
         if getattr(d.request, "platform", "cpu") == "cpu"
     }
     assert {"jax_gemm", "jax_quantize", "jax_norm", "jax_activation", "jax_scale_update"} <= set(
-        found
+        results
     )
-    assert found["jax_gemm"].chosen == "reference"
-    reasons = {v.backend: v.reason for v in found["jax_gemm"].verdicts}
+    assert results["jax_gemm"].chosen == "reference"
+    reasons = {v.backend: v.reason for v in results["jax_gemm"].verdicts}
     assert "it needs a CUDA device" in reasons["scaled"]
     assert "jax_norm: reference" in str(explanation)
     operations = [d.request.operation for d in explanation.decisions if d.operation == "jax_norm"]
@@ -212,9 +212,9 @@ def test_reference_functions_equal_the_operations():
     dx, dbias = tex_activation._jax_quantize_dact_dbias(y, hidden, ("silu", "linear"))
     np.testing.assert_allclose(dx.data, tex.dact_lu(y, hidden, ("silu", "linear")).data, rtol=1e-6)
     np.testing.assert_allclose(dbias, dx.data.sum((0, 1)), rtol=1e-5, atol=1e-6)
-    found = tex_normalization._jax_rmsnorm(x, gamma, False, 1e-6)
+    actual = tex_normalization._jax_rmsnorm(x, gamma, False, 1e-6)
     expected = tex.rmsnorm_fwd(x, gamma, False, 1e-6, None)[0].data
-    np.testing.assert_allclose(found[0].data, expected, rtol=1e-6)
+    np.testing.assert_allclose(actual[0].data, expected, rtol=1e-6)
     assert tex_normalization._jax_layernorm(x, gamma, gamma, False, 1e-6)[1].shape == (4,)
     scaling = te.quantize.ScalingMode.NO_SCALING
     assert not tex_normalization.is_norm_zero_centered_gamma_in_weight_dtype(scaling)
@@ -290,17 +290,17 @@ def test_a_missing_flag_of_xla_warns_once(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     float8._warn.cache_clear()
     request = float8.GemmRequest(
-        None,
-        None,
-        jnp.dtype(jnp.float8_e4m3fn),
-        jnp.dtype(jnp.float8_e4m3fn),
-        16,
-        16,
-        16,
-        jnp.dtype(jnp.bfloat16),
-        "cuda",
-        nvidia(9, 0),
-        False,
+        a_format=None,
+        b_format=None,
+        a_element=jnp.dtype(jnp.float8_e4m3fn),
+        b_element=jnp.dtype(jnp.float8_e4m3fn),
+        m=16,
+        n=16,
+        k=16,
+        dtype=jnp.dtype(jnp.bfloat16),
+        platform="cuda",
+        hardware=nvidia(9, 0),
+        exact=False,
     )
     with pytest.warns(UserWarning, match="--xla_gpu_enable_triton_gemm=false") as observed:
         float8.bind_direct(request)
@@ -439,8 +439,8 @@ def test_separate_attention_passes_match_the_attention_equation():
     backward = jax.jit(
         lambda *arguments: tex.fused_attn_bwd(*arguments, None, softmax_offset=sink, **SETTINGS)
     )
-    found = backward((query, kv), bias, saved, state, output, dout)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, pullback(dout))
+    actual = backward((query, kv), bias, saved, state, output, dout)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), actual, pullback(dout))
 
 
 def test_separate_attention_passes_form_a_custom_vjp_with_equal_dropout():
@@ -476,14 +476,14 @@ def test_separate_attention_passes_form_a_custom_vjp_with_equal_dropout():
     def whole(qkv, seed):
         return attention.fused_attn(qkv, None, None, seed, *settings)
 
-    found, expected = (
+    actual, expected = (
         jax.grad(lambda qkv, function=function: (function(qkv, jax.random.key(3)) ** 2).sum())(
             (query, key, value)
         )
         for function in (attend, whole)
     )
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, expected
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), actual, expected
     )
 
 

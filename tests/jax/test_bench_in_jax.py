@@ -234,9 +234,9 @@ def test_a_goal_is_a_minimum_or_a_maximum():
 def test_a_goal_whose_row_is_absent_is_not_measured():
     content = json.loads(FIGURES.read_text())
     full = [goal.what for goal in jax_goals.goals(content)]
-    found = list(jax_goals.goals({"results": []}))
-    assert [goal.what for goal in found] == full
-    assert all(goal.reached is None for goal in found)
+    results = list(jax_goals.goals({"results": []}))
+    assert [goal.what for goal in results] == full
+    assert all(goal.reached is None for goal in results)
 
 
 @pytest.mark.parametrize("key", ["two_gpus", "attention"])
@@ -248,9 +248,9 @@ def test_a_row_with_an_error_is_a_goal_that_is_not_measured(key: str):
         | {"error": "ValueError: no"}
         for row in content[key]["rows"]
     ]
-    found = list(jax_goals.goals(content))
-    assert [goal.what for goal in found] == [goal.what for goal in full]
-    differ = [after for before, after in zip(full, found, strict=True) if before != after]
+    results = list(jax_goals.goals(content))
+    assert [goal.what for goal in results] == [goal.what for goal in full]
+    differ = [after for before, after in zip(full, results, strict=True) if before != after]
     assert len(differ) == {"two_gpus": 4, "attention": 5}[key]
     assert all(goal.reached is None for goal in differ)
 
@@ -282,8 +282,8 @@ def test_slowest_compilation_is_unknown_if_a_time_is_missing(slowest: float | No
         {"case": "slow", "provider": "jax", "compile_s": slowest},
         {"case": "plain", "provider": "xla", "compile_s": 99.0},
     ]
-    found = list(jax_goals.goals({"results": [], "without_the_flag": {"results": rows}}))
-    (goal,) = [goal for goal in found if goal.what.startswith("without the flag")]
+    results = list(jax_goals.goals({"results": [], "without_the_flag": {"results": rows}}))
+    (goal,) = [goal for goal in results if goal.what.startswith("without the flag")]
     assert goal.reached is reached
     assert goal.note == (
         "slow" if reached is False else f"no time of failed{', slow' * (slowest is None)}"

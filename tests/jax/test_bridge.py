@@ -130,7 +130,9 @@ def test_a_call_lowers_under_vmap_and_inside_shard_map():
 def test_tables_of_addresses_are_rejected():
     from transformer_engine.common.kernels import delayed_scaling
 
-    launch = delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0)
+    launch = delayed_scaling.advance(
+        4, 16, 3, takes_maximum=True, keeps_idle=True, fp8_max=448.0, margin=0
+    )
     with pytest.raises(NotImplementedError, match="stack them"):
         launching.run(launch, [zeros(12, jnp.int32)])
 

@@ -25,7 +25,7 @@ from transformer_engine.jax.primitives.activation_codes import triton as activat
 from transformer_engine.jax.primitives.norm import triton as norms
 from transformer_engine.jax.primitives.norm_codes import triton as norm_codes
 from transformer_engine.jax.primitives.partitioning import ParsedRule
-from transformer_engine.jax.primitives.quantize import Cast
+from transformer_engine.jax.primitives.quantize import OutputCast
 from transformer_engine.jax.primitives.scale_update import triton as scale_update
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
@@ -187,7 +187,7 @@ def test_unsupported_quantization_has_a_reason(monkeypatch):
             x, dy = ones((64, 2, width), jnp.bfloat16), ones((64, width), jnp.bfloat16)
             jax.eval_shape(
                 lambda dy, x, s=spec: activation_backward_codes(
-                    dy, x, Cast(s), NAMES, PARAMS, None
+                    dy, x, OutputCast(s), NAMES, PARAMS, None
                 )[0],
                 dy,
                 x,

@@ -32,7 +32,7 @@ from transformer_engine.jax.primitives.grouped_quantize import (
 from transformer_engine.jax.primitives.grouped_quantize import triton as grouped_kernels
 from transformer_engine.jax.primitives.kernels import call
 from transformer_engine.jax.primitives.norm_codes import norm_codes
-from transformer_engine.jax.primitives.quantize import Cast, quantize
+from transformer_engine.jax.primitives.quantize import OutputCast, quantize
 from transformer_engine.jax.primitives.scale_update import ScaleState, advance_states
 from transformer_engine.jax.quantize import (
     GroupedQuantizer,
@@ -56,9 +56,9 @@ SPECS = {
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 
 
-def create_cast(name: str) -> Cast:
+def create_cast(name: str) -> OutputCast:
     scale = 0.0 if "from 0" in name else 3.7
-    return Cast(SPECS[name], jnp.full(1, scale) if "delayed" in name else None)
+    return OutputCast(SPECS[name], jnp.full(1, scale) if "delayed" in name else None)
 
 
 def both_ways(operation: str, function, *arrays):
@@ -291,7 +291,7 @@ def test_grouped_rows_have_per_group_codes(dtype, argument, sizes):
 
 @pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (0, 0, 3, 0)])
 def test_separately_computed_group_maxima_give_the_same_codes(sizes):
-    """As for maxima over several devices: `over` of `quantize_rows`."""
+    """As for maxima over several devices: `mesh_axes` of `quantize_rows`."""
     x = jnp.asarray(matrix("normal", (144, 80), "bfloat16", 1)).at[2, 3].set(jnp.nan)
     rows, scaling = jnp.asarray(sizes, jnp.int32), (True, 1e-3)
 

@@ -33,7 +33,7 @@ def ahead(monkeypatch):
 def compilation_key(name: str):
     from transformer_engine.common.kernels.compiled import KernelKey
 
-    return KernelKey(name, (), (), (), (), 4, None, True, 90)
+    return KernelKey(name, (), (), (), (), 4, registers=None, fuses=True, capability=90)
 
 
 def test_tracing_compiles_the_kernels_that_the_lowering_then_finds(ahead, monkeypatch):
@@ -89,9 +89,11 @@ def test_threads_that_need_one_kernel_compile_it_once(monkeypatch):
         return object()
 
     monkeypatch.setattr(module, "_compile", compile_slowly)
-    found = []
+    results = []
     threads = [
-        threading.Thread(target=lambda: found.append(module._compile_once(compilation_key("one"))))
+        threading.Thread(
+            target=lambda: results.append(module._compile_once(compilation_key("one")))
+        )
         for _ in range(3)
     ]
     for thread in threads:
@@ -100,9 +102,9 @@ def test_threads_that_need_one_kernel_compile_it_once(monkeypatch):
     finish.set()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 3
+    assert len(results) == 3
     assert not module._running
-    assert len({id(value) for value in found}) == len(calls)
+    assert len({id(value) for value in results}) == len(calls)
 
 
 def test_triton_is_hashed_once_before_the_threads_compile(monkeypatch):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import forked
-from tests.support.command import te
+from tests.support.command import TINY, te
 from tests.support.programs import ROOT, search_path
 from transformer_engine_tools.demo import flax_checkpoint, flax_run, trainer
 from transformer_engine_tools.demo.config import HIGH_PRECISION, RECIPES, RunConfig, resolve
@@ -133,22 +133,6 @@ def test_both_frameworks_train_on_the_same_batches_with_models_of_the_same_size(
         assert getattr(ours.config, setting) == getattr(theirs.config, setting)
 
 
-OPTIONS = [
-    "--steps",
-    "4",
-    "--batch",
-    "2",
-    "--seq",
-    "32",
-    "--layers",
-    "1",
-    "--hidden",
-    "32",
-    "--heads",
-    "1",
-]
-
-
 # Trains, and continues as if the program had been killed while it replaced a checkpoint.
 WITHOUT_TORCH = """
 import sys
@@ -180,7 +164,7 @@ te_train("--resume", "--name", "none-jax", "--out", folder)
 def trained_without_torch(text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run `te train` in a process without torch; return its folder and output."""
     folder = tmp_path_factory.mktemp("without_torch")
-    command = ["-c", WITHOUT_TORCH, str(folder), str(BATCHES), *OPTIONS, "--data", text]
+    command = ["-c", WITHOUT_TORCH, str(folder), str(BATCHES), *TINY, "--data", text]
     environment = os.environ | {"PYTHONPATH": search_path(), "COLUMNS": "200"}
     return folder, forked.output(command, ROOT, environment, framework="jax")
 
@@ -232,7 +216,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
 
 def test_the_option_selects_jax_where_torch_is_installed(text: str, tmp_path: Path):
     command = ["train", "--framework", "jax", "--recipe", "none", "--out", str(tmp_path)]
-    result = te(*command, *OPTIONS, "--steps", "1", "--data", text)
+    result = te(*command, *TINY, "--steps", "1", "--data", text)
     assert result.exit_code == 0, result.output
     assert f"in jax on {'cpu' if jax.default_backend() == 'cpu' else 'cuda'}" in result.output
 

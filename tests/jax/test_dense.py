@@ -69,10 +69,10 @@ def test_without_a_recipe_dense_is_the_plain_product(dtype):
     def plain(x, kernel, bias):
         return x @ kernel.astype(dtype) + bias.astype(dtype)
 
-    found = values_and_gradients(ours, dy, x, kernel, bias)
-    assert found[0].dtype == dtype
+    actual = values_and_gradients(ours, dy, x, kernel, bias)
+    assert actual[0].dtype == dtype
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
-    for got, expected in zip(found, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
+    for got, expected in zip(actual, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
         assert got.dtype == expected.dtype
         assert relative_error(got, expected) < tolerance
 
@@ -103,13 +103,13 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
         dkernel = jnp.einsum("bsk,bsn->kn", x_columns, dy_columns)
         return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
 
-    found = values_and_gradients(ours, dy, x, kernel)
+    actual = values_and_gradients(ours, dy, x, kernel)
     exact = dequantized_product(x, kernel, dy)
     plain = x @ kernel, dy @ kernel.T, jnp.einsum("bsk,bsn->kn", x, dy)
     tolerances = TOLERANCES[name], GRADIENT_TOLERANCES[name], GRADIENT_TOLERANCES[name]
     # Tensor cores align code products before the addition and keep 13 bits.
     sums = 1e-5 if jax.default_backend() == "cpu" else 2.0**-13
-    for got, expected, near, tolerance in zip(found, exact, plain, tolerances, strict=True):
+    for got, expected, near, tolerance in zip(actual, exact, plain, tolerances, strict=True):
         assert relative_error(got, expected) < sums
         assert relative_error(got, near) < tolerance
 
@@ -312,7 +312,7 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
 @pytest.mark.parametrize("shapes", [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str)
 def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(shapes, quantized):
     x, kernel = (normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
-    quantizers = QuantizerSet(None, None, None)
+    quantizers = QuantizerSet(x=None, kernel=None, dgrad=None)
     if quantized:
         options = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_dtype": jnp.float8_e4m3fn}
         quantizers = QuantizerSet(*(QuantizerFactory.create(**options) for _ in range(3)))

@@ -21,7 +21,7 @@ QUANTIZED = [name for name, settings in RECIPES.items() if settings is not None]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict:
+def results() -> dict:
     return run_on_eight_devices(PROGRAM.with_name("host_experts.py"))
 
 
@@ -34,7 +34,7 @@ def assert_one_device(
     assert case["received"] == case["slots"]
 
 
-def test_experts_on_eight_devices_equal_experts_on_one_device(found):
+def test_experts_on_eight_devices_equal_experts_on_one_device(results):
     """Kernels are sharded over a third axis, `with mesh:` enters the mesh, and each device has two tokens.
 
     The slow test for every recipe checks bitwise-equal states and routing by gates. The next test checks
@@ -42,18 +42,18 @@ def test_experts_on_eight_devices_equal_experts_on_one_device(found):
     """
     # The experts' gradients have the routing probabilities as factors. These come from a product in float32, whose
     # sums may have another order where a device has fewer rows.
-    assert_one_device(found["few tokens: delayed"], states_of_gradients=SUMS)
+    assert_one_device(results["few tokens: delayed"], states_of_gradients=SUMS)
 
 
 @pytest.mark.parametrize("case", ["delayed dgrad", "current x", "nvfp4 x"])
-def test_sharded_codes_and_states_are_bitwise_equal_to_unsharded_ones(found, case):
-    assert found[f"codes: {case}"] == {"unequal": 0}
+def test_sharded_codes_and_states_are_bitwise_equal_to_unsharded_ones(results, case):
+    assert results[f"codes: {case}"] == {"unequal": 0}
 
 
-def test_a_step_on_a_mesh_with_an_additional_axis_uses_gpu_kernels(found):
+def test_a_step_on_a_mesh_with_an_additional_axis_uses_gpu_kernels(results):
     if (reason := launching.kernels_unsupported_reason()) is not None:
         pytest.skip(f"no kernel can be lowered for CUDA here: {reason}")
-    assert found["lowered"]["ragged_all_to_all"] >= 4, "rows there and back, and their gradients"
+    assert results["lowered"]["ragged_all_to_all"] >= 4, "rows there and back, and their gradients"
 
 
 @pytest.mark.gpu
@@ -69,16 +69,16 @@ def test_experts_over_two_gpus_compute_the_same_as_on_one(name):
 
 @pytest.mark.slow
 def test_every_recipe_on_every_mesh():
-    found = run_on_eight_devices(PROGRAM.with_name("host_experts.py"), "--all")
+    result = run_on_eight_devices(PROGRAM.with_name("host_experts.py"), "--all")
     for name in RECIPES:
         for case in ("dp and ep", "ep 2", "ep 4", "early"):
-            assert_one_device(found[f"{case}: {name}"])
+            assert_one_device(result[f"{case}: {name}"])
     # Two devices round their parts of a kernel's gradient to bfloat16 before the sum.
-    assert_one_device(found["halves: current"], gradients=2**-7)
-    codes = {name: case["unequal"] for name, case in found.items() if name.startswith("codes")}
+    assert_one_device(result["halves: current"], gradients=2**-7)
+    codes = {name: case["unequal"] for name, case in result.items() if name.startswith("codes")}
     assert len(codes) == 2 * len(QUANTIZED) and not any(codes.values()), codes
     # Both batch halves are equal, and so are their codes; devices round gradients with separate numbers.
-    assert found["random"]["y"] == 0.0 and found["random"]["dx"] > 1e-3
+    assert result["random"]["y"] == 0.0 and result["random"]["dx"] > 1e-3
 
 
 @pytest.mark.parametrize("early", [False, True])

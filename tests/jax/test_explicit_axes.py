@@ -19,9 +19,9 @@ PROGRAM = Path(__file__).with_name("host_explicit.py")
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--rest",), marks=pytest.mark.slow)])
 def test_meshes_of_every_kind_compute_the_gradients_of_one_device(options):
-    found = run_on_eight_devices(PROGRAM, *options)
-    assert len(found) == (21 if options else 5)
-    assert {name: value for name, value in found.items() if not value < 1e-5} == {}
+    result = run_on_eight_devices(PROGRAM, *options)
+    assert len(result) == (21 if options else 5)
+    assert {name: value for name, value in result.items() if not value < 1e-5} == {}
 
 
 def test_a_mesh_axis_shards_the_first_axis_that_names_it():

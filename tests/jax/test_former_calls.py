@@ -154,8 +154,8 @@ def test_maxima_of_tensors_and_of_their_transforms():
         amax.calculate_amax(x, amax.AmaxScope.LOCAL, True), [np.abs(x).max()]
     )
     transformed = hadamard_transform(x.reshape(32, 12).T, True)
-    found = amax.calculate_post_rht_amax(x, flatten_axis=1)
-    np.testing.assert_array_equal(found, [np.abs(transformed).max()])
+    result = amax.calculate_post_rht_amax(x, flatten_axis=1)
+    np.testing.assert_array_equal(result, [np.abs(transformed).max()])
 
 
 def test_maxima_and_versions_have_their_modules():

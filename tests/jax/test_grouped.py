@@ -75,11 +75,11 @@ def test_a_grouped_product_equals_one_product_per_group(name):
     def ours(x, kernel, bias):
         return grouped_dense(x, kernel, sizes, bias=bias, quantizer_set=quantizers)
 
-    found = values_and_gradients(ours, dy, x, kernel, bias)
-    for got, expected in zip(found, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
+    actual = values_and_gradients(ours, dy, x, kernel, bias)
+    for got, expected in zip(actual, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
         assert relative_error(got, expected) < tolerance
-    assert not np.asarray(found[0][96:]).any()
-    assert not np.asarray(found[2][1]).any()
+    assert not np.asarray(actual[0][96:]).any()
+    assert not np.asarray(actual[2][1]).any()
 
 
 def test_16_bit_bias_gradients_are_summed_in_float32():
@@ -148,7 +148,7 @@ def test_blocks_and_second_level_scales_never_span_two_groups(name):
     """The groups differ by factors of 100, and no group size is a multiple of the block length."""
     x, kernel, dy, _ = inputs()
     sizes = np.repeat(np.float32([100.0, 1.0, np.nan]), [7, 20, M - 27])[:, None]
-    found = products_of_groups(BLOCKS[name], x * sizes, dy * sizes, kernel, UNALIGNED)
+    actual = products_of_groups(BLOCKS[name], x * sizes, dy * sizes, kernel, UNALIGNED)
     with te.autocast(True, BLOCKS[name]):
         local = QuantizerFactory.create_set()
     for group, rows in ((0, slice(0, 7)), (2, slice(7, 27))):
@@ -161,15 +161,15 @@ def test_blocks_and_second_level_scales_never_span_two_groups(name):
         )
         count = rows.stop - rows.start
         for got, expected in (
-            (found[0][rows], alone[0][:count]),
-            (found[1][rows], alone[1][:count]),
+            (actual[0][rows], alone[0][:count]),
+            (actual[1][rows], alone[1][:count]),
         ):
             np.testing.assert_allclose(
                 got, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max())
             )
         # A transform of fewer than 16 rows spreads rounding errors to rows that only the separate product has.
         tolerance = 0.15 if name == "nvfp4" else 1e-5
-        assert relative_error(found[2][group], alone[2]) < tolerance
+        assert relative_error(actual[2][group], alone[2]) < tolerance
 
 
 @pytest.mark.parametrize("spare", [np.nan, np.inf, 1e4])
@@ -178,13 +178,13 @@ def test_blocks_and_second_level_scales_never_span_two_groups(name):
 def test_rows_after_the_last_group_have_no_effect(name, spare):
     x, kernel, dy, _ = inputs()
     end = sum(UNALIGNED)
-    found, expected = (
+    actual, expected = (
         products_of_groups(
             BLOCKS[name], x.at[end:].set(fill), dy.at[end:].set(fill), kernel, UNALIGNED
         )
         for fill in (spare, 0.0)
     )
-    for got, reference in zip(found, expected, strict=True):
+    for got, reference in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(got, reference)
 
 
@@ -355,7 +355,7 @@ def test_vmap_of_a_grouped_product_runs_calls_in_sequence(name, mapped):
         members[0] if axis is None else jnp.stack(members, axis)
         for members, axis in zip(several, mapped, strict=True)
     ]
-    found = jax.jit(jax.vmap(gradients, in_axes=mapped))(*args)
+    actual = jax.jit(jax.vmap(gradients, in_axes=mapped))(*args)
     for turn in range(2):
         alone = gradients(
             *(
@@ -363,7 +363,7 @@ def test_vmap_of_a_grouped_product_runs_calls_in_sequence(name, mapped):
                 for members, axis in zip(several, mapped, strict=True)
             )
         )
-        for got, expected in zip(found, alone, strict=True):
+        for got, expected in zip(actual, alone, strict=True):
             np.testing.assert_allclose(
                 got[turn], expected, rtol=1e-5, atol=1e-5 * float(abs(expected).max())
             )
@@ -386,9 +386,9 @@ def test_a_gradient_through_vmap_and_forward_mode_agree_with_plain_products():
         gradient = jax.grad(loss, (0, 1))
         return jax.jit(lambda x, kernels: jax.jvp(gradient, (x, kernels), ways))(x, kernels)
 
-    found = along(losses(lambda x, kernel: grouped_dense(x, kernel, sizes)))
+    actual = along(losses(lambda x, kernel: grouped_dense(x, kernel, sizes)))
     expected = along(losses(lambda x, kernel: plain(x, kernel, bias)))
-    for got, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for got, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(
             got, reference, rtol=1e-4, atol=1e-4 * float(abs(reference).max())
         )

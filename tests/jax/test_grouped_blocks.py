@@ -51,16 +51,19 @@ def reason(backend: str, requested: GroupedBlockRequest) -> str | None:
     ("change", "sentence"),
     [
         ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
-        ({"a_format": BLOCK_1D, "b_format": BLOCK_2D}, "it takes two operands of MXFP8 or NVFP4"),
-        ({"a_format": NVFP4, "b_format": NVFP4_ROWS}, "the right one without scales per row"),
-        ({"a_format": NVFP4}, "it takes two operands of MXFP8 or NVFP4"),
-        ({"transformed": (True, False)}, "one operand is Hadamard transformed"),
-        ({"elements": (E4M3, BFLOAT16)}, "codes in float8_e4m3fn and bfloat16"),
+        (
+            {"a_format": BLOCK_1D, "b_format": BLOCK_2D},
+            "the kernels take two operands of MXFP8 or NVFP4",
+        ),
+        ({"a_format": NVFP4, "b_format": NVFP4_ROWS}, "b without scales per row"),
+        ({"a_format": NVFP4}, "the kernels take two operands of MXFP8 or NVFP4"),
+        ({"transformed": (True, False)}, "only one operand is Hadamard transformed"),
+        ({"code_dtypes": (E4M3, BFLOAT16)}, "codes in float8_e4m3fn and bfloat16"),
         ({"m": 0}, "a product without elements"),
         ({"k": 48}, "K=48 is not a multiple of 32"),
         ({"n": 40}, "an extent of 40 is not a multiple of 16"),
         ({"contracts_rows": True, "m": 40}, "40 contracted rows are not a multiple of 32"),
-        ({"result": E4M3}, "it writes bfloat16, float16 and float32"),
+        ({"result_dtype": E4M3}, "the kernels write bfloat16, float16 and float32"),
     ],
 )
 def test_unsupported_products_with_one_byte_scales_have_a_reason(change, sentence):
@@ -71,9 +74,9 @@ def test_unsupported_products_with_one_byte_scales_have_a_reason(change, sentenc
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"a_format": BLOCK_2D}, "it multiplies blocks of 1x128 by 128x128 elements"),
-        ({"contracts_rows": True}, "it multiplies blocks of 1x128 by 1x128 elements"),
-        ({"padded": True}, "a has padding between its groups"),
+        ({"a_format": BLOCK_2D}, "the kernels multiply blocks of 1x128 by 128x128 elements"),
+        ({"contracts_rows": True}, "the kernels multiply blocks of 1x128 by 1x128 elements"),
+        ({"has_unreadable_padding": True}, "a has padding rows between its groups"),
         ({"a_format": MXFP8, "b_format": MXFP8}, "mxfp8 by mxfp8"),
     ],
 )
@@ -103,15 +106,15 @@ def test_gpus_without_the_instructions_have_a_reason(
 def test_an_early_triton_is_rejected_where_it_multiplies_in_bfloat16(monkeypatch):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(12, 1))
     for release in ((3, 7), (3, 8), (0, 0)):  # (0, 0): a development build without metadata
-        monkeypatch.setattr(optional, "release", lambda name, found=release: found)
-        found = reason("dot_scaled", request())
+        monkeypatch.setattr(optional, "release", lambda name, result=release: result)
+        result = reason("dot_scaled", request())
         if release == (3, 7):
-            assert found == (
+            assert result == (
                 "tl.dot_scaled multiplies in bfloat16 on compute capability 12.1 before Triton 3.8; "
                 "pip install --upgrade 'triton>=3.8'"
             )
         else:
-            assert found is None
+            assert result is None
 
 
 def explain_for_gpu(monkeypatch, step, shapes):

@@ -86,7 +86,9 @@ def test_grouped_rows_are_multiplied_as_their_dequantized_values(name, features_
     a = quantized(name, values(1, M, K), counts).get_tensor(ROWS)
     b = quantized(name, values(2, GROUPS, *((N, K) if features_first else (K, N))))
     b = b.get_tensor(ROWS if features_first else COLUMNS)
-    call = jax.jit(lambda a, b, s: blocks.of_rows(a, b, s, jnp.dtype(jnp.float32), features_first))
+    call = jax.jit(
+        lambda a, b, s: blocks.multiply_rows(a, b, s, jnp.dtype(jnp.float32), features_first)
+    )
     got = call(a, b, counts)
     left, right = (np.asarray(x.dequantize(), np.float64) for x in (a, b))
     right = right if features_first else right.swapaxes(1, 2)
@@ -106,7 +108,9 @@ def test_grouped_rows_are_contracted_as_their_dequantized_values(name, sizes):
         quantized(name, values(seed, M, columns), counts).get_tensor(COLUMNS)
         for seed, columns in ((1, K), (2, N))
     )
-    got = jax.jit(lambda a, b, s: blocks.over_rows(a, b, s, jnp.dtype(jnp.float32)))(a, b, counts)
+    got = jax.jit(lambda a, b, s: blocks.contract_rows(a, b, s, jnp.dtype(jnp.float32)))(
+        a, b, counts
+    )
     left, right = (np.asarray(x.dequantize(), np.float64) for x in (a, b))
     rows = group_slices(sizes)
     expected = np.stack([left[one].T @ right[one] for one in rows])

@@ -18,11 +18,11 @@ NOT_NATIVE = ("reference", "decoded", "widen", "ragged_dot", "dequantized")
 
 @pytest.mark.parametrize("row", NVIDIA, ids=lambda row: row.architecture)
 def test_operations_with_hardware_support_are_not_dequantized(row):
-    found = choices(row, True)
+    result = choices(row, True)
     for recipe, (capability, _) in PRODUCTS.items():
-        casts = {name: backend for name, backend in found[recipe].items() if "cast" in name}
+        casts = {name: backend for name, backend in result[recipe].items() if "cast" in name}
         assert set(casts.values()) <= {"triton"}, recipe
-        slow = {name: backend for name, backend in found[recipe].items() if backend in NOT_NATIVE}
+        slow = {name: backend for name, backend in result[recipe].items() if backend in NOT_NATIVE}
         if row.has(capability):
             assert slow == {}, recipe
         else:
@@ -33,9 +33,9 @@ def test_operations_with_hardware_support_are_not_dequantized(row):
 def test_without_triton_products_with_one_byte_scales_are_left_to_xla_where_the_hardware_has_them(
     row,
 ):
-    found = choices(row, False)
+    result = choices(row, False)
     for recipe in ("mxfp8", "nvfp4"):
-        products = {found[recipe][name] for name in ("output", "grad_input", "grad_weight")}
+        products = {result[recipe][name] for name in ("output", "grad_input", "grad_weight")}
         assert products == {"scaled_matmul" if row.has(PRODUCTS[recipe][0]) else "widen"}
 
 

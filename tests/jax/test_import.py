@@ -14,9 +14,8 @@ from tests.support import forked
 from tests.support.programs import ROOT
 from transformer_engine.common import frameworks, recipe
 
-BLOCK = (
-    "import sys; sys.modules[{name!r}] = None\n"  # `import name` fails as if it were not installed
-)
+# `import name` fails as if it were not installed.
+BLOCK = "import sys; sys.modules[{name!r}] = None\n"
 
 
 def run(program: str) -> subprocess.CompletedProcess:
@@ -92,8 +91,8 @@ def test_recipes_are_attributes_of_either_side(name):
 
 def test_the_pytorch_side_imports_no_jax():
     program = "import transformer_engine\ntransformer_engine.pytorch\nimport sys; print(' '.join(sys.modules))"
-    found = set(forked.output(["-c", program], ROOT, os.environ).split())
-    assert "transformer_engine.pytorch" in found and not found & {"jax", "flax"}
+    results = set(forked.output(["-c", program], ROOT, os.environ).split())
+    assert "transformer_engine.pytorch" in results and not results & {"jax", "flax"}
 
 
 @pytest.mark.parametrize(
@@ -199,13 +198,13 @@ def test_an_unknown_attribute_is_an_attribute_error():
 
 
 @pytest.mark.parametrize(
-    ("found", "fits"), [("0.10.1", False), ("0.10.2", True), ("0.12.9", True), ("0.13.0", False)]
+    ("version", "fits"), [("0.10.1", False), ("0.10.2", True), ("0.12.9", True), ("0.13.0", False)]
 )
-def test_a_version_out_of_range_is_rejected_with_the_range(found, fits):
+def test_a_version_out_of_range_is_rejected_with_the_range(version, fits):
     jax = next(package for package in frameworks.JAX.packages if package.name == "jax")
-    reason = jax.unsupported_reason(found)
+    reason = jax.unsupported_reason(version)
     assert (reason is None) is fits
-    assert fits or reason == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
+    assert fits or reason == f"jax {version} is installed, jax>=0.10.2,<0.13 is needed"
 
 
 @pytest.mark.parametrize(
@@ -216,10 +215,10 @@ def test_a_version_out_of_range_is_rejected_with_the_range(found, fits):
     ],
 )
 def test_an_import_with_a_version_out_of_range_names_the_version_and_the_remedy(name, said):
-    found = f"lambda of: '0.13.1' if of == {name!r} else found(of)"
+    result = f"lambda of: '0.13.1' if of == {name!r} else found(of)"
     program = (
         "import importlib.metadata\nfound = importlib.metadata.version\n"
-        f"importlib.metadata.version = {found}\nimport transformer_engine.jax"
+        f"importlib.metadata.version = {result}\nimport transformer_engine.jax"
     )
     last = run(program).stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: transformer_engine.jax: {said} is needed; ")

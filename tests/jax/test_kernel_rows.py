@@ -38,9 +38,10 @@ CASES = {
     "swiglu": (lambda x: activation(x, ("silu", "linear")), (4, 2, 64), 2),
     "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), (4, 2, 64), 2),
     "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), (2, 3, 8, 16), 2),
-    "rope": (lambda x: rope.rotate(x, ones((6, 8)), True, False), (2, 6, 3, 16), 2),
+    "rope": (lambda x: rope.rotate(x, ones((6, 8)), interleaved=True, sequence_first=False), (2, 6, 3, 16), 2),
     "rope-packed": (
-        lambda x: jnp.stack(rope.rotate_packed(x, ones((6, 8)), 3, True, False)), (2, 6, 3, 48), 2
+        lambda x: jnp.stack(rope.rotate_packed(x, ones((6, 8)), 3, interleaved=True, sequence_first=False)),
+        (2, 6, 3, 48), 2
     ),
 }  # fmt: skip
 
@@ -58,9 +59,9 @@ def test_both_passes_are_kernels_on_cuda_and_the_reference_here(name, monkeypatc
     assert text.count("triton_kernel_call_ffi") == CASES[name][2]
     if jax.default_backend() != "cpu":
         return
-    found = step(x)
+    result = step(x)
     monkeypatch.delenv("TE_JAX_KERNELS")
-    jax.tree.map(np.testing.assert_array_equal, found, gradient(name)[0](x))
+    jax.tree.map(np.testing.assert_array_equal, result, gradient(name)[0](x))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,9 @@ def test_without_a_gpu_kernels_need_an_environment_variable(monkeypatch):
     assert not env.flag("TE_JAX_KERNELS")
     assert "set TE_JAX_KERNELS=1" in (row.rejection_reason(request) or "")
     assert "a sink" in (
-        softmax.triton.unsupported_reason(softmax.SoftmaxRequest((1, 1, 2, 2), False, True, "cuda"))
+        softmax.triton.unsupported_reason(
+            softmax.SoftmaxRequest((1, 1, 2, 2), hidden=False, sink=True, platform="cuda")
+        )
         or ""
     )
     empty = activations.ActivationRequest("forward", ("gelu",), jnp.dtype(jnp.float32), 0, "cuda")
@@ -150,8 +153,10 @@ def test_rope_and_its_gradient_match_complex_multiplication():
         z = (x[..., 0::2] + 1j * x[..., 1::2]) * jnp.exp(1j * angles)[None, :, None]
         return jnp.stack((z.real, z.imag), -1).reshape(x.shape)
 
-    found = values_and_gradients(lambda x: rope.rotate(x, angles, True, False), dy, x)
-    for got, expected in zip(found, values_and_gradients(plain, dy, x), strict=True):
+    actual = values_and_gradients(
+        lambda x: rope.rotate(x, angles, interleaved=True, sequence_first=False), dy, x
+    )
+    for got, expected in zip(actual, values_and_gradients(plain, dy, x), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -173,7 +178,7 @@ def test_a_packed_rotation_equals_rotations_of_the_parts(heads, sequence_first, 
             [*(rope.rotate(x, angles, interleaved, sequence_first) for x in (q, k)), v]
         )
 
-    found, expected = (
+    actual, expected = (
         values_and_gradients(function, dy, packed) for function in (run_at_once, part_by_part)
     )
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)

@@ -241,20 +241,28 @@ CASES = {
         [draw_input, (2, 3, 8, 16)],
         [],
     ),
-    "rope": (lambda x: rope.rotate(x, ones((6, 8)), True, False), [draw_input, (2, 6, 3, 16)], []),
+    "rope": (
+        lambda x: rope.rotate(x, ones((6, 8)), interleaved=True, sequence_first=False),
+        [draw_input, (2, 6, 3, 16)],
+        [],
+    ),
     "rope-halves": (
-        lambda x: rope.rotate(x, ones((6, 8)), False, True),
+        lambda x: rope.rotate(x, ones((6, 8)), interleaved=False, sequence_first=True),
         [draw_input, (6, 2, 3, 16)],
         [],
     ),
-    "rope-packed": (lambda x: packed_rotation(x, 3, True, False), [draw_input, (2, 6, 3, 48)], []),
+    "rope-packed": (
+        lambda x: packed_rotation(x, 3, interleaved=True, sequence_first=False),
+        [draw_input, (2, 6, 3, 48)],
+        [],
+    ),
     "rope-packed-halves": (
-        lambda x: packed_rotation(x, 5, False, True),
+        lambda x: packed_rotation(x, 5, interleaved=False, sequence_first=True),
         [draw_input, (6, 2, 3, 80)],
         [],
     ),
     "rope-packed-one-head": (
-        lambda x: packed_rotation(x, 1, True, False),
+        lambda x: packed_rotation(x, 1, interleaved=True, sequence_first=False),
         [draw_input, (2, 6, 3, 16)],
         [],
     ),
@@ -281,11 +289,11 @@ def test_outputs_and_gradients_match_the_reference(name, dtype):
         y, pullback = jax.vjp(function, x, *rest)
         return y, pullback(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
 
-    found = jax.jit(both)(x, *rest)
+    actual = jax.jit(both)(x, *rest)
     with reference():
         expected_value = jax.jit(lambda *a: both(*a))(x, *rest)
     near = 2 * ROUNDED[getattr(torch, dtype)]
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(expected_value), strict=True):
+    for got, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(expected_value), strict=True):
         exact = np.asarray(expected, np.float64)
         scale = np.abs(exact).max()
         np.testing.assert_allclose(

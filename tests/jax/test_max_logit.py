@@ -57,8 +57,8 @@ def call_attention(
         QKVLayout.BSHD_BSHD_BSHD,
         AttnSoftmaxType.VANILLA_SOFTMAX,
         SCALE,
-        0.0,
-        True,
+        dropout_probability=0.0,
+        is_training=True,
         **options,
     )
 
@@ -78,12 +78,12 @@ def test_the_largest_visible_logit_of_each_head_is_returned(name, window):
     def both(qkv):
         return call_attention(qkv, mask, descriptor, window_size=argument, return_max_logit=True)
 
-    out, found = jax.jit(both)(qkv)
+    out, result = jax.jit(both)(qkv)
     np.testing.assert_array_equal(
         out, jax.jit(lambda qkv: call_attention(qkv, mask, descriptor, window_size=argument))(qkv)
     )
-    np.testing.assert_allclose(found, largest(*qkv[:2], rule(name, *LENGTHS, window)), rtol=1e-5)
-    assert found.shape == (4,) and found.dtype == qkv[0].dtype
+    np.testing.assert_allclose(result, largest(*qkv[:2], rule(name, *LENGTHS, window)), rtol=1e-5)
+    assert result.shape == (4,) and result.dtype == qkv[0].dtype
 
 
 @pytest.mark.parametrize("kind", [AttnBiasType.PRE_SCALE_BIAS, AttnBiasType.POST_SCALE_BIAS])
@@ -98,10 +98,10 @@ def test_a_bias_belongs_to_the_logits_and_the_gradient_ignores_them(kind):
             return (result**2).sum()
         return (result[0] ** 2).sum() + (result[1] ** 2).sum()
 
-    _, found = call_attention(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=True)
+    _, actual = call_attention(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=True)
     before = kind is AttnBiasType.PRE_SCALE_BIAS
     np.testing.assert_allclose(
-        found, largest(*qkv[:2], rule("no_mask", *LENGTHS), bias, before), rtol=1e-5
+        actual, largest(*qkv[:2], rule("no_mask", *LENGTHS), bias, before), rtol=1e-5
     )
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
     for got, expected in zip(
@@ -116,7 +116,7 @@ def test_max_logits_of_packed_rows_exclude_other_sequences():
     starts = array([[0, 3, 6, -1], [0, 1, 5, 7]], jnp.int32)
     lengths = array([[3, 3, -1], [1, 4, 2]], jnp.int32)
     kinds = AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD
-    _, found = fused_attn_thd(
+    _, result = fused_attn_thd(
         qkv,
         None,
         lengths,
@@ -137,7 +137,7 @@ def test_max_logits_of_packed_rows_exclude_other_sequences():
     def record_call(b, i, j):
         return numbers[b, i] == numbers[b, j] > 0 and j <= i
 
-    np.testing.assert_allclose(found, largest(*qkv[:2], record_call), rtol=1e-5)
+    np.testing.assert_allclose(result, largest(*qkv[:2], record_call), rtol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -150,11 +150,11 @@ def test_a_module_returns_its_output_and_the_logits(transposed):
     plain, both = (
         te_flax.DotProductAttention(**fields, return_max_logit=flag) for flag in (False, True)
     )
-    out, found = both.apply({}, query, key, value)
+    out, result = both.apply({}, query, key, value)
     np.testing.assert_array_equal(out, plain.apply({}, query, key, value))
     if transposed:
         query, key = (jnp.swapaxes(x, 0, 1) for x in (query, key))
-    np.testing.assert_allclose(found, largest(query, key, rule("causal", *LENGTHS)), rtol=1e-5)
+    np.testing.assert_allclose(result, largest(query, key, rule("causal", *LENGTHS)), rtol=1e-5)
 
 
 def test_fused_attention_forward_returns_four_values_with_max_logits():
@@ -169,11 +169,11 @@ def test_fused_attention_forward_returns_four_values_with_max_logits():
         "is_training": True,
     }
     *_, nothing = tex.fused_attn_fwd(qkv, None, None, None, **settings)
-    out, saved, _, found = tex.fused_attn_fwd(
+    out, saved, _, result = tex.fused_attn_fwd(
         qkv, None, None, None, **settings, return_max_logit=True
     )
     assert nothing is None
-    np.testing.assert_allclose(found, largest(*qkv[:2], rule("causal", *LENGTHS)), rtol=1e-5)
+    np.testing.assert_allclose(result, largest(*qkv[:2], rule("causal", *LENGTHS)), rtol=1e-5)
     gradients, *_ = tex.fused_attn_bwd(qkv, None, saved, None, out, jnp.ones_like(out), **settings)
     assert all(np.isfinite(one).all() for one in gradients)
 

@@ -20,8 +20,8 @@ def few() -> dict[str, float]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sampled_mesh_equals_one_device(few, way):
-    found = {name: value for name, value in few.items() if name.endswith(way)}
-    assert len(found) >= 2 and all(value < 1e-5 for value in found.values()), found
+    results = {name: value for name, value in few.items() if name.endswith(way)}
+    assert len(results) >= 2 and all(value < 1e-5 for value in results.values()), results
 
 
 def test_the_sample_has_routing_and_permutation(few):
@@ -33,16 +33,16 @@ def test_the_sample_has_routing_and_permutation(few):
 
 def test_the_sample_has_block_recipes_with_blocks_split_over_devices(few):
     """Operands are inputs, not computed: their codes equal the one-device codes in every layout."""
-    found = {name: value for name, value in few.items() if " in " in name}
-    assert {name.split(",")[0] for name in found} == {
+    results = {name: value for name, value in few.items() if " in " in name}
+    assert {name.split(",")[0] for name in results} == {
         f"dense in {one}" for one in ("mxfp8", "nvfp4", "block")
     }
-    assert all(value < EQUAL_CODES_OVER_DEVICES for value in found.values()), found
+    assert all(value < EQUAL_CODES_OVER_DEVICES for value in results.values()), results
 
 
 @pytest.mark.slow
 def test_every_function_on_every_mesh_equals_one_device():
     """Nine functions, five meshes entered in two ways, and five in shard_map over two."""
-    found = run_on_eight_devices(PROGRAM, "--all")
-    assert len(found) == 9 * 5 * 2 + 5 * 2
-    assert all(value < 1e-5 for value in found.values()), found
+    result = run_on_eight_devices(PROGRAM, "--all")
+    assert len(result) == 9 * 5 * 2 + 5 * 2
+    assert all(value < 1e-5 for value in result.values()), result

@@ -338,9 +338,9 @@ def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
     names = {field.name for field in dataclasses.fields(cls)} - {"parent", "name"}
     assert names - PASSED_ON[cls] - ELSEWHERE <= set(FIELDS[cls]) <= names
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    found = set()
+    results = set()
     for case in (parameters.values[1] for parameters in CASES if parameters.values[0] is cls):
-        found |= meetings({name for name in case if case[name] != defaults[name]}, FIELDS[cls])
+        results |= meetings({name for name in case if case[name] != defaults[name]}, FIELDS[cls])
     implied = {
         name
         for values in FIELDS[cls].values()
@@ -349,7 +349,7 @@ def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
         if len(argument) > 1
     }
     assert {
-        meeting for meeting in possible(FIELDS[cls]) - found if not implied & set(meeting)
+        meeting for meeting in possible(FIELDS[cls]) - results if not implied & set(meeting)
     } == set()
 
 
@@ -443,13 +443,13 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
             jax.value_and_grad(loss, argnums=(0, *(1 + p for p in places)), has_aux=True)
         )
 
-    (_, result), found = loss_value(model)(params, *arguments)
+    (_, result), actual = loss_value(model)(params, *arguments)
     (_, reference), expected_value = loss_value(plain)(params, *arguments)
     for index, (one, other) in enumerate(zip(result, reference, strict=True)):
         near(one, other, 0.0, f"result {index}")
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected_value))
     for (path, got), expected in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected_value), strict=True
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected_value), strict=True
     ):
         near(got, expected, 1e-2 * largest, str(path))
 

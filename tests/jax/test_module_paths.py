@@ -49,7 +49,14 @@ def test_every_device_has_the_same_number_of_experts(experts, devices):
 
 def test_a_world_size_of_zero_raises():
     with pytest.raises(ValueError, match="world_size"):
-        ep.ep_bootstrap(0, None, 8, 16, 64, 32)
+        ep.ep_bootstrap(
+            world_size=0,
+            rank=None,
+            num_experts=8,
+            max_tokens_per_rank=16,
+            recv_capacity_per_rank=64,
+            hidden_dim=32,
+        )
 
 
 def test_a_placement_is_set_read_and_reset():

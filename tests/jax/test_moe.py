@@ -157,11 +157,11 @@ def test_permutation_gradients_return_to_their_tokens():
         rows, weights, row_id_map, pads, _ = permutation.token_dispatch(x, chosen, 2 * T, probs, 4)
         return permutation.token_combine(rows * weights[:, None], row_id_map, None, pads)
 
-    found = values_and_gradients(there_and_back, dy, x, probs)
+    actual = values_and_gradients(there_and_back, dy, x, probs)
     reference = values_and_gradients(
         lambda x, p: x * (p * chosen).sum(axis=1, keepdims=True), dy, x, probs
     )
-    for got, expected in zip(found, reference, strict=True):
+    for got, expected in zip(actual, reference, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -255,11 +255,11 @@ def test_the_mixture_equals_the_weighted_sum_over_experts(early, halves):
             apply_topk_weights_early=early,
         )[0]
 
-    found = values_and_gradients(ours, dy, params, x)
+    actual = values_and_gradients(ours, dy, params, x)
     reference = values_and_gradients(
         lambda p, x: plain_moe(p, x.reshape(-1, H)).reshape(x.shape), dy, params, x
     )
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
+    for got, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -346,7 +346,7 @@ def test_the_capacity_of_a_receive_buffer_holds_every_routing_of_a_balanced_load
         experts, tokens = ep_size * int(random.integers(1, 5)), int(random.integers(1, 300))
         k, alignment = int(random.integers(1, experts + 1)), int(random.choice((1, 16, 128)))
         local, everywhere = experts // ep_size, ep_size * tokens
-        found = get_moe_recv_capacity_per_rank(
+        result = get_moe_recv_capacity_per_rank(
             num_experts=experts,
             num_experts_per_tok=k,
             max_tokens_per_rank=tokens,
@@ -362,12 +362,12 @@ def test_the_capacity_of_a_receive_buffer_holds_every_routing_of_a_balanced_load
                 random.multinomial(sent, random.dirichlet(np.ones(local))), everywhere
             )
             worst = max(worst, sum(round_up(int(count), alignment) for count in counts))
-        assert found % alignment == 0 and found <= local * round_up(everywhere, alignment)
+        assert result % alignment == 0 and result <= local * round_up(everywhere, alignment)
         if factor in (None, 100.0):
-            assert worst <= found
+            assert worst <= result
         else:
             balanced = local * round_up(ceil_div(tokens * k, local), alignment)
-            assert found >= min(balanced, sent)
+            assert result >= min(balanced, sent)
     with pytest.raises(ValueError, match=r"recv_capacity_factor=0.5 is below 1"):
         get_moe_recv_capacity_per_rank(
             num_experts=8,
@@ -420,7 +420,14 @@ def test_scores_of_square_roots_of_softplus_agree_with_float64():
 def test_the_routing_of_a_dispatch_is_prepared_without_the_tokens():
     cfg = ep.EpLayerConfig(2, 16)
     capacity = 2 * T + 16 * E
-    placed = ep.ep_bootstrap(None, None, E, T, capacity, H)
+    placed = ep.ep_bootstrap(
+        world_size=None,
+        rank=None,
+        num_experts=E,
+        max_tokens_per_rank=T,
+        recv_capacity_per_rank=capacity,
+        hidden_dim=H,
+    )
     assert placed.devices == jax.device_count()
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
     picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)

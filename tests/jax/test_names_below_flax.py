@@ -152,7 +152,7 @@ PREDICATES = {  # tensor, block, 1-D block, MXFP8, NVFP4, transposed column-wise
 
 @pytest.mark.parametrize("mode", PREDICATES)
 def test_predicates_of_a_scaling_mode(mode):
-    found = (
+    result = (
         mode.is_tensor_scaling(),
         mode.is_block_scaling(),
         mode.is_1d_block_scaling(),
@@ -160,7 +160,7 @@ def test_predicates_of_a_scaling_mode(mode):
         mode.is_nvfp4_scaling,
         mode.is_colwise_transposed,
     )
-    assert found == PREDICATES[mode]
+    assert result == PREDICATES[mode]
 
 
 @pytest.mark.parametrize(
@@ -291,21 +291,21 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_has_the_settings_of_its_recipe(name):
-    found = quantize.get_quantize_config_with_recipe(
+    result = quantize.get_quantize_config_with_recipe(
         getattr(recipe, name)(**SETTINGS.get(name, {}))
     )
-    assert {field: getattr(found, field) for field in CONFIGS[name]} == CONFIGS[name]
-    assert found.INITIALIZED and found.is_fp8_enabled() and found.COLLECTION_NAME == "fp8_metas"
-    assert found.get_scaling_mode(quantize.TensorSource.X) is not ScalingMode.NO_SCALING
+    assert {field: getattr(result, field) for field in CONFIGS[name]} == CONFIGS[name]
+    assert result.INITIALIZED and result.is_fp8_enabled() and result.COLLECTION_NAME == "fp8_metas"
+    assert result.get_scaling_mode(quantize.TensorSource.X) is not ScalingMode.NO_SCALING
 
 
 def test_config_of_the_surrounding_autocast():
     assert not quantize.get_quantize_config().is_fp8_enabled()
     with quantize.autocast(True, recipe.MXFP8BlockScaling()):
-        found = quantize.get_quantize_config()
+        result = quantize.get_quantize_config()
     assert (
-        found.is_fp8_enabled()
-        and found.get_scaling_mode(quantize.TensorSource.X) is ScalingMode.MXFP8_1D_SCALING
+        result.is_fp8_enabled()
+        and result.get_scaling_mode(quantize.TensorSource.X) is ScalingMode.MXFP8_1D_SCALING
     )
 
 
@@ -328,8 +328,8 @@ def test_each_mode_has_a_dequantizer(mode):
     tensor = (
         quantize.NoScaleTensor(x) if mode.format is None else create_quantizer(mode).quantize(x)
     )
-    found = quantize.ScalingModeToDequantizerMap[mode].dequantize(tensor)
-    np.testing.assert_array_equal(found, tensor.dequantize())
+    result = quantize.ScalingModeToDequantizerMap[mode].dequantize(tensor)
+    np.testing.assert_array_equal(result, tensor.dequantize())
     other = ScalingMode.NO_SCALING if mode.format is not None else ScalingMode.MXFP8_1D_SCALING
     with pytest.raises(ValueError, match=rf"this is the dequantizer of {other}"):
         quantize.ScalingModeToDequantizerMap[other].dequantize(tensor)
@@ -343,7 +343,7 @@ def test_quantize_takes_its_arguments_by_position():
     repeated, dbias = tex.quantize_dbias(x, one, True, 1, tex.AmaxScope.LOCAL)
     np.testing.assert_array_equal(repeated.dequantize(), tensor.dequantize())
     np.testing.assert_allclose(dbias, x.sum(0), rtol=1e-6, atol=1e-6)
-    assert tex.quantize_dbias(x, None, False)[1] is None
+    assert tex.quantize_dbias(x, quantizer=None, is_dbias=False)[1] is None
 
 
 @pytest.mark.parametrize("kind", softmax.SoftmaxFusionType)
@@ -385,7 +385,9 @@ def test_rmsnorm_gradients_equal_the_public_function():
     np.testing.assert_array_equal(y.dequantize(), expected)
     gradients = tex.rmsnorm_bwd(dz, x, rstdev, gamma, False, 1e-5)
     jax.tree.map(np.testing.assert_array_equal, gradients, vjp(dz))
-    same, mean, _ = tex.normalization_fwd(x, gamma, None, False, 1e-5, "rmsnorm")
+    same, mean, _ = tex.normalization_fwd(
+        x, gamma, beta=None, zero_centered_gamma=False, epsilon=1e-5, norm_type="rmsnorm"
+    )
     np.testing.assert_array_equal(same.dequantize(), expected)
     assert mean is None
     assert tex.normalization_bwd(dz, x, None, rstdev, gamma, False, 1e-5, "rmsnorm")[2] is None
@@ -394,7 +396,15 @@ def test_rmsnorm_gradients_equal_the_public_function():
 def test_norm_is_quantized_by_its_quantizer():
     x, gamma = draw_normal(8, 32), draw_normal(32, seed=1)
     one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING)
-    codes, _, _ = tex.normalization_fwd(x, gamma, None, False, 1e-5, "rmsnorm", one)
+    codes, _, _ = tex.normalization_fwd(
+        x,
+        gamma,
+        beta=None,
+        zero_centered_gamma=False,
+        epsilon=1e-5,
+        norm_type="rmsnorm",
+        quantizer=one,
+    )
     expected = one.quantize(layernorm(x, gamma, None, "rmsnorm", False, 1e-5))
     np.testing.assert_array_equal(codes.rowwise_tensor.data, expected.rowwise_tensor.data)
 

@@ -261,8 +261,8 @@ def test_a_norm_and_a_product(kind, name):
         return plain_norm(x, gamma, beta, kind) @ kernel + bias
 
     dy = normal(keys[4], (2, 32, 32))
-    found, expected = (values_and_gradients(f, dy, x, kernel, gamma, bias) for f in (ours, plain))
-    assert_close(found, expected, tolerance)
+    actual, expected = (values_and_gradients(f, dy, x, kernel, gamma, bias) for f in (ours, plain))
+    assert_close(actual, expected, tolerance)
 
 
 def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
@@ -300,8 +300,8 @@ def test_a_norm_followed_by_an_mlp(names, biased, name):
 
     arguments = (x, gamma, beta, kernels, biases)
     dy = normal(keys[5], x.shape)
-    found, expected = (values_and_gradients(f, dy, *arguments) for f in (ours, plain))
-    assert_close(found, expected, tolerance)
+    actual, expected = (values_and_gradients(f, dy, *arguments) for f in (ours, plain))
+    assert_close(actual, expected, tolerance)
 
 
 def test_sums_of_a_bias_are_rounded_once_to_its_own_dtype():
@@ -527,7 +527,7 @@ def test_transposing_large_gradients_late_changes_no_bit(module, name, monkeypat
 
         return jax.grad(loss, argnums=(0, 1), allow_int=True)(variables, x)
 
-    found, barriers = [], []
+    result, barriers = [], []
     with te.autocast(enabled=True, recipe=getattr(recipe, name)()):
         variables = jax.jit(module.init)(jax.random.key(1), x)
         for elements in (1 << 26, 1):
@@ -536,8 +536,8 @@ def test_transposing_large_gradients_late_changes_no_bit(module, name, monkeypat
             barriers.append(
                 str(jax.make_jaxpr(gradients)(variables, x)).count("optimization_barrier")
             )
-            found.append(jax.jit(gradients)(variables, x))
+            result.append(jax.jit(gradients)(variables, x))
     assert (barriers[1] > barriers[0]) is (name != "MXFP8BlockScaling"), (
         "block scales differ between directions"
     )
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    jax.tree.map(np.testing.assert_array_equal, *result)

@@ -106,12 +106,12 @@ def test_a_dense_layer_computes_with_its_quantized_operands(name):
     )
     k_row = np.asarray(values[1].rowwise_tensor.values(), np.float64)
     k_col = np.asarray(values[1].colwise_tensor.values(), np.float64)
-    for found, expected in (
+    for actual, expected in (
         (y, x_row @ k_col),
         (dx, dy_row @ k_row.T),
         (dkernel, x_col.T @ dy_col),
     ):
-        assert np.abs(np.asarray(found) - expected).max() <= 2e-6 * np.abs(expected).max()
+        assert np.abs(np.asarray(actual) - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
 def test_scopes_choose_modes_and_never_those_of_gradients():

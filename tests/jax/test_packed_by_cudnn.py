@@ -25,11 +25,11 @@ NOISE = 7.5
 
 def sequences():
     """[b, tokens]: the sequence of a token, -1 for none."""
-    found = np.full((BATCH, TOKENS), -1)
+    result = np.full((BATCH, TOKENS), -1)
     for row in range(BATCH):
         for index, (start, length) in enumerate(zip(STARTS[row], LENGTHS[row], strict=True)):
-            found[row, int(start) : int(start + length)] = index
-    return found
+            result[row, int(start) : int(start + length)] = index
+    return result
 
 
 def dense(q, k, v, causal):
@@ -107,9 +107,9 @@ def test_packed_rows_and_their_gradients_are_zero_at_padding(causal):
         dout, q, k, v
     )
     nobody = sequences() < 0
-    for name, found, expected in zip(("out", "dq", "dk", "dv"), got, reference, strict=True):
-        found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
+    for name, actual, expected in zip(("out", "dq", "dk", "dv"), got, reference, strict=True):
+        actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
         assert np.abs(expected).max() > 0.1, name
-        np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2e-2, err_msg=name)
-        assert not found[nobody].any(), name
+        np.testing.assert_allclose(actual, expected, rtol=2**-7, atol=2e-2, err_msg=name)
+        assert not actual[nobody].any(), name
     np.testing.assert_array_equal(jax.jit(attend)(q, k, v), got[0])

@@ -66,18 +66,18 @@ def run_on_eight_devices(program: str, *options: str) -> tuple[dict, str]:
 
 
 def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
-    found, said = run_on_eight_devices("host_kernels.py")
+    result, said = run_on_eight_devices("host_kernels.py")
     warned = [
         line for line in said.splitlines() if "UserWarning: a program over several devices" in line
     ]
     assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], (
         "programs without a mesh say so once"
     )
-    gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
-    assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
-    assert found.pop("misnamed") == 0
-    assert found.pop("not cut") == 0, "the partitioner would take a kernel for one whole"
-    assert all(value < 1e-5 for value in found.values()), found
+    gathers = {name: result.pop(name) for name in [*result] if name.endswith(": gathers")}
+    assert result.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
+    assert result.pop("misnamed") == 0
+    assert result.pop("not cut") == 0, "the partitioner would take a kernel for one whole"
+    assert all(value < 1e-5 for value in result.values()), result
     # No communication unless a shard splits a block, an operand has another sharding, or one axis shards both rows.
     free = (
         "rows",
@@ -106,9 +106,9 @@ def test_layers_exchange_only_the_expected_arrays(options):
 
     Block formats also exchange scales, one per 16 or 32 elements, if several axes are the rows or columns of a matrix.
     """
-    found, said = run_on_eight_devices("host_layers.py", *options)
+    result, said = run_on_eight_devices("host_layers.py", *options)
     assert "without a mesh" not in said
-    for case, facts in found.items():
+    for case, facts in result.items():
         _, recipe, layout = case.split()
         for part, tolerance in LAYERS_OVER_DEVICES[recipe].items():
             assert facts[part] < tolerance, (case, part, facts)
@@ -190,17 +190,17 @@ def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out
 @pytest.mark.slow
 def test_attention_of_cudnn_takes_arrays_with_other_shardings():
     """JAX's own rules do not support sharded tokens, or keys and lengths sharded differently from queries."""
-    found, _ = run_on_eight_devices("host_cudnn.py")
+    result, _ = run_on_eight_devices("host_cudnn.py")
     rounded = {
-        name: found.pop(name)
+        name: result.pop(name)
         for name in ("a bias of all rows", "a bias of one query", "under vmap")
     }
     assert all(value < 1e-2 for value, _ in rounded.values()), "sums of bfloat16 in another order"
     assert rounded["under vmap"][1] == 0, "one call for all"
-    assert all(value < 2**-8 for value, _ in found.values()), (
-        f"more than one rounding of bfloat16, where sums in float32 may take another order: {found}"
+    assert all(value < 2**-8 for value, _ in result.values()), (
+        f"more than one rounding of bfloat16, where sums in float32 may take another order: {result}"
     )
-    assert found["heads"][1] == found["lengths"][1] == 0, (
+    assert result["heads"][1] == result["lengths"][1] == 0, (
         "arrays that are sharded alike are not gathered"
     )
 
@@ -211,20 +211,20 @@ def test_attention_of_a_sharded_sequence_runs_kernels_of_one_device():
 
     With a causal window that reaches one chunk, two blocks; with a window to both sides, three.
     """
-    found, _ = run_on_eight_devices("host_parts.py")
-    for name, facts in found["cuda"].items():
+    result, _ = run_on_eight_devices("host_parts.py")
+    for name, facts in result["cuda"].items():
         assert (
             facts["kernels"] == (2 + 2 * 3 if name == "causal window" else 3 + 3 * 3)
             and facts["largest"] == facts["queries"]
-        ), found
+        ), result
     for strategy, moves in (("ALL_GATHER", "all-gather"), ("RING", "collective-permute")):
-        facts = found["cudnn"][strategy]
+        facts = result["cudnn"][strategy]
         assert facts["difference"] < 1e-2, "gradients are rounded to bfloat16 block by block"
         assert facts["moves"] == [moves], "batches and heads stay where they are"
-    assert all(value < 2e-5 for value in found["within"].values()), found["within"]
-    assert "triton: tokens over devices with" in found["explained"]["window of other keys"]
+    assert all(value < 2e-5 for value in result["within"].values()), result["within"]
+    assert "triton: tokens over devices with" in result["explained"]["window of other keys"]
     for selection in ("whole", "causal window", "window"):
-        assert "tokens over devices" not in found["explained"][selection]
+        assert "tokens over devices" not in result["explained"][selection]
 
 
 def test_a_rule_has_factors_and_the_sizes_that_no_axis_determines():
@@ -527,13 +527,13 @@ def test_unsupported_attention_has_a_reason(monkeypatch):
         64,
         64,
         64,
-        None,
-        True,
-        "cuda",
+        window=None,
+        training=True,
+        platform="cuda",
     )
     assert attention_unsupported_reason(request) is None
     for change, reason in (
-        ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it takes bfloat16"),
+        ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "supported: bfloat16"),
         ({"head_dim": 512}, "512 elements > 256"),
         ({"modified": True}, "a score_mod"),
         ({"bias": AttnBiasType.POST_SCALE_BIAS}, "a bias of packed rows"),

@@ -45,16 +45,16 @@ def test_shard_map_adds_gradients_and_merges_states_by_default(facts, what):
 
 @pytest.mark.parametrize("choices", ["below", "all below", "above"])
 def test_tokens_with_an_invalid_expert_index_are_not_sent(facts, choices):
-    found = facts[choices]
-    assert found["difference"] < 1e-5
-    assert sum(found["sent"]) == found["real"]
+    result = facts[choices]
+    assert result["difference"] < 1e-5
+    assert sum(result["sent"]) == result["real"]
 
 
 @pytest.mark.parametrize("capacity", [28, 5])
 def test_passes_of_dispatch_and_combine_equal_the_gradients_of_jax(facts, capacity):
-    found = facts[f"passes, capacity {capacity}"]
-    assert len(found) == 6
-    assert {name: difference for name, difference in found.items() if not difference < 1e-6} == {}
+    result = facts[f"passes, capacity {capacity}"]
+    assert len(result) == 6
+    assert {name: difference for name, difference in result.items() if not difference < 1e-6} == {}
 
 
 def test_experts_are_dispatched_inside_shard_map_alone(facts):

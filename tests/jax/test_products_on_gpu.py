@@ -42,11 +42,11 @@ def operand(form, element, seed, rows, depth):
 
 
 def run_products(backends, a, b, dtype, exact=True):
-    found = []
+    results = []
     for backend in backends:
         with use_backend(jax_gemm=backend):
-            found.append(jax.jit(lambda a, b: gemm(a, b, jnp.dtype(dtype), exact))(a, b))
-    return found
+            results.append(jax.jit(lambda a, b: gemm(a, b, jnp.dtype(dtype), exact))(a, b))
+    return results
 
 
 def near(got, expected, tolerance, name=""):
@@ -73,9 +73,9 @@ def test_triton_kernel_product_of_codes_matches_the_reference(name, exact, dtype
     first, second = PAIRS[name]
     for m, n, k in SHAPES:
         a, b = operand(*first, 1, m, k), operand(*second, 2, n, k)
-        found = run_products(("triton", "reference"), a, b, dtype, exact)
-        assert found[0].dtype == jnp.dtype(dtype)
-        near(*found, 2e-3 if dtype == "float32" else 1e-2, f"{name} {(m, n, k)}")
+        actual = run_products(("triton", "reference"), a, b, dtype, exact)
+        assert actual[0].dtype == jnp.dtype(dtype)
+        near(*actual, 2e-3 if dtype == "float32" else 1e-2, f"{name} {(m, n, k)}")
 
 
 # Less than a tile, less than a group's rows, several tiles with a part of one at each end, several tiles a program.
@@ -89,10 +89,10 @@ def test_warpgroup_products_of_codes_match_the_reference(name, dtype, monkeypatc
     monkeypatch.setattr(codes_product, "idle", lambda m, n: None)
     first, second = PAIRS[name]
     for m, n, k in TILES:
-        found = run_products(
+        result = run_products(
             ("gluon", "reference"), operand(*first, 1, m, k), operand(*second, 2, n, k), dtype
         )
-        near(*found, 1e-2 if dtype == "bfloat16" else 2e-3, f"{name} {(m, n, k)}")
+        near(*result, 1e-2 if dtype == "bfloat16" else 2e-3, f"{name} {(m, n, k)}")
 
 
 @on_a_gpu
@@ -104,11 +104,13 @@ def test_groups_of_warps_add_in_float32_and_in_one_order():
             calls[backend] = (
                 jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.float32))).lower(a, b).compile()
             )
-    found = {name: np.asarray(call(a, b), np.float64) for name, call in calls.items()}
-    error = {name: np.linalg.norm(out - found["reference"]) for name, out in found.items()}
+    results = {name: np.asarray(call(a, b), np.float64) for name, call in calls.items()}
+    error = {name: np.linalg.norm(out - results["reference"]) for name, out in results.items()}
     assert 0 < error["gluon"] <= 1.1 * error["triton"]
     for _ in range(3):
-        np.testing.assert_array_equal(np.asarray(calls["gluon"](a, b), np.float64), found["gluon"])
+        np.testing.assert_array_equal(
+            np.asarray(calls["gluon"](a, b), np.float64), results["gluon"]
+        )
 
 
 @on_a_gpu
@@ -169,11 +171,11 @@ GROUPS, K, N = 4, 96, 160
 
 
 def run_both_backends(call, *arrays):
-    found = []
+    results = []
     for backend in ("triton", "ragged_dot"):
         with use_backend(jax_grouped_gemm=backend):
-            found.append(jax.jit(lambda *a: call(*a))(*arrays))
-    return found
+            results.append(jax.jit(lambda *a: call(*a))(*arrays))
+    return results
 
 
 @pytest.mark.parametrize("features_first", [False, True])

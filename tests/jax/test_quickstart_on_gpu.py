@@ -67,10 +67,10 @@ def loss_on_a_cpu() -> float:
 
 @pytest.mark.parametrize("flags", ["", RECOMMENDED], ids=["default", "recommended"])
 def test_gpu_loss_equals_the_cpu_and_the_step_has_three_fp8_products(flags, loss_on_a_cpu):
-    found = ran(XLA_FLAGS=flags)
-    assert found["loss"] == pytest.approx(loss_on_a_cpu, abs=1e-5)
+    result = ran(XLA_FLAGS=flags)
+    assert result["loss"] == pytest.approx(loss_on_a_cpu, abs=1e-5)
     if flags:
         # The input gradient is unused, and XLA removes its product.
-        assert found["library"] == [2, 3]
+        assert result["library"] == [2, 3]
     else:
-        assert found["products"] == {"triton": 3}, "without the flag our kernels compute them"
+        assert result["products"] == {"triton": 3}, "without the flag our kernels compute them"

@@ -99,11 +99,11 @@ def test_a_random_layer_equals_the_reference_layer_with_the_same_keys(seed):
             for layer in (model, plain)
         ]
 
-    ((_, got), found), ((_, reference), expected_value) = both(params, x, encoded)
+    ((_, got), actual), ((_, reference), expected_value) = both(params, x, encoded)
     np.testing.assert_allclose(got, reference, atol=1e-4 * float(np.abs(reference).max()), rtol=0)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected_value))
     for (path, gradient), expected in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected_value), strict=True
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected_value), strict=True
     ):
         # A key bias shifts all scores for a query equally, so its gradient is zero up to rounding.
         scale = max(float(np.abs(expected).max()), 1e-2 * largest)

@@ -87,9 +87,9 @@ def create_loss(layer: str):
     return loss, variables, x
 
 
-def assert_equal_trees(found, expected):
+def assert_equal_trees(actual, expected):
     expected = flax.traverse_util.flatten_dict(expected, sep="/")
-    for name, got in flax.traverse_util.flatten_dict(found, sep="/").items():
+    for name, got in flax.traverse_util.flatten_dict(actual, sep="/").items():
         np.testing.assert_allclose(got, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
@@ -98,8 +98,8 @@ def test_gradients_with_saved_codes_equal_those_without_recomputation(name):
     with te.autocast(True, RECIPES[name]):
         loss, variables, x = create_loss("dense")
         saved = jax.checkpoint(loss, policy=POLICIES["names"])
-        found = jax.jit(jax.grad(saved))(variables, x)
-        assert_equal_trees(found, jax.jit(jax.grad(loss))(variables, x))
+        result = jax.jit(jax.grad(saved))(variables, x)
+        assert_equal_trees(result, jax.jit(jax.grad(loss))(variables, x))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_gradients_with_saved_codes_equal_those_without_recomputation(name):
 def test_every_policy_computes_the_gradients_without_recomputation(name, layer, policy):
     with te.autocast(True, RECIPES[name]):
         loss, variables, x = create_loss(layer)
-        found = jax.jit(jax.grad(jax.checkpoint(loss, policy=POLICIES[policy])))(variables, x)
-        assert_equal_trees(found, jax.jit(jax.grad(loss))(variables, x))
+        result = jax.jit(jax.grad(jax.checkpoint(loss, policy=POLICIES[policy])))(variables, x)
+        assert_equal_trees(result, jax.jit(jax.grad(loss))(variables, x))
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -138,9 +138,9 @@ def test_remat_of_flax_with_a_policy_computes_the_eager_gradient():
         model = layer(features=16, quantization_checkpoint_name="codes")
         variables = nn.unbox(draw_variables(model, x))
         plain = te_flax.DenseGeneral(features=16)
-        found = jax.grad(lambda v: jnp.sin(model.apply(v, x)).sum())(variables)
+        actual = jax.grad(lambda v: jnp.sin(model.apply(v, x)).sum())(variables)
         expected = jax.jit(jax.grad(lambda v: jnp.sin(plain.apply(v, x)).sum()))(variables)
-        assert_equal_trees(found, expected)
+        assert_equal_trees(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_named_codes_keep_every_bit_under_a_policy(dtype):
     codes = jax.lax.bitcast_convert_type(jnp.asarray(words), dtype)
     program = jax.make_jaxpr(lambda codes: name_leaves((codes, None), "codes"))(codes)
     assert str(program).count("name=codes") == 1
-    for found in (
+    for result in (
         name_leaves(codes, "codes"),
         name_leaves(codes, None),
         bits_to_codes(codes_to_bits(codes)),
     ):
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(jax.lax.bitcast_convert_type(found, words.dtype), words)
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(jax.lax.bitcast_convert_type(result, words.dtype), words)
     if bits <= 8:
         assert jnp.issubdtype(codes_to_bits(codes).bits.dtype, jnp.unsignedinteger)
     else:
@@ -174,5 +174,5 @@ def test_jax_reduces_the_precision_of_saved_codes_that_are_not_integers():
         codes = checkpoint_name(x.astype(jnp.float8_e4m3fn), "codes")
         return (jax.lax.stop_gradient(codes.astype(jnp.float32)) * x).sum()
 
-    found = jax.jit(jax.grad(jax.checkpoint(loss, policy=POLICIES["names"])))(x)
-    assert not np.array_equal(found, x)
+    result = jax.jit(jax.grad(jax.checkpoint(loss, policy=POLICIES["names"])))(x)
+    assert not np.array_equal(result, x)

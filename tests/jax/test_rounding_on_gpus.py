@@ -63,7 +63,7 @@ def test_codes_are_rounded_before_their_program_reads_them(name, monkeypatch):
     program = jax.jit(lambda x: values(quantize(x, spec), spec))
     text = program.trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" not in text
-    found = 0
+    result = 0
     for function in text.split("func.func")[1:]:
         for code in CODES.findall(function):
             number = re.compile(re.escape(code) + r"\b")
@@ -76,8 +76,8 @@ def test_codes_are_rounded_before_their_program_reads_them(name, monkeypatch):
                 barrier or BYTES.search(line)
                 for barrier, line in zip(guarded, readers, strict=True)
             ), readers
-            found += any(guarded)
-    assert found == 1
+            result += any(guarded)
+    assert result == 1
 
 
 @pytest.mark.gpu
@@ -90,10 +90,10 @@ def test_values_in_the_program_of_codes_equal_the_codes(name):
         output = reference_codes(x, spec)
         return output, values(output, spec)
 
-    result, found = jax.jit(both)(x)
+    result, actual = jax.jit(both)(x)
     expected = jax.jit(lambda output: values(output, spec))(result)
-    np.testing.assert_array_equal(found, expected)
-    assert not np.array_equal(found, x)
+    np.testing.assert_array_equal(actual, expected)
+    assert not np.array_equal(actual, x)
 
 
 def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):

@@ -60,7 +60,7 @@ def select_backend(request: GemmRequest) -> str:
         ({"a_format": BLOCK_1D}, "scales of 128 and of 32 contracted elements"),
         ({"m": 0}, "without elements"),
         ({"a_format": NVFP4, "b_format": NVFP4, "k": 31}, "K=31 codes do not fill whole bytes"),
-        ({"dtype": jnp.dtype(E4M3)}, "it writes bfloat16, float16 and float32"),
+        ({"dtype": jnp.dtype(E4M3)}, "supported: bfloat16, float16 and float32"),
     ],
 )
 def test_unsupported_products_of_the_kernels_have_a_reason(change, sentence):

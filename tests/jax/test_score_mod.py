@@ -66,9 +66,9 @@ def test_a_function_of_scores_and_all_its_gradients():
     def ours(q, k, v, tensors):
         return attend(q, k, v, score_mod=cap_scores, score_mod_tensors=tensors)
 
-    found = values_and_gradients(ours, dy, q, k, v, tensors())
+    actual = values_and_gradients(ours, dy, q, k, v, tensors())
     reference = values_and_gradients(plain, dy, q, k, v, tensors())
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
+    for got, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -214,8 +214,8 @@ def test_graphs_and_functions_of_indices_equal_float64(function, dtype, toleranc
         return attend(q, k, v, score_mod=function, score_mod_tensors=named)
 
     cap = jnp.full((1, 1, 1, 1), 0.7)
-    found = values_and_gradients(ours, dy, q, k, v, cap, slope)
-    for got, expected in zip(found, float64_oracle(q, k, v, dy, cap, slope), strict=True):
+    actual = values_and_gradients(ours, dy, q, k, v, cap, slope)
+    for got, expected in zip(actual, float64_oracle(q, k, v, dy, cap, slope), strict=True):
         np.testing.assert_allclose(
             np.asarray(got, np.float64),
             expected,
@@ -266,7 +266,7 @@ def test_user_score_gradients_replace_jax_differentiation(function, gradient):
             score_mod_bprop_tensors={"factor": factor},
         )
 
-    found = values_and_gradients(ours, dy, q, k, v, jnp.asarray(0.7), jnp.asarray(0.5))
+    actual = values_and_gradients(ours, dy, q, k, v, jnp.asarray(0.7), jnp.asarray(0.5))
     reference = values_and_gradients(
         lambda q, k, v, cap: attend(
             q, k, v, score_mod=softcap_by_index, score_mod_tensors={"cap": cap}
@@ -277,10 +277,10 @@ def test_user_score_gradients_replace_jax_differentiation(function, gradient):
         v,
         jnp.asarray(0.7),
     )
-    for got, expected, factor in zip(found, reference[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
+    for got, expected, factor in zip(actual, reference[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
         np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-6)
     # with a user-defined gradient, a score_mod's arrays have no gradient
-    assert found[4] == found[5] == 0.0
+    assert actual[4] == actual[5] == 0.0
 
 
 def test_the_former_packed_call_equals_the_current_call():

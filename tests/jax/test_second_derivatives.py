@@ -118,10 +118,10 @@ def test_a_second_derivative_through_a_quantizer_behind_a_function_is_rejected(f
 def test_without_a_recipe_second_derivatives_match_finite_differences(operation):
     x, direction = arrays((64, HIDDEN), (64, HIDDEN))
     of = penalty(functions(None)[operation])
-    found = float((jax.jit(jax.grad(of))(x) * direction).sum())
+    result = float((jax.jit(jax.grad(of))(x) * direction).sum())
     step = 1e-2 * direction
     high, low = (float(jax.jit(of)(x + sign * step)) for sign in (1, -1))
-    np.testing.assert_allclose(found, (high - low) / 2e-2, rtol=2e-2)
+    np.testing.assert_allclose(result, (high - low) / 2e-2, rtol=2e-2)
 
 
 def test_an_eager_placeholder_of_an_array_copies_no_elements():
@@ -213,9 +213,9 @@ def test_a_gradient_of_kernels_of_groups_is_differentiated():
 
         return jax.jit(jax.grad(along, (0, 1)))(x, kernel)
 
-    for found, expected in zip(
+    for actual, expected in zip(
         product_with_hessian(grouped), product_with_hessian(plain), strict=True
     ):
         np.testing.assert_allclose(
-            found, expected, rtol=2e-5, atol=2e-5 * float(abs(expected).max())
+            actual, expected, rtol=2e-5, atol=2e-5 * float(abs(expected).max())
         )

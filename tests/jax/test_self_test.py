@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -60,36 +61,37 @@ def run_self_test(bound=None, expected=None):
 
 
 def test_backends_with_wrong_bits_or_errors_fail(doubling):
-    found = run_self_test()
-    assert {name: result.status for name, result in found.items()} == {
+    actual = run_self_test()
+    assert {name: result.status for name, result in actual.items()} == {
         "native": "passed",
         "wrong": "failed",
         "raising": "failed",
         "other": "unsupported",
     }
-    assert found["native"].equal == 1.0 and found["native"].ratio is not None
-    assert found["wrong"].equal is not None and 0.7 < found["wrong"].equal < 1.0
+    assert actual["native"].equal == 1.0 and actual["native"].ratio is not None
+    assert actual["wrong"].equal is not None and 0.7 < actual["wrong"].equal < 1.0
     assert (
-        "ptxas has failed" in found["raising"].reason and found["other"].reason == "it needs a GPU"
+        "ptxas has failed" in actual["raising"].reason
+        and actual["other"].reason == "it needs a GPU"
     )
 
 
 def test_values_may_differ_up_to_the_bound_and_the_reference_is_compared_with_an_independent_result(
     doubling,
 ):
-    found = run_self_test(1e-6, lambda x: 2.0 * x)
-    assert {name for name, result in found.items() if result.status == "passed"} == {
+    actual = run_self_test(1e-6, lambda x: 2.0 * x)
+    assert {name for name, result in actual.items() if result.status == "passed"} == {
         "native",
         "wrong",
         "reference",
     }
-    found = run_self_test(1e-6, lambda x: 2.001 * x)
-    assert {result.status for result in found.values()} == {"failed", "unsupported"}
+    actual = run_self_test(1e-6, lambda x: 2.001 * x)
+    assert {result.status for result in actual.values()} == {"failed", "unsupported"}
 
 
 def test_a_case_beyond_the_time_limit_is_not_run(monkeypatch, doubling):
     case = testing.JaxCase("jax doubling", "8", "jax_doubling", double_by_platform, (jnp.ones(8),))
-    monkeypatch.setattr(testing, "cases", lambda sizes: iter([case]))
+    monkeypatch.setattr(testing, "cases", lambda *arguments: iter([case]))
     assert [result.status for result in testing.self_test(SIZES, -1.0, lambda line: None)] == [
         "not run"
     ]
@@ -111,9 +113,11 @@ def test_every_path_that_a_gpu_has_runs_a_native_backend_there(monkeypatch, capa
         request = testing.first_request(case)
         assert request is not None, case
         backends = tables[case.operation].candidates(request)
-        found = [backend.name for backend in backends if backend.rejection_reason(request) is None]
-        assert found, case
-        native.setdefault(case.path, set()).update(set(found) - set(EMULATING))
+        results = [
+            backend.name for backend in backends if backend.rejection_reason(request) is None
+        ]
+        assert results, case
+        native.setdefault(case.path, set()).update(set(results) - set(EMULATING))
     emulated = {path for path, backends in native.items() if not backends}
     assert emulated == (
         set() if row.has("mxfp8 products") else {"jax mxfp8 products", "jax nvfp4 products"}
@@ -141,6 +145,17 @@ def test_cases_are_lowered_for_a_gpu_with_their_kernels(monkeypatch):
     assert chosen == {}
 
 
+def test_every_path_belongs_to_one_part():
+    every = [(case.path, case.name) for case in testing.cases(SIZES)]
+    parts = [
+        [(case.path, case.name) for case in testing.cases(SIZES, part, 3)] for part in range(3)
+    ]
+    assert sorted(itertools.chain(*parts)) == sorted(every)
+    paths = [{path for path, _ in part} for part in parts]
+    assert sum(map(len, paths)) == len({path for path, _ in every})
+    assert max(map(len, paths)) - min(map(len, paths)) <= 1
+
+
 def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():
     command = ["-W", "ignore", "-m", "transformer_engine.jax.self_test", "600", "128", "16", "32"]
     environment = os.environ | {"PYTHONPATH": search_path(), "JAX_PLATFORMS": "cpu"}
@@ -152,9 +167,9 @@ def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():
     for result in printed["results"]:
         statuses.setdefault(result["path"], set()).add(result["status"])
     assert {
-        path for path, found in statuses.items() if "failed" in found or "not run" in found
+        path for path, actual in statuses.items() if "failed" in actual or "not run" in actual
     } == set()
-    passed = {path for path, found in statuses.items() if "passed" in found}
+    passed = {path for path, actual in statuses.items() if "passed" in actual}
     assert {f"jax {name}" for name in testing.PRODUCTS} | {
         "jax fp8 casts",
         "jax mxfp8 casts",

@@ -59,14 +59,14 @@ def test_two_processes_of_jax_distributed_compute_the_step_of_one_device():
     statuses = [process.finish(patience=240) for process in started]
     assert statuses == [0, 0], "\n".join(process.errors for process in started)
     for process in started:
-        found = json.loads(process.printed.splitlines()[-1])
-        assert (found["processes"], found["devices"], found["rows here"], found["states"]) == (
+        result = json.loads(process.printed.splitlines()[-1])
+        assert (result["processes"], result["devices"], result["rows here"], result["states"]) == (
             2,
             2,
             4,
             12,
         )
-        assert found["state"] == 0.0 and max(found["loss"], found["gradients"]) < 1e-6
+        assert result["state"] == 0.0 and max(result["loss"], result["gradients"]) < 1e-6
 
 
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
@@ -142,8 +142,8 @@ def test_every_composition_on_eight_devices():
     test_meshes.py has block recipes, and test_partitioned_kernels.py both layer halves over "fsdp". This file
     has an MLP over "fsdp" and a whole layer over "dp and tp with sequences".
     """
-    found = run_on_eight_devices(PROGRAM.with_name("host_compositions.py"), "--all")
-    numbers = [value for value in found.values() if isinstance(value, float)]
+    result = run_on_eight_devices(PROGRAM.with_name("host_compositions.py"), "--all")
+    numbers = [value for value in result.values() if isinstance(value, float)]
     assert len(numbers) == 7 + 22 + 2 and all(number < 5e-5 for number in numbers)
 
 

@@ -31,11 +31,11 @@ def format_default(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-def parameters(found: Any) -> Iterator[str]:
+def parameters(result: Any) -> Iterator[str]:
     """Yield "x", "y=default", "*" and "z" for the parameters of a function or a dataclass."""
     keyword_only = False
-    of_flax = OF_EVERY_MODULE if inspect.isclass(found) and hasattr(found, "apply") else ()
-    for parameter in inspect.signature(found).parameters.values():
+    of_flax = OF_EVERY_MODULE if inspect.isclass(result) and hasattr(result, "apply") else ()
+    for parameter in inspect.signature(result).parameters.values():
         if parameter.name in (REJECTED_KEYWORDS, *of_flax):
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
@@ -48,25 +48,25 @@ def parameters(found: Any) -> Iterator[str]:
         yield f"{stars}{parameter.name}{default}"
 
 
-def read_description(found: Any) -> str:
+def read_description(result: Any) -> str:
     """Return the text that follows a name in the table."""
-    if isinstance(found, enum.Enum):
-        return f": {type(found).__name__}={found.value!r}"
-    if inspect.ismodule(found):
+    if isinstance(result, enum.Enum):
+        return f": {type(result).__name__}={result.value!r}"
+    if inspect.ismodule(result):
         return ": module"
-    if getattr(found, "__module__", "").endswith(".ad_checkpoint"):
+    if getattr(result, "__module__", "").endswith(".ad_checkpoint"):
         return ": policy of jax.checkpoint"  # a function or a callable object, depending on the jax version
-    if isinstance(found, enum.EnumType):
-        return ": " + " ".join(f"{member.name}={format_default(member.value)}" for member in found)
-    if inspect.isroutine(found) or (
-        inspect.isclass(found) and hasattr(found, "__dataclass_fields__")
+    if isinstance(result, enum.EnumType):
+        return ": " + " ".join(f"{member.name}={format_default(member.value)}" for member in result)
+    if inspect.isroutine(result) or (
+        inspect.isclass(result) and hasattr(result, "__dataclass_fields__")
     ):
-        return f"({', '.join(parameters(found))})"
-    if inspect.isclass(found):
+        return f"({', '.join(parameters(result))})"
+    if inspect.isclass(result):
         return ": class"
-    if isinstance(found, (str, int)):
-        return f" = {found!r}"
-    return f": {type(found).__name__}"
+    if isinstance(result, (str, int)):
+        return f" = {result!r}"
+    return f": {type(result).__name__}"
 
 
 @pytest.mark.parametrize("line", TABLE)

@@ -121,13 +121,13 @@ def test_unread_states_of_devices_are_ignored(read):
 
         return jax.lax.psum(jax.tree.leaves(jax.grad(loss)(quantizer)), "devices")
 
-    found = jax.vmap(next_state, axis_name="devices")(scales, maxima, np.asarray(read))
+    actual = jax.vmap(next_state, axis_name="devices")(scales, maxima, np.asarray(read))
     places = [index for index, reads in enumerate(read) if reads]
     expected = (
         scales[places].min(initial=np.inf) if places else 0.0,
         maxima[places].max(initial=0),
     )
-    np.testing.assert_array_equal(found, [[[number]] * 3 for number in expected])
+    np.testing.assert_array_equal(actual, [[[number]] * 3 for number in expected])
 
 
 def test_a_module_called_twice_merges_its_states_by_itself():
@@ -200,14 +200,14 @@ def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift
     maxima = {"x": x, "kernel": kernel, "grad": weights}
     maxima["x"] = np.maximum(np.abs(x), np.abs(np.sin(5 * np.asarray(x)))).max(keepdims=True)
     for result in (following, repeated):
-        found = result["block"]["dense"] if within_block else result["dense"]
+        actual = result["block"]["dense"] if within_block else result["dense"]
         for name, values in maxima.items():
             amax = np.float32(np.abs(values).max())
             largest = np.float32(57344 if name == "grad" else 448)
             np.testing.assert_allclose(
-                found[f"{name}_scale"], largest / amax, rtol=1e-6, err_msg=name
+                actual[f"{name}_scale"], largest / amax, rtol=1e-6, err_msg=name
             )
-            assert found[f"{name}_amax_history"].max() == amax, name
+            assert actual[f"{name}_amax_history"].max() == amax, name
 
 
 def replace_metas(state, metas):
@@ -342,7 +342,7 @@ def test_a_public_quantizer_advances_itself():
 
 
 def test_three_missing_quantizers_are_the_identity_set():
-    assert QuantizerSet(None, None, None) == noop_quantizer_set
+    assert QuantizerSet(x=None, kernel=None, dgrad=None) == noop_quantizer_set
     assert delayed_set() != noop_quantizer_set
     assert QuantizerFactory.create_set() == noop_quantizer_set
     assert QuantizerFactory.create(scaling_mode=ScalingMode.NO_SCALING) is None

@@ -190,7 +190,7 @@ def check_same_state(*forms: tuple[bool, bool]) -> None:
     with te.autocast(True, RECIPE):
         x = normal(jax.random.key(1), (16, 32))
         state, params = flax.core.pop(draw_unboxed_variables(Stack(False, False), x), "params")
-        losses, after = _train(False, False, params, state, x)
+        losses, after = _train(scanned=False, remat=False, params=params, state=state, x=x)
         stacked = {"layers": _stack_states(params)}
         stacked_state = {"fp8_metas": {"layers": _stack_states(state["fp8_metas"])}}
         for scanned, remat in forms:

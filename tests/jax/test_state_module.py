@@ -117,16 +117,16 @@ def test_linear_layers_of_nnx_accept_the_product(settings, tolerance):
     x = normal(jax.random.key(0), (16, 32))
     for layer in (nnx.Linear, nnx.LinearGeneral):
         product = nnx.bridge.ToNNX(te_flax.make_dot_general_cls(settings)(), rngs=nnx.Rngs(0))
-        found = layer(32, 16, rngs=nnx.Rngs(0), dot_general=product)(x)
+        actual = layer(32, 16, rngs=nnx.Rngs(0), dot_general=product)(x)
         expected = layer(32, 16, rngs=nnx.Rngs(0))(x)
-        assert np.linalg.norm(found - expected) < tolerance * np.linalg.norm(expected)
+        assert np.linalg.norm(actual - expected) < tolerance * np.linalg.norm(expected)
 
 
 def test_the_product_accepts_the_arguments_of_lax_dot_general():
     x, kernel = normal(jax.random.key(0), (16, 32)), normal(jax.random.key(1), (32, 8))
     module: Any = te_flax.make_dot_general_cls(None)()
     numbers = (((1,), (0,)), ((), ()))
-    expected, found = x @ kernel, None
+    expected, actual = x @ kernel, None
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         for options in (
@@ -134,8 +134,8 @@ def test_the_product_accepts_the_arguments_of_lax_dot_general():
             {"dimension_numbers": numbers, "out_sharding": None, "precision": None},
             {"dimension_numbers": numbers, "out_sharding": jax.sharding.PartitionSpec("dp")},
         ):
-            found = module.apply({}, x, kernel, **options)
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        assert jax.typeof(found).sharding.spec == jax.sharding.PartitionSpec("dp", None)
+            actual = module.apply({}, x, kernel, **options)
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+        assert jax.typeof(actual).sharding.spec == jax.sharding.PartitionSpec("dp", None)
     with pytest.raises(TypeError, match="give one of them"):
         module.apply({}, x, kernel)

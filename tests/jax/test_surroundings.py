@@ -29,8 +29,8 @@ def test_grouped_products_and_gradients_work_with_jit_disabled():
 
     compiled = jax.grad(loss, argnums=(0, 1))(x, kernel)
     with jax.disable_jit():
-        found = jax.grad(loss, argnums=(0, 1))(x, kernel)
-    for one, other in zip(found, compiled, strict=True):
+        result = jax.grad(loss, argnums=(0, 1))(x, kernel)
+    for one, other in zip(result, compiled, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 

@@ -400,7 +400,9 @@ def layer_parameters(fields):
         "self_attention" if decoder else "attention": attention_parameters(fields, True, not wide)
     }
     if decoder:
-        outputs["encoder_decoder_attention"] = attention_parameters(fields, False, True)
+        outputs["encoder_decoder_attention"] = attention_parameters(
+            fields, self_attention=False, normed=True
+        )
     if fields.get("enable_relative_embedding", True):
         outputs["relpos_bias"] = {"rel_embedding": ((HEADS, 32), ("heads", "relpos_buckets"), None)}
     return outputs | {"mlp": mlp} | ({"output_layernorm": norm_parameters(fields)} if wide else {})
@@ -503,8 +505,8 @@ def test_fused_kernels_are_initialized_part_by_part(groups, child, parts):
     keys = jax.random.split(key, len(parts)) if len(parts) > 1 else [key]
     for index, (part, its_key) in enumerate(zip(parts, keys, strict=True)):
         expected = draw(its_key, (HIDDEN, 8 * (HEADS if part == "q" else groups)), jnp.float32)
-        found = kernel[:, index] if len(parts) > 1 else kernel
-        np.testing.assert_allclose(found, expected / (8**0.5 if part == "q" else 1), rtol=1e-6)
+        actual = kernel[:, index] if len(parts) > 1 else kernel
+        np.testing.assert_allclose(actual, expected / (8**0.5 if part == "q" else 1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -633,8 +635,10 @@ def test_rotary_embedding_rotates_pairs(method):
 
 def test_low_rank_scopes_have_names():
     assert _canonicalize_lora_scope(None) == LoRAScope()
-    assert _canonicalize_lora_scope("all") == LoRAScope(True, True, True)
-    assert _canonicalize_lora_scope("exclude_mlp") == LoRAScope(True, True, False)
+    assert _canonicalize_lora_scope("all") == LoRAScope(qkv_proj=True, output_proj=True, mlp=True)
+    assert _canonicalize_lora_scope("exclude_mlp") == LoRAScope(
+        qkv_proj=True, output_proj=True, mlp=False
+    )
 
 
 def test_axis_rules_are_extended_by_the_mesh_resource():

@@ -52,8 +52,8 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
     axes, resource, options = MESHES[name]
     mesh = compositions.create_mesh(**axes)
     model = compositions.transformer_layer(**GATED, **options)
-    found = compositions.layer_case(mesh, te.MeshResource(**resource), settings, model)
-    assert found < (PLAIN if settings is None else NARROW)
+    result = compositions.layer_case(mesh, te.MeshResource(**resource), settings, model)
+    assert result < (PLAIN if settings is None else NARROW)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,11 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
 def test_experts_on_two_devices_receive_every_row_and_equal_one_device(name, axes):
     data_axes = ("dp",) if "dp" in axes else ()
-    found = experts.experts_case(compositions.create_mesh(**axes), data_axes, experts.RECIPES[name])
-    assert found["received"] == found["slots"]
-    assert found["difference"] < (PLAIN if name == "none" else NARROW)
+    result = experts.experts_case(
+        compositions.create_mesh(**axes), data_axes, experts.RECIPES[name]
+    )
+    assert result["received"] == result["slots"]
+    assert result["difference"] < (PLAIN if name == "none" else NARROW)
 
 
 BSHD, THD = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD

@@ -146,13 +146,13 @@ class _Reader:
             return Range(0, 1) if operation == "arith.cmpi" else UNKNOWN
         if operation == "arith.select":
             parts = parts[1:3]
-        found = _result_range(operation, parts)
+        result = _result_range(operation, parts)
         wraps = next((part.wraps for part in parts if part.wraps), "")
         narrow = bool(re.search(r"(?:[ x])i32>?$", body))
         if (
             narrow
             and operation in _ARITHMETIC
-            and not (found.low >= -(1 << 31) and found.high < 1 << 31)
+            and not (result.low >= -(1 << 31) and result.high < 1 << 31)
         ):
             recognized = all(part != UNKNOWN for part in parts)
             wraps = wraps or (
@@ -160,7 +160,7 @@ class _Reader:
                 if recognized or operation == "arith.muli"
                 else ""
             )
-        return found._replace(wraps=wraps)
+        return result._replace(wraps=wraps)
 
 
 _ARITHMETIC = ("arith.muli", "arith.addi", "arith.subi", "arith.shli")
@@ -231,7 +231,7 @@ def main() -> None:
     from tests.kernels import written_cases
 
     written_cases.SHAPE = (int(sys.argv[1]), int(sys.argv[2]))
-    found = {}
+    results = {}
     for group in written_cases.GROUPS:
         for name, launch, inputs in group():
             if launch.kernel.is_gluon():  # it passes coordinates to the copy engine
@@ -239,8 +239,8 @@ def main() -> None:
             if lines := wrapping_offsets(
                 launch, inputs, TILES if name.startswith(_READ_TILES) else ROWS
             ):
-                found[name] = lines
-    print(json.dumps(found))
+                results[name] = lines
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,11 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
         ("pages", *starts),
     )
     packed = replace(plain, batch=12, tokens=(4096, 4096))
-    yield "packed-forward", attention.forward(packed, False, True, True), ("bias", "pages", "tops")
+    yield (
+        "packed-forward",
+        attention.forward(packed, max_logit=False, keeps_lse=True, packed=True),
+        ("bias", "pages", "tops"),
+    )
     yield "packed-queries", attention_backward.queries(packed, plain.q, True), ("bias",)
     keys = attention_backward.keys(packed, (0, *plain.k), (0, *plain.v), 1, True)
     yield "packed-keys", keys, ("bias",)

@@ -79,8 +79,8 @@ def main() -> None:
         for way in (conversion.NATIVE, integers):
             for name, x in contents(element, count).items():
                 expected = encodings.cast(x, element)
-                found = to_codes(x, element, way)
-                wrong = (found.view(torch.uint8) != expected.view(torch.uint8)).sum()
+                actual = to_codes(x, element, way)
+                wrong = (actual.view(torch.uint8) != expected.view(torch.uint8)).sum()
                 facts[f"{element.name} {way} {name}"] = [x.numel(), int(wrong)]
             values, exact = to_values(every, element, way), every.to(torch.float32)
             same = (values.view(torch.int32) == exact.view(torch.int32)) | (

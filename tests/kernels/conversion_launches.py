@@ -144,7 +144,7 @@ def activations(shape: tuple[int, int], element: Element) -> Iterator[tuple[str,
         x = values((rows, 2 * width if gated else width))
         dy = values(shape, 1)
         for is_known in (True, False):
-            how = OneScale(element, True, is_known, is_known, False, 0.0)
+            how = OneScale(element, True, is_known, is_known, power_of_two=False, epsilon=0.0)
             inputs = (number(1.7) if is_known else None, number(0.5) if is_known else None)
             strides = (width, x.shape[1])
             title = f"{name} {element.name} {'given' if is_known else 'measured'} {shape}"
@@ -195,12 +195,28 @@ def norms(element: Element) -> Iterator[tuple[str, Results]]:
         )
         gamma, beta = gamma[0].nan_to_num(1.0, 1.0, 1.0), beta[0].nan_to_num(0.0, 0.0, 0.0)
         for is_known in (True, False):
-            matrix = norm.NormRows(rows, width, width, "bfloat16", 1e-5, False, True, 3)
-            how = OneScale(element, True, is_known, is_known, False, 0.0)
+            matrix = norm.NormRows(
+                rows,
+                width,
+                width,
+                "bfloat16",
+                1e-5,
+                zero_centered=False,
+                centered=True,
+                processors=3,
+            )
+            how = OneScale(element, True, is_known, is_known, power_of_two=False, epsilon=0.0)
             inputs = (number(1.7), number(0.5)) if is_known else (None, None)
             result = launching.perform(norm_codes.one_scale(matrix, how), (x, gamma, beta, *inputs))
             yield f"norm {element.name} {width} given={is_known}", result
-        blocks = Blocks(element, False, False, True, 0.0, FLOAT32_MAX)
+        blocks = Blocks(
+            element,
+            columnwise=False,
+            square=False,
+            power_of_two=True,
+            epsilon=0.0,
+            value_for_inf=FLOAT32_MAX,
+        )
         result = launching.perform(norm_codes.row_blocks(matrix, blocks), (x, gamma, beta))
         yield f"norm {element.name} {width} blocks", result
 
@@ -320,8 +336,8 @@ def count_instructions(*, src, metadata, metadata_group, times, cache_hit) -> No
     for name, path in metadata_group.items():
         if name.endswith(".ptx"):
             ptx = Path(path).read_text()
-            found = COUNTS.setdefault(name.removesuffix(".ptx"), Counter())
-            found.update(
+            result = COUNTS.setdefault(name.removesuffix(".ptx"), Counter())
+            result.update(
                 {kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()}
             )
 

@@ -29,12 +29,12 @@ def decode_codes(codes: np.ndarray, element: torch.dtype | None, axis: int) -> n
 def factors(scale, length: int) -> np.ndarray:
     """Factors [rows, K] from scales: exponents in uint8 or E4M3."""
     if str(scale.dtype.scalar) == "fp8e4nv":
-        found = (
+        result = (
             torch.from_numpy(np.ascontiguousarray(scale.data).view(np.uint8))
             .view(torch.float8_e4m3fn)
             .float()
         )
-        return found.numpy().repeat(length, 1)
+        return result.numpy().repeat(length, 1)
     return np.exp2(scale.data.astype(np.float32) - 127).repeat(length, 1)
 
 

@@ -33,22 +33,22 @@ def three_casts() -> dict[str, bool]:
     inputs[1][7] = 1000.0
     scale = torch.linspace(0.5, 2.5, SLOTS)
     history = torch.zeros(3, SLOTS)
-    found = [torch.empty(x.shape, dtype=E4M3) for x in inputs]
+    results = [torch.empty(x.shape, dtype=E4M3) for x in inputs]
     descales = torch.zeros(8)
     sizes = (5000, 300, 2048)
     record = fp8_attention.codes_of_three(sizes, (2, 3), "float8_e4m3fn")
-    start(record, (*inputs, scale, history, *found, descales), 0)
+    start(record, (*inputs, scale, history, *results, descales), 0)
     expected = torch.zeros(3, SLOTS)
     expected[0, 2] = 1000.0
     facts = {
         f"codes of {name}": interpreter.same_bits(code, codes(x, scale[2]))
-        for name, code, x in zip("qkv", found, inputs, strict=True)
+        for name, code, x in zip("qkv", results, inputs, strict=True)
     }
     facts["amax"] = torch.equal(history, expected)
     inverses = torch.stack((1 / scale[2], 1 / scale[3]))
     facts["inverse scales stand at multiples of 16 bytes"] = torch.equal(descales[[0, 4]], inverses)
     history[0, 2] = 2000.0
-    start(record, (*inputs, scale, history, *found, descales), 0)
+    start(record, (*inputs, scale, history, *results, descales), 0)
     facts["a larger amax stays"] = float(history[0, 2]) == 2000.0
     return facts
 
@@ -58,16 +58,16 @@ def values() -> dict[str, bool]:
     inputs = torch.randn(3000).to(E4M3)
     descale, amaxes, history = torch.tensor([0.37]), torch.tensor([3.0, 0.5]), torch.zeros(2, SLOTS)
     history[0, 8] = 0.75
-    found = torch.empty(3000, dtype=torch.bfloat16)
+    actual = torch.empty(3000, dtype=torch.bfloat16)
     record = fp8_attention.value_launch(3000, (8, 3), "bfloat16")
-    start(record, (inputs, descale, amaxes, history, found), 0)
+    start(record, (inputs, descale, amaxes, history, actual), 0)
     expected = torch.zeros(2, SLOTS)
     expected[0, 3], expected[0, 8] = 3.0, 0.75
     repeated = torch.empty(3000, dtype=torch.bfloat16)
     start(record, (inputs, descale, None, None, repeated), 0)
     return {
-        "values": torch.equal(found, (inputs.float() * descale).to(torch.bfloat16)),
-        "values without a history": torch.equal(repeated, found),
+        "values": torch.equal(actual, (inputs.float() * descale).to(torch.bfloat16)),
+        "values without a history": torch.equal(repeated, actual),
         "amaxes of the output and the softmax": torch.equal(history, expected),
     }
 

@@ -98,11 +98,19 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         yield f"{name}", launch, {"x": VALUES, **TARGET, "y": None, **CONSTANTS}
     for name, gated in (("identity", False), ("gelu", False), ("swiglu", True)):
         launch = activation_cast.backward(
-            name, gated, SHAPE, (4096, 8192), "bfloat16", (7.0, 1.7, 1.0), E4M3, True, True
+            name,
+            gated,
+            SHAPE,
+            (4096, 8192),
+            "bfloat16",
+            (7.0, 1.7, 1.0),
+            E4M3,
+            columnwise=True,
+            sums_columns=True,
         )
         pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **TARGET}
         yield f"{name}_backward", launch, {**pointers, "dx": None, "workspace": SCALAR, **CONSTANTS}
-    output = activation_recompute.OutputCodes(E4M3, False, 0.0)
+    output = activation_recompute.OutputCodes(E4M3, power_of_two=False, epsilon=0.0)
     for name, gated, element, encoded in (
         ("gelu", False, E4M3, False),
         ("swiglu", True, E4M3, False),
@@ -143,7 +151,14 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
 def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, Pointers]]:
     """Kernels that write FP8 codes in blocks; one launch per plan."""
     target: Pointers = {"codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
-    both = block_fused.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
+    both = block_fused.Blocks(
+        E4M3,
+        columnwise=True,
+        square=False,
+        power_of_two=True,
+        epsilon=0.0,
+        value_for_inf=FLOAT32_MAX,
+    )
     constants = (7.0, 1.7, 1.0)
     machine = partial(block_fused.Machine, 132, shared_memory)
     launch = block_fused.forward("gelu", False, SHAPE, 8192, constants, both, machine(2))
@@ -177,7 +192,9 @@ def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, P
     }
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
-        rows = norm.NormRows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
+        rows = norm.NormRows(
+            8192, width, width, "bfloat16", 1e-5, zero_centered=False, centered=True, processors=132
+        )
         launch = norm.forward(rows, None, alone)
         yield f"norm_blocks_{width}", launch, {**options, **result}
 

@@ -84,10 +84,10 @@ _original_numpy_type = interpreter._get_np_dtype
 def _numpy_type(type):
     """NumPy dtype for a Triton type. The original builds a table with all types in each call."""
     scalar = type.scalar
-    found = _NUMPY_TYPES.get(scalar.name)
-    if found is None:
-        found = _NUMPY_TYPES[scalar.name] = _original_numpy_type(scalar)
-    return found
+    result = _NUMPY_TYPES.get(scalar.name)
+    if result is None:
+        result = _NUMPY_TYPES[scalar.name] = _original_numpy_type(scalar)
+    return result
 
 
 def _initialize_tensor(self, handle, type):

@@ -156,7 +156,7 @@ def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
 
     Predicated tiles need more registers than whole ones, and float32 scales more than powers of two.
     """
-    found: dict[Any, RecordedLaunch] = {}
+    results: dict[Any, RecordedLaunch] = {}
     for recorded in every:
         launch = recorded.launch
         codes = tuple(
@@ -166,8 +166,8 @@ def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
         options = tuple(values.get(name) for name in ("EVEN", "PAIRS", "POWER_OF_TWO", "SQUARE"))
         options += (values.get("CURVE") == "identity",)  # its launches have other warp counts
         options += (values.get("ACCUMULATE"), values.get("ADDS"))
-        found.setdefault((launch.kernel, codes, options), recorded)
-    return list(found.values())
+        results.setdefault((launch.kernel, codes, options), recorded)
+    return list(results.values())
 
 
 def main(arguments: list[str]) -> None:
@@ -182,10 +182,10 @@ def main(arguments: list[str]) -> None:
     for recorded in every:
         title = launch_title(recorded, simulation.hardware)
         try:
-            found = facts(recorded, simulation.hardware)
+            results = facts(recorded, simulation.hardware)
         except Exception as error:  # failures are this program's results
-            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"}
-        print(json.dumps([title, found]), flush=True)
+            results = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"}
+        print(json.dumps([title, results]), flush=True)
     print(json.dumps(["Triton", triton.__version__]))
 
 

@@ -21,7 +21,9 @@ from transformer_engine.common.kernels.block_cast import Blocks
 
 VALUES, SCALAR, CODES = "*bf16", "*fp32", "*fp8e4nv"
 WIDTHS = (130, 1000, 1024, 4096, 4097, 5000, 5120, 8192, 9000, 12288, 17000, 32768)
-BLOCKS = Blocks(E4M3, False, False, True, 0.0, FLOAT32_MAX)
+BLOCKS = Blocks(
+    E4M3, columnwise=False, square=False, power_of_two=True, epsilon=0.0, value_for_inf=FLOAT32_MAX
+)
 
 
 def sums(width: int, centered: bool, codes: str | None, records: bool) -> list[str]:
@@ -83,9 +85,9 @@ def main() -> None:
         json.dumps(
             {
                 f"{'layernorm' if centered else 'rmsnorm'} {width}": [
-                    sums(width, centered, None, False),
+                    sums(width, centered, codes=None, records=False),
                     sums(width, centered, "one scale", True),
-                    sums(width, centered, None, True),
+                    sums(width, centered, codes=None, records=True),
                     sums(width, centered, "blocks", False),
                 ]
                 for width in WIDTHS

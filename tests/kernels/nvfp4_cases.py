@@ -21,12 +21,12 @@ def main() -> None:
     interpreter.repair()
     torch.set_num_threads(1)
     launching.processors = lambda device: launching.Processors(3, 1 << 16)
-    compared, found = 0, {}
+    compared, result = 0, {}
     for name, spec, x in cases(int(sys.argv[1])):
         compared += 1
         if fields := differing(spec, x):
-            found[name] = fields
-    print(json.dumps({"compared": compared, "differing": found}))
+            result[name] = fields
+    print(json.dumps({"compared": compared, "differing": result}))
 
 
 if __name__ == "__main__":

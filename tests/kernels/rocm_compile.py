@@ -93,11 +93,11 @@ def main() -> None:
         )
         for name, launch, inputs in family()
     }
-    found: dict[str, dict[str, int | str]] = {}
+    results: dict[str, dict[str, int | str]] = {}
     for row in ROWS:
         if row.vendor != "amd":
             continue
-        of_row = found[row.architecture] = {}
+        of_row = results[row.architecture] = {}
         for name in CASES if "--all" in sys.argv or row.architecture == "gfx942" else CASES[:2]:
             try:
                 of_row[name] = lds_bytes(*every[name], row.architecture)
@@ -107,7 +107,7 @@ def main() -> None:
                 )
         if row.architecture == "gfx942":
             of_row |= attention_memory(row)
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def attention_memory(row: Hardware) -> dict[str, int | str]:

@@ -42,5 +42,5 @@ def test_offsets_that_overflow_are_found():
 
     assert not wrapping_offsets(transpose.transpose((512, LARGEST_EXTENT - 1)), ("*u8",))
     # 255 rows with 8,421,505 columns
-    found = wrapping_offsets(transpose.transpose((512, 8_421_505)), ("*u8",))
-    assert found and all("arith.muli" in line for line in found)
+    result = wrapping_offsets(transpose.transpose((512, 8_421_505)), ("*u8",))
+    assert result and all("arith.muli" in line for line in result)

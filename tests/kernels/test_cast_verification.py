@@ -93,8 +93,8 @@ def test_producers_compute_every_16_bit_number(title):
     ]
     assert len(comparisons) >= 2 + len(cast_kernels.BLOCK_SPECS)
     for name, pairs in comparisons:
-        for found, expected in pairs():
-            assert torch.equal(found, expected), name
+        for actual, expected in pairs():
+            assert torch.equal(actual, expected), name
 
 
 def test_a_planted_fault_is_counted(monkeypatch):

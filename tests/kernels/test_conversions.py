@@ -115,7 +115,7 @@ def test_every_kernel_is_bitwise_equal_with_each_conversion_on_a_gpu():
     assert [name for name, (_, equal) in cases["native"].items() if not equal] == []
     for way in ("instruction", "integers"):
         assert {
-            name for name, found in cases["native"].items() if cases[way][name] != found
+            name for name, result in cases["native"].items() if cases[way][name] != result
         } == set(), way
     assert counts["integers"] == 0 < counts["instruction"]
 

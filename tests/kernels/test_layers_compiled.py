@@ -79,16 +79,16 @@ def compiled(architecture: str, *options: str) -> dict[str, dict]:
     ]
     environment = {**os.environ, "PYTHONPATH": programs.search_path()}
     lines = programs.output(arguments, programs.ROOT, environment, patience=3600).splitlines()
-    found = dict(json.loads(line) for line in lines if line.startswith("["))
-    assert found.pop("Triton")
-    return found
+    results = dict(json.loads(line) for line in lines if line.startswith("["))
+    assert results.pop("Triton")
+    return results
 
 
-def check(architecture: str, found: dict[str, dict], release: tuple[int, ...]) -> None:
+def check(architecture: str, result: dict[str, dict], release: tuple[int, ...]) -> None:
     """Check a row's launches, compiled by a Triton release."""
     row = NVIDIA[architecture]
     native = release >= row.scaled_dot
-    for title, facts in found.items():
+    for title, facts in result.items():
         assert "error" not in facts, (title, facts)
         match = TITLE.match(title)
         assert match is not None and match[1] == architecture, title
@@ -124,10 +124,10 @@ SAMPLE_SECONDS = 60
 
 def test_a_sample_of_launches_of_a_training_step_compiles_as_planned_within_a_minute():
     before = os.times()
-    found = compiled("12.0", "--part", "5/8")
+    result = compiled("12.0", "--part", "5/8")
     after = os.times()
-    assert len(found) >= 4
-    check("12.0", found, optional.release("triton"))
+    assert len(result) >= 4
+    check("12.0", result, optional.release("triton"))
     used = (
         after.children_user + after.children_system - before.children_user - before.children_system
     )
@@ -215,10 +215,10 @@ def test_every_training_step_kernel_compiles_as_planned(architecture):
     row, release = NVIDIA[architecture], optional.release("triton")
     if (reason := optional.triton_problem(row, release)) is not None:
         pytest.skip(reason)
-    found = compiled(architecture)
-    assert len(found) > 30
-    check(architecture, found, release)
-    kernels = {TITLE.match(title)[2] for title in found}  # pyright: ignore[reportOptionalSubscript]
+    result = compiled(architecture)
+    assert len(result) > 30
+    check(architecture, result, release)
+    kernels = {TITLE.match(title)[2] for title in result}  # pyright: ignore[reportOptionalSubscript]
     # Blocks with power-of-two scales are multiplied by exponents where the instruction reads them.
     exponents = row.has("mxfp8 products") and release >= row.scaled_dot
     assert ("promoted_product.block_kernel" in kernels) == (

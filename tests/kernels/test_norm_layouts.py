@@ -23,11 +23,11 @@ def test_rows_have_the_same_thread_layout_in_every_variant():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 24
-    assert all(variants[0] for variants in found.values())
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result) == 24
+    assert all(variants[0] for variants in result.values())
     differing = [
-        case for case, (plain, *rest) in found.items() if any(other != plain for other in rest)
+        case for case, (plain, *rest) in result.items() if any(other != plain for other in rest)
     ]
     assert differing == []
 
@@ -42,7 +42,12 @@ def test_a_norms_codes_are_transposed_in_pairs(dtype, rows, width):
     from transformer_engine.common.kernels.cast import OneScale
     from transformer_engine.common.kernels.norm import NormRows
 
-    x = NormRows(rows, width, width, dtype, 1e-5, False, False, 132)
-    program = norm_codes.one_scale(x, OneScale(E4M3, True, True, False, False, 0.0))
+    x = NormRows(
+        rows, width, width, dtype, 1e-5, zero_centered=False, centered=False, processors=132
+    )
+    program = norm_codes.one_scale(
+        x,
+        OneScale(E4M3, columnwise=True, given=True, records=False, power_of_two=False, epsilon=0.0),
+    )
     makers = [one.launch.kernel.fn.__name__ for one in program.steps if "codes_t" in one.outputs]
     assert makers == ["transpose_kernel"]

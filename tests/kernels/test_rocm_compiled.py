@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(
 
 def test_plain_kernels_compile_for_amd_and_fit_its_memory():
     text = output_without_gpu("tests/kernels/rocm_compile.py")
-    found = json.loads(text.splitlines()[-1])
-    assert len(found["gfx942"]) == 26 and len(found["gfx950"]) == 2
-    for architecture, memory in found.items():
+    result = json.loads(text.splitlines()[-1])
+    assert len(result["gfx942"]) == 26 and len(result["gfx950"]) == 2
+    for architecture, memory in result.items():
         failed = {name: size for name, size in memory.items() if isinstance(size, str)}
         assert failed == {}, architecture
         assert max(memory.values()) <= hardware_named("amd", architecture).shared_memory

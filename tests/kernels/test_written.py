@@ -31,7 +31,7 @@ def facts(request) -> dict[str, dict]:
 
 def find_launched_kernels() -> set[str]:
     """ "module.kernel" for every kernel that the package launches."""
-    found = set()
+    results = set()
     for path in KERNELS.glob("*.py"):
         functions = [
             node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
@@ -43,8 +43,8 @@ def find_launched_kernels() -> set[str]:
             if function.name not in kernels:
                 names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
                 names -= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-                found |= {f"{path.stem}.{name}" for name in names & kernels}
-    return found
+                results |= {f"{path.stem}.{name}" for name in names & kernels}
+    return results
 
 
 def test_every_launched_kernel_is_checked(facts):

@@ -74,7 +74,9 @@ SHAPE = (512, 1024)
 EVERY_COMBINATION = "--all" in sys.argv
 CONSTANTS = (7.0, 1.7, 1.0)
 MACHINE = Machine(3, 1 << 17, 2)
-BLOCKS = block_cast.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
+BLOCKS = block_cast.Blocks(
+    E4M3, columnwise=True, square=False, power_of_two=True, epsilon=0.0, value_for_inf=FLOAT32_MAX
+)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
 
 
@@ -121,7 +123,13 @@ def casts() -> Iterator[Case]:
     yield "transformed maximum", nvfp4.hadamard_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
     yield "part sums", part_sums.part_sums(math.prod(SHAPE), math.prod(SHAPE), 3), (HALF, HALF)
-    yield "scale update", delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0), (ADDRESS,)
+    yield (
+        "scale update",
+        delayed_scaling.advance(
+            4, 16, 3, takes_maximum=True, keeps_idle=True, fp8_max=448.0, margin=0
+        ),
+        (ADDRESS,),
+    )
     yield (
         "scale update, new arrays",
         delayed_scaling.advance_new(1024, True, (448.0, 57344.0), 0.0),
@@ -148,7 +156,7 @@ def activations() -> Iterator[Case]:
             strided = (SHAPE, (SHAPE[1], 2 * SHAPE[1]), "bfloat16", CONSTANTS)
             launch = activation_cast.backward(name, gated, *strided, element, codes, True)
             yield f"{name} backward codes={codes}", launch, (HALF, HALF, scale, FLOAT)
-            output = activation_recompute.OutputCodes(E4M3, False, 0.0)
+            output = activation_recompute.OutputCodes(E4M3, power_of_two=False, epsilon=0.0)
             (step,) = activation_recompute.backward(
                 name, gated, *strided, element, codes, output
             ).steps
@@ -476,7 +484,7 @@ def scaled_products() -> Iterator[Case]:
             launch = scaled_product.product(*sides, 512, 320, length=32, **options)
             yield f"mxfp8 product {name}", launch, (CODES, CODES, BYTES, BYTES, None, None, *end)
             launch = scaled_product.product(
-                *sides, 512, 320, length=32, tma=TmaOptions(True, True), **options
+                *sides, 512, 320, length=32, tma=TmaOptions(operands=True, results=True), **options
             )
             yield (
                 f"mxfp8 product by TMA {name}",
@@ -554,7 +562,18 @@ def experts() -> Iterator[Case]:
             yield f"choose {name} {way}", chosen, (HALF, FLOAT if biased else None, written)
             back = router.gradient(SHAPE[0], 160, 8, kind, False, 1.0, number, "bfloat16")
             yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
-        full = router.choose(SHAPE[0], 256, 8, kind, True, None, 1.0, 0, "float32", False)
+        full = router.choose(
+            SHAPE[0],
+            256,
+            8,
+            kind,
+            whole=True,
+            groups=None,
+            scale=1.0,
+            map=0,
+            probs="float32",
+            keeps=False,
+        )
         yield f"scores {name}", full, (HALF, None, None)
     yield "margins", router_margins.margins(SHAPE[0], 160, 8, 64), (HALF, FLOAT, INDEX, FLOAT)
     for total in (None, ADDRESS):
@@ -583,7 +602,7 @@ def attentions() -> Iterator[Case]:
     yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], added
     paged = attention_decode.stretches(problem(227 << 10, queries=1, page=64), 132)[0]
     yield "decode", paged, (HALF, HALF, HALF, *lengths, None, INDEX)
-    merging = attention_decode.merging(problem(227 << 10, queries=1), 4, True, True)
+    merging = attention_decode.merging(problem(227 << 10, queries=1), 4, follows=True, packed=True)
     yield "decode merging", merging, (FLOAT, FLOAT, FLOAT, INDEX, None)
     three = fp8_attention.codes_of_three((SHAPE[0] * SHAPE[1], 300, 200), (2, 3), "float8_e4m3fn")
     yield "codes of three", three, (HALF, HALF, HALF, FLOAT, FLOAT)
@@ -595,7 +614,7 @@ def attentions() -> Iterator[Case]:
 def launch_writes(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[str] | str]:
     """The written arguments and tables, as declared by the record and as found in the code."""
     names = launch.kernel.arg_names
-    found = find_pointers(triton_code(launch, inputs))
+    result = find_pointers(triton_code(launch, inputs))
     outputs = zip(names[launch.inputs :], launch.outputs, strict=False)
     written = {name for name, output in outputs if output is not None}
     written |= {names[index] for index in launch.in_place if inputs[index] is not None}
@@ -603,11 +622,11 @@ def launch_writes(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, l
     return {
         "kernel": f"{launch.kernel.fn.__module__.rsplit('.', 1)[1]}.{launch.kernel.fn.__name__}",
         "declared": sorted(written),
-        "written": sorted(found.written),
+        "written": sorted(result.written),
         "declared tables": sorted(tables),
-        "tables": sorted(found.tables),
+        "tables": sorted(result.tables),
         "declared through": sorted(name for name, columns in tables.items() if WRITTEN in columns),
-        "through": sorted(found.written_through),
+        "through": sorted(result.written_through),
         "numbers": sorted(name for name, columns in tables.items() if set(columns) == {NUMBER}),
     }
 
@@ -616,13 +635,13 @@ GROUPS = (casts, activations, norms, others, losses, steps, grouped, experts, at
 
 
 def main() -> None:
-    found: dict[str, dict[str, list[str] | str]] = {}
+    results: dict[str, dict[str, list[str] | str]] = {}
     for group in GROUPS:
         for name, launch, inputs in group():
-            if name in found:
+            if name in results:
                 raise ValueError(f"two cases are called {name!r}: one would hide the other")
-            found[name] = launch_writes(launch, inputs)
-    print(json.dumps(found))
+            results[name] = launch_writes(launch, inputs)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

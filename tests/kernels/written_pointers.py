@@ -80,10 +80,10 @@ def find_pointers(code: str) -> Pointers:
     while changed:
         changed = False
         for result, operand, loads in flow.edges:
-            found = {(name, loaded or loads) for name, loaded in reach.get(operand, ())}
+            results = {(name, loaded or loads) for name, loaded in reach.get(operand, ())}
             recognized = reach.setdefault(result, set())
-            if not found <= recognized:
-                recognized |= found
+            if not results <= recognized:
+                recognized |= results
                 changed = True
     written: set[str] = by_engine
     through: set[str] = set()

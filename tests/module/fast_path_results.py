@@ -41,11 +41,11 @@ def chains() -> dict[str, list[Any]]:
 
 
 def digest(tensors: list[Any]) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:
-            found.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+            result.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()[:16]
 
 
 def train(

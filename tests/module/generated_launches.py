@@ -95,7 +95,7 @@ COMPILED = 4  # a signature's second call compiles a forward pass, and the secon
 
 memory: dict[Any, Any] = {}  # by address
 inputs: list[weakref.ref[torch.Tensor]] = []  # in all steps
-wait_for_shards, send_shard = operands._Received.wait, operands._sent
+wait_for_shards, send_shard = operands._Received.wait, operands._start_byte_gather
 
 
 def read(address: int | None) -> Any:
@@ -246,7 +246,7 @@ def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     torch.rand = random_numbers
     current_scaling._all_reduce_joined = maxima_of_ranks
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
-    operands._Received.wait, operands._sent = wait_and_name_shards, sent_shard
+    operands._Received.wait, operands._start_byte_gather = wait_and_name_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)
 
     def compiled(launch: Any, tensors: Any) -> Any:
@@ -339,8 +339,8 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
     expected = steps[1]  # the first step has no states yet
     if "?" in expected.values():
         return f"{expected}"
-    for number, found in enumerate(steps[2:], 2):
-        unlike = [part for part in expected if found[part] != expected[part]]
+    for number, actual in enumerate(steps[2:], 2):
+        unlike = [part for part in expected if actual[part] != expected[part]]
         if unlike:
             return f"step {number}: {unlike}"
     return None
@@ -351,13 +351,15 @@ def find_missed_setting() -> str | None:
     module, recipe = LAYERS["linear"](), host_calls.RECIPES["current"]()
     before = [step(module, recipe, None) for _ in range(COMPILED + 3)][-1]
     module.quantizers["scaling_fwd"][0].force_pow_2_scales = True
-    found = [step(module, recipe, None) for _ in range(COMPILED + 3)]
+    results = [step(module, recipe, None) for _ in range(COMPILED + 3)]
     with observing(lambda operation, request: None):  # runs the steps
         expected = step(module, recipe, None)
     if expected == before or compiled_passes(module) != [2, 2]:
         return f"the setting changes nothing, or nothing is compiled: {compiled_passes(module)}"
     return (
-        None if all(result == expected for result in found) else "a pass compiled before the change"
+        None
+        if all(result == expected for result in results)
+        else "a pass compiled before the change"
     )
 
 
@@ -383,9 +385,9 @@ def results_of_hopper(every: bool) -> dict[str, str | None]:
         for cached in (False, True)
         if (not cached if kind == "none" else every or cached == bool((row + column) % 2))
     ]
-    found = {"/".join(map(str, case)): differences(*case) for case in cases}
-    found["a quantizer's setting"] = find_missed_setting()
-    return found | {
+    results = {"/".join(map(str, case)): differences(*case) for case in cases}
+    results["a quantizer's setting"] = find_missed_setting()
+    return results | {
         f"kept inputs/{name}": find_live_inputs(name, "block")
         for name in ("linear", "parallel_mlp")
     }
@@ -410,7 +412,7 @@ def results_of_deferred_columns() -> dict[str, str | None]:
     pretend(pretended_gpu.HOPPER)
     LAYERS["shared_input"] = _shared_input
     names = ("linear_bias", "layernorm_linear", "layernorm_mlp", "gelu_mlp", "shared_input")
-    found = {
+    results = {
         f"{name}/{kind}": differences(name, kind, False)
         for name in names
         for kind in ("delayed", "current")
@@ -418,7 +420,7 @@ def results_of_deferred_columns() -> dict[str, str | None]:
     module, recipe = _shared_input(), host_calls.RECIPES["current"]()
     step(module, recipe, None)
     modes = {(spec.weight_columns, spec.input_columns) for spec in module._specs.values()}
-    return found | {"modes": None if modes == {("recomputed", "recomputed")} else f"{modes}"}
+    return results | {"modes": None if modes == {("recomputed", "recomputed")} else f"{modes}"}
 
 
 def _shared_input() -> Any:

@@ -49,20 +49,20 @@ def difference(case: Settings) -> tuple[str | None, int]:
     FP8GlobalStateManager.reset()
     layer = case.layer(torch.device("cpu"))
     for number in range(STEPS):
-        found = step(case, layer, number)
+        actual = step(case, layer, number)
     passes = sum(launches.compiled_passes(layer))
     with observing(lambda operation, request: None):  # runs the plain passes
         expected = step(case, layer, STEPS)
-    found = step(case, layer, STEPS + 1)
+    actual = step(case, layer, STEPS + 1)
     # A result that no kernel or product has computed has no symbol.
-    unlike = [name for name in expected if found[name] != expected[name] or expected[name] == "?"]
+    unlike = [name for name in expected if actual[name] != expected[name] or expected[name] == "?"]
     return (f"{unlike}" if unlike else None), passes
 
 
 def main() -> None:
     launches.pretend()
     test_random_layers.SIZES = (256, 256, 128)  # blocks of 128 also in weight gradients
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     generated = drawn = 0
 
     @settings(EACH, max_examples=int(sys.argv[1]))
@@ -72,10 +72,10 @@ def main() -> None:
         unlike, passes = difference(case)
         drawn, generated = drawn + 1, generated + passes
         if unlike is not None:
-            found[str(case)] = unlike
+            results[str(case)] = unlike
 
     compare()
-    print(json.dumps({"drawn": drawn, "generated": generated, "different": found}))
+    print(json.dumps({"drawn": drawn, "generated": generated, "different": results}))
 
 
 if __name__ == "__main__":

@@ -259,10 +259,10 @@ def test_fused_attention_accepts_both_argument_orders():
     )
     assert not issued
     for dtype in (torch.float32, tex.DType.kFloat32):
-        found, issued = call_with_warnings(
+        actual, issued = call_with_warnings(
             lambda dtype=dtype: fused_attn.fused_attn_bwd(*head, dtype, aux, *tail, *kinds)
         )
-        assert all(torch.equal(x, y) for x, y in zip(found[:3], exact[:3], strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(actual[:3], exact[:3], strict=True))
         assert len(issued) == (dtype is torch.float32)
     halves = fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds, dqkv_dtype=torch.float16)
     assert [x.dtype for x in halves[:3]] == [torch.float16] * 3

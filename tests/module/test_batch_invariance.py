@@ -42,9 +42,9 @@ def count_differing(compare, recipe, seed):
     draw, compared, differing = random.Random(seed), 0, 0
     with te.batch_invariant():
         for _ in range(COMPOSITIONS):
-            for found in compare(draw, RECIPES[recipe], recipe):
-                compared += found.compared
-                differing += found.differing
+            for result in compare(draw, RECIPES[recipe], recipe):
+                compared += result.compared
+                differing += result.differing
     assert compared > 0
     return differing
 

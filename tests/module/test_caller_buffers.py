@@ -165,11 +165,11 @@ def test_a_gradient_in_dgrad_outs_memory_is_read_before_it_is_overwritten(
         else:  # the loss computes its gradient in the logits' memory
             y = first(x, SPLITS, out=out, dgrad_out=dgrad_out)
         te.parallel_cross_entropy(y.view(1, 48, 64), target, overwrite_input=True).sum().backward()
-        found = [p.grad for p in (x, *first.parameters(), *second.parameters())]
+        results = [p.grad for p in (x, *first.parameters(), *second.parameters())]
         x.grad = None
         first.zero_grad()
         second.zero_grad()
-        return found
+        return results
 
     expected, buffer = gradients(None, None), torch.empty_like(x)
     for grad, reference in zip(gradients(buffer, buffer), expected, strict=True):

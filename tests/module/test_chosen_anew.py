@@ -60,8 +60,8 @@ def warm(request, library):
 def test_a_cleared_plan_is_not_used(warm, library):
     library.rejection = "it has been taken away"
     TABLE.forget()
-    found, runs = warm()
-    assert runs == 0 and len(found) == len(warm.first)
+    result, runs = warm()
+    assert runs == 0 and len(result) == len(warm.first)
     library.rejection = None
     assert warm()[1] == 0  # the choice is cached until the table is cleared
     TABLE.forget()

@@ -106,9 +106,9 @@ def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
     ],
 )
 def test_compiled_row_tensors_are_bitwise_equal_to_eager(name, emulated):
-    expected, found = grouped_steps(False, RECIPES[name]), grouped_steps(True, RECIPES[name])
-    assert len(expected) == len(found) == 2 * (2 + 2 * (EXPERTS - 1))
-    assert all(map(torch.equal, found, expected))
+    expected, actual = grouped_steps(False, RECIPES[name]), grouped_steps(True, RECIPES[name])
+    assert len(expected) == len(actual) == 2 * (2 + 2 * (EXPERTS - 1))
+    assert all(map(torch.equal, actual, expected))
 
 
 CALLS = {
@@ -133,8 +133,8 @@ def test_two_calls_share_one_graph(name):
     mask = torch.zeros(5, 3, dtype=torch.int32)
     mask[:, 1] = 1
     x = torch.randn(5, 6, requires_grad=True)
-    found = torch.compile(twice, fullgraph=True, dynamic=True, backend="eager")(x, mask)
+    actual = torch.compile(twice, fullgraph=True, dynamic=True, backend="eager")(x, mask)
     expected = twice(x, mask)
-    assert torch.equal(found, expected)
-    mine, theirs = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (found, expected))
+    assert torch.equal(actual, expected)
+    mine, theirs = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (actual, expected))
     assert torch.equal(mine, theirs)

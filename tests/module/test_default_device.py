@@ -53,9 +53,11 @@ def train(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled
 def test_the_default_device_does_not_change_results(kind, recipe):
-    for found, expected in zip(train(kind, recipe, "meta"), train(kind, recipe, None), strict=True):
-        assert found.device.type == "cpu"
-        assert torch.equal(found, expected)
+    for actual, expected in zip(
+        train(kind, recipe, "meta"), train(kind, recipe, None), strict=True
+    ):
+        assert actual.device.type == "cpu"
+        assert torch.equal(actual, expected)
 
 
 def test_experts_and_losses_ignore_the_default_device():

@@ -264,13 +264,13 @@ def test_linear_layers_have_first_derivatives_and_reject_second_ones(name, recip
     x = torch.randn(TOKENS, 2 * BATCH, HIDDEN, device=device, requires_grad=True)
     _, plain = gradients(twin, x, RECIPES[recipe])
     leaves, recorded = gradients(layer, x, RECIPES[recipe], create_graph=True)
-    found = [(a, b) for a, b in zip(plain, recorded, strict=True) if a is not None]
+    results = [(a, b) for a, b in zip(plain, recorded, strict=True) if a is not None]
     dense = {"attention"} if device.type == "cpu" else {"attention", "transformer"}
     if name in dense:  # gradients are then dense and rounded differently, and so are their codes
-        assert all(float((a - b.detach()).norm()) <= 0.02 * float(a.norm()) for a, b in found)
+        assert all(float((a - b.detach()).norm()) <= 0.02 * float(a.norm()) for a, b in results)
     else:
-        assert same([a for a, _ in found], [b.detach() for _, b in found])
-    penalty = sum(b.square().sum() for _, b in found)
+        assert same([a for a, _ in results], [b.detach() for _, b in results])
+    penalty = sum(b.square().sum() for _, b in results)
     for expected in leaves:
         with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format(operation)):
             torch.autograd.grad(penalty, expected, retain_graph=True, allow_unused=True)

@@ -14,14 +14,20 @@ from tests.support.programs import output_without_gpu
 @needs_fast_path
 @pytest.mark.parametrize(
     ("cases", "count"),
-    [("some", 55), ("deferred", 11), pytest.param("all", 94, marks=pytest.mark.slow)],
+    [
+        ("some", 55),
+        ("deferred", 11),
+        pytest.param("all", 94, marks=pytest.mark.slow),
+        ("10.0", 24),  # block-scaled passes of a compute capability
+        ("12.0", 24),
+    ],
 )
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_passes_launch_the_kernels_of_their_steps(cases: str, count: int):
     done = output_without_gpu("tests/module/generated_launches.py", cases)
-    found = json.loads(done.splitlines()[-1])
-    assert len(found) == count
-    assert {case: what for case, what in found.items() if what is not None} == {}
+    result = json.loads(done.splitlines()[-1])
+    assert len(result) == count
+    assert {case: what for case, what in result.items() if what is not None} == {}
 
 
 @needs_fast_path
@@ -31,17 +37,7 @@ def test_generated_passes_launch_the_kernels_of_plain_passes_for_random_layers(c
     done = output_without_gpu(
         "tests/module/generated_random_launches.py", str(count), patience=1800
     )
-    found = json.loads(done.splitlines()[-1])
-    assert found["different"] == {}
+    result = json.loads(done.splitlines()[-1])
+    assert result["different"] == {}
     # A layer whose tensors need no gradients has one pass, others two.
-    assert found["generated"] > found["drawn"] > 0
-
-
-@needs_fast_path
-@pytest.mark.parametrize("architecture", ["10.0", "12.0"])
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_compiled_block_scaled_passes_launch_the_kernels_of_their_steps(architecture: str):
-    done = output_without_gpu("tests/module/generated_launches.py", architecture)
-    found = json.loads(done.splitlines()[-1])
-    assert len(found) == 24
-    assert {case: what for case, what in found.items() if what is not None} == {}
+    assert result["generated"] > result["drawn"] > 0

@@ -115,10 +115,10 @@ def test_a_compiled_pass_is_bitwise_equal_to_its_steps(name, kind, microbatches,
     data = [
         (random(ROWS, 1, WIDTH, seed=i), random(ROWS, 1, 3 * WIDTH, seed=100 + i)) for i in range(7)
     ]
-    found = [step(written, recipe, *args, microbatches) for args in data]
+    results = [step(written, recipe, *args, microbatches) for args in data]
     unwritten()
     expected = [step(plain, recipe, *args, microbatches) for args in data]
-    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+    for number, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
     assert find_generated_passes(written) and not find_generated_passes(plain), reasons(written)
@@ -150,9 +150,9 @@ def test_compiled_microbatches_read_the_cached_weights(name, kind, unwritten):
             outputs += [y.detach(), x.grad]
         return outputs + [parameter.grad for parameter in module.parameters()]
 
-    found = steps(written)
+    result = steps(written)
     unwritten()
-    assert all(torch.equal(a, b) for a, b in zip(found, steps(plain), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, steps(plain), strict=True))
     assert len(find_generated_passes(written)) >= 2 and not reasons(written)
 
 

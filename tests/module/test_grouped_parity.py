@@ -109,14 +109,14 @@ class Case:
     def _states(self, layers: list[Any], grouped: bool) -> list[torch.Tensor]:
         if not isinstance(self.recipe, te.recipe.DelayedScaling):
             return []
-        found: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
         for key, slots in (("scaling_fwd", 3), ("scaling_bwd", 2)):
             for layer in layers:
                 state = layer.fp8_meta[key]
                 for i in range(self.groups if grouped else 1):
                     columns = slice(slots * i, slots * (i + 1))
-                    found += [state.scale[columns], state.amax_history[:, columns]]
-        return found
+                    results += [state.scale[columns], state.amax_history[:, columns]]
+        return results
 
 
 @pytest.mark.parametrize("seed", range(CASES))

@@ -115,14 +115,14 @@ def warm(
 
 def scaling_states(layer: torch.nn.Module) -> list[torch.Tensor]:
     """Delayed-scaling scales and histories."""
-    found = []
+    results = []
     for module in layer.modules():
         for key in ("scaling_fwd", "scaling_bwd"):
             state = getattr(module, "fp8_meta", {}).get(key)
             history = getattr(state, "amax_history", None)
             if history is not None:
-                found += [state.scale.detach().clone(), history.detach().clone()]
-    return found
+                results += [state.scale.detach().clone(), history.detach().clone()]
+    return results
 
 
 Way = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]

@@ -42,14 +42,14 @@ LAUNCHES = {
 @needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_warm_pass_launches_no_more_than_before():
-    found = json.loads(output_without_gpu("tests/module/launch_counts.py").splitlines()[-1])
+    result = json.loads(output_without_gpu("tests/module/launch_counts.py").splitlines()[-1])
     launches = {
         case: (
             counts.pop("kernels", 0),
             counts.pop("products", 0),
             sum(counts.values()),
         )
-        for case, counts in found.items()
+        for case, counts in result.items()
     }
     assert launches == LAUNCHES
 
@@ -57,9 +57,9 @@ def test_a_warm_pass_launches_no_more_than_before():
 @needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_compiled_backward_pass_compares_the_saved_inputs_of_its_layer():
-    found = json.loads(output_without_gpu("tests/module/saved_inputs.py").splitlines()[-1])
+    result = json.loads(output_without_gpu("tests/module/saved_inputs.py").splitlines()[-1])
     x, gamma, weight = [128, 1, 512], [512], [512, 512]
-    assert found == {
+    assert result == {
         "linear": [x, weight],
         "layernorm_linear": [x, gamma, weight],
         "layernorm_mlp": [x, gamma, [1024, 512], weight],

@@ -211,7 +211,9 @@ def test_a_model_with_another_first_layer_needs_explicit_inputs():
         ValueError, match=r"does not follow from its modules; give inputs=\(tensor, \.\.\)"
     ):
         memory_plan(model, None, 64)
-    plan = memory_plan(model, None, 0, inputs=(torch.empty(64, dtype=torch.int64, device="meta"),))
+    plan = memory_plan(
+        model, recipe=None, tokens=0, inputs=(torch.empty(64, dtype=torch.int64, device="meta"),)
+    )
     assert plan.parameters == BF16.itemsize * (100 * 128 + 128 * 256 + 256)
 
 
@@ -335,7 +337,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "row-wise": QuantizeSpec(MXFP8, E4M3),
     }
     heads, angles = torch.randn(16, 2, 4, 8), torch.randn(16, 8)
-    rope = (angles, Positions(None, None), RopeSpec("sbhd", False, 1, 0))
+    rope = (angles, Positions(start=None, cu_seqlens=None), RopeSpec("sbhd", False, 1, 0))
     calls: dict[str, Callable[[], object]] = {
         f"quantize {name}": partial(quantize.quantize, x, request)
         for name, request in specs.items()
@@ -443,7 +445,7 @@ def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.Mo
     def on_gpu(*key: Any) -> GemmRequest:
         return dataclasses.replace(described(*key), device="cuda", hardware=nvidia(9, 0))
 
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     monkeypatch.setattr(request, "described", on_gpu)
     ledger = Ledger(lambda: "")
     with planning(lambda x, result: None), ledger:
@@ -565,3 +567,64 @@ def measure_step(model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tenso
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_allocated() - before
+
+
+BLOCKS = {
+    "exp_avg_dtype": torch.uint8,
+    "exp_avg_sq_dtype": torch.uint8,
+    "block_scaled_states": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_parameter"),
+    [
+        ({}, 8),
+        ({"master_weights": True}, 12),
+        ({"master_weights": True, "store_param_remainders": True}, 10),
+        ({**BLOCKS, "stochastic_rounding": True}, 2 + 2 / 128),
+        ({**BLOCKS, "master_weights": True, "store_param_remainders": True}, 4 + 2 / 128),
+    ],
+)
+def test_the_states_of_a_fused_adam_are_planned_before_they_exist(options, bytes_per_parameter):
+    layer = te.Linear(256, 256, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    optimizer = te.optimizers.FusedAdam(layer.parameters(), **options)
+    plain = te.memory_plan(layer, None, 64)
+    plan = te.memory_plan(layer, None, 64, optimizer=optimizer)
+    assert plan.optimizer == bytes_per_parameter * 256 * 256
+    assert plan.peak == plain.peak + plan.optimizer
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    states = [*optimizer.state[layer.weight].values()]
+    states += optimizer._scales.get(layer.weight, {}).values()
+    assert plan.optimizer == sum(state.nbytes for state in states)
+    assert "optimizer" in str(plan) and "optimizer" not in str(plain)
+
+
+def test_gradients_that_are_freed_in_the_backward_pass_are_not_planned_together():
+    layers = torch.nn.Sequential(*(te.Linear(512, 512, bias=False, device="cpu") for _ in range(8)))
+    weight = 512 * 512 * 4
+    together = te.memory_plan(layers, None, 16)
+    freed = te.memory_plan(layers, None, 16, step_in_backward=True)
+    assert together.gradients >= 7 * weight
+    assert freed.gradients <= weight and freed.peak <= together.peak - 6 * weight
+
+
+def test_an_optimizer_without_states_cannot_be_planned():
+    layer = te.Linear(64, 64, device="cpu")
+    optimizer = torch.optim.AdamW(layer.parameters())
+    with pytest.raises(ValueError, match="AdamW has no states before its first step"):
+        te.memory_plan(layer, None, 16, optimizer=optimizer)
+    layer(torch.randn(16, 64)).sum().backward()
+    optimizer.step()
+    plan = te.memory_plan(layer, None, 16, optimizer=optimizer)
+    assert plan.optimizer == 2 * 4 * (64 * 64 + 64) + 2 * 4  # and two step counts
+
+
+def test_a_budget_includes_the_states_of_a_planned_optimizer():
+    layer = te.LayerNormMLP(64, 256, device="cpu")
+    optimizer = te.optimizers.FusedAdam(layer.parameters())
+    without = te.memory_plan(layer, None, 64)
+    budget = 1.01 * without.peak / 2**30
+    assert te.memory_plan(layer, None, 64, budget=budget).fits
+    assert not te.memory_plan(layer, None, 64, budget=budget, optimizer=optimizer).fits

@@ -64,8 +64,8 @@ def directions(quantizer: te.NVFP4Quantizer, x: torch.Tensor) -> tuple[torch.Ten
     return values[0], values[1]
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.double() - expected).abs().max() <= 2e-6 * expected.abs().max()
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (actual.double() - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 @every_variant

@@ -92,8 +92,8 @@ def test_grouped_products_are_equal_with_and_without_padding(device):
     layer = te.GroupedLinear(4, 32, 32, bias=False, device=device)
     x = torch.randn(sum(SPLITS), 32, device=device)
     y, padded = te.Fp8Padding(4, 16)(x, SPLITS)
-    found = te.Fp8Unpadding(4, 16)(layer(y, padded), SPLITS)
-    torch.testing.assert_close(found, layer(x, SPLITS))
+    result = te.Fp8Unpadding(4, 16)(layer(y, padded), SPLITS)
+    torch.testing.assert_close(result, layer(x, SPLITS))
 
 
 def test_padding_compiles_in_one_graph(device):
@@ -104,5 +104,5 @@ def test_padding_compiles_in_one_graph(device):
         return unpadding(y * 2, SPLITS)
 
     x = rows(device)
-    found = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x)
-    assert torch.equal(found, 2 * x)
+    result = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(result, 2 * x)

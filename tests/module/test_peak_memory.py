@@ -61,7 +61,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def on_gpu(*key: Any) -> GemmRequest:
         return dataclasses.replace(described(*key), device="cuda", hardware=nvidia(9, 0))
 
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     monkeypatch.setattr(request, "described", on_gpu)
     forget()
     yield

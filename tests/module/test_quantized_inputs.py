@@ -54,7 +54,7 @@ def test_a_quantized_input_equals_its_dequantized_values(kind, recipe, quantizer
     codes = QUANTIZERS[quantizer]()(torch.randn(*shape, device=position))
     values = codes.dequantize().detach().requires_grad_()
     expected = layer_results(layer, values, recipe)
-    found = layer_results(layer, codes.requires_grad_(), recipe)
-    for a, b in zip(found, expected, strict=True):
+    actual = layer_results(layer, codes.requires_grad_(), recipe)
+    for a, b in zip(actual, expected, strict=True):
         # Now and then, a recipe rounds values that differ in their last bits to different codes.
         assert (a - b).norm() <= (1e-5 if recipe == "none" else 1e-3) * b.norm()

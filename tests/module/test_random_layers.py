@@ -173,9 +173,9 @@ def eager(case: Settings, device: torch.device, steps: int = STEPS) -> list[Any]
     return case.trained(layer, case.bound(layer), device, steps)
 
 
-def compare(expected: list[Any], found: list[Any]) -> None:
-    assert len(expected) == len(found)
-    for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
+def compare(expected: list[Any], actual: list[Any]) -> None:
+    assert len(expected) == len(actual)
+    for number, (mine, other) in enumerate(zip(actual, expected, strict=True)):
         assert (mine is None) == (other is None), number
         if mine is not None:
             assert same([mine], [other]), number

@@ -71,13 +71,13 @@ def contents(layer):
     return decode_extra_state(layer.get_extra_state()) or {}
 
 
-def assert_equal(found, saved):
-    assert found.keys() == saved.keys()
+def assert_equal(result, saved):
+    assert result.keys() == saved.keys()
     for name, value in saved.items():
         same = (
-            torch.equal(found[name], value)
+            torch.equal(result[name], value)
             if isinstance(value, torch.Tensor)
-            else found[name] == value
+            else result[name] == value
         )
         assert same, name
 

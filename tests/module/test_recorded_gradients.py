@@ -76,15 +76,15 @@ def test_results_do_not_depend_on_how_gradients_are_recorded(kind, recipe):
         x.grad = None
         torch.manual_seed(5)
         y = ways(module, function, x)[name]()
-        found = clone_outputs(y)
+        actual = clone_outputs(y)
         gradients = []
         if name != "not recorded":
             first = y[0] if isinstance(y, tuple) else y
             first.float().sin().sum().backward()
             gradients = [p.grad for p in (x, *module.parameters()) if p.grad is not None]
         if expected is None:
-            expected = found, gradients
-        assert same(found, expected[0]), name
+            expected = actual, gradients
+        assert same(actual, expected[0]), name
         assert not gradients or same(gradients, expected[1]), name
 
 

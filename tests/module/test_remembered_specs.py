@@ -18,7 +18,7 @@ from transformer_engine.pytorch.distributed import checkpoint
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
-from transformer_engine.pytorch.module.specs import Call
+from transformer_engine.pytorch.module.specs import build_from_key
 
 LAYERS = {
     "linear": lambda **o: Linear(32, 64, **o),
@@ -36,8 +36,8 @@ def layer(request, device):
 built = []
 
 
-def build_and_record(build, fields):
-    built.append(build(Call(*fields)))
+def build_and_record(build, key):
+    built.append(build_from_key(build, key))
     return built[-1]
 
 

@@ -127,8 +127,8 @@ def test_resetting_zeroes_a_learnable_sink(device):
 
 def test_contradicting_tensor_parallel_attributes_raise_and_change_nothing():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
-    set_tensor_model_parallel_attributes(weight, True, 0, 1)
-    set_tensor_model_parallel_attributes(weight, True, 0, 1)
+    set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+    set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     with pytest.raises(
         ValueError, match="partition_dim=0 already, which partition_dim=1 contradicts"
     ):

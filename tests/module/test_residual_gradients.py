@@ -187,9 +187,9 @@ def test_children_without_a_returned_bias_equal_children_with_hooks(
             HIDDEN, HEADS, input_layernorm=True, device="cpu"
         )
     x = torch.randn(TOKENS, BATCH, HIDDEN)
-    found = run(layer, x, None)
+    actual = run(layer, x, None)
     expected = run(with_separate_sums(layer), x, None)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
 

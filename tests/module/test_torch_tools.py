@@ -138,10 +138,10 @@ def forward_hook_of_all_modules(name: str) -> None:
         lambda each, args, output: scaled(output, 2) if each is module else None
     )
     try:
-        found = step(name, module)
+        result = step(name, module)
     finally:
         handle.remove()
-    assert_equal(found, step(name, make(name)), output=2.0, gradient=2.0)
+    assert_equal(result, step(name, make(name)), output=2.0, gradient=2.0)
 
 
 def full_backward_hook_of_all_modules(name: str) -> None:
@@ -150,10 +150,10 @@ def full_backward_hook_of_all_modules(name: str) -> None:
         lambda each, inputs, outputs: _double(inputs) if each is module else None
     )
     try:
-        found = step(name, module)
+        result = step(name, module)
     finally:
         handle.remove()
-    assert_equal(found, step(name, make(name)), gradient=2.0)
+    assert_equal(result, step(name, make(name)), gradient=2.0)
 
 
 def _double(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -216,9 +216,9 @@ def parametrize_parameters(name: str) -> None:
     module = make(name)
     for owner, key in parameter_owners(module):
         parametrize.register_parametrization(owner, key, _Twice())
-    found = step(name, module)
-    assert_equal(found, step(name, _with_doubled_parameters(name)))
-    assert all(gradient is not None for gradient in found.gradients.values())
+    result = step(name, module)
+    assert_equal(result, step(name, _with_doubled_parameters(name)))
+    assert all(gradient is not None for gradient in result.gradients.values())
 
 
 def replace_parameters(name: str) -> None:
@@ -246,9 +246,9 @@ def _normalized(name: str, apply: Callable[[nn.Module, str], Any]) -> None:
     ):
         with torch.no_grad():
             getattr(owner, key).copy_(getattr(of_module, key))
-    found = step(name, module)
-    assert_equal(found, step(name, reference.eval()))
-    assert all(gradient is not None for gradient in found.gradients.values())
+    actual = step(name, module)
+    assert_equal(actual, step(name, reference.eval()))
+    assert all(gradient is not None for gradient in actual.gradients.values())
 
 
 def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -282,17 +282,17 @@ def prune_parameters(name: str) -> None:
 def extra_parameter(name: str) -> None:
     module = make(name)
     module.register_parameter("extra", nn.Parameter(torch.ones(3, device="cpu")))
-    found = step(name, module)
-    assert found.gradients.pop("extra") is None
-    assert_all_equal(found, step(name, make(name)))
+    result = step(name, module)
+    assert result.gradients.pop("extra") is None
+    assert_all_equal(result, step(name, make(name)))
 
 
 def extra_child(name: str) -> None:
     module = make(name)
     module.add_module("extra", nn.Linear(2, 2, device="cpu"))
-    found = step(name, module)
-    assert found.gradients.pop("extra.weight") is found.gradients.pop("extra.bias") is None
-    assert_all_equal(found, step(name, make(name)))
+    result = step(name, module)
+    assert result.gradients.pop("extra.weight") is result.gradients.pop("extra.bias") is None
+    assert_all_equal(result, step(name, make(name)))
 
 
 class _Adapted(nn.Module):
@@ -314,9 +314,9 @@ def _check_replacement(name: str, replace: Callable[[nn.Module, str, nn.Module],
         module.zero_grad()
         replace(module, key, _Adapted(getattr(module, key)))
         getattr(reference, key).register_forward_hook(lambda _, args, output: scaled(output, 3))
-        found = step(name, module)
-        assert_equal(found, step(name, reference))
-        assert found.gradients[f"{key}.scale"] is not None
+        actual = step(name, module)
+        assert_equal(actual, step(name, reference))
+        assert actual.gradients[f"{key}.scale"] is not None
 
 
 def replace_child(name: str) -> None:
@@ -420,8 +420,8 @@ def swap_tensors(name: str) -> None:
 def functional_call(name: str) -> None:
     module = make(name)
     values = dict(_with_doubled_parameters(name).named_parameters())
-    found = step(name, module, lambda x: _functional(name, module, values, x))
-    assert_equal(found, step(name, _with_doubled_parameters(name)))
+    result = step(name, module, lambda x: _functional(name, module, values, x))
+    assert_equal(result, step(name, _with_doubled_parameters(name)))
     assert all(parameter.grad is None for parameter in module.parameters())
     assert all(value.grad is not None for value in values.values())
 
@@ -443,10 +443,10 @@ def _functional(name: str, module: nn.Module, values: dict[str, Tensor], x: Tens
 
 def _check_checkpoint(name: str, use_reentrant: bool) -> None:
     module = make(name)
-    found = step(
+    result = step(
         name, module, lambda x: checkpoint(_Called(name, module), x, use_reentrant=use_reentrant)
     )
-    assert_all_equal(found, step(name, make(name)))
+    assert_all_equal(result, step(name, make(name)))
 
 
 def reentrant_checkpoint(name: str) -> None:
@@ -460,8 +460,8 @@ def other_checkpoint(name: str) -> None:
 def own_checkpoint(name: str) -> None:
     """This package's checkpoint, whose two runs have the same random states."""
     module = make(name)
-    found = step(name, module, lambda x: te.checkpoint(_Called(name, module), x))  # pyright: ignore
-    assert_all_equal(found, step(name, make(name)))
+    result = step(name, module, lambda x: te.checkpoint(_Called(name, module), x))  # pyright: ignore
+    assert_all_equal(result, step(name, make(name)))
 
 
 def compiled_in_place(name: str) -> None:

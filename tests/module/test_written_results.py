@@ -59,7 +59,7 @@ def test_gradients_after_in_place_writes_equal_torch(device):
     ours = te.Linear(64, 96, device=device)
     plain = torch.nn.Linear(64, 96, device=device)
     plain.load_state_dict({"weight": ours.weight.detach(), "bias": ours.bias.detach()})
-    found = []
+    results = []
     for layer in (ours, plain):
         torch.manual_seed(2)
         x = sample(device)
@@ -67,8 +67,8 @@ def test_gradients_after_in_place_writes_equal_torch(device):
         y += x.mean()
         y = torch.nn.functional.relu_(y)
         y.square().sum().backward()
-        found.append([y.detach(), x.grad, layer.weight.grad, layer.bias.grad])
-    for a, b in zip(*found, strict=True):
+        results.append([y.detach(), x.grad, layer.weight.grad, layer.bias.grad])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
@@ -96,14 +96,14 @@ def test_a_norms_output_written_before_the_backward_reads_it_raises(kind, device
 
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
 def test_a_norms_output_may_be_written_if_the_backward_reads_codes(kind, device, emulated):
-    found = []
+    results = []
     for change in WRITES["add_"]:
         torch.manual_seed(3)
         x = sample(device)
         y, norm_output = run_with_norm_output(kind, x, Float8CurrentScaling())
         (y.sum() + change(norm_output, torch.ones_like(norm_output)).square().sum()).backward()
-        found.append([y.detach(), x.grad])
-    assert same(*found)
+        results.append([y.detach(), x.grad])
+    assert same(*results)
 
 
 @pytest.mark.parametrize("recipe", RETURNING)
@@ -125,7 +125,7 @@ def test_merged_experts_are_written_in_place(layout, device):
     x, weights = sample(device, (8,)), torch.rand(8, 4 if layout == "mask" else 2, device=device)
     chosen = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]] * 2, dtype=torch.int32, device=device)
     mask = torch.zeros(8, 4, dtype=torch.int32, device=device).scatter_(1, chosen.long(), 1)
-    found = []
+    results = []
     for change in WRITES["add_"]:
         x.grad = None
         rows, order = te.moe_permute(
@@ -136,17 +136,17 @@ def test_merged_experts_are_written_in_place(layout, device):
         )
         y = change(merged, torch.ones_like(x))
         y.square().sum().backward()
-        found.append([y.detach(), x.grad])
-    assert same(*found)
+        results.append([y.detach(), x.grad])
+    assert same(*results)
 
 
 def test_a_mean_loss_is_divided_in_place(device):
     hidden, weight = sample(device, (6,)), torch.randn(32, 64, device=device, requires_grad=True)
     targets = torch.arange(6, device=device)
-    found = []
+    results = []
     for divide in (lambda loss: loss.div_(4), lambda loss: loss / 4):
         hidden.grad = weight.grad = None
         loss = divide(te.fused_linear_cross_entropy(hidden, weight, targets))
         loss.backward()
-        found.append([loss.detach(), hidden.grad, weight.grad])
-    assert same(*found)
+        results.append([loss.detach(), hidden.grad, weight.grad])
+    assert same(*results)

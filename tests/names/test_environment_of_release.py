@@ -62,14 +62,14 @@ print(tex is sys.modules["transformer_engine_torch"], "quantize" in dir(nv), "qu
 
 def test_a_plugin_replaces_the_extension_and_reads_it_by_its_second_name(tmp_path):
     (tmp_path / "replacing_plugin.py").write_text(REPLACING)
-    found = run_import(tmp_path, READING, NVTE_PLUGIN="replacing_plugin")
-    assert found.stdout.splitlines() == [
+    result = run_import(tmp_path, READING, NVTE_PLUGIN="replacing_plugin")
+    assert result.stdout.splitlines() == [
         "the plugin's transformer_engine_torch_nv True True",
         "True True True",
     ]
     assert (
         "has flash_attention and get_attention_backend, which DotProductAttention does not call"
-        in found.stderr
+        in result.stderr
     )
 
 
@@ -79,19 +79,19 @@ def test_the_second_name_is_the_extension_itself_without_a_replacement(tmp_path)
         "import transformer_engine.pytorch, transformer_engine_torch_nv as nv; f = nv.gelu\n"
         "import transformer_engine_torch as tex; print(tex.gelu is f)"
     )
-    found = run_import(tmp_path, code, NVTE_PLUGIN="quiet_plugin")
-    assert found.stdout.strip() == "True" and "RuntimeWarning" not in found.stderr
+    result = run_import(tmp_path, code, NVTE_PLUGIN="quiet_plugin")
+    assert result.stdout.strip() == "True" and "RuntimeWarning" not in result.stderr
 
 
 def test_a_plugin_that_fails_and_a_removed_variable_warn(tmp_path):
-    found = run_import(
+    result = run_import(
         tmp_path, NVTE_PLUGIN="plugin_that_is_missing", NVTE_FUSED_ATTN_BACKEND="1"
     ).stderr
     assert (
         "RuntimeWarning: NVTE_PLUGIN='plugin_that_is_missing' was not loaded: ModuleNotFoundError"
-        in found
+        in result
     )
-    assert "FutureWarning: NVTE_FUSED_ATTN_BACKEND is removed" in found
+    assert "FutureWarning: NVTE_FUSED_ATTN_BACKEND is removed" in result
 
 
 def test_the_former_name_of_merging_probs_warns():

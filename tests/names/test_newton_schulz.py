@@ -225,15 +225,15 @@ def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(
             return str(error)
         return x
 
-    for rank, found in enumerate(run_on_threads(step, ranks)):
+    for rank, actual in enumerate(run_on_threads(step, ranks)):
         if not fits:
-            assert "shard the longer dimension" in str(found)
+            assert "shard the longer dimension" in str(actual)
             continue
         reference = (
             expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
         )
         tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-        torch.testing.assert_close(found, reference, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual, reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6)])

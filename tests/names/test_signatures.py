@@ -23,7 +23,7 @@ _KINDS = inspect.Parameter
 def parse_parameters(text: str) -> list[inspect.Parameter]:
     """Parameters of a text such as "a, b=1, *, c=None"."""
     arguments = ast.parse(f"def f({text}): pass").body[0].args  # pyright: ignore[reportAttributeAccessIssue]
-    found = []
+    results = []
     defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
     for kind, names, values in (
         (_KINDS.POSITIONAL_OR_KEYWORD, arguments.args, defaults),
@@ -31,10 +31,10 @@ def parse_parameters(text: str) -> list[inspect.Parameter]:
     ):
         for argument, value in zip(names, values, strict=True):
             default = _KINDS.empty if value is None else ast.literal_eval(value)
-            found.append(inspect.Parameter(argument.arg, kind, default=default))
+            results.append(inspect.Parameter(argument.arg, kind, default=default))
     if arguments.kwarg is not None:
-        found.append(inspect.Parameter(arguments.kwarg.arg, _KINDS.VAR_KEYWORD))
-    return found
+        results.append(inspect.Parameter(arguments.kwarg.arg, _KINDS.VAR_KEYWORD))
+    return results
 
 
 def plain(default: Any) -> Any:
@@ -54,21 +54,21 @@ def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
     for index, expected in enumerate(
         parse_parameters(row.get("parameters", "")), row.get("from", 0)
     ):
-        found = local.get(expected.name)
-        if found is None:
+        actual = local.get(expected.name)
+        if actual is None:
             wrong.append(f"{expected.name} is missing")
             continue
-        if found.kind is not expected.kind:
+        if actual.kind is not expected.kind:
             wrong.append(
-                f"{expected.name} is {found.kind.description}, not {expected.kind.description}"
+                f"{expected.name} is {actual.kind.description}, not {expected.kind.description}"
             )
         elif (
             expected.kind is _KINDS.POSITIONAL_OR_KEYWORD
             and positional.index(expected.name) != index
         ):
             wrong.append(f"{expected.name} is at {positional.index(expected.name)}, not at {index}")
-        if expected.default is not _KINDS.empty and plain(found.default) != expected.default:
-            wrong.append(f"{expected.name}={found.default!r}, not {expected.default!r}")
+        if expected.default is not _KINDS.empty and plain(actual.default) != expected.default:
+            wrong.append(f"{expected.name}={actual.default!r}, not {expected.default!r}")
     for expected in parse_parameters(f"*, {row['keywords']}" if "keywords" in row else ""):
         if expected.name not in local or plain(local[expected.name].default) != expected.default:
             wrong.append(f"{expected.name}={expected.default!r} is missing")

@@ -136,36 +136,36 @@ FORWARD = "transformer_engine.pytorch.Linear.forward"
 
 
 def test_an_installed_original_adds_its_names_and_differences(table, original, capsys):
-    found = table.original_names(original, []).found
+    result = table.original_names(original, []).found
     assert "transformer_engine.broken: RuntimeError: no library" in capsys.readouterr().err
-    assert found[FORWARD][0] == "method" and [p[0] for p in found[FORWARD][1]] == [
+    assert result[FORWARD][0] == "method" and [p[0] for p in result[FORWARD][1]] == [
         "self",
         "inp",
         "first",
     ]
-    assert table.absent_methods(found) == ["transformer_engine.pytorch.Linear.made"]
-    assert found["transformer_engine.pytorch.brand_new"] == [
+    assert table.absent_methods(result) == ["transformer_engine.pytorch.Linear.made"]
+    assert result["transformer_engine.pytorch.brand_new"] == [
         "function",
         [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"]],
     ]
-    rows = {row.name: row for row in table.with_installed(table.read_rows(), found)}
+    rows = {row.name: row for row in table.with_installed(table.read_rows(), result)}
     assert rows["transformer_engine.pytorch.brand_new"].source == "installed"
     assert len(rows) > len(table.read_rows())
     assert not any(name.startswith("transformer_engine.pytorch.Linear.") for name in rows)
-    method, line = table.signature_differences(found).values()
+    method, line = table.signature_differences(result).values()
     assert method.startswith(f"{FORWARD}[2]: ['first', 'POSITIONAL_OR_KEYWORD', 'None']")
     assert line.startswith(
         "transformer_engine.pytorch.checkpoint[1]: ['other', 'POSITIONAL_OR_KEYWORD', 'None']"
     )
     text = table.SIGNATURES.read_text()
-    rows = json.loads(table.signature_rows(text, found, table.signature_differences(found)))
+    rows = json.loads(table.signature_rows(text, result, table.signature_differences(result)))
     assert rows.pop("transformer_engine.pytorch.checkpoint") == {
         "section": 0,
         "parameters": "function, other=None",
     }
     assert rows.pop(FORWARD) == {"section": 0, "parameters": "self, inp, first=None"}
     assert list(rows) == sorted(rows)
-    assert rows == json.loads(text) and table.signature_rows(text, found, []) == text
+    assert rows == json.loads(text) and table.signature_rows(text, result, []) == text
     with pytest.raises(RuntimeError, match="no public name was found"):
         table.original_names(original / "transformer_engine", [])
 

@@ -44,9 +44,9 @@ def check(offloaded, context, synchronize):
     first_version = isinstance(synchronizer, hooks.SynchronizedGroupOffloadHandler)
     synchronizer.__init__(*(reversed(sizes) if first_version else sizes), link=link)
     plain = [te.Linear(32, 32, device="cpu") for _ in range(LAYERS)]
-    found = train_model(copy.deepcopy(plain), context, synchronize)
+    actual = train_model(copy.deepcopy(plain), context, synchronize)
     expected = train_model(plain, contextlib.nullcontext(), lambda y: y)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert link.log.count("out") == link.log.count("back") == offloaded
 
 

@@ -100,10 +100,10 @@ def reference_gradients(seed):
 
 
 def assert_gradients(layers, x, seed):
-    for found, reference in zip(
+    for actual, reference in zip(
         [x.grad, *(p.grad for p in layers.parameters())], reference_gradients(seed), strict=True
     ):
-        torch.testing.assert_close(found, reference)
+        torch.testing.assert_close(actual, reference)
 
 
 def fail(loss, **options):

@@ -64,8 +64,8 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
     for step in range(2):
         x = torch.randn(TOKENS, BATCH, HIDDEN)
         expected = _plainly(plain, x, RECIPES[recipe])
-        found = _step(offloading, x, RECIPES[recipe], context, context.synchronize)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), step
+        actual = _step(offloading, x, RECIPES[recipe], context, context.synchronize)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), step
     assert link.log.count("out") == link.log.count("back") > 0
     assert context.offload_synchronizer.get_offloaded_total_size_mb() == 0
 
@@ -167,8 +167,8 @@ def test_manually_offloaded_layers_have_the_same_gradients():
         for layer in reversed(range(LAYERS)):
             manual.start_reload_layer(layer)
 
-    found = _step(offloading, x, None, context, context.synchronize, away_and_back)
-    assert all(torch.equal(a, b) for a, b in zip(found, _plainly(plain, x, None), strict=True))
+    result = _step(offloading, x, None, context, context.synchronize, away_and_back)
+    assert all(torch.equal(a, b) for a, b in zip(result, _plainly(plain, x, None), strict=True))
 
 
 def test_a_layer_that_was_never_brought_back_is_when_its_backward_asks():
@@ -183,9 +183,9 @@ def test_a_layer_that_was_never_brought_back_is_when_its_backward_asks():
         manual.start_offload_layer(1)
         manual.release_activation_forward_gpu_memory(1)
 
-    found = _step(offloading, x, None, context, context.synchronize, away)
+    result = _step(offloading, x, None, context, context.synchronize, away)
     assert "back" in link.log
-    assert all(torch.equal(a, b) for a, b in zip(found, _plainly(plain, x, None), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, _plainly(plain, x, None), strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -225,9 +225,9 @@ def test_the_first_form_commits_groups_and_has_the_same_gradients(monkeypatch):
     plain = _model("Linear")
     offloading = copy.deepcopy(plain)
     x = torch.randn(TOKENS, BATCH, HIDDEN)
-    found = _step(offloading, x, None, context, commit)
+    result = _step(offloading, x, None, context, commit)
     assert link.log.count("back") == OFFLOADED
-    assert all(torch.equal(a, b) for a, b in zip(found, _plainly(plain, x, None), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, _plainly(plain, x, None), strict=True))
     with pytest.raises(ValueError, match="no manual_synchronization"):
         te.get_cpu_offload_context(True, 1, 3, manual_synchronization=True)
 
@@ -256,10 +256,10 @@ def test_steps_that_are_queued_behind_one_another_have_the_bits_of_a_model_that_
             _step_results(plain, x, RECIPES[recipe], contextlib.nullcontext(), lambda y: y)
             for x in inputs
         ]
-        found = [
+        results = [
             _step_results(offloading, x, RECIPES[recipe], context, synchronize) for x in inputs
         ]
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    for step, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
 
 

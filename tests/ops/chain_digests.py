@@ -276,7 +276,7 @@ def run(
     if wide.random() < 0.3:
         x = vary_layout(x, wide)
     # A reshape has chosen the dimensions of later operations; the first ones take a matrix.
-    found = [f"{number} {instance.recipe} {str(instance.dtype)[6:]} {names}"]
+    collected = [f"{number} {instance.recipe} {str(instance.dtype)[6:]} {names}"]
     needs, grads, narrow = draw.random() < 0.8, draw.random() < 0.9, draw.random() < 0.1
     recomputes, extra_only = wide.random() < 0.05, wide.random() < 0.1
     te.fp8.FP8GlobalStateManager.reset()
@@ -335,8 +335,8 @@ def run(
             results.append(error)
         for parameter in chain.parameters():
             parameter.grad = None
-        found += [digest(result) for result in [*results, *states(chain)]]
-    return found
+        collected += [digest(result) for result in [*results, *states(chain)]]
+    return collected
 
 
 def compare_compiled(number: int) -> str:

@@ -92,7 +92,7 @@ def differences(name: str, kind: str) -> str | None:
     chain, recipe = ops.Sequential(*CHAINS[name]()), generated_launches.host_calls.RECIPES[kind]()
     step(chain, recipe)  # the first call creates the states, which have no names before
     expected = step(chain, recipe, observed=True)
-    found = [step(chain, recipe) for _ in range(STEPS)]
+    results = [step(chain, recipe) for _ in range(STEPS)]
     (prepared,) = [
         output
         for output in chain._module_groups[0]._prepared.values()
@@ -109,7 +109,7 @@ def differences(name: str, kind: str) -> str | None:
         return f"not compiled: {compiled}"
     if "?" in expected.values():
         return f"{expected}"
-    for number, result in enumerate(found):
+    for number, result in enumerate(results):
         unlike = [part for part in expected if result[part] != expected[part]]
         if unlike:
             return f"step {number}: {unlike}"

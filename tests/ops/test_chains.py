@@ -39,7 +39,7 @@ def inputs(chain: Any, extra: list[str], device: torch.device) -> tuple[Tensor, 
 
 def shapes(chain: Any, x: Tensor) -> list[Any]:
     """Main-input shapes for the operations that have an extra input."""
-    found = []
+    results = []
     shape = list(x.shape)
     for op in chain:
         if op.is_fused_op or isinstance(op, te.ops.BasicLinear):
@@ -47,10 +47,10 @@ def shapes(chain: Any, x: Tensor) -> list[Any]:
         elif isinstance(op, te.ops.Reshape):
             shape = list(torch.empty(shape, device="meta").reshape(op._shape).shape)
         elif op.num_extra_inputs:
-            found.append(tuple(shape))
+            results.append(tuple(shape))
         if type(op) in GATED:
             shape[-1] //= 2
-    return found
+    return results
 
 
 def gradients(

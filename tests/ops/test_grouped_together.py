@@ -21,7 +21,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import autocast, checkpoint, explain, ops, quantized_model_init
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
-from transformer_engine.pytorch.ops.passes.grouped import GroupedKind
+from transformer_engine.pytorch.ops.passes.grouped import GroupedPasses
 from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.tensor import GroupedTensor, QuantizedTensor
 
@@ -109,10 +109,10 @@ def choose_implementation(
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_launches_equal_the_modules_for_any_number_of_groups():
-    found = json.loads(output_without_gpu("tests/ops/grouped_launches.py").splitlines()[-1])
-    assert found.pop("loop").count("cublaslt") == 24
-    assert set(found) == set(AT_ONCE)
-    for started in found.values():
+    result = json.loads(output_without_gpu("tests/ops/grouped_launches.py").splitlines()[-1])
+    assert result.pop("loop").count("cublaslt") == 24
+    assert set(result) == set(AT_ONCE)
+    for started in result.values():
         assert started["ops 8"] == started["ops 2"] == started["module 8"]
         assert started["ops 8"].count("rows_kernel") == 2
         assert "cublaslt" not in started["ops 8"]
@@ -218,26 +218,26 @@ def test_moved_and_misaligned_weights_are_read_in_place():
 def test_recomputed_calls_repeat_the_loops_results():
     layer, x, splits = make_layer(), sample(192), torch.tensor([64, 64, 64])
     alone = copy.deepcopy(layer)
-    found = []
+    results = []
     for result in (layer, alone):
         x.grad = None
         with autocast(recipe=RECIPES["delayed"]):
             y = checkpoint(result, x, splits) if result is layer else result(x, splits)
         y.float().sum().backward()
-        found.append([y.detach(), x.grad, *[p.grad for p in result.parameters()]])
-    assert_close(*found)
+        results.append([y.detach(), x.grad, *[p.grad for p in result.parameters()]])
+    assert_close(*results)
 
 
 @contextmanager
 def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulate sizes on a GPU: the host does not know the rows, some of which have no group."""
 
-    def call(kind: GroupedKind, sizes: torch.Tensor) -> GroupedCall:
-        layout = make_groups(rows, sum(rows), kind.device)._replace(total=kind.total, rows=None)
-        return GroupedCall(kind.spec, kind.spec.groups, (), layout, clears=True)
+    def bind_rows(passes: GroupedPasses, sizes: torch.Tensor) -> GroupedCall:
+        layout = make_groups(rows, sum(rows), passes.device)._replace(total=passes.total, rows=None)
+        return GroupedCall(passes.spec, passes.spec.groups, (), layout, clears=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GroupedKind, "call", call)
+        patch.setattr(GroupedPasses, "bind_rows", bind_rows)
         yield
 
 

@@ -99,10 +99,12 @@ def test_explain_reports_no_reason_for_fused_operations():
     assert reasons(lambda chain: parametrizations.weight_norm(chain[1])) == ()
     handle = every_module.register_module_forward_hook(lambda *_: None)
     try:
-        found = reasons(lambda chain: None)
+        result = reasons(lambda chain: None)
     finally:
         handle.remove()
-    assert len(found) == 4 and all("hooks are registered for all modules" in note for note in found)
+    assert len(result) == 4 and all(
+        "hooks are registered for all modules" in note for note in result
+    )
 
 
 class Written(ops.BasicOperation):
@@ -235,7 +237,7 @@ def gradients(chain: ops.Sequential) -> list[torch.Tensor | None]:
 def test_channels_connect_operations_that_are_called_as_modules(
     how: str, in_place: tuple[bool, bool]
 ):
-    expected = gradients(residuals(False, False))
+    expected = gradients(residuals(output_in_place=False, add_in_place=False))
     chain = residuals(*in_place)
     DIVIDED[how](chain)
     for _ in range(2):
@@ -246,14 +248,17 @@ def test_channels_connect_operations_that_are_called_as_modules(
 
 
 def test_channels_connect_all_operations_while_hooks_are_registered_for_all_modules():
-    chain, expected = residuals(False, False), gradients(residuals(False, False))
+    chain, expected = (
+        residuals(output_in_place=False, add_in_place=False),
+        gradients(residuals(output_in_place=False, add_in_place=False)),
+    )
     handle = every_module.register_module_forward_hook(lambda *_: None)
     try:
-        found = gradients(chain)
+        actual = gradients(chain)
     finally:
         handle.remove()
     chain.zero_grad()
-    for results in (found, gradients(chain)):
+    for results in (actual, gradients(chain)):
         for ours, theirs in zip(results, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
     hidden = chain[1]

@@ -48,7 +48,7 @@ CASES: dict[str, Any] = {
     "ConstantScale": lambda: ops.ConstantScale(0.3),
     "Identity": ops.Identity,
     "Reshape": lambda: ops.Reshape((16, -1, 64)),
-    "Quantize without a recipe": lambda: ops.Quantize(True, True),
+    "Quantize without a recipe": lambda: ops.Quantize(forward=True, backward=True),
     "AllReduce of one rank": ops.AllReduce,
     "AllGather of one rank": ops.AllGather,
     "ReduceScatter of one rank": ops.ReduceScatter,

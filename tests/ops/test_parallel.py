@@ -88,7 +88,11 @@ def run_rank(device: torch.device, name: str, sequence: bool):
 def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
     argument = problem()
     expected = train(
-        mlp(torch.device("cpu"), False, False), argument, argument["x"], argument["dy"], name
+        mlp(torch.device("cpu"), parallel=False, sequence=False),
+        argument,
+        argument["x"],
+        argument["dy"],
+        name,
     )
     # each rank scales its part of a tensor separately
     bound = 1e-5 if name == "none" else UNIT[torch.float8_e5m2]

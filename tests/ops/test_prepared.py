@@ -238,10 +238,10 @@ def test_delayed_scales_advance_as_without_preparing(emulated):
             torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE)
             * 2**number
         )
-        found = step(prepared, DelayedScaling(amax_history_len=2), x)
+        result = step(prepared, DelayedScaling(amax_history_len=2), x)
         for group in built._module_groups or []:
             group._prepared.clear()
-        assert same(found, step(built, DelayedScaling(amax_history_len=2), x))
+        assert same(result, step(built, DelayedScaling(amax_history_len=2), x))
 
 
 def test_inputs_and_modes_take_effect_in_the_next_call():
@@ -377,8 +377,8 @@ def test_threads_share_a_prepared_chain(emulated):
     for thread in threads:
         thread.join()
     assert len(results) == 4
-    for found in results.values():
-        assert same(found, expected[0][:2])
+    for actual in results.values():
+        assert same(actual, expected[0][:2])
     assert same(step(chain, recipes[1]), expected[1])
 
 
@@ -397,6 +397,6 @@ def test_copies_prepare_their_own_chains():
 @needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_chains_launch_the_kernels_of_their_steps():
-    found = json.loads(output_without_gpu("tests/ops/generated_chains.py").splitlines()[-1])
-    assert len(found) == 20
-    assert {case: what for case, what in found.items() if what is not None} == {}
+    result = json.loads(output_without_gpu("tests/ops/generated_chains.py").splitlines()[-1])
+    assert len(result) == 20
+    assert {case: what for case, what in result.items() if what is not None} == {}

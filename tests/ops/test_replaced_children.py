@@ -116,11 +116,11 @@ def test_a_changed_sequential_runs_its_present_modules(way: str, kind: str, emul
                     x = module(x)
                 return x
 
-            found, expected = results(chain, chain, recipe), results(one_by_one, chain, recipe)
-            assert all(gradient is not None for gradient in found)
-            for ours, theirs in zip(found, expected, strict=True):
+            actual, expected = results(chain, chain, recipe), results(one_by_one, chain, recipe)
+            assert all(gradient is not None for gradient in actual)
+            for ours, theirs in zip(actual, expected, strict=True):
                 torch.testing.assert_close(ours, theirs)
-            assert before is None or not torch.equal(found[0], before)  # pyright: ignore[reportArgumentType]
+            assert before is None or not torch.equal(actual[0], before)  # pyright: ignore[reportArgumentType]
 
 
 class Wrapper(nn.Module):

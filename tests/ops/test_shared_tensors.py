@@ -103,7 +103,7 @@ def test_in_place_channels_have_the_same_gradients_as_separate_memory(
 
 
 def test_an_in_place_channel_leaves_the_callers_input_unchanged():
-    chain = residual_chain("RMSNorm", True, True, preceded=False)
+    chain = residual_chain("RMSNorm", output_in_place=True, add_in_place=True, preceded=False)
     x = torch.randn(8, 16, requires_grad=True)
     before = x.detach().clone()
     chain(x)

@@ -437,7 +437,7 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_stepped(device):
 
 
 def test_adam_accepts_the_keywords_that_callers_inspect():
-    found = inspect.signature(FusedAdam).parameters
+    actual = inspect.signature(FusedAdam).parameters
     expected = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
-    assert expected <= set(found)
+    assert expected <= set(actual)
     assert te.optimizers.FusedAdam is FusedAdam

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
-from transformer_engine.pytorch.optimizers import FusedMuon
+from transformer_engine.pytorch.optimizers import FusedMuon, orthogonal_updates
 from transformer_engine.pytorch.optimizers.newton_schulz import get_coefficients
+from transformer_engine.pytorch.optimizers.orthogonal_updates import orthogonalize
 
 SHAPES = [(16, 32), (32, 16), (24, 24), (16, 32), (1, 8)]
 
@@ -98,6 +99,60 @@ def test_batches_of_equal_shapes_equal_the_iteration_in_float64():
         torch.testing.assert_close(
             parameter.double(), reference_steps(start, local), rtol=1e-5, atol=1e-5
         )
+
+
+def low_rank(rows: int, columns: int) -> Tensor:
+    """A matrix with a few large singular values, like a gradient."""
+    generator = torch.Generator().manual_seed(2)
+    left, right = (
+        torch.randn(size, 8, generator=generator, dtype=torch.float64) for size in (rows, columns)
+    )
+    noise = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return (left @ right.T + 0.01 * noise).float()
+
+
+@pytest.mark.parametrize("shape", [(128, 512), (512, 128), (128, 128), (96, 104)], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "low rank"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
+def test_symmetric_iterations_have_smaller_errors_than_bfloat16(shape, kind, steps):
+    x = low_rank(*shape) if kind == "low rank" else torch.randn(shape)
+    exact, errors = orthogonal(x, steps), {}
+    for dtype in (torch.float16, torch.bfloat16):
+        result = x[None].clone()
+        orthogonalize([result], [(3.4445, -4.775, 2.0315)] * steps, 1e-7, dtype)
+        errors[dtype] = ((result[0].double() - exact).norm() / exact.norm()).item()
+    assert errors[torch.float16] < errors[torch.bfloat16] < 0.7
+
+
+@pytest.mark.parametrize("name", ["quintic", "polar_express", "cans", "aol"])
+def test_symmetric_iterations_support_every_coefficient_set(name):
+    x, coefficients, results = low_rank(128, 256), get_coefficients(5, name), {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        results[dtype] = x[None].clone()
+        orthogonalize([results[dtype]], coefficients, 1e-7, dtype)
+    exact = results.pop(torch.float32)
+    errors = {dtype: (result - exact).norm() / exact.norm() for dtype, result in results.items()}
+    assert errors[torch.float16] < 0.5 * errors[torch.bfloat16]
+
+
+def test_symmetric_iterations_of_batches_equal_those_of_single_matrices():
+    batch, zero = torch.randn(3, 2, 24, 64), torch.zeros(1, 48, 64)
+    one_by_one = [matrix.clone()[None] for matrix in batch.reshape(3, 48, 64)]
+    coefficients = [(3.4445, -4.775, 2.0315)] * 5
+    orthogonalize([batch, zero], coefficients, 1e-7, torch.float16)
+    orthogonalize(one_by_one, coefficients, 1e-7, torch.float16)
+    assert not zero.any()
+    for result, single in zip(batch.reshape(3, 48, 64), one_by_one, strict=True):
+        torch.testing.assert_close(result, single[0], rtol=1e-2, atol=1e-3)
+
+
+def test_float16_is_the_default_where_the_kernel_runs(monkeypatch):
+    expected, params = parameters([(24, 64)]), parameters([(24, 64)])
+    monkeypatch.setattr(orthogonal_updates.TABLE, "name_of", lambda request: "triton")
+    for owner, dtype in ((expected, torch.float16), (params, None)):
+        set_gradients(owner, 1)
+        FusedMuon(owner, ns_dtype=dtype).step()
+    assert torch.equal(expected[0], params[0])
 
 
 def test_large_stacks_are_divided(monkeypatch):
@@ -253,7 +308,7 @@ def test_autocast_and_gradient_modes_do_not_change_a_step():
         ({"ns_coefficients": (1.0, 2.0)}, ValueError, "give three numbers"),
         ({"adjust_lr_fn": "half"}, ValueError, "adjust_lr_fn"),
         ({"split": (5,)}, ValueError, "which do not divide the 16 rows"),
-        ({"ns_dtype": torch.float16}, ValueError, "give torch.bfloat16 or torch.float32"),
+        ({"ns_dtype": torch.float64}, ValueError, "give torch.float16"),
     ],
 )
 def test_settings_out_of_range_raise_an_error(settings, error, sentence):

@@ -48,17 +48,17 @@ def train(model, optimizer, recipe, device, steps=STEPS):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_losses_fall_as_with_parameters_of_bfloat16(name, device):
     recipe = RECIPES[name]
-    found = {}
+    results = {}
     for quantized in (True, False):
         model = create_model(recipe, device, quantized)
         weight = model[0].weight
         assert isinstance(weight, te.QuantizedTensor) == quantized
         optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
-        found[quantized] = train(model, optimizer, recipe, device)
-    first, last = found[True][0], found[True][-1]
+        results[quantized] = train(model, optimizer, recipe, device)
+    first, last = results[True][0], results[True][-1]
     assert last < 0.85 * first
     # A quantized weight and a weight that is cast at every use have equal values, except for the older scales.
-    assert last == pytest.approx(found[False][-1], rel=0.1 if name == "nvfp4" else 0.03)
+    assert last == pytest.approx(results[False][-1], rel=0.1 if name == "nvfp4" else 0.03)
 
 
 def test_masters_begin_with_the_values_before_quantization_where_they_were_kept(device):

@@ -49,13 +49,13 @@ def values(optimizer, params):
     return [p.detach().clone() for p in params], states, counts
 
 
-def assert_same(found, expected):
-    for ours, theirs in zip(found[0], expected[0], strict=True):
+def assert_same(actual, expected):
+    for ours, theirs in zip(actual[0], expected[0], strict=True):
         assert torch.equal(ours, theirs)
-    for ours, theirs in zip(found[1], expected[1], strict=True):
+    for ours, theirs in zip(actual[1], expected[1], strict=True):
         for name, value in ours.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
-    assert found[2] == expected[2]
+    assert actual[2] == expected[2]
 
 
 @contextmanager

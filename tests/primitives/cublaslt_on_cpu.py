@@ -122,13 +122,13 @@ class CublasLt:
         self.alive[preference][name] = int.from_bytes(ctypes.string_at(buffer, size), "little")
 
     def matmul_algo_get_heuristic(
-        self, handle, descriptor, a, b, c, d, preference, count, results, found
+        self, handle, descriptor, a, b, c, d, preference, count, results, result
     ) -> None:
         if self.alive[preference]["MIN_ALIGNMENT_A_BYTES"] < 2:
             raise cuBLASLtError("no algorithm reads odd addresses")
         for i, algorithm in enumerate(self.algorithms[:count]):
             ctypes.memmove(results + 96 * i, algorithm + bytes(32), 96)
-        ctypes.c_int.from_address(found).value = min(count, len(self.algorithms))
+        ctypes.c_int.from_address(result).value = min(count, len(self.algorithms))
 
     def matmul_algo_check(self, handle, descriptor, a, b, c, d, algorithm, result) -> None:
         if ctypes.string_at(algorithm, 64) == REJECTED:
@@ -181,10 +181,10 @@ class CublasLt:
 def install(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
     """Install the stand-in instead of the library, on a machine that otherwise looks as if it had an H200."""
     stand_in = CublasLt()
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cublaslt_library, "bindings", lambda: stand_in)
-    monkeypatch.setattr(cublaslt_library, "handle", lambda device: 7)
-    monkeypatch.setattr(cublaslt_library, "workspace", lambda device, stream: 0)
+    monkeypatch.setattr(cublaslt_library, "get_handle", lambda device: 7)
+    monkeypatch.setattr(cublaslt_library, "workspace_address", lambda device, stream: 0)
     monkeypatch.setattr(cublaslt_library, "indexed_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
     monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)
@@ -272,8 +272,10 @@ def _read_swizzled_factors(address: int, depth: int, lines: int, length: int) ->
         + line % 128 // 32 * 4
         + column % 4
     )
-    found = _memory(address, -(-lines // 128) * tiles * 512, torch.uint8)[places]
+    result = _memory(address, -(-lines // 128) * tiles * 512, torch.uint8)[places]
     factors = (
-        found.view(torch.float8_e4m3fn).float() if length == 16 else torch.exp2(found.float() - 127)
+        result.view(torch.float8_e4m3fn).float()
+        if length == 16
+        else torch.exp2(result.float() - 127)
     )
     return factors.repeat_interleave(length, 0)[:depth]

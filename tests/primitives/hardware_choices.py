@@ -88,8 +88,8 @@ def grouped(a: Side, b: Side, along: str) -> str:
     gpu = torch.device("cuda", 0)
     tiled = along == "rows" and grouped_gemm.tiles_columns(a[0], 8, gpu)
     request = GroupedGemmRequest(
-        along, a[0], b[0], a[1], b[1], torch.bfloat16, 8, 4096, False, False, 512, 512, gpu,
-        True, False, False, False, tiled=tiled,
+        along, a[0], b[0], a[1], b[1], torch.bfloat16, 8, 4096, rows_known=False, fits=False, n=512, k=512, device=gpu,
+        exact=True, transposed=False, by_address=False, accumulates=False, tiled=tiled,
     )  # fmt: skip
     return choose_backend(grouped_gemm.TABLE, request)
 
@@ -104,11 +104,11 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
     """{recipe: {product: backend}} on a GPU of this row, with nvmath-python or without."""
     version = max(hardware.scaled_dot, (3, 6))
     with (
-        mock.patch.object(launch, "missing", lambda hardware: None),
+        mock.patch.object(launch, "unavailable_reason", lambda hardware: None),
         mock.patch.object(optional, "release", lambda name: version),
         mock.patch.object(
             cublaslt_library,
-            "missing",
+            "unavailable_reason",
             lambda: None if libraries else "nvmath-python is not installed",
         ),
         mock.patch.object(cublaslt_library, "bindings", CublasLt),
@@ -117,15 +117,15 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
         mock.patch.object(grouped_gluon, "current_hardware", lambda: hardware),
         mock.patch.object(grouped_scaled, "current_hardware", lambda: hardware),
     ):
-        found: dict[str, dict[str, str]] = {}
+        results: dict[str, dict[str, str]] = {}
         for recipe, (_, products) in PRODUCTS.items():
-            of_recipe = found[recipe] = {}
+            of_recipe = results[recipe] = {}
             for name, (a, b) in zip(PASSES, products, strict=True):
                 of_recipe[name] = dense(a, b, name == "grad_weight", hardware)
                 if recipe != "block of powers":
                     along = "rows" if name == "grad_weight" else "columns"
                     of_recipe[f"grouped {name}"] = grouped(a, b, along)
-        return found
+        return results
 
 
 def triton_releases(row: Hardware) -> dict[str, str]:

@@ -151,8 +151,8 @@ def train(layer: str, recipe: recipes.Recipe | None, accumulates: bool = False) 
 
 def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]:
     """Backends for a training step's operations, by pass and operation."""
-    found: dict[str, dict[str, list[str]]] = {"forward": {}, "backward": {}}
-    current = found["forward"]
+    results: dict[str, dict[str, list[str]]] = {"forward": {}, "backward": {}}
+    current = results["forward"]
 
     def see(operation: str, request: Any) -> None:
         table = tables[operation]
@@ -165,10 +165,10 @@ def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]
 
     with observing(see):
         for _ in train(layer, recipe):
-            current = found["backward"]
+            current = results["backward"]
     return {
         name: {op: ", ".join(names) for op, names in sorted(used.items())}
-        for name, used in found.items()
+        for name, used in results.items()
     }
 
 
@@ -180,10 +180,10 @@ def _emulation(recipe: recipes.Recipe | None) -> AbstractContextManager[Any]:
 
 def choices() -> Choices:
     """{layer: {recipe: {pass: {operation: backends}}}} on the GPU that this process simulates."""
-    found: Choices = {}
+    results: Choices = {}
     for layer, name, recipe in cases():
-        found.setdefault(layer, {})[name] = step(layer, recipe)
-    return found
+        results.setdefault(layer, {})[name] = step(layer, recipe)
+    return results
 
 
 def run_choices(architecture: str, *options: str) -> Choices:
@@ -209,12 +209,12 @@ class Passed(dict[str, bool]):
 
 def simulate_versions(hardware: Hardware, arguments: list[str]) -> None:
     """Simulate the Triton release, and the self-test results, that the arguments name."""
-    found = optional.release
+    result = optional.release
     release = hardware.scaled_dot
     if "--triton" in arguments:
         major, minor = arguments[arguments.index("--triton") + 1].split(".")
         release = int(major), int(minor)
-    optional.release = lambda name: release if name == "triton" else found(name)
+    optional.release = lambda name: release if name == "triton" else result(name)
     if "--tested" in arguments:
         self_tested._read_stored = lambda index: Passed()  # pyright: ignore[reportAttributeAccessIssue]
 

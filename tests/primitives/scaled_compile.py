@@ -49,7 +49,7 @@ ANY = re.compile(r"(?:tcgen05\.mma|mma\.sync|wgmma\.mma_async)\.[\w.:]*")
 COPIED = re.compile(
     r"cp\.async\.bulk\.tensor\.2d\.(?s:.*)cp\.async\.bulk\.tensor\.5d\.(?s:.*)tcgen05\.cp"
 )
-WITH_TMA = TmaOptions(True, True)
+WITH_TMA = TmaOptions(operands=True, results=True)
 SHAPES = {
     "large": (4096, 4096, 4096),
     "tail": (4097, 4112, 4160),
@@ -192,9 +192,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     finally:
         os.unlink(file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2])
+    result = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert result is not None, text
+    return int(result[1]), int(result[2])
 
 
 def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) -> dict[str, object]:
@@ -207,7 +207,7 @@ def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) ->
     instructions = sorted(set(ANY.findall(kernel.asm["ptx"])))
     registers, stack = resources(kernel.asm["cubin"])
     return {
-        "native": bool(instructions) and all(re.match(expected, found) for found in instructions),
+        "native": bool(instructions) and all(re.match(expected, actual) for actual in instructions),
         "instructions": instructions,
         "registers": registers,
         "stack": stack,

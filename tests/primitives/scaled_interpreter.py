@@ -124,8 +124,8 @@ def products(
     dx = run(a, b, narrow, triton.Activation("gelu_gradient", x))
     results[f"{name}, kept"] = float((saved != run(a, b, narrow)).sum())
     expected = activation_forward("gelu", saved), activation_backward("gelu", saved, x)
-    for found, exact in zip((y, dx), expected, strict=True):
-        difference = (found.float() - exact.float()).abs() - 2.0**-7 * exact.float().abs() - 1e-6
+    for actual, exact in zip((y, dx), expected, strict=True):
+        difference = (actual.float() - exact.float()).abs() - 2.0**-7 * exact.float().abs() - 1e-6
         results[f"{name}, kept"] += float((difference > 0).sum())
     return results
 
@@ -136,7 +136,7 @@ def compare_tma(
     """Elements in which results by TMA differ from results through pointers, for each epilogue."""
     a, b = operand(spec_a, m, k), operand(spec_b, n, k)
     bias, x = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16()
-    found = {}
+    collected = {}
     for ending in ("bias", "added", "gelu", "gelu_gradient"):
         results = []
         kernels.clear()
@@ -157,11 +157,11 @@ def compare_tma(
             results += [wide, saved.float()]
         half = len(results) // 2
         different = sum((x != y).sum() for x, y in zip(results[:half], results[half:], strict=True))
-        found[f"copied {name}, {ending}"] = float(different)
-        found[f"copied {name}, {ending} kernels"] = float(
+        collected[f"copied {name}, {ending}"] = float(different)
+        collected[f"copied {name}, {ending} kernels"] = float(
             kernels != ["product_kernel", "tma_product_kernel"]
         )
-    return found
+    return collected
 
 
 # M, N and K for TMA products; the last one has result rows that it does not store.
@@ -191,7 +191,7 @@ def record_kernels() -> None:
 
 def orders() -> dict[str, float]:
     """Differences between swizzled scales, in both directions, and the CPU functions."""
-    found = {}
+    results = {}
     for rows, columns in ((128, 4), (300, 18), (1, 1), (129, 40)):
         scale = torch.randint(1, 256, (columns, rows), dtype=torch.uint8).t()
         result = torch.full((swizzled_scales.swizzled_size(rows, columns),), 7, dtype=torch.uint8)
@@ -200,10 +200,10 @@ def orders() -> dict[str, float]:
             (scale, result),
             -1,
         )
-        found[f"order {rows} x {columns}"] = float((result != swizzled(scale).flatten()).sum())
+        results[f"order {rows} x {columns}"] = float((result != swizzled(scale).flatten()).sum())
         back = torch.zeros(rows * columns, dtype=torch.uint8)
         launch.start(swizzled_scales.swizzle(rows, columns, (columns, 1), True), (result, back), -1)
-        found[f"order back {rows} x {columns}"] = float((back.view(rows, columns) != scale).sum())
+        results[f"order back {rows} x {columns}"] = float((back.view(rows, columns) != scale).sum())
     for spec, rows, depth in ((POWERS_1D, 130, 300), (POWERS_2D, 300, 160)):
         x = operand(spec, rows, depth)
         assert x.scale is not None and x.format is not None and x.format.block is not None
@@ -214,8 +214,8 @@ def orders() -> dict[str, float]:
         )  # pyright: ignore
         result = torch.full((expected.numel(),), 7, dtype=torch.uint8)
         launch.start(record, (x.scale, result), -1)
-        found[f"order of exponents {x.format.name}"] = float((result != expected.flatten()).sum())
-    return found
+        results[f"order of exponents {x.format.name}"] = float((result != expected.flatten()).sum())
+    return results
 
 
 def grouped(
@@ -247,8 +247,22 @@ def grouped(
     matrices = quantized(weights, of_gradients if levels else of_rows)
     rows = [GroupedRows(q.codes, q.scale, spec.format, q.amax) for q, spec in sides]  # pyright: ignore
     columns = [GroupedColumns(q.codes_t, q.scale_t, form, q.amax_t) for q, _ in sides]  # pyright: ignore
-    b = GroupedMatrices(None, False, matrices.codes, matrices.scale, form, matrices.amax)
-    b_t = GroupedMatrices(None, False, matrices.codes_t, matrices.scale_t, form, matrices.amax_t)
+    b = GroupedMatrices(
+        matrices=None,
+        transposed=False,
+        codes=matrices.codes,
+        scale=matrices.scale,
+        format=form,
+        amax=matrices.amax,
+    )
+    b_t = GroupedMatrices(
+        matrices=None,
+        transposed=False,
+        codes=matrices.codes_t,
+        scale=matrices.scale_t,
+        format=form,
+        amax=matrices.amax_t,
+    )
     bias = torch.randn(count, n)
     y, dx = torch.full((total, n), 7.0), torch.full((total, k), 7.0)
     dw, members = torch.full((count, n, k), 7.0), [torch.ones(n, k) for _ in splits]
@@ -298,7 +312,7 @@ def grouped(
         "dw": (dw, left, right, (n, k), None),
         "dw added": (torch.stack(members) - 1, left, right, (n, k), None),
     }
-    found = {}
+    results = {}
     for product, (out, a, other, extents, of_groups) in products.items():
         offsets = [0.0] * count if of_groups is None else list(of_groups.double())
         each = iterate_operands(GroupedProduct(a, other, groups, extents, out))
@@ -307,12 +321,14 @@ def grouped(
             for (rows_of_group, left, right, part), offset in zip(each, offsets, strict=True)
             if rows_of_group
         ]
-        found[f"grouped {name} {product}"] = max(errors)
+        results[f"grouped {name} {product}"] = max(errors)
     # Gradient for a group without rows.
     empty = splits.index(0)
-    found[f"grouped {name} by TMA"] = different
-    found[f"grouped {name} empty"] = float(dw[empty].abs().max() + (members[empty] - 1).abs().max())
-    return found
+    results[f"grouped {name} by TMA"] = different
+    results[f"grouped {name} empty"] = float(
+        dw[empty].abs().max() + (members[empty] - 1).abs().max()
+    )
+    return results
 
 
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}

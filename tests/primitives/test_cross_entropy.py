@@ -130,7 +130,7 @@ def test_few_rows_are_split_into_strips():
 
 
 def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
-    labels = Labels(IGNORED, 0.0, 0, 8)
+    labels = Labels(IGNORED, smoothing=0.0, first=0, total=8)
     request = CrossEntropyRequest("statistics", 2, 8, torch.float32, torch.device("cpu"), labels)
     assert "on cpu" in (triton.unsupported_reason(request) or "")
     assert triton.unsupported_reason(request._replace(width=0)) == "the logits are empty"

@@ -225,7 +225,7 @@ REJECTIONS = {
     "a CUDA device": {"device": "cpu"},
     "subclass": {"native": False},
     "7.5 has no cublaslt": {"hardware": nvidia(7, 5)},
-    "neither axis": {"a_layout": MatrixLayout(True, 0)},
+    "neither axis": {"a_layout": MatrixLayout(row_major=True, stride=0)},
     "dtypes differ": {"b_element": torch.float16},
     "operands are torch.float64": {"a_element": torch.float64, "b_element": torch.float64},
     "writes their dtype or float32": {"dtype": torch.float16},
@@ -255,7 +255,7 @@ FP8_REJECTIONS = {
         "k": 128,
     },
     "M=47": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D, "k": 128, "m": 47},
-    "it writes float32": {"dtype": torch.float64},
+    "supported: float32": {"dtype": torch.float64},
     "bfloat16 bias": {"dtype": torch.float32, "bias": torch.float16},
 }
 
@@ -281,11 +281,11 @@ def test_a_problem_without_an_algorithm_is_rejected(library):
 
 def test_a_missing_library_is_a_reason_with_a_remedy(monkeypatch):
     monkeypatch.setattr(cublaslt_library.optional, "installed", lambda name: False)
-    cublaslt_library._missing.cache_clear()
+    cublaslt_library._unavailable_reason.cache_clear()
     try:
-        assert 'pip install ".[cuda]"' in (cublaslt_library.missing() or "")
+        assert 'pip install ".[cuda]"' in (cublaslt_library.unavailable_reason() or "")
     finally:
-        cublaslt_library._missing.cache_clear()
+        cublaslt_library._unavailable_reason.cache_clear()
 
 
 @pytest.fixture
@@ -526,8 +526,8 @@ def test_scales_may_be_adjacent_in_memory(backend):
     skip_unless_taken(a, b, epilogue)
     with use_backend(gemm=backend):
         expected = gemm(a, b, epilogue)
-        found = gemm(a._replace(scale=scales[1:2]), b._replace(scale=scales[2:3]), epilogue)
-    assert torch.equal(found, expected)
+        actual = gemm(a._replace(scale=scales[1:2]), b._replace(scale=scales[2:3]), epilogue)
+    assert torch.equal(actual, expected)
 
 
 @pytest.fixture
@@ -546,12 +546,12 @@ def bound(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
 def test_batch_invariant_products_share_one_algorithm_without_split_sums(library, any_rows):
     queries = []
 
-    def heuristic(handle, descriptor, a, b, c, d, preference, count, results, found):
+    def heuristic(handle, descriptor, a, b, c, d, preference, count, results, result):
         rows = library.alive[b]["columns"]
         queries.append((rows, library.alive[preference]["REDUCTION_SCHEME_MASK"]))
         library.algorithms = [bytes([1 + (rows < 100)]) * 64]  # another one for few rows
         type(library).matmul_algo_get_heuristic(
-            library, handle, descriptor, a, b, c, d, preference, count, results, found
+            library, handle, descriptor, a, b, c, d, preference, count, results, result
         )
 
     library.matmul_algo_get_heuristic = heuristic

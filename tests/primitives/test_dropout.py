@@ -149,7 +149,7 @@ def test_wrong_arguments_raise_with_the_remedy(device):
 def test_kernels_give_the_reference_bits(shape, dtype, p):
     x, dy = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
     y, mask = kernels.dropout_forward(x, p, seed=_seed())
-    expected, expected_mask = reference.forward(x, None, None, _seed(), p)
+    expected, expected_mask = reference.forward(x, bias=None, residual=None, seed=_seed(), p=p)
     assert torch.equal(mask, expected_mask)
     assert torch.equal(y, expected)
     assert torch.equal(kernels.dropout_backward(dy, mask, p), reference.backward(dy, mask, p))

@@ -60,14 +60,14 @@ def test_results_and_gradients_do_not_depend_on_the_setting(function, setting, d
 
     expected = run()
     torch.set_float32_matmul_precision(setting)
-    for found, reference in zip(run(), expected, strict=True):
-        assert torch.equal(found, reference)
+    for actual, reference in zip(run(), expected, strict=True):
+        assert torch.equal(actual, reference)
     exact = torch.matmul if function is float32_product else _solve
     out = exact(0.1 * left.double(), right.double())
-    for found, reference in zip(
+    for actual, reference in zip(
         expected, (out, *torch.autograd.grad(out, leaves, grad.double())), strict=True
     ):
-        assert (found.double() - reference).norm() < 1e-6 * reference.norm()
+        assert (actual.double() - reference).norm() < 1e-6 * reference.norm()
 
 
 def _solve(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ DIRECTIONS = pytest.mark.parametrize(
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 ALL_SHAPES = ("gelu", "swiglu")
-ROWS = QuantizeSpec(BLOCK_1D, E4M3, True, False)
+ROWS = QuantizeSpec(BLOCK_1D, E4M3, rowwise=True, columnwise=False)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,9 @@ def test_fused_norm_codes_and_statistics_equal_separate_quantization(shape, kind
     x = (torch.randn(shape, device=DEVICE) * 2.0 + 0.3).bfloat16()
     weight, bias = (torch.randn(shape[1], device=DEVICE).bfloat16() for _ in range(2))
     bias = None if kind == "layernorm_without_beta" else bias
-    spec = QuantizeSpec(BLOCK_1D, E4M3, True, False, power_of_two=shape[0] % 2 == 0, epsilon=1e-3)
+    spec = QuantizeSpec(
+        BLOCK_1D, E4M3, rowwise=True, columnwise=False, power_of_two=shape[0] % 2 == 0, epsilon=1e-3
+    )
     wide = kind != "rmsnorm" and shape[1] > 4096  # two steps
     assert norm_fuses(x, spec, centered=kind != "rmsnorm") is not wide
     if kind == "rmsnorm":
@@ -134,7 +136,9 @@ def test_a_cast_with_column_sums_has_the_same_codes_as_the_cast(dtype, shape, ti
     if dtype is torch.float16 and shape != (257, 130):
         pytest.skip("one shape suffices to check that float16 is read")
     x = torch.randn(shape, device=DEVICE).to(dtype)
-    spec = QuantizeSpec(tiles, E5M2, True, True, power_of_two=shape[0] % 2 == 0, epsilon=1e-4)
+    spec = QuantizeSpec(
+        tiles, E5M2, rowwise=True, columnwise=True, power_of_two=shape[0] % 2 == 0, epsilon=1e-4
+    )
     result, sums = sums_of.column_sums(x, dtype, Cast(spec))
     _same(result, quantize(x, spec))
     assert sums.dtype == dtype
@@ -173,7 +177,7 @@ def test_a_compiled_column_sum_equals_the_eager_one(device):
 @FORMATS
 def test_strided_inputs_have_the_same_codes_as_their_copies(tiles):
     wide = torch.randn(140, 600, device=DEVICE).bfloat16()
-    spec = QuantizeSpec(tiles, E4M3, True, True, power_of_two=True)
+    spec = QuantizeSpec(tiles, E4M3, rowwise=True, columnwise=True, power_of_two=True)
     views = (wide[::2, 1:257], wide[:, :512], wide[:, 1:257], wide.t()[:256].t(), wide[::2, :256])
     for x in views[:1] if INTERPRETED else views:  # the interpreter takes two seconds for each view
         copy = x.clone(memory_format=torch.contiguous_format)
@@ -207,7 +211,7 @@ def test_nonfinite_and_extreme_numbers_have_the_separate_steps_codes(bad, tiles)
     x = torch.zeros(150, 200, device=DEVICE, dtype=torch.bfloat16)
     x[3, 7] = bad
     x[:, 150] = 3.0
-    spec = QuantizeSpec(tiles, E4M3, True, True)
+    spec = QuantizeSpec(tiles, E4M3, rowwise=True, columnwise=True)
     result = activations.activation_forward("relu", x, PARAMS, Cast(spec))
     expected = quantize(activations.activation_forward("relu", x, PARAMS), spec)
     _same_numbers(result, expected)
@@ -221,7 +225,7 @@ def test_nonfinite_and_extreme_numbers_have_the_separate_steps_codes(bad, tiles)
 
 @runs_kernels
 def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
-    spec = QuantizeSpec(BLOCK_1D, E4M3, True, True)
+    spec = QuantizeSpec(BLOCK_1D, E4M3, rowwise=True, columnwise=True)
     for width, fused in ((256, True), (128, False), (300, False)):
         x = torch.randn(40, width, device=DEVICE).bfloat16()
         assert activation_fuses("swiglu", x, spec, torch.float32, backward=True) == fused
@@ -232,7 +236,7 @@ def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
 @FORMATS
 def test_a_norm_in_both_directions_takes_two_steps(tiles):
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
-    spec = QuantizeSpec(tiles, E4M3, True, True)
+    spec = QuantizeSpec(tiles, E4M3, rowwise=True, columnwise=True)
     assert not norm_fuses(x, spec, centered=False)
     result, statistic = norms.rmsnorm_forward(
         x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec)
@@ -245,7 +249,7 @@ def test_a_norm_in_both_directions_takes_two_steps(tiles):
 @runs_kernels
 def test_rows_alone_with_column_sums_take_two_steps():
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
-    for spec in (ROWS, QuantizeSpec(BLOCK_1D, E4M3, True, True)):
+    for spec in (ROWS, QuantizeSpec(BLOCK_1D, E4M3, rowwise=True, columnwise=True)):
         assert activation_fuses("swiglu", x, spec, backward=True)
         assert activation_fuses("swiglu", x, spec, torch.float32, backward=True) == spec.columnwise
 

@@ -68,7 +68,7 @@ class Scaling(NamedTuple):
 
 def _scaling(delayed):
     if not delayed:
-        return Scaling(None, None)
+        return Scaling(scale=None, record=None)
     return Scaling(torch.tensor([37.3], device=DEVICE), torch.tensor([0.5], device=DEVICE))
 
 
@@ -154,7 +154,7 @@ def test_a_gradient_is_computed_together_with_the_outputs_columns(shape, delayed
     )
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     columns, first, second = (
-        QuantizeSpec(FLOAT8, E4M3, False, True),
+        QuantizeSpec(FLOAT8, E4M3, rowwise=False, columnwise=True),
         _scaling(delayed),
         _scaling(delayed),
     )
@@ -192,7 +192,9 @@ def test_an_encoded_input_gives_the_same_gradient_and_columns_as_its_values(shap
     assert coded.codes is not None and coded.scale is not None
     column_major = coded.scale.t().contiguous().t()  # as the cast kernel writes them
     encoded = Operand(coded.codes, column_major, BLOCK_1D, None, torch.bfloat16)
-    output = OutputCast(QuantizeSpec(FLOAT8, E4M3, False, True), _scaling(True).scale, None)
+    output = OutputCast(
+        QuantizeSpec(FLOAT8, E4M3, rowwise=False, columnwise=True), _scaling(True).scale, None
+    )
     casts = [Cast(_spec(True, E5M2), *_scaling(True)) if delayed else None for _ in range(2)]
     values = dequantize(encoded)
     assert not torch.equal(values, x)
@@ -207,7 +209,10 @@ def test_an_encoded_input_gives_the_same_gradient_and_columns_as_its_values(shap
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_the_outputs_columns_equal_separate_steps_on_every_device(name, device):
     x = torch.randn(160, 256, device=device).bfloat16()
-    columns, scale = QuantizeSpec(FLOAT8, E4M3, False, True), torch.tensor([8.0], device=device)
+    columns, scale = (
+        QuantizeSpec(FLOAT8, E4M3, rowwise=False, columnwise=True),
+        torch.tensor([8.0], device=device),
+    )
     y = activation_forward(name, x, PARAMS)
     for output in (
         OutputCast(columns, scale, None),
@@ -308,4 +313,6 @@ def test_other_formats_and_empty_matrices_use_separate_steps(device):
     x = torch.randn(64, 64, device=device)
     assert not activation_fuses("gelu", x, QuantizeSpec(MXFP8, E4M3), backward=False)
     assert not activation_fuses("gelu", x[:0], _spec(True), backward=False)
-    assert not activation_fuses("gelu", x, QuantizeSpec(FLOAT8, E4M3, False, True), backward=False)
+    assert not activation_fuses(
+        "gelu", x, QuantizeSpec(FLOAT8, E4M3, rowwise=False, columnwise=True), backward=False
+    )

@@ -148,7 +148,7 @@ def test_codes_are_the_scaled_product_and_the_maximum_is_unscaled(backend, eleme
     exact = dequantize_operand(a) @ dequantize_operand(b).t() + (
         0.0 if bias is None else bias.double()
     )
-    take(backend, CODES, a, b, epilogue, True, None, torch_dtype(e))
+    take(backend, CODES, a, b, epilogue, second=True, x=None, dtype=torch_dtype(e))
     for scale in (
         0.25,
         4.0,
@@ -176,7 +176,7 @@ def test_codes_are_the_scaled_product_and_the_maximum_is_unscaled(backend, eleme
 @BACKENDS
 def test_the_recorded_maximum_only_grows(backend, device):
     a, b = operand(M, K, device, formats.E4M3), operand(N, K, device, formats.E4M3)
-    take(backend, CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn)
+    take(backend, CODES, a, b, Epilogue(BF16), second=True, x=None, dtype=torch.float8_e4m3fn)
     one = torch.ones(1, device=device)
     history = torch.tensor([[0.0, 1e-3, 1e6, 0.0]], device=device)
     with use_backend(gemm_epilogue=backend):
@@ -367,7 +367,7 @@ def test_a_plan_describes_codes_and_their_maximum(library, dtype):
     bias = torch.randn(N).to(torch.float16 if dtype == torch.float16 else BF16)
     epilogue = Epilogue(dtype, bias)
     exact = dequantize_operand(a) @ dequantize_operand(b).t() + bias.double()
-    request = h200_request(CODES, a, b, epilogue, True, None, torch.float8_e4m3fn)
+    request = h200_request(CODES, a, b, epilogue, second=True, x=None, dtype=torch.float8_e4m3fn)
     assert cublaslt_fused.unsupported_reason(request) is None
     record = torch.tensor([1e-3])
     codes = cublaslt_fused.bind(request)(
@@ -376,7 +376,9 @@ def test_a_plan_describes_codes_and_their_maximum(library, dtype):
     expected = (exact * 16.0).clamp(-448.0, 448.0)
     assert ((codes.double() - expected).abs() <= 2.0**-4 * expected.abs() + 2.0**-9).all()
     assert float(record) == pytest.approx(float(exact.abs().max()), rel=1e-5)
-    plain_request = h200_request(CODES, a, b, epilogue, False, None, torch.float8_e4m3fn)
+    plain_request = h200_request(
+        CODES, a, b, epilogue, second=False, x=None, dtype=torch.float8_e4m3fn
+    )
     repeated = cublaslt_fused.bind(plain_request)(
         a, b, epilogue, make_cast(formats.E4M3, torch.tensor([16.0]))
     ).codes
@@ -465,7 +467,9 @@ def test_matrices_without_a_plan_are_freed(library):
 
 def test_descriptors_are_reused_and_destroyed_with_their_plan(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
-    request = h200_request(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn)
+    request = h200_request(
+        CODES, a, b, Epilogue(BF16), second=False, x=None, dtype=torch.float8_e4m3fn
+    )
     one, alive = torch.ones(1), []
     for _ in range(3):
         cublaslt_fused.bind(request)(a, b, Epilogue(BF16), make_cast(formats.E4M3, one))
@@ -485,7 +489,7 @@ REJECTIONS = {
         GELU,
         {**QUANTIZED, "a_element": torch.float8_e4m3fn, "b_element": torch.float8_e4m3fn},
     ),
-    "it takes one dtype": (GELU_GRADIENT, {"dtype": torch.float16, "a_element": torch.float16}),
+    "supported: one dtype": (GELU_GRADIENT, {"dtype": torch.float16, "a_element": torch.float16}),
     "one scale per tensor": (CODES, {}),
 }
 
@@ -506,7 +510,7 @@ def test_combinations_outside_the_library_are_rejected_with_the_reason(library, 
 
 def test_other_rejections_name_the_reason(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
-    codes = h200_request(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e5m2)
+    codes = h200_request(CODES, a, b, Epilogue(BF16), second=True, x=None, dtype=torch.float8_e5m2)
     assert "E5M2 only if" in (cublaslt_fused.unsupported_reason(codes) or "")
     x = torch.zeros(M, N, dtype=BF16)
     slow = h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
@@ -534,8 +538,8 @@ def test_problems_with_different_epilogues_have_different_keys(library):
         h200_request(GELU, a, b, Epilogue(BF16), False),
         h200_request(GELU, a, b, Epilogue(BF16), True),
         h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16),
-        h200_request(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn),
-        h200_request(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn),
+        h200_request(CODES, a, b, Epilogue(BF16), second=False, x=None, dtype=torch.float8_e4m3fn),
+        h200_request(CODES, a, b, Epilogue(BF16), second=True, x=None, dtype=torch.float8_e4m3fn),
     ]
     keys = {cublaslt_fused.fused_problem(request).key for request in requests}
     keys.add(cublaslt_fused.cublaslt.make_problem(requests[0].product).key)
@@ -560,7 +564,7 @@ def test_the_library_computes_bfloat16_products_with_gelu(kind):
 def test_a_captured_product_with_codes_records_at_every_replay():
     a, b = operand(256, 512, "cuda", formats.E4M3), operand(384, 512, "cuda", formats.E4M3)
     scale, record = torch.full((1,), 2.0, device="cuda"), torch.zeros(1, device="cuda")
-    take("cublaslt", CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn)
+    take("cublaslt", CODES, a, b, Epilogue(BF16), second=True, x=None, dtype=torch.float8_e4m3fn)
     gemm(a, b, Epilogue(BF16), make_cast(formats.E4M3, scale, record))
     largest = record.clone()
     graph = torch.cuda.CUDAGraph()

@@ -204,7 +204,7 @@ def test_reused_memory_belongs_to_its_second_buffer(started):
 
 def test_scratch_buffers_with_overlapping_lifetimes_do_not_share_memory():
     lives = [
-        Lifetime(0, 0, 3, 1000),
+        Lifetime(buffer=0, first=0, last=3, bytes=1000),
         Lifetime(1, 1, 2, 500),
         Lifetime(2, 3, 5, 400),
         Lifetime(3, 4, 6, 2000),

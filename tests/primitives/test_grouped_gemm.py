@@ -42,8 +42,10 @@ TOLERANCE = {"plain": 1e-2, "float8": 1e-2, "block": 1e-2}
 
 def make_spec(kind: str, element, square: bool = False) -> QuantizeSpec:
     if kind == "float8":
-        return QuantizeSpec(FLOAT8, element, True, True)
-    return QuantizeSpec(BLOCK_2D if square else BLOCK_1D, element, True, True, power_of_two=True)
+        return QuantizeSpec(FLOAT8, element, rowwise=True, columnwise=True)
+    return QuantizeSpec(
+        BLOCK_2D if square else BLOCK_1D, element, rowwise=True, columnwise=True, power_of_two=True
+    )
 
 
 def gradient_element(kind: str, backend: str):
@@ -224,7 +226,7 @@ def test_gluon_and_triton_row_products_are_bitwise_equal(splits, kind, exact, de
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_gpu_uses_one_launch_for_many_groups_and_the_library_for_few(kind):
-    many = "gluon" if kind != "plain" and gluon.missing() is None else "triton"
+    many = "gluon" if kind != "plain" and gluon.unavailable_reason() is None else "triton"
     for count, chosen in ((4, "library"), (64, many)):
         splits = (128,) * count
         x = torch.randn(128 * count, 256, device="cuda", dtype=torch.bfloat16)

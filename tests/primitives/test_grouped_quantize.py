@@ -203,7 +203,10 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
 
 
 def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
-    splits, spec = (64, 0, 32), QuantizeSpec(NVFP4, E2M1, True, True, hadamard=True)
+    splits, spec = (
+        (64, 0, 32),
+        QuantizeSpec(NVFP4, E2M1, rowwise=True, columnwise=True, hadamard=True),
+    )
     x, groups = values(96, device), make_groups((64, 0, 32), 96, device)
     result = quantize_rows_separately(x, groups, spec, quantize)
     matrices = Matrices.of([values(32, device) for _ in range(3)])
@@ -235,7 +238,7 @@ def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
 def test_one_groups_values_do_not_change_other_groups_scales(value, device):
     x = values(256, device)
     x[:128] = value
-    spec = QuantizeSpec(FLOAT8, E4M3, True, True)
+    spec = QuantizeSpec(FLOAT8, E4M3, rowwise=True, columnwise=True)
     result = quantize_rows(x, make_groups((128, 128), 256, x.device), spec)
     alone = quantize(x[128:], spec)
     assert result.scale[0, 0] == 1.0

@@ -17,9 +17,11 @@ NVIDIA = [row for row in ROWS if row.vendor == "nvidia"]
 @pytest.mark.parametrize("libraries", [True, False], ids=["nvmath", "torch and triton"])
 @pytest.mark.parametrize("row", NVIDIA, ids=lambda row: row.architecture)
 def test_no_product_that_the_hardware_has_is_dequantized(row, libraries):
-    found = choices(row, libraries)
+    result = choices(row, libraries)
     for recipe, (capability, _) in PRODUCTS.items():
-        slow = {name: backend for name, backend in found[recipe].items() if backend in DEQUANTIZING}
+        slow = {
+            name: backend for name, backend in result[recipe].items() if backend in DEQUANTIZING
+        }
         if row.has(capability):
             assert slow == {}, recipe
         else:
@@ -34,7 +36,7 @@ def test_docs_contain_the_backends_of_every_simulated_gpu():
     """Regenerate: PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json"""
     written = json.loads((Path(__file__).parents[2] / "docs/hardware.json").read_text())
     products = {
-        row: {name: found for name, found in of_row.items() if name != "layers"}
+        row: {name: result for name, result in of_row.items() if name != "layers"}
         for row, of_row in written.items()
     }
     assert products == table()

@@ -35,10 +35,10 @@ def is_native_in_hardware(row: Hardware, simulation: str, operation: str, recipe
     return True
 
 
-def assert_native(row: Hardware, simulation: str, found: Choices) -> None:
+def assert_native(row: Hardware, simulation: str, result: Choices) -> None:
     """Check that no layer operation that the hardware has is emulated."""
-    assert found.keys() == LAYERS.keys()
-    for layer, of_layer in found.items():
+    assert result.keys() == LAYERS.keys()
+    for layer, of_layer in result.items():
         assert layer.endswith("fp8_dpa") or of_layer.keys() == RECIPES.keys()
         for recipe, passes in of_layer.items():
             assert passes.keys() == {"forward", "backward"} and passes["forward"]
@@ -57,29 +57,29 @@ def assert_native(row: Hardware, simulation: str, found: Choices) -> None:
     [pytest.param(*case, marks=[] if case in COVER else pytest.mark.slow) for case in EVERY],
 )
 def test_every_training_step_operation_is_native_if_the_hardware_has_it(architecture, simulation):
-    found = run_choices(architecture, *SIMULATIONS[simulation])
-    assert_native(NVIDIA[architecture], simulation, found)
+    result = run_choices(architecture, *SIMULATIONS[simulation])
+    assert_native(NVIDIA[architecture], simulation, result)
     # Regenerate: PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
     assert (
         json.loads((ROOT / "docs/hardware.json").read_text())[architecture]["layers"][simulation]
-        == found
+        == result
     )
 
 
 def test_every_documented_layer_is_native_if_the_hardware_has_it():
     written = json.loads((ROOT / "docs/hardware.json").read_text())
     for architecture, of_row in written.items():
-        for simulation, found in of_row["layers"].items():
-            assert_native(NVIDIA[architecture], simulation, found)
+        for simulation, result in of_row["layers"].items():
+            assert_native(NVIDIA[architecture], simulation, result)
 
 
 @pytest.mark.parametrize("row", OLDER, ids=lambda row: row.architecture)
 @pytest.mark.parametrize("simulation", [pytest.param(LIBRARIES, marks=pytest.mark.slow), ALONE])
 def test_libraries_multiply_where_the_oldest_triton_has_no_native_product(row, simulation):
     oldest = ".".join(map(str, row.triton))
-    found = run_choices(row.architecture, *SIMULATIONS[simulation], "--triton", oldest)
-    assert_native(row, simulation, found)
-    for of_layer in found.values():
+    result = run_choices(row.architecture, *SIMULATIONS[simulation], "--triton", oldest)
+    assert_native(row, simulation, result)
+    for of_layer in result.values():
         for recipe in of_layer.keys() & {"mxfp8", "nvfp4"}:
             for operations in of_layer[recipe].values():
                 backends = [

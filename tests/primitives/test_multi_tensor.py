@@ -15,6 +15,7 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
     adam_rates,
     adam_step,
     addresses,
+    block_states,
     copy_to_device,
     halves,
     join_halves,
@@ -37,7 +38,7 @@ RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
 def sample_lists(sizes, *kinds, device=DEVICE, seed=0):
     """Parallel lists with random numbers, positive in the fourth list; int16: the lower halves of numbers."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    results = []
     for index, kind in enumerate(kinds):
         if kind is torch.int16:
             drawn = [
@@ -47,8 +48,8 @@ def sample_lists(sizes, *kinds, device=DEVICE, seed=0):
         else:
             drawn = [torch.randn(n, generator=generator) for n in sizes]
             drawn = [(x.abs() + 0.1 if index == 3 else x).to(kind) for x in drawn]
-        found.append([x.to(device) for x in drawn])
-    return found
+        results.append([x.to(device) for x in drawn])
+    return results
 
 
 def clone_lists(lists):
@@ -105,6 +106,7 @@ STATES = {
     "fp32": (torch.float32,) * 4,
     "bf16 gradients": (torch.bfloat16, torch.float32, torch.float32, torch.float32),
     "bf16 moments": (torch.bfloat16,) * 4,
+    "bf16, fp32 moments": (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
     "fp16, masters": (torch.float16, torch.float16, torch.float32, torch.float32, torch.float32),
     "bf16, remainders": (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.int16),
 }
@@ -138,6 +140,98 @@ def test_an_adam_step_equals_the_reference(sizes, kinds, decoupled):
         assert_alike(whole(lists), whole(expected))
 
 
+BLOCK_STATES = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16, fp32 gradients": (torch.float32, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32),
+    "bf16, masters": (torch.bfloat16, torch.bfloat16, torch.float32),
+    "bf16, remainders": (torch.bfloat16, torch.bfloat16, torch.int16),
+}
+
+
+def sample_block_lists(sizes, grads, parameters, *masters):
+    """Lists with block-scaled moments, whose blocks have different magnitudes, zeros among them."""
+    lists = sample_lists(
+        sizes, grads, parameters, torch.float32, torch.float32, *masters, device="cpu"
+    )
+    codes: list[list[torch.Tensor]] = [[], [], [], []]
+    for first, second in zip(lists[2], lists[3], strict=True):
+        magnitudes = 10.0 ** -(torch.arange(first.numel()) // 128 % 12).float()
+        first = torch.where(magnitudes < 1e-10, 0.0, first * magnitudes)
+        pairs = (block_states.encode(first, block_states.FIRST),)
+        pairs += (block_states.encode(second * magnitudes.square(), block_states.SECOND),)
+        for place, values in enumerate((pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])):
+            codes[place].append(values)
+    lists = [*lists[:2], *codes, *lists[4:]]
+    return [[x.to(DEVICE) for x in tensors] for tensors in lists]
+
+
+@runs_kernels
+@SIZES
+@pytest.mark.parametrize("kinds", BLOCK_STATES.values(), ids=BLOCK_STATES)
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_block_scaled_moments_have_the_codes_of_the_reference(sizes, kinds, stochastic):
+    lists = sample_block_lists(sizes, *kinds)
+    rates = copy_to_device(
+        adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01, first_chunk=5), torch.device(DEVICE)
+    )
+    how = Adam(block_scaled=True, stochastic=stochastic)
+    expected = clone_lists(lists)
+    kernels.adam_step(lists, rates, how)
+    reference.adam(expected, rates, None, how)
+    for place in range(2, 6):
+        assert all(map(torch.equal, lists[place], expected[place]))
+    # Divisions may differ in the last bit of float32, which a bfloat16 parameter shows where rounding changes.
+    if kinds[-1] is torch.int16:
+        lists, expected = ([x[0], x[1], x[6]] for x in (lists, expected))
+        lists, expected = (
+            [[join_halves(u, low) for u, low in zip(x[1], x[2], strict=True)]]
+            for x in (lists, expected)
+        )
+    assert_alike(lists, expected)
+
+
+@runs_kernels
+@SIZES
+def test_stochastically_rounded_parameters_have_the_random_bits_of_the_reference(sizes):
+    """A fused multiply-add may change the last bits of float32, and with them few of the rounded parameters."""
+    lists = sample_lists(sizes, *STATES["bf16, fp32 moments"])
+    expected, how = clone_lists(lists), Adam(stochastic=True)
+    rates = copy_to_device(RATES, torch.device(DEVICE))
+    kernels.adam_step(lists, rates, how)
+    reference.adam(expected, rates, None, how)
+    assert_alike(lists[2:], expected[2:])
+    for a, b in zip(lists[1], expected[1], strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-7, atol=1e-6)
+    equal = torch.cat([a == b for a, b in zip(lists[1], expected[1], strict=True)])
+    assert equal.float().mean() > 0.99
+
+
+@runs_kernels
+def test_a_set_flag_leaves_all_block_scaled_moments_unchanged():
+    lists = sample_block_lists((5, 300), *BLOCK_STATES["bf16"])
+    before = clone_lists(lists)
+    flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    rates = copy_to_device(RATES, torch.device(DEVICE))
+    kernels.adam_step(lists, rates, Adam(block_scaled=True, stochastic=True), flag)
+    for ours, theirs in zip(lists, before, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@runs_kernels
+def test_a_gradient_that_is_not_a_number_reaches_its_block_only():
+    lists = sample_block_lists((300,), *BLOCK_STATES["bf16"])
+    lists[0][0][130] = torch.nan
+    rates = copy_to_device(RATES, torch.device(DEVICE))
+    kernels.adam_step(lists, rates, Adam(block_scaled=True))
+    for codes, exponents, of in (
+        (lists[2][0], lists[4][0], block_states.FIRST),
+        (lists[3][0], lists[5][0], block_states.SECOND),
+    ):
+        broken = block_states.decode(codes, exponents, of).isnan().tolist()
+        assert broken == [128 <= index < 256 for index in range(300)]
+
+
 @runs_kernels
 def test_a_set_flag_leaves_all_tensors_unchanged():
     flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
@@ -154,7 +248,14 @@ def test_a_set_flag_leaves_all_tensors_unchanged():
 @runs_kernels
 @SIZES
 @pytest.mark.parametrize(
-    "how", [Sgd(), Sgd(True, False, True), Sgd(True, True), Sgd(True, late=True)], ids=str
+    "how",
+    [
+        Sgd(),
+        Sgd(momentum=True, nesterov=False, first=True),
+        Sgd(momentum=True, nesterov=True),
+        Sgd(True, late=True),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_gradient_descent_step_equals_the_reference(sizes, how, copies):
@@ -194,7 +295,9 @@ def test_one_adam_step_equals_values_computed_by_hand(decoupled, expected, devic
 
 
 def test_the_first_bias_correction_is_exact_in_float32():
-    second = copy_to_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.0), CPU)[8]
+    second = copy_to_device(
+        adam_rates(0.1, (0.9, 0.999), 1e-8, 1, bias_correction=True, weight_decay=0.0), CPU
+    )[8]
     assert abs(second.item() / 0.001 - 1) < MULTIPLIED[torch.float32]
 
 

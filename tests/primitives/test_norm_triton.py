@@ -244,13 +244,13 @@ def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
 
 
 def test_a_missing_triton_is_a_rejection(monkeypatch):
-    monkeypatch.setattr(launching, "missing", lambda hardware: "triton is not installed")
+    monkeypatch.setattr(launching, "unavailable_reason", lambda hardware: "triton is not installed")
     assert triton.unsupported_reason(_request()) == "triton is not installed"
 
 
 @pytest.mark.parametrize("capability, selection", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_old_devices_and_float64_are_rejected(monkeypatch, capability, selection):
-    monkeypatch.setattr(launching, "missing", lambda hardware: None)
+    monkeypatch.setattr(launching, "unavailable_reason", lambda hardware: None)
     monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
     assert (triton.unsupported_reason(_request()) is None) == selection
     assert "float64" in (triton.unsupported_reason(_request(dtype=torch.float64)) or "")

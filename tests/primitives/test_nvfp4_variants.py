@@ -51,15 +51,18 @@ OUTLIER = block(1536.0)
 
 
 class TestWorkedValues:
-    def test_a_block_that_4_codes_exactly_takes_a_scale_of_a_quarter_of_its_maximum(self):
-        q = four_over_six(torch.cat((OUTLIER, block(6.0, 4.5, -3.0))))
-        assert q.scale.float().flatten().tolist() == [256.0, 1.5]
-        assert decode_values(q.codes)[1, :4].tolist() == [4.0, 3.0, -2.0, 0.0]
-
-    def test_a_block_that_6_codes_exactly_takes_a_scale_of_a_sixth(self):
-        q = four_over_six(torch.cat((OUTLIER, block(6.0, 2.0, -1.0))))
-        assert q.scale.float().flatten().tolist() == [256.0, 1.0]
-        assert decode_values(q.codes)[1, :4].tolist() == [6.0, 2.0, -1.0, 0.0]
+    @pytest.mark.parametrize(
+        ("values", "scale", "codes"),
+        [
+            ((6.0, 4.5, -3.0), 1.5, [4.0, 3.0, -2.0, 0.0]),
+            ((6.0, 2.0, -1.0), 1.0, [6.0, 2.0, -1.0, 0.0]),
+        ],
+        ids=["a quarter of the maximum", "a sixth of the maximum"],
+    )
+    def test_a_block_takes_the_scale_that_codes_it_exactly(self, values, scale, codes):
+        q = four_over_six(torch.cat((OUTLIER, block(*values))))
+        assert q.scale.float().flatten().tolist() == [256.0, scale]
+        assert decode_values(q.codes)[1, :4].tolist() == codes
 
     def test_equal_errors_keep_6(self):
         q = four_over_six(torch.cat((OUTLIER, block(6.0), block(6.0, -3.0))))
@@ -276,10 +279,10 @@ def test_products_with_per_row_scales_equal_dequantized_operand_products(partner
     a, b = (b, a) if transposed else (a, b)
     bias, into = torch.randn(b.rows), torch.randn(a.rows, b.rows)
     expected = dequantized(a) @ dequantized(b).T
-    found = gemm(a, b, Epilogue(torch.float32))
-    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
-    found = gemm(a, b, Epilogue(torch.float32, bias=bias, out=into.clone(), accumulate=True))
-    assert (found - (expected + bias + into)).abs().max() <= 1e-6 * expected.abs().max()
+    actual = gemm(a, b, Epilogue(torch.float32))
+    assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
+    actual = gemm(a, b, Epilogue(torch.float32, bias=bias, out=into.clone(), accumulate=True))
+    assert (actual - (expected + bias + into)).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def dequantized(x: Operand) -> torch.Tensor:

@@ -45,12 +45,12 @@ def route_in_a_loop(mask):
 
 def cells(map, experts):
     """{(token, expert): row} for the nonzero cells in a map."""
-    found = {}
+    results = {}
     for token, line in enumerate(map.tolist()):
         number = line[2 * experts]
         assert line[:number] == sorted(line[:number], reverse=True)
-        found |= {(token, line[experts + j]): line[j] for j in range(number)}
-    return found
+        results |= {(token, line[experts + j]): line[j] for j in range(number)}
+    return results
 
 
 SHAPES = parametrize_sizes(

@@ -289,24 +289,15 @@ class TestBlocks:
 @DTYPES
 @FP8_ELEMENTS
 class TestMXFP8:
-    def test_rows_of_32(self, dtype, element, device):
-        for x in inputs(dtype, SHAPES):
-            q = quantize(x.to(device), QuantizeSpec(MXFP8, element, columnwise=True))
-            codes, exponents = mxfp8_oracle(wide(x), (1, 32), element)
-            assert_same_codes(q.codes, codes, element)
-            np.testing.assert_array_equal(bits(q.scale), exponents)
-            codes, exponents = mxfp8_oracle(wide(x).T, (1, 32), element)
-            assert_same_codes(q.codes_t, codes, element)
-            np.testing.assert_array_equal(bits(q.scale_t), exponents)
-
-    def test_squares_of_32(self, dtype, element, device):
-        spec = QuantizeSpec(MXFP8, element, columnwise=True, two_dimensional=True)
+    @pytest.mark.parametrize("block", [(1, 32), (32, 32)])
+    def test_codes_and_exponents_equal_the_oracle(self, block, dtype, element, device):
+        spec = QuantizeSpec(MXFP8, element, columnwise=True, two_dimensional=block[0] == 32)
         for x in inputs(dtype, SHAPES):
             q = quantize(x.to(device), spec)
-            codes, exponents = mxfp8_oracle(wide(x), (32, 32), element)
+            codes, exponents = mxfp8_oracle(wide(x), block, element)
             assert_same_codes(q.codes, codes, element)
             np.testing.assert_array_equal(bits(q.scale), exponents)
-            codes, exponents = mxfp8_oracle(wide(x).T, (32, 32), element)
+            codes, exponents = mxfp8_oracle(wide(x).T, block, element)
             assert_same_codes(q.codes_t, codes, element)
             np.testing.assert_array_equal(bits(q.scale_t), exponents)
 

@@ -276,14 +276,14 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
     [("cpu", torch.bfloat16, "needs a CUDA device"), ("cuda", torch.float64, "float64")],
 )
 def test_unsupported_requests_are_rejected_with_the_reason(device, dtype, reason, monkeypatch):
-    monkeypatch.setattr(launching, "missing", lambda hardware: None)
+    monkeypatch.setattr(launching, "unavailable_reason", lambda hardware: None)
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
-    found = TRITON.unsupported_reason(request)
-    assert found is not None and reason in found
+    result = TRITON.unsupported_reason(request)
+    assert result is not None and reason in result
 
 
 def test_a_missing_triton_is_a_rejection(monkeypatch):
-    monkeypatch.setattr(launching, "missing", lambda hardware: "triton is not installed")
+    monkeypatch.setattr(launching, "unavailable_reason", lambda hardware: "triton is not installed")
     request = QuantizeRequest(
         QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda")
     )
@@ -296,7 +296,7 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
     [((7, 5), True), ((8, 0), False), ((8, 9), False), ((9, 0), False), ((10, 0), False)],
 )
 def test_architectures_without_cast_kernels_are_rejected(capability, rejected, monkeypatch):
-    monkeypatch.setattr(launching, "missing", lambda hardware: None)
+    monkeypatch.setattr(launching, "unavailable_reason", lambda hardware: None)
     monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
     request = QuantizeRequest(
         QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda")

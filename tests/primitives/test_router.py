@@ -49,7 +49,7 @@ def plain(x, choice, bias=None):
         SIGMOID: lambda: x.sigmoid(),
         SQRTSOFTPLUS: lambda: torch.nn.functional.softplus(x).sqrt(),
     }[choice.score]()
-    if choice.whole:
+    if choice.all_weights:
         return scores if choice.score == SOFTMAX else scores / scores.sum(1, keepdim=True)
     key = scores.detach() if bias is None else scores.detach() + bias
     if choice.groups is not None:
@@ -111,7 +111,7 @@ class TestReference:
 
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     def test_the_scores_of_all_experts_add_up_to_one(self, score):
-        x, choice = sample_logits(9, 12).requires_grad_(), Choice(3, score, whole=True)
+        x, choice = sample_logits(9, 12).requires_grad_(), Choice(3, score, all_weights=True)
         probs, map, scores = literal.choose(x.detach(), choice, torch.float32)
         expected = plain(x, choice)
         torch.testing.assert_close(probs, expected.detach())
@@ -145,7 +145,7 @@ class TestReference:
     def test_bits_are_counted_from_the_lowest(self):
         chosen = torch.zeros(1, 12, dtype=torch.uint8)
         chosen[0, [0, 3, 9]] = 1
-        assert reference.packed(chosen).tolist() == [[0x09, 0x02]]
+        assert reference.pack_bits(chosen).tolist() == [[0x09, 0x02]]
 
     def test_the_loss_of_even_probabilities(self):
         probs, tokens = torch.full((4, 4), 0.25), torch.tensor([4, 2, 1, 1])
@@ -171,19 +171,19 @@ class TestKernels:
             else None
         )
         choice = Choice(4, score, groups=groups, scale=1.5, map=map)
-        found = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-        argument = found if map == INDICES else [None, None]
+        results = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        argument = results if map == INDICES else [None, None]
         ours, theirs = (
             by.choose(x, choice, torch.float32, bias, indices)
             for by, indices in zip((kernels, literal), argument, strict=True)
         )
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
         torch.testing.assert_close(ours[2], theirs[2], rtol=CURVED[torch.float32], atol=1e-6)
-        assert torch.equal(*found)
+        assert torch.equal(*results)
         assert (ours[1] is None) == (theirs[1] is None) == (map == INDICES)
         assert ours[1] is None or torch.equal(ours[1], theirs[1])
         gradient = torch.randn_like(theirs[0])
-        read = found[0] if map == INDICES else theirs[1]
+        read = results[0] if map == INDICES else theirs[1]
         mine, expected = (
             by.choose_backward(read, theirs[2], gradient, choice, torch.float32)
             for by in (kernels, literal)
@@ -193,7 +193,7 @@ class TestKernels:
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_the_scores_of_all_experts_are_those_of_the_reference(self, score, dtype):
-        x, choice = sample_logits(6, 24, DEVICE).to(dtype), Choice(3, score, whole=True)
+        x, choice = sample_logits(6, 24, DEVICE).to(dtype), Choice(3, score, all_weights=True)
         ours, theirs = (by.choose(x, choice, torch.float32) for by in (kernels, literal))
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
         gradient = torch.randn_like(theirs[0])
@@ -238,7 +238,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     def test_weights_of_all_experts_propagate_nan(self, score):
-        x, choice = special_logits(20), Choice(3, score, whole=True)
+        x, choice = special_logits(20), Choice(3, score, all_weights=True)
         ours, theirs = (
             by.choose(x.to(device), choice, torch.float32)[0].cpu()
             for by, device in ((kernels, DEVICE), (literal, "cpu"))
@@ -250,7 +250,7 @@ class TestKernels:
     def test_small_scores_keep_their_digits(self):
         x = torch.linspace(-40, -1, 16, device=DEVICE)[None]
         ours, theirs = (
-            by.choose(x, Choice(2, SQRTSOFTPLUS, whole=True), torch.float32)
+            by.choose(x, Choice(2, SQRTSOFTPLUS, all_weights=True), torch.float32)
             for by in (kernels, literal)
         )
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=0)

@@ -64,7 +64,7 @@ def test_wide_states_are_updated_in_column_blocks(device, backend):
     for name in ("reference", backend):
         histories, scales = states([1024] * 3, device, widest=192)
         with dispatch.use_backend(scale_update=name):
-            advance_scales(histories, scales, "max", 448.0, 0, True)
+            advance_scales(histories, scales, "max", 448.0, margin=0, keep_idle=True)
         results.append((bits(histories), bits(scales)))
     for expected, actual in zip(results[0], results[1], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
@@ -75,7 +75,7 @@ def test_states_with_different_lengths_are_updated_together(device):
     advance_scales(*joint, "max", 448.0, 0, True)
     alone = states([2, 5, 2], device)
     for history, scale in zip(*alone, strict=True):
-        advance_scales([history], [scale], "max", 448.0, 0, True)
+        advance_scales([history], [scale], "max", 448.0, margin=0, keep_idle=True)
     for expected, actual in zip(alone, joint, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(bits(expected), bits(actual), strict=True))
 
@@ -97,7 +97,7 @@ def test_a_captured_update_runs_at_every_replay():
     # another pair: the captured pair's table is unknown
     advance_scales(*warm, "max", 448.0, 0, False)
     with torch.cuda.graph(graph):
-        advance_scales(histories, scales, "max", 448.0, 0, False)
+        advance_scales(histories, scales, "max", 448.0, margin=0, keep_idle=False)
     for amax in (1.0, 7.0):
         histories[0].fill_(amax)
         graph.replay()

@@ -46,7 +46,7 @@ def library(monkeypatch):
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
 
 
@@ -63,7 +63,9 @@ def fused_gpu_request(
 
 
 def remove_libraries(monkeypatch):
-    monkeypatch.setattr(cublaslt.library, "missing", lambda: "nvmath-python is not installed")
+    monkeypatch.setattr(
+        cublaslt.library, "unavailable_reason", lambda: "nvmath-python is not installed"
+    )
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")
 
 

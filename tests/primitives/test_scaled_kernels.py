@@ -28,34 +28,38 @@ def interpreted() -> dict[str, float]:
 
 
 def test_swizzling_kernels_equal_the_formula_in_both_directions(interpreted):
-    found = {name: wrong for name, wrong in interpreted.items() if name.startswith("order")}
-    assert len(found) == 10 and set(found.values()) == {0.0}
+    results = {name: wrong for name, wrong in interpreted.items() if name.startswith("order")}
+    assert len(results) == 10 and set(results.values()) == {0.0}
 
 
 @pytest.mark.parametrize(
     ("kind", "cases"), [("mxfp8", 5), ("nvfp4", 5), ("block", 5), ("exponents", 5), ("decoded", 3)]
 )
 def test_interpreted_products_agree_with_float64(kind, cases, interpreted):
-    found = {name: error for name, error in interpreted.items() if name.startswith(kind)}
-    assert len(found) == (3 if kind == "decoded" else 4) * cases
+    results = {name: error for name, error in interpreted.items() if name.startswith(kind)}
+    assert len(results) == (3 if kind == "decoded" else 4) * cases
     assert {
-        name: error for name, error in found.items() if name.endswith(("behind", "kept")) and error
+        name: error
+        for name, error in results.items()
+        if name.endswith(("behind", "kept")) and error
     } == {}
-    assert {name: error for name, error in found.items() if error > 2e-6} == {}
+    assert {name: error for name, error in results.items() if error > 2e-6} == {}
 
 
 def test_interpreted_tma_products_are_bitwise_equal_to_pointer_products(interpreted):
-    found = {
+    results = {
         name: different for name, different in interpreted.items() if name.startswith("copied")
     }
-    assert len(found) == 7 * 4 * 2
-    assert {name: different for name, different in found.items() if different} == {}
+    assert len(results) == 7 * 4 * 2
+    assert {name: different for name, different in results.items() if different} == {}
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "nvfp4 rows"])
 def test_interpreted_grouped_products_agree_with_float64(kind, interpreted):
-    found = {name: interpreted[f"grouped {kind} {name}"] for name in ("y", "dx", "dw", "dw added")}
-    assert {name: error for name, error in found.items() if error > 2e-6} == {}
+    results = {
+        name: interpreted[f"grouped {kind} {name}"] for name in ("y", "dx", "dw", "dw added")
+    }
+    assert {name: error for name, error in results.items() if error > 2e-6} == {}
     assert interpreted[f"grouped {kind} empty"] == interpreted[f"grouped {kind} by TMA"] == 0
 
 
@@ -70,24 +74,22 @@ def test_every_product_compiles_to_its_hardwares_native_instruction(compiled):
     assert {name: f["instructions"] for name, f in compiled.items() if not f["native"]} == {}
 
 
-def test_the_copy_engine_moves_operands_and_scales_to_tensor_memory(compiled):
-    names = [name for name in compiled if "copied" in name]
-    assert len(names) >= 5 and all(name.startswith(("10.", "11.")) for name in names)
-    assert [name for name in names if not compiled[name]["copied"]] == []
-
-
-def test_the_copy_engine_moves_grouped_codes(compiled):
-    names = [name for name in compiled if "tma grouped" in name]
-    assert len(names) >= 4 and all(name.startswith(("10.", "11.")) for name in names)
-    assert [name for name in names if not compiled[name]["loads by TMA"]] == []
+@pytest.mark.parametrize(
+    ("kernels", "least", "fact"),
+    [("copied", 5, "copied"), ("tma grouped", 4, "loads by TMA")],
+    ids=["operands and scales", "grouped codes"],
+)
+def test_the_copy_engine_moves_operands_to_tensor_memory(compiled, kernels, least, fact):
+    names = [name for name in compiled if kernels in name]
+    assert len(names) >= least and all(name.startswith(("10.", "11.")) for name in names)
+    assert [name for name in names if not compiled[name][fact]] == []
 
 
 def stack_limit(name: str, release: tuple[int, ...]) -> int:
     """Stack bytes per thread that a product may use."""
     if name == "9.0 block grouped columns":
-        return (
-            512  # 4 warps of Hopper's tiles 128 x 128, added to float32; 8 warps were not measured
-        )
+        # 4 warps of Hopper's tiles 128 x 128, added to float32; 8 warps were not measured.
+        return 512
     if re.match(r"1\d\.\d block (large|tail|64) added", name) and release < (3, 7):
         return 424  # Triton 3.9 needs none; the cause was not found
     return 0

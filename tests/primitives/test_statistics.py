@@ -58,7 +58,7 @@ def sample(rows: int, columns: int, dtype=torch.float32) -> torch.Tensor:
 
 def literal(x: torch.Tensor, operand) -> dict[str, float]:
     values = x.double().cpu()
-    found = {
+    results = {
         "maximum": values.abs().max().item(),
         "signal": values.square().sum().item(),
         "underflow": 0.0,
@@ -68,9 +68,9 @@ def literal(x: torch.Tensor, operand) -> dict[str, float]:
     }
     if operand is not None:
         quantized = dequantize(operand._replace(dtype=torch.float32)).double().cpu()
-        found["noise"] = (values - quantized).square().sum().item()
-        found["underflow"] = ((values != 0) & (quantized == 0)).sum().item()
-    return found
+        results["noise"] = (values - quantized).square().sum().item()
+        results["underflow"] = ((values != 0) & (quantized == 0)).sum().item()
+    return results
 
 
 @RUN

@@ -191,7 +191,7 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
 
 
@@ -255,8 +255,8 @@ def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(
         assert request.power_of_two == (a is b)
         assert triton.unsupported_reason(request) is None
         assert triton.runner(request) is (triton.run_exponents if exact else triton.run_blocks)
-        found = cublaslt._uses_exponents(request)
-        assert found == exact
+        actual = cublaslt._uses_exponents(request)
+        assert actual == exact
         expected = (
             "blocks whose scales are powers of two" if a is not b else "has no mxfp8 products"
         )

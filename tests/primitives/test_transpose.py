@@ -55,7 +55,7 @@ def test_the_kernel_is_used_on_a_gpu():
 
 def test_the_kernel_rejects_unsupported_requests_with_the_reason():
     facts = transpose.TransposeRequest(
-        (8, 8), torch.float8_e4m3fn, torch.device("cuda"), True, True
+        (8, 8), torch.float8_e4m3fn, torch.device("cuda"), contiguous=True, native=True
     )
     for change, reason in (
         ({"dtype": torch.bfloat16}, "one byte"),

@@ -17,10 +17,10 @@ from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.runtime import launching
 
-real = launch.missing, optional.triton_problem
+real = launch.unavailable_reason, optional.triton_problem
 simulation = simulate(nvidia(11, 0), libraries=False)
-launch.missing, optional.triton_problem = real
-launching.missing = launch.missing
+launch.unavailable_reason, optional.triton_problem = real
+launching.unavailable_reason = launch.unavailable_reason
 launch.MISSING = None
 optional.failure = lambda *names: None
 release = optional.release
@@ -67,4 +67,4 @@ def test_no_kernel_launches_that_triton_does_not_compile(steps):
 def test_every_triton_backend_names_the_release_and_the_remedy(steps):
     _, reasons = steps
     assert reasons.keys() >= {"gemm triton", "norm triton", "quantize triton", "attention triton"}
-    assert {name: found for name, found in reasons.items() if REASON not in found} == {}
+    assert {name: result for name, result in reasons.items() if REASON not in result} == {}

@@ -94,29 +94,29 @@ def step(recipe, enabled=True):
     return outputs
 
 
-def same(found, expected):
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def same(actual, expected):
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize(("kind", "options", "plain"), FORMS, ids=repr)
 def test_a_recipe_of_configured_values_equals_the_plain_one(kind, options, plain):
-    found, expected = kind(**options), kind(**plain)
-    assert found == expected and repr(found) == repr(expected)
+    actual, expected = kind(**options), kind(**plain)
+    assert actual == expected and repr(actual) == repr(expected)
     for name, value in vars(expected).items():
-        assert type(getattr(found, name)) is type(value), name
+        assert type(getattr(actual, name)) is type(value), name
 
 
 @pytest.mark.parametrize(("kind", "argument", "plain"), FORMS, ids=repr)
 def test_a_field_that_is_assigned_is_converted_too(kind, argument, plain):
     start = {"qfactory": len} if kind is CustomRecipe else {}
-    found = kind(**start)
+    result = kind(**start)
     for name, value in argument.items():
-        setattr(found, name, value)
-    assert found == kind(**start | plain) and repr(found) == repr(kind(**start | plain))
+        setattr(result, name, value)
+    assert result == kind(**start | plain) and repr(result) == repr(kind(**start | plain))
 
 
 @pytest.mark.parametrize(
-    ("found", "plain"),
+    ("result", "plain"),
     [
         (QParams(amax_epsilon="1e-4"), QParams(amax_epsilon=1e-4)),
         (
@@ -126,8 +126,8 @@ def test_a_field_that_is_assigned_is_converted_too(kind, argument, plain):
         (MMParams(use_split_accumulator="no"), MMParams(False)),
     ],
 )
-def test_parameters_of_a_recipe_are_converted(found, plain):
-    assert found == plain and repr(found) == repr(plain)
+def test_parameters_of_a_recipe_are_converted(result, plain):
+    assert result == plain and repr(result) == repr(plain)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +253,11 @@ def pickle_like_original(kind, **fields):
     ],
 )
 def test_a_pickle_without_derived_or_later_fields_loads_and_computes(kind, fields, plain):
-    found = pickle.loads(pickle_like_original(kind, **fields))
-    assert found == plain and repr(found) == repr(plain)
-    found.fp8_dpa = False  # an assignment updates the derived fields
+    result = pickle.loads(pickle_like_original(kind, **fields))
+    assert result == plain and repr(result) == repr(plain)
+    result.fp8_dpa = False  # an assignment updates the derived fields
     if kind is not NVFP4BlockScaling:
-        assert same(step(found), step(plain))
+        assert same(step(result), step(plain))
 
 
 def test_a_pickle_of_ours_holds_plain_values_of_the_fields():
@@ -269,8 +269,8 @@ def test_a_pickle_of_ours_holds_plain_values_of_the_fields():
 def test_a_pickle_with_the_description_of_an_earlier_version_loads():
     recipe = DelayedScaling(margin=1)
     recipe.__dict__["_description"] = "DelayedScaling(margin=1)"
-    found = pickle.loads(pickle.dumps(recipe))
-    assert found.__dict__["_description"] == repr(found)
+    result = pickle.loads(pickle.dumps(recipe))
+    assert result.__dict__["_description"] == repr(result)
 
 
 def test_a_copied_layer_keeps_its_quantizers():

@@ -11,7 +11,9 @@ from transformer_engine.pytorch.quantization import support
 
 
 def test_outside_of_blocks_nothing_is_enabled():
-    assert q.current() == q.AutocastState(False, False, None, None, False)
+    assert q.current() == q.AutocastState(
+        enabled=False, calibrating=False, recipe=None, group=None, graph=False
+    )
     assert not Manager.is_fp8_enabled()
     assert not Manager.is_fp8_calibration()
     assert Manager.get_fp8_group() is None
@@ -20,8 +22,12 @@ def test_outside_of_blocks_nothing_is_enabled():
 
 def test_a_block_exposes_its_settings_until_it_ends():
     recipe = Float8CurrentScaling()
-    with q.autocast(True, True, recipe, None, True):
-        assert q.current() == q.AutocastState(True, True, recipe, None, True)
+    with q.autocast(
+        enabled=True, calibrating=True, recipe=recipe, amax_reduction_group=None, _graph=True
+    ):
+        assert q.current() == q.AutocastState(
+            enabled=True, calibrating=True, recipe=recipe, group=None, graph=True
+        )
         assert Manager.get_fp8_recipe() is recipe
         assert Manager.is_fp8_enabled()
         assert Manager.is_fp8_calibration()
@@ -141,7 +147,7 @@ def test_earlier_names_are_deprecated_and_mean_the_same():
     with pytest.warns(DeprecationWarning, match="autocast"):
         block = q.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=None)
     with block:
-        assert q.current() == q.AutocastState(True, False, recipe)
+        assert q.current() == q.AutocastState(enabled=True, calibrating=False, recipe=recipe)
     with pytest.warns(DeprecationWarning, match="quantized_model_init"):
         init = q.fp8_model_init(enabled=True, recipe=recipe, preserve_high_precision_init_val=True)
     with init:

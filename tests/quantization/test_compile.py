@@ -104,9 +104,12 @@ def test_a_reduction_group_can_be_traced(device, tmp_path):
     try:
         group = torch.distributed.group.WORLD
         recipe = DelayedScaling(amax_history_len=3)
-        eager = train(device, recipe, True, False, layers=1)
+        eager = train(device, recipe, inside=True, compiles=False, layers=1)
         assert (
-            differing_steps(eager, train(device, recipe, True, True, group=group, layers=1)) == []
+            differing_steps(
+                eager, train(device, recipe, inside=True, compiles=True, group=group, layers=1)
+            )
+            == []
         )
     finally:
         torch.distributed.destroy_process_group()
@@ -227,9 +230,9 @@ def test_a_recipe_made_inside_a_compiled_function_has_the_fields_of_an_eager_one
     dynamic = None if name == "current" else True
     run = torch.compile(inside, fullgraph=True, backend="eager", dynamic=dynamic)
     for length in (2, 3, 4):
-        _, found = run(torch.zeros(length))
+        _, result = run(torch.zeros(length))
         gc.collect()
-        assert found == make() and repr(found) == repr(make()) and type(found) is type(make())
+        assert result == make() and repr(result) == repr(make()) and type(result) is type(make())
 
 
 def test_recipes_made_inside_compiled_functions_are_independent_objects():
@@ -320,12 +323,12 @@ def test_a_recipe_made_inside_a_compiled_function_equals_eager_bit_for_bit(name,
                 return module(x)
 
         run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
-        found = []
+        collected = []
         for scale in (1.0, 3.0, 9.0):
             x = (torch.randn(32, 32, device=device, dtype=torch.bfloat16) * scale).requires_grad_()
             y = run(x)
             y.sum().backward()
             gc.collect()
-            found += [y, x.grad, module.weight.grad.clone()]
-        results.append(found)
+            collected += [y, x.grad, module.weight.grad.clone()]
+        results.append(collected)
     assert all(torch.equal(traced, eager) for eager, traced in zip(*results, strict=True))

@@ -321,11 +321,11 @@ def test_scales_are_on_the_device_of_the_input(used: Recipe):
     """On a machine with a GPU, an attention without parameters takes inputs of the CPU, the GPU and the CPU again."""
     followed, alone = te.DotProductAttention(4, 32), te.DotProductAttention(4, 32)
     for device in ("cpu", "cuda", "cpu"):
-        found = attention_step(followed, used, device)
+        result = attention_step(followed, used, device)
         if device == "cuda":
             attention_step(alone, used, "cpu")  # as many scale updates
         else:
-            assert torch.equal(found, attention_step(alone, used, "cpu"))
+            assert torch.equal(result, attention_step(alone, used, "cpu"))
         state = followed.fp8_meta["scaling_fwd"]
         assert state.device.type == device
         assert all(scaling.scale.device.type == device for scaling in state.delayed_states)

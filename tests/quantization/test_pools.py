@@ -73,8 +73,8 @@ def test_states_of_two_devices_are_updated_separately():
     for i, state in enumerate(states):
         delayed_scaling.register(state, True, recipe, None)
         state.amax_history[0].fill_(2.0**i)
-    found = [(pool.device.type, pool.states) for pool in delayed_scaling.registry.pools.values()]
-    assert found == [("cpu", states[::2]), ("meta", states[1::2])]
+    results = [(pool.device.type, pool.states) for pool in delayed_scaling.registry.pools.values()]
+    assert results == [("cpu", states[::2]), ("meta", states[1::2])]
     delayed_scaling.update_all(True)
     assert [state.scale.tolist() for state in states[::2]] == [[448.0, 448.0], [112.0, 112.0]]
 

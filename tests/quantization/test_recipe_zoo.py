@@ -210,5 +210,5 @@ def test_custom_gemm_rejects_unsupported_operands():
     ],
 )
 def test_former_module_names_are_the_same_modules(former, module, name):
-    found = importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{former}")
-    assert found is module and hasattr(found, name)
+    result = importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{former}")
+    assert result is module and hasattr(result, name)

@@ -87,7 +87,10 @@ def test_emulation_is_the_default_without_a_gpu(machine):
     for kind, (check, _) in CHECKS.items():
         assert check() == (True, "")
         assert q.format_support(kind) == q.Support(
-            kind, False, True, f"There is no CUDA device for {kind} execution."
+            kind,
+            native=False,
+            emulated=True,
+            reason=f"There is no CUDA device for {kind} execution.",
         )
 
 
@@ -190,7 +193,7 @@ def test_a_recipe_with_native_products_runs_where_the_original_does_not_offer_it
     machine, monkeypatch, capability, kind, recipe
 ):
     machine(capability)
-    monkeypatch.setattr(launch, "missing", lambda hardware: None)
+    monkeypatch.setattr(launch, "unavailable_reason", lambda hardware: None)
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
     for cached in (product.multiplies_natively, support._warn_of_native_products):
         cached.cache_clear()

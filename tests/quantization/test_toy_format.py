@@ -236,8 +236,8 @@ CASES = [
 
 
 def test_the_suites_are_found():
-    found = {case.values[0].__module__.rpartition(".")[2] for case in CASES}
-    assert found == {suite.__name__.rpartition(".")[2] for suite in SUITES}
+    results = {case.values[0].__module__.rpartition(".")[2] for case in CASES}
+    assert results == {suite.__name__.rpartition(".")[2] for suite in SUITES}
     assert len(CASES) >= 80 and SLOW in {case.id for case in CASES}
 
 

@@ -10,6 +10,22 @@ from unittest.mock import patch
 
 import transformer_engine_tools as tools
 
+# Options of `te train` for a model that trains in a second.
+TINY = [
+    "--steps",
+    "4",
+    "--batch",
+    "2",
+    "--seq",
+    "32",
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "1",
+]
+
 
 class Result(NamedTuple):
     """Exit code, and standard output and errors together."""

@@ -101,9 +101,9 @@ def results(layer: torch.nn.Module, recipe: Recipe | None = None) -> list[torch.
     if differentiable:
         sum(part.sin().sum() for part in differentiable).backward()
     grads = [p.grad for p in (x, *layer.parameters()) if p.grad is not None]
-    found = [part.detach().clone() for part in ys] + [grad.clone() for grad in grads]
+    result = [part.detach().clone() for part in ys] + [grad.clone() for grad in grads]
     layer.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -145,9 +145,9 @@ def step(
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = layer(x, **options)
     (y.float().sin().sum() * 3).backward()
-    found = [y.detach(), x.grad.clone()]
-    found += [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    results = [y.detach(), x.grad.clone()]
+    results += [p.grad.clone() for p in layer.parameters() if p.grad is not None]
     x.grad = None
     for p in layer.parameters():
         p.grad = None
-    return found
+    return results

@@ -136,9 +136,9 @@ def other_values(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
     """Yield other values of an attribute, from the pool if the constructor accepts them, otherwise of the same type."""
     present = getattr(layers.make_layer(name), attribute)
     argument = constructor_argument(name, attribute)
-    found = 0
+    result = 0
     for value in POOL:
-        if found == most or (isinstance(present, bool) and not isinstance(value, bool)):
+        if result == most or (isinstance(present, bool) and not isinstance(value, bool)):
             return
         if value == present or (value is None and present is not None):
             continue
@@ -148,7 +148,7 @@ def other_values(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
         else:
             takes = _constructs(name, argument, value)
         if takes:
-            found += 1
+            result += 1
             yield value
 
 

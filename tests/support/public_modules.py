@@ -25,13 +25,13 @@ CPU: Any = {"device": "cpu"}
 
 def public_classes() -> dict[str, type[nn.Module]]:
     """{name: class} for the package's public `nn.Module` classes; "ops." precedes the names in `te.ops`."""
-    found: dict[str, type[nn.Module]] = {}
+    results: dict[str, type[nn.Module]] = {}
     for prefix, namespace in (("", te), ("ops.", ops)):
         for name in dir(namespace):
             value = getattr(namespace, name)
             if not name.startswith("_") and inspect.isclass(value) and issubclass(value, nn.Module):
-                found[prefix + name] = value
-    return found
+                results[prefix + name] = value
+    return results
 
 
 PUBLIC = public_classes()

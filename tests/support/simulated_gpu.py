@@ -243,15 +243,15 @@ def _simulate_torch(hardware: Hardware, cudnn: tuple[int, int, int]) -> None:
 def _simulate_launches(simulation: Simulation) -> None:
     from transformer_engine.pytorch.runtime import zeros
 
-    launches.missing = lambda hardware: None
-    # read by modules that imported `missing`
+    launches.unavailable_reason = lambda hardware: None
+    # read by modules that imported `unavailable_reason`
     optional.triton_problem = lambda hardware, release: None
     launches._compile = simulation.record
     launches.current_stream = zeros.current_stream = lambda device: 0
     # Modules that imported the function before.
     from transformer_engine.pytorch.runtime import launching
 
-    launching.missing = launches.missing
+    launching.unavailable_reason = launches.unavailable_reason
 
 
 def _empty_product(request: Any) -> Callable[..., Tensor]:
@@ -274,9 +274,9 @@ def _simulate_products(libraries: bool) -> None:
 
     fake = CublasLt()
     reason = None if libraries else "nvmath-python is not installed"
-    library.missing = lambda: reason
+    library.unavailable_reason = lambda: reason
     library.bindings = lambda: fake
-    library.handle = lambda device: 1
+    library.get_handle = lambda device: 1
     for backend in tables["gemm"].backends:
         if not backend.name.startswith(("cublaslt", "triton")):
             _bind(backend, _empty_product)
@@ -324,7 +324,9 @@ def _simulate_attention(libraries: bool) -> None:
         return q.codes.new_empty((*q.codes.shape[:-1], call.head_dim_v), dtype=call.dtype), lse
 
     reason = None if libraries else "nvidia-cudnn-frontend is not installed"
-    cudnn.missing = cudnn_fp8.missing = cudnn_blocks._unsupported_library = lambda: reason
+    cudnn.unavailable_reason = cudnn_fp8.unavailable_reason = cudnn_blocks._unsupported_library = (
+        lambda: reason
+    )
     cudnn_fp8.forward, cudnn_fp8.backward = forward_fp8, backward_fp8
     cudnn_blocks.forward = forward_blocks
     flash4.VERSION = FLASH_4 if libraries else None

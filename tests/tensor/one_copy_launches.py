@@ -21,7 +21,7 @@ LAYER = "TransformerLayer, RMSNorm, SwiGLU"
 def main(arguments: list[str]) -> None:
     simulation = hardware_layers.simulation(arguments)
     self_tested._read_stored = lambda index: {PATH: "passed" in arguments}
-    found = {}
+    results = {}
     for name, make in {
         "delayed": recipes.DelayedScaling,
         "current": recipes.Float8CurrentScaling,
@@ -38,12 +38,12 @@ def main(arguments: list[str]) -> None:
                 > 1
             )
         products = sorted({passes[each]["gemm"] for each in passes})
-        found[name] = {
+        results[name] = {
             "transposed": transposed,
             "products": products,
             "launches": len(simulation.launches),
         }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

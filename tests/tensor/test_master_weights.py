@@ -80,8 +80,8 @@ def test_a_rank_without_a_part_of_a_weight_has_its_scales(tmp_path):
     for name in WEIGHTS:
         expected = payload(create_quantizer(name, torch.device("cpu"))(master("cpu").bfloat16()))
         for rank, results in enumerate(ranks):
-            for index, found in enumerate(results[name]):
-                for field, part in found.items():
+            for index, actual in enumerate(results[name]):
+                for field, part in actual.items():
                     if rank == index or "scale" in field or "amax" in field:
                         assert torch.equal(part, expected[field]), (name, rank, index, field)
 
@@ -257,9 +257,9 @@ def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, saved
         assert x.grad is not None
         return x.grad
 
-    found, expected = gradient(False), gradient(True)
+    actual, expected = gradient(False), gradient(True)
     assert expected.abs().max() > 0
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
@@ -296,14 +296,14 @@ def test_stale_columns_are_updated_on_request(name, observed, device):
     weight.update_usage(columnwise_usage=True)
     arguments = [weight], [master(device).view(-1)], [0], None
     quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
-    found = SEEN[observed](weight)
-    found.update_usage(rowwise_usage=True, columnwise_usage=True)
+    actual = SEEN[observed](weight)
+    actual.update_usage(rowwise_usage=True, columnwise_usage=True)
     expected = create_quantizer(name, device)(master(device).bfloat16())
     expected.update_usage(columnwise_usage=True)
-    assert same_payload(found, expected)
-    repeated = payload(found)
-    found.update_usage(columnwise_usage=True)
-    assert all(payload(found)[field] is part for field, part in repeated.items())
+    assert same_payload(actual, expected)
+    repeated = payload(actual)
+    actual.update_usage(columnwise_usage=True)
+    assert all(payload(actual)[field] is part for field, part in repeated.items())
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])

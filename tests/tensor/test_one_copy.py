@@ -35,15 +35,15 @@ def train_three_steps(make, kind: str, monkeypatch, one_copy: bool) -> list[torc
     choose(monkeypatch, one_copy)
     torch.manual_seed(0)
     layer = make()
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for _ in range(3):
         x = torch.randn(64, 64, requires_grad=True)
         with te.autocast(recipe=RECIPES[kind]()), use_backend(gemm="reference"):
             y = layer(x)
         y.backward(torch.randn_like(y))
         assert x.grad is not None
-        found += [y.detach(), x.grad]
-    return found + [
+        results += [y.detach(), x.grad]
+    return results + [
         parameter.grad for parameter in layer.parameters() if parameter.grad is not None
     ]
 
@@ -107,7 +107,7 @@ def test_a_passed_test_changes_nothing_on_gpus_without_the_products(architecture
 def test_cublaslt_takes_codes_along_either_axis_where_the_hardware_does(
     hardware, words, monkeypatch
 ):
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "unavailable_reason", lambda: None)
     codes = torch.empty(64, 128, dtype=torch.float8_e4m3fn)
     left = Operand(codes.t(), torch.ones(1), formats.FLOAT8)
     right = Operand(torch.empty(32, 64, dtype=torch.float8_e4m3fn), torch.ones(1), formats.FLOAT8)

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.tensor import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from transformer_engine.pytorch.tensor.quantizer import Calibrating, Matrix
+from transformer_engine.pytorch.tensor.quantizer import Calibrating, TransposedValues
 
 
 def matrix(device) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_unquantized_columns_are_the_values_themselves(device):
         Calibrating(create_quantizer("state", x.device)),
     ):
         columnwise = quantizer.operands(x, True, True).columnwise
-        assert isinstance(columnwise, Matrix) and columnwise.values is x
+        assert isinstance(columnwise, TransposedValues) and columnwise.values is x
 
 
 @pytest.mark.parametrize("name", ["delayed", "state", "current", "block_1d", "block_2d"])

@@ -68,10 +68,8 @@ def test_copies_replace_the_record_with_the_scales():
     target.copy_from_storage(general)
     assert forms(target) == ("block2d", "block2d")
     target.copy_from_storage(powers, noop_flag=torch.zeros(1))
-    assert forms(target) == (
-        "block2d",
-        "block2d",
-    )  # the device alone knows whether the scales were copied
+    # Only the device knows whether the scales were copied.
+    assert forms(target) == ("block2d", "block2d")
     target.copy_from_storage(powers)
     assert forms(target) == ("block2d_powers", "block2d_powers")
     target.copy_from_storage(powers, noop_flag=torch.zeros(1))

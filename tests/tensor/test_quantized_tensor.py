@@ -114,10 +114,12 @@ def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
             q.t(),
             *torch.split(q, 32),
         )
-        found = [view.dequantize() if isinstance(view, QuantizedTensor) else view for view in views]
+        results = [
+            view.dequantize() if isinstance(view, QuantizedTensor) else view for view in views
+        ]
         x = q.dequantize()
         expected = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     # A part without separate codes is a copy with a version counter, which inference tensors do not have.
     for view in views:
         assert view.is_inference() == (made_inside and not isinstance(view, CutView))
@@ -193,8 +195,8 @@ def test_copy_quantizes_dequantizes_or_moves_bytes(name, device):
 def test_quantize_in_place_writes_the_directions_there_are(name, device):
     quantizer = create_quantizer(name, device)
     x = values(device, 32, 64)
-    q = create_quantizer(name, device, True, False)(x)
-    expected = create_quantizer(name, device, True, False)(x * 2)
+    q = create_quantizer(name, device, rowwise=True, columnwise=False)(x)
+    expected = create_quantizer(name, device, rowwise=True, columnwise=False)(x * 2)
     assert q.quantize_(x * 2) is q
     assert same_payload(q, expected)
     q.quantize_(quantizer(x))
@@ -244,20 +246,20 @@ def test_data_of_another_shape_changes_the_parameter_and_its_gradient(
 def test_a_direction_that_follows_from_the_other_is_made(name, device):
     x = values(device, 2, 32, 64)
     both = create_quantizer(name, device)(x)
-    rows = create_quantizer(name, device, True, False)(x)
+    rows = create_quantizer(name, device, rowwise=True, columnwise=False)(x)
     rows.update_usage(columnwise_usage=True)
     assert same_payload(rows, both)
-    columns = create_quantizer(name, device, False, True)(x)
+    columns = create_quantizer(name, device, rowwise=False, columnwise=True)(x)
     columns.update_usage(rowwise_usage=True, columnwise_usage=False)
-    assert same_payload(columns, create_quantizer(name, device, True, False)(x))
+    assert same_payload(columns, create_quantizer(name, device, rowwise=True, columnwise=False)(x))
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_a_direction_with_its_own_scales_cannot_be_made(name, device):
-    rows = create_quantizer(name, device, True, False)(values(device, 32, 64))
+    rows = create_quantizer(name, device, rowwise=True, columnwise=False)(values(device, 32, 64))
     with pytest.raises(RuntimeError, match=r"set_usage\(columnwise=True\)"):
         rows.update_usage(columnwise_usage=True)
-    columns = create_quantizer(name, device, False, True)(values(device, 32, 64))
+    columns = create_quantizer(name, device, rowwise=False, columnwise=True)(values(device, 32, 64))
     with pytest.raises(RuntimeError, match=r"set_usage\(rowwise=True\)"):
         columns.update_usage(rowwise_usage=True)
 

@@ -87,10 +87,10 @@ def test_only_the_requested_directions_are_quantized(name, device):
         q = create_quantizer(name, device, rowwise, columnwise)(x)
         assert q.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
         assert q.shape == x.shape
-    only_rows = create_quantizer(name, device, True, False)(x)
+    only_rows = create_quantizer(name, device, rowwise=True, columnwise=False)(x)
     with pytest.raises(RuntimeError, match=r"has no column-wise data.*columnwise"):
         only_rows.contract(COLUMNWISE)
-    only_columns = create_quantizer(name, device, False, True)(x)
+    only_columns = create_quantizer(name, device, rowwise=False, columnwise=True)(x)
     with pytest.raises(RuntimeError, match=r"has no row-wise data.*rowwise"):
         only_columns.contract(ROWWISE)
 
@@ -367,7 +367,7 @@ def test_shapes_of_codes_and_scales_are_known_before_quantizing(name, shape, dev
 
 def test_row_wise_codes_do_not_require_whole_blocks_of_rows(device):
     x = values(device, 5, 64)
-    quantizer = create_quantizer("mxfp8", device, True, False)
+    quantizer = create_quantizer("mxfp8", device, rowwise=True, columnwise=False)
     assert quantizer.is_quantizable(x)
     assert quantizer(x).dequantize().shape == (5, 64)
 
@@ -472,7 +472,7 @@ def test_external_codes_become_tensors(device):
     )
     with pytest.raises(TypeError, match="view them as uint8"):
         quantizer.create_tensor_from_data(result._data.int())
-    blocks = create_quantizer("mxfp8", device, True, False)
+    blocks = create_quantizer("mxfp8", device, rowwise=True, columnwise=False)
     result = blocks(x)
     q = blocks.create_tensor_from_data(
         result._rowwise_data, result._rowwise_scale_inv, torch.bfloat16

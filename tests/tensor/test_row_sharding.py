@@ -74,7 +74,9 @@ def test_rows_of_leading_dimensions_are_sliced_together(device):
     q = create_quantizer("mxfp8", device)(values(device, 4, 16, 64))
     assert type(q[:2]) is type(q) and torch.equal(q[:2].dequantize(), q.dequantize()[:2])
     assert not isinstance(q[:1], QuantizedTensor)
-    rows = create_quantizer("mxfp8", device, True, False)(values(device, 4, 16, 64))
+    rows = create_quantizer("mxfp8", device, rowwise=True, columnwise=False)(
+        values(device, 4, 16, 64)
+    )
     assert torch.equal(rows[:1].dequantize(), rows.dequantize()[:1]) and isinstance(
         rows[:1], QuantizedTensor
     )
@@ -144,7 +146,7 @@ def test_a_gather_sends_this_share_of_the_bytes_of_bfloat16(name, share, device)
 def test_a_column_wise_shard_is_gathered_too(device):
     x = values(device, 64, 64)
     for name in ("nvfp4", "mxfp8", "current"):
-        q = create_quantizer(name, device, False, True)(x)
+        q = create_quantizer(name, device, rowwise=False, columnwise=True)(x)
         tensors, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
         full, _ = q.fsdp_post_all_gather(tensors, metadata, x.dtype)
         assert torch.equal(full.dequantize(), q.dequantize())
@@ -188,7 +190,9 @@ def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, 
 
 
 def test_a_direction_made_on_a_gathered_tensor_is_freed_with_it(device):
-    q = create_quantizer("block_2d", device, True, False)(values(device, 128, 128))
+    q = create_quantizer("block_2d", device, rowwise=True, columnwise=False)(
+        values(device, 128, 128)
+    )
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     full, derived = q.fsdp_post_all_gather(sent, metadata, q.dtype)
     parameter = torch.nn.Parameter(full)

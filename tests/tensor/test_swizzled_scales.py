@@ -70,9 +70,9 @@ def with_swizzled_scales(tensor: Any) -> Any:
 )
 def test_the_order_is_the_formula_and_can_be_reversed(extents):
     scale = torch.randint(0, 256, extents, dtype=torch.uint8)
-    found = swizzled(scale)
-    assert torch.equal(found, swizzle_by_formula(scale))
-    assert torch.equal(compact(found)[: extents[0], : extents[1]], scale)
+    result = swizzled(scale)
+    assert torch.equal(result, swizzle_by_formula(scale))
+    assert torch.equal(compact(result)[: extents[0], : extents[1]], scale)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -82,12 +82,12 @@ def test_quantizers_for_products_write_the_scales_that_others_write_in_rows(name
     plain, fused = create_quantizer(name), create_quantizer(name)
     fused.optimize_for_gemm = True
     matrix = x.view(-1, shape[-1])
-    for expected, found in zip(
+    for expected, actual in zip(
         plain.operands(matrix, True, True), fused.operands(matrix, True, True), strict=True
     ):
-        assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-        assert torch.equal(found.scale.view(torch.uint8), swizzle_by_formula(expected.scale))
-        assert found.format.in_tiles and not expected.format.in_tiles
+        assert torch.equal(actual.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(actual.scale.view(torch.uint8), swizzle_by_formula(expected.scale))
+        assert actual.format.in_tiles and not expected.format.in_tiles
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -101,9 +101,9 @@ def test_a_quantizer_for_products_makes_tensors_of_swizzled_scales(name, shape):
         result._with_gemm_swizzled_scales is True and plain(x)._with_gemm_swizzled_scales is False
     )
     for field, value in expected.get_metadata().items():
-        found = result.get_metadata()[field]
+        actual = result.get_metadata()[field]
         assert field == "quantizer" or (
-            torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+            torch.equal(actual, value) if isinstance(value, torch.Tensor) else actual == value
         ), field
     assert torch.equal(result.dequantize(), plain(x).dequantize())
 
@@ -170,11 +170,11 @@ def test_groups_of_a_quantizer_for_products_have_swizzled_scales(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_tensors_with_swizzled_scales_have_the_same_values_in_both_directions(name, shape):
     result = create_quantizer(name)(torch.randn(shape, dtype=torch.bfloat16))
-    found = with_swizzled_scales(result)
-    assert torch.equal(found.dequantize(), result.dequantize())
-    for tensor in (found, result):
+    actual = with_swizzled_scales(result)
+    assert torch.equal(actual.dequantize(), result.dequantize())
+    for tensor in (actual, result):
         tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
-    assert torch.equal(found.dequantize(), result.dequantize())
+    assert torch.equal(actual.dequantize(), result.dequantize())
 
 
 @pytest.mark.parametrize("sizes", [(128, 256), (96, 160)], ids=str)
@@ -194,8 +194,8 @@ def test_a_layer_reads_a_weight_with_swizzled_scales(name, sizes):
     expected = results()
     weight = with_swizzled_scales(layer.weight.detach())
     layer.weight = torch.nn.Parameter(weight)
-    for found, reference in zip(results(), expected, strict=True):
-        assert torch.equal(found, reference)
+    for actual, reference in zip(results(), expected, strict=True):
+        assert torch.equal(actual, reference)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -114,5 +114,5 @@ def test_layers_request_tiles_where_products_read_them(monkeypatch, hardware, ti
     x = torch.randn(64, 64).as_subclass(OnGpu)
     monkeypatch.setattr(MXFP8Quantizer, "tiled_operands", lambda self, *arguments: "tiles")
     monkeypatch.setattr(MXFP8Quantizer, "operands", lambda self, *arguments: "rows")
-    found: object = MXFP8Quantizer(DType.kFloat8E4M3).product_operands(x, True, True, split)
-    assert found == ("tiles" if tiles and not split else "rows")
+    result: object = MXFP8Quantizer(DType.kFloat8E4M3).product_operands(x, True, True, split)
+    assert result == ("tiles" if tiles and not split else "rows")

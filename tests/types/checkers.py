@@ -99,11 +99,11 @@ def mypy(folder: Path, python: Path) -> list[Report]:
         "/dev/null",
     ]
     done = _run(["mypy", "--output", "json", *options, *_names(folder)], folder)
-    found = [json.loads(line) for line in done.splitlines() if line.startswith("{")]
-    assert found or not done.strip() or done.startswith("Success"), done
+    results = [json.loads(line) for line in done.splitlines() if line.startswith("{")]
+    assert results or not done.strip() or done.startswith("Success"), done
     return sorted(
         Report(Path(report["file"]).stem, report["line"], report["code"] or "", report["message"])
-        for report in found
+        for report in results
         if report["severity"] == "error"
     )
 

@@ -49,8 +49,8 @@ ALLOWED = {
 
 def is_cached(name: str) -> bool:
     """Whether a dotted name is a function, or a static or class method, under `functools.cache`."""
-    found = _object(name)
-    return isinstance(getattr(found, "__func__", found), functools._lru_cache_wrapper)
+    result = _object(name)
+    return isinstance(getattr(result, "__func__", result), functools._lru_cache_wrapper)
 
 
 def matching_rule(line: str) -> str | None:
@@ -63,15 +63,15 @@ def _object(name: str) -> Any:
     module = name
     while True:
         try:
-            found: Any = importlib.import_module(module)
+            result: Any = importlib.import_module(module)
             break
         except ImportError:
             module = module.rpartition(".")[0]
     for attribute in name.removeprefix(module).strip(".").split("."):
         if attribute:
-            found = (
-                vars(found).get(attribute)
-                if attribute in vars(found)
-                else getattr(found, attribute, None)
+            result = (
+                vars(result).get(attribute)
+                if attribute in vars(result)
+                else getattr(result, attribute, None)
             )
-    return found
+    return result

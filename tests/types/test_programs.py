@@ -68,13 +68,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]
         | WRONG
     )
     checkers.write(without_jax(texts), folder / "programs")
-    found = {
+    results = {
         f"pyright {mode}": checkers.pyright(folder / "programs", python, mode)
         for mode in ("basic", "strict")
     }
     if importlib.util.find_spec("mypy") is not None:
-        found["mypy strict"] = checkers.mypy(folder / "programs", python)
-    return found
+        results["mypy strict"] = checkers.mypy(folder / "programs", python)
+    return results
 
 
 @pytest.fixture

@@ -66,14 +66,14 @@ def differences(
 
 
 def test_stubtest_reports_no_other_difference_in_recipes_and_the_jax_extension(tmp_path: Path):
-    found = differences(SAMPLE, tmp_path, LIBRARIES)
-    assert len(found) > 50  # of `__new__` of the recipes
-    assert not [line for line in found if matching_rule(line) is None]
+    result = differences(SAMPLE, tmp_path, LIBRARIES)
+    assert len(result) > 50  # of `__new__` of the recipes
+    assert not [line for line in result if matching_rule(line) is None]
 
 
 @pytest.mark.slow
 def test_stubtest_reports_no_other_difference_in_any_module(tmp_path: Path):
-    found = differences(PACKAGES, tmp_path)
-    rules = {line: matching_rule(line) for line in found}
+    result = differences(PACKAGES, tmp_path)
+    rules = {line: matching_rule(line) for line in result}
     assert not [line for line, rule in rules.items() if rule is None]
     assert set(rules.values()) == set(ALLOWED), "a reason that no difference needs"

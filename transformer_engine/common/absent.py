@@ -188,8 +188,12 @@ def getter(
     def __getattr__(name: str) -> Any:
         if name in late:
             return late[name]()
-        found = _submodule(module, name)
-        return _raise_missing(module, name, _imports(sys._getframe(1))) if found is None else found
+        submodule = _submodule(module, name)
+        return (
+            _raise_missing(module, name, _imports(sys._getframe(1)))
+            if submodule is None
+            else submodule
+        )
 
     return __getattr__
 
@@ -233,9 +237,8 @@ def _imports(frame: Any) -> bool:
     """Whether a frame's current instruction is the second half of `from module import name`."""
     code, position = frame.f_code.co_code, frame.f_lasti
     while position >= 0 and code[position] == opmap["EXTENDED_ARG"]:
-        position += (
-            2  # Python 3.10 reports the prefix of an instruction, later releases the instruction
-        )
+        # Python 3.10 reports the prefix of an instruction, later releases the instruction.
+        position += 2
     return position >= 0 and code[position] == opmap["IMPORT_FROM"]
 
 

@@ -24,9 +24,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def nearest(name: str, names: Collection[str]) -> str | None:
     """The most similar of several names, the only one that begins with this word, or None."""
-    found = difflib.get_close_matches(name, names, 1)
-    if found:
-        return found[0]
+    matches = difflib.get_close_matches(name, names, 1)
+    if matches:
+        return matches[0]
     longer = [known for known in names if known.startswith(f"{name}_")]
     return longer[0] if len(longer) == 1 else None
 
@@ -38,17 +38,20 @@ def suggestion(name: str, names: Collection[str]) -> str:
 
 
 def reject_keywords(
-    function: str, given: Collection[str], renamed: Mapping[str, str], names: Collection[str] = ()
+    function: str,
+    keywords: Collection[str],
+    renamed: Mapping[str, str],
+    names: Collection[str] = (),
 ) -> None:
     """Raise TypeError for unknown keywords.
 
     Args:
         function: Name of the called function.
-        given: The unknown keywords.
+        keywords: The unknown keywords.
         renamed: {former name: present name} of renamed keywords.
         names: Parameters of the function, of which the message suggests the most similar.
     """
-    for name in given:
+    for name in keywords:
         if name in renamed:
             remedy = f"use {renamed[name]}="
         elif (near := nearest(name, names)) is not None:

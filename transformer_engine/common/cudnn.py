@@ -1,4 +1,4 @@
-"""cuDNN versions: the minimum that the original's release 2.20 demands, and the numbers in a version."""
+"""cuDNN versions: the minimum of release 2.20 of NVIDIA's engine, and the numbers in a version."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def check_cudnn_version(version: int | None = None) -> None:
         version = None if torch is None else torch.backends.cudnn.version()
     if version is None:
         return
-    found = decode_cudnn_version(version)
-    if found < MIN_CUDNN_VERSION:
-        least, installed = (".".join(map(str, numbers)) for numbers in (MIN_CUDNN_VERSION, found))
+    decoded = decode_cudnn_version(version)
+    if decoded < MIN_CUDNN_VERSION:
+        least, installed = (".".join(map(str, numbers)) for numbers in (MIN_CUDNN_VERSION, decoded))
         raise RuntimeError(
             f"cuDNN is {installed}, the API of release 2.20 demands {least}; update cuDNN"
         )

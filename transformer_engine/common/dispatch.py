@@ -110,7 +110,13 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line in an explanation: a backend, the reason why it is not used, or None, and whether it is used."""
+    """One line in an explanation: a backend, the reason why it is not used, or None, and whether it is used.
+
+    Attributes:
+        backend: Name of the backend.
+        reason: Reason why the backend is not used, or None.
+        chosen: Whether the backend is used.
+    """
 
     backend: str
     reason: str | None
@@ -122,9 +128,8 @@ _observers: list[Callable[[str, Any], None]] = []
 _binders: list[Callable[[Any, Any], Callable[..., Any]]] = []
 # One entry for each active item in the lists above, so that a cached call checks one list.
 interventions: list[str] = []
-LATER = (
-    "an earlier backend takes the request"  # reason for the supported backends after the chosen one
-)
+# Reason for the supported backends after the chosen one.
+LATER = "an earlier backend takes the request"
 BOUND = "bound"  # the function that replaces all backends within `binding`, by name
 _REMEMBERED = 1 << 14  # entries per table cache
 

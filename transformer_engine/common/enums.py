@@ -1,4 +1,4 @@
-"""Enumerations from the original's headers, with their names and numbers: element types and attention settings."""
+"""Enumerations from NVIDIA's headers, with their names and numbers: element types and attention settings."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Variable:
     choices: tuple[str, ...] | None = None
 
     def parse(self, text: str) -> Value:
-        """Parse a text to its typed value; every whole number but 0 switches a flag on, as in the original.
+        """Parse a text to its typed value; every whole number but 0 switches a flag on, as in NVIDIA's engine.
 
         Raises:
             ValueError: The variable cannot have this value.

@@ -16,7 +16,14 @@ def chosen_name(verdicts: Iterable[Verdict]) -> str | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """A request to an operation, its call count, and the verdict on every backend, in order."""
+    """A request to an operation, its call count, and the verdict on every backend, in order.
+
+    Attributes:
+        operation: Name of the operation, such as "gemm".
+        request: Properties of the call that determine the backend.
+        count: Number of calls with this request.
+        verdicts: One verdict per backend, in order of preference.
+    """
 
     operation: str
     request: Any
@@ -46,7 +53,13 @@ class PassStepReport:
 
 @dataclass(frozen=True)
 class PassReport:
-    """The forward or backward pass of a layer: its steps and, for a forward pass, the buffers that it saves."""
+    """The forward or backward pass of a layer: its steps and, for a forward pass, the buffers that it saves.
+
+    Attributes:
+        name: Name of the pass.
+        steps: Steps in execution order.
+        saved: Names of the buffers that the forward pass saves for the backward pass.
+    """
 
     name: str
     steps: tuple[PassStepReport, ...]

@@ -11,6 +11,6 @@ from types import ModuleType
 def import_modules(package: str, path: Iterable[str], suffix: str = "") -> list[ModuleType]:
     """Import the modules in a package (its __name__ and __path__) whose names end in suffix, in alphabetical order."""
     names = sorted(
-        found.name for found in pkgutil.iter_modules(path) if found.name.endswith(suffix)
+        module.name for module in pkgutil.iter_modules(path) if module.name.endswith(suffix)
     )
     return [importlib.import_module(f"{package}.{name}") for name in names]

@@ -13,24 +13,37 @@ from . import optional
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is supported in the versions [least, below); None: no limit."""
+    """A distribution that is supported in the versions [least, below); None: no limit.
+
+    Attributes:
+        name: Name of the distribution.
+        least: First supported version.
+        below: First unsupported version after it, or None.
+    """
 
     name: str
     least: str
     below: str | None = None
 
-    def unsupported_reason(self, found: str) -> str | None:
+    def unsupported_reason(self, installed: str) -> str | None:
         """Reason why this version is unsupported, or None."""
-        release = Version(found)
+        release = Version(installed)
         if release >= Version(self.least) and (self.below is None or release < Version(self.below)):
             return None
         limit = "" if self.below is None else f",<{self.below}"
-        return f"{self.name} {found} is installed, {self.name}>={self.least}{limit} is needed"
+        return f"{self.name} {installed} is installed, {self.name}>={self.least}{limit} is needed"
 
 
 @dataclass(frozen=True)
 class Framework:
-    """Requirements for `transformer_engine.<module>`, and the extra that installs them."""
+    """Requirements for `transformer_engine.<module>`, and the extra that installs them.
+
+    Attributes:
+        module: "pytorch" or "jax".
+        extra: Extra that installs the requirements.
+        python: Lowest supported Python version.
+        packages: Required distributions.
+    """
 
     module: str
     extra: str

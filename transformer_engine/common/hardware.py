@@ -25,8 +25,8 @@ Capability = Literal[
     "bf16 products",
     "cublaslt",  # the library, which nvmath-python calls
     "fp8 products",  # E4M3 x E4M3 and E4M3 x E5M2
-    "fp8 products in all layouts",  # any contiguous axis, by cuBLASLt and the original's rule
-    "fp8 products in all layouts by xla",  # the original's rule for JAX
+    "fp8 products in all layouts",  # any contiguous axis, by cuBLASLt and NVIDIA's rule
+    "fp8 products in all layouts by xla",  # NVIDIA's rule for JAX
     "fp8 block products",  # by cuBLASLt: 1x128 and 128x128 blocks with float32 scales
     "mxfp8 products",
     "nvfp4 products",
@@ -65,7 +65,7 @@ Capability = Literal[
     "flash attention 4 of a cache",
     "flash attention 4 of wide heads",  # head sizes above 128 other than 192/128
     "flash attention 4 gradients of scores",  # gradients with a score function, such as a softcap
-    # Availability of the original's recipes.
+    # Availability of NVIDIA's recipes.
     "bf16 recipe",
     "fp8 recipe",
     "fp8_block_scaling recipe",
@@ -303,22 +303,22 @@ def hardware_named(vendor: str, architecture: str) -> Hardware:
 def _relative(vendor: str, architecture: str) -> Hardware:
     if vendor == "amd":
         newest = _AMD[-1].architecture if architecture.startswith("gfx95") else _AMD[0].architecture
-        near = hardware_named("amd", newest)
+        nearest = hardware_named("amd", newest)
     else:
         older = [row for row in _NVIDIA if _version(row.architecture) <= _version(architecture)]
         if not older:
             return Hardware("nvidia", architecture)
-        near = older[-1]
-    capabilities = set(near.capabilities)
+        nearest = older[-1]
+    capabilities = set(nearest.capabilities)
     if vendor == "nvidia" and _version(architecture)[0] > _version(_NVIDIA[-1].architecture)[0]:
-        # The original expects products in all layouts on every later generation.
+        # NVIDIA's engine expects products in all layouts on every later generation.
         capabilities |= {"fp8 products in all layouts"}
     return replace(
-        near,
+        nearest,
         architecture=architecture,
         gpus=(),
         capabilities=tuple(sorted(capabilities)),
-        likeness=near.architecture,
+        likeness=nearest.architecture,
         portable_ptx=_ANY_PTX,  # its first version is unknown
         remark=_NOT_RUN if vendor == "amd" else "",
     )
@@ -328,8 +328,8 @@ def hardware_of_gpu(name: str) -> Hardware | None:
     """Get the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
     words = name.lower().replace("-", " ").split()
     candidates = [(gpu.lower().split(), row) for row in ROWS for gpu in row.gpus]
-    found = [(len(gpu), row) for gpu, row in candidates if _contains(words, gpu)]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    matches = [(len(gpu), row) for gpu, row in candidates if _contains(words, gpu)]
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
 def find_rows(capability: Capability) -> tuple[Hardware, ...]:
@@ -368,8 +368,12 @@ def driver_version() -> str | None:
     if program is None:
         return None
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return (
+        completed.stdout.split()[0]
+        if completed.returncode == 0 and completed.stdout.split()
+        else None
+    )
 
 
 def _contains(words: list[str], part: list[str]) -> bool:

@@ -56,17 +56,17 @@ def to_int(name: str, value: Any, least: int | None = None) -> int:
         ValueError: The value is below `least`.
     """
     if type(value) is int:
-        found = value
+        integer = value
     else:
-        found = _whole(value)
-        if found is None:
+        integer = _to_whole_number(value)
+        if integer is None:
             limit = "" if least is None else f" of at least {least}"
             raise TypeError(f"{name}={described(value)} must be a whole number; give an int{limit}")
-    if least is not None and found < least:
+    if least is not None and integer < least:
         raise ValueError(
-            f"{name}={found} is below {least}; give a whole number of at least {least}"
+            f"{name}={integer} is below {least}; give a whole number of at least {least}"
         )
-    return found
+    return integer
 
 
 def to_ints(name: str, value: Any) -> Sequence[int]:
@@ -176,16 +176,16 @@ def parse_bool(name: str, value: Any) -> bool:
         return value
     if value is None:
         return False
-    found = _python_number(value)
-    if isinstance(found, bytes):
-        found = found.decode(errors="replace")
-    if isinstance(found, str):
-        if found.lower() in _TRUE:
+    boolean = _python_number(value)
+    if isinstance(boolean, bytes):
+        boolean = boolean.decode(errors="replace")
+    if isinstance(boolean, str):
+        if boolean.lower() in _TRUE:
             return True
-        if found.lower() in _FALSE:
+        if boolean.lower() in _FALSE:
             return False
-    elif isinstance(found, Real) and found in (0, 1):
-        return bool(found)
+    elif isinstance(boolean, Real) and boolean in (0, 1):
+        return bool(boolean)
     raise TypeError(f"{name}={described(value)} is neither True nor False; give a bool")
 
 
@@ -199,7 +199,7 @@ def _python_number(value: Any) -> Any:
     return item()
 
 
-def _whole(value: Any) -> Any:
+def _to_whole_number(value: Any) -> Any:
     """Convert the value to an `int` or symbol, or return None if it is not a whole number."""
     number = _python_number(value)
     if type(number).__name__ in _SYMBOLS:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# Elements per program in operations on tensor lists. A program numbers its random bits from its own multiple.
+CHUNK = 8192
+STATE_BLOCK = 128  # consecutive values of a block-scaled optimizer state that share an exponent
+
 
 class Labels(NamedTuple):
     """Cross-entropy labels; the same for all rows.
@@ -26,9 +30,13 @@ class Adam(NamedTuple):
 
     Attributes:
         decoupled: Subtract weight decay from the parameter (AdamW) instead of adding it to the gradient.
+        block_scaled: Both moments are FP8 codes with one exponent per `STATE_BLOCK` values.
+        stochastic: Round block-scaled moments, and bfloat16 parameters without masters, stochastically.
     """
 
     decoupled: bool = True
+    block_scaled: bool = False
+    stochastic: bool = False
 
 
 class Sgd(NamedTuple):

@@ -67,12 +67,12 @@ def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
         return (
             f"nvidia-cudnn-frontend {frontend} < 1.23; pip install 'nvidia-cudnn-frontend>=1.23,<2'"
         )
-    found = ".".join(map(str, cudnn))
+    installed = ".".join(map(str, cudnn))
     if cudnn < MINIMUM_CUDNN:
-        return f"cuDNN {found} < {'.'.join(map(str, MINIMUM_CUDNN))}"
+        return f"cuDNN {installed} < {'.'.join(map(str, MINIMUM_CUDNN))}"
     if (major, minor) in _FRONTENDS_FOR_920 and cudnn < (9, 20, 0):
         return (
-            f"nvidia-cudnn-frontend {frontend} needs cuDNN 9.20, found {found}; "
+            f"nvidia-cudnn-frontend {frontend} needs cuDNN 9.20, found {installed}; "
             "pip install 'nvidia-cudnn-frontend>=1.27,<2'"
         )
     return None
@@ -80,15 +80,15 @@ def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
 
 def triton_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
     """Reason why a Triton release does not compile for a GPU, or None; see `release` for (0, 0)."""
-    if not _precedes(release, hardware.triton):
+    if not _is_older(release, hardware.triton):
         return None
-    found = ".".join(map(str, release))
-    return f"Triton {found} does not compile for {hardware.title}; {_upgrade_of_triton(hardware.triton)}"
+    installed = ".".join(map(str, release))
+    return f"Triton {installed} does not compile for {hardware.title}; {_upgrade_of_triton(hardware.triton)}"
 
 
 def scaled_dot_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
     """Reason why tl.dot_scaled in a Triton release is not a GPU's native product, or None; as above."""
-    if not _precedes(release, hardware.scaled_dot):
+    if not _is_older(release, hardware.scaled_dot):
         return None
     condition = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
     return f"tl.dot_scaled multiplies in bfloat16 on {condition}; {_upgrade_of_triton(hardware.scaled_dot)}"
@@ -102,7 +102,7 @@ def gluon_problem(release: tuple[int, int]) -> str | None:
     return f"the Gluon of Triton {'.'.join(map(str, release))} is unknown; install one of Triton {known}"
 
 
-def _precedes(release: tuple[int, int], first: tuple[int, int]) -> bool:
+def _is_older(release: tuple[int, int], first: tuple[int, int]) -> bool:
     """Whether a release is older than the first that meets a requirement.
 
     A development build without metadata, (0, 0), counts as new enough.
@@ -139,17 +139,19 @@ def release_problem(distribution: str, first: tuple[int, int], end: tuple[int, i
         first: First supported release.
         end: First release after it that is not supported.
     """
-    found = release(distribution)
-    if found == (0, 0) or first <= found < end:
+    installed = release(distribution)
+    if installed == (0, 0) or first <= installed < end:
         return None
-    text, first_text, end_text = (".".join(map(str, each)) for each in (found, first, end))
-    limit = f"< {first_text}" if found < first else f">= {end_text}, which is not tested"
+    text, first_text, end_text = (
+        ".".join(map(str, version)) for version in (installed, first, end)
+    )
+    limit = f"< {first_text}" if installed < first else f">= {end_text}, which is not tested"
     return f"{distribution} {text} {limit}; pip install '{distribution}>={first_text},<{end_text}'"
 
 
 def install_command(extra: str) -> str:
     """Command that installs an extra from pyproject.toml.
 
-    It installs from a checkout: package indexes hold the original under this package's name.
+    It installs from a checkout: package indexes hold NVIDIA's engine under this package's name.
     """
     return f'pip install ".[{extra}]" in a checkout of this package'

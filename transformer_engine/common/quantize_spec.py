@@ -73,7 +73,7 @@ class QuantizeSpec:
         form = self.format
         if self.element.name not in form.elements:
             raise ValueError(
-                f"format {form.name} cannot hold element {self.element.name}; it takes {' or '.join(form.elements)}"
+                f"format {form.name} cannot hold element {self.element.name}; supported: {' or '.join(form.elements)}"
             )
         if self.tiled and form not in TILED_FORMATS:
             raise ValueError(

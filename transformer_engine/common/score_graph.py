@@ -1,6 +1,6 @@
 """ScoreGraph: pointwise cuDNN graph operations, computed at once by an array library.
 
-A score_mod of the original builds such a graph: score_mod(graph, score, tensors) -> score. Each operation takes its
+A score_mod of NVIDIA's engine builds such a graph: score_mod(graph, score, tensors) -> score. Each operation takes its
 operands by position or by the names in cuDNN's frontend (a, b; input0, input1, mask; input, comparison; loss, input),
 and returns an array. `name` and `compute_data_type` have no effect.
 """

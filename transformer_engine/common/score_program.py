@@ -59,17 +59,17 @@ class GraphCall(NamedTuple):
     def run(self, graph: Any, values: dict[int, Any]) -> None:
         """Call the method on a graph; store the result of an operation in values under its number."""
         target = graph if self.receiver is None else values[self.receiver]
-        arguments = [_given(argument, values) for argument in self.arguments]
-        named = {name: _given(argument, values) for name, argument in self.named}
-        found = getattr(target, self.method)(*arguments, **named)
+        arguments = [_argument_value(argument, values) for argument in self.arguments]
+        named = {name: _argument_value(argument, values) for name, argument in self.named}
+        result = getattr(target, self.method)(*arguments, **named)
         if self.receiver is None:
-            values[self.result] = found
+            values[self.result] = result
 
     def reads(self) -> set[int]:
         """Numbers of the values that the call reads."""
         arguments = (*self.arguments, *(argument for _, argument in self.named))
-        found = {argument.number for argument in arguments if isinstance(argument, Value)}
-        return found if self.receiver is None else found | {self.receiver}
+        numbers = {argument.number for argument in arguments if isinstance(argument, Value)}
+        return numbers if self.receiver is None else numbers | {self.receiver}
 
 
 class ScoreProgram(NamedTuple):
@@ -107,9 +107,9 @@ class ScoreProgram(NamedTuple):
         differentiate, modified = self.differentiate if with_gradient else (), {self.modified}
         live: list[GraphCall] = []
         if with_gradient and self.gradient is not None:
-            live, read = _live(differentiate, {self.gradient})
+            live, read = _live_steps(differentiate, {self.gradient})
             modified |= read
-        modify, _ = _live(self.modify, modified)
+        modify, _ = _live_steps(self.modify, modified)
         return ScoreProgram(
             tuple(modify), self.modified, tuple(live), self.gradient if with_gradient else None
         )
@@ -141,10 +141,8 @@ class ScoreProgram(NamedTuple):
         for step in self.modify:
             if step.receiver is not None or step.method == "gen_index":
                 continue
-            ordered = (
-                *step.arguments,
-                *(argument for _, argument in sorted(step.named)),
-            )  # keywords a, b
+            # Keyword arguments a and b follow the positional ones.
+            ordered = (*step.arguments, *(argument for _, argument in sorted(step.named)))
             numbers = [argument.number for argument in ordered if isinstance(argument, Value)]
             reads = [number in dependent for number in numbers]
             if any(reads):
@@ -174,7 +172,7 @@ class RecordedScoreMod(NamedTuple):
         return (*self.tensors.values(), *self.bprop_tensors.values())
 
 
-def _given(argument: Any, values: dict[int, Any]) -> Any:
+def _argument_value(argument: Any, values: dict[int, Any]) -> Any:
     if isinstance(argument, Value):
         return values[argument.number]
     return list(argument) if type(argument) is tuple else argument
@@ -198,7 +196,9 @@ def run_calls(
     return values[result]
 
 
-def _live(steps: tuple[GraphCall, ...], outputs: set[int]) -> tuple[list[GraphCall], set[int]]:
+def _live_steps(
+    steps: tuple[GraphCall, ...], outputs: set[int]
+) -> tuple[list[GraphCall], set[int]]:
     """Find the steps that the wanted values depend on, and the numbers of the wanted values and all values read."""
     read, live = set(outputs), []
     for step in reversed(steps):

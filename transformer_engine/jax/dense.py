@@ -113,7 +113,7 @@ def check_contraction(
         raise ValueError(
             f"contracting_dims={dims}; give as many axes of x as of kernel, at least one"
         )
-    found = []
+    canonical = []
     for name, array, axes in (("x", x, dims[0]), ("kernel", kernel, dims[1])):
         invalid = [axis for axis in axes if not -array.ndim <= axis < array.ndim]
         if invalid:
@@ -121,21 +121,21 @@ def check_contraction(
                 f"contracting_dims={dims}: {name} has {array.ndim} axes, there is no axis {invalid[0]}; name axes "
                 "that it has"
             )
-        found.append(tuple(axis % array.ndim for axis in axes))
-        if len(set(found[-1])) < len(axes):
+        canonical.append(tuple(axis % array.ndim for axis in axes))
+        if len(set(canonical[-1])) < len(axes):
             raise ValueError(
                 f"contracting_dims={dims} name an axis of {name} twice; name each once"
             )
     extents = [
         tuple(array.shape[axis] for axis in axes)
-        for array, axes in zip((x, kernel), found, strict=True)
+        for array, axes in zip((x, kernel), canonical, strict=True)
     ]
     if extents[0] != extents[1]:
         raise ValueError(
             f"contracting_dims={dims} contract {extents[0]} of x {x.shape} with {extents[1]} of kernel "
             f"{kernel.shape}; both extents must be equal"
         )
-    return found[0], found[1]
+    return canonical[0], canonical[1]
 
 
 def multiply_source(
@@ -189,6 +189,7 @@ def _product_fwd(
     kernel: Array,
     quantizers: QuantizerSet,
 ) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
+    """Forward pass of `_product`: quantize both operands, multiply, and return the residuals."""
     dtype, of, passed = inputs[0].dtype, (inputs, kernel), source.passed(inputs)
     # Empty arrays carry the gradients' shapes and dtypes.
     likes = jax.tree.map(like, of)
@@ -219,6 +220,7 @@ def _product_fwd(
 def _product_bwd(
     source: OperandSource, contracted: int, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
+    """Backward pass of `_product`: gradients of the inputs and the kernel, and the next quantizer states."""
     saved, (x_like, inputs, kernel_like), quantizers, amaxes, source_saved = residuals
     x_columns, kernel_rows = bits_to_codes(saved)
     batch, of = x_like.ndim - 1 - contracted, (cotangents, inputs, kernel_like)

@@ -22,7 +22,7 @@ from .functions.ep_exchange import (
     planned,
     returned,
 )
-from .permutation import aligned
+from .permutation import align_counts
 from .runtime.checks import check_dtype, check_instance, check_integers, check_sizes, check_values
 from .sharding import (
     get_mesh_axis_size,
@@ -301,7 +301,7 @@ def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
 
 def _count_rows(counts: Array, align_size: int, capacity: int) -> Array:
     """Per-expert rows within a buffer, including alignment, int32 [local experts]."""
-    ends = jnp.minimum(jnp.cumsum(aligned(counts, align_size)), capacity)
+    ends = jnp.minimum(jnp.cumsum(align_counts(counts, align_size)), capacity)
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 
 

@@ -21,8 +21,13 @@ from ..common.formats import ceil_div, round_up
 from .activation import check_activation
 from .ep import bootstrap_capacity, check_sizes_of_bootstrap
 from .functions.ep_exchange import EpConfig, dispatch_tokens, returned
-from .functions.moe_experts import ALIGN_SIZE, Experts, Routing
-from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
+from .functions.moe_experts import ALIGN_SIZE, ExpertMlp, Routing
+from .permutation import (
+    align_counts,
+    routing_map_to_selected_experts,
+    token_combine,
+    token_dispatch,
+)
 from .quantize.grouped import GroupedQuantizer
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantize.settings import random_key
@@ -46,7 +51,7 @@ from .sharding import (
 __all__ = ["get_moe_recv_capacity_per_rank", "moe"]
 
 Axes = tuple[str | None, ...]
-_ALIGN_SIZE = ALIGN_SIZE  # which code for the original reads here
+_ALIGN_SIZE = ALIGN_SIZE  # which code for NVIDIA's engine reads here
 
 
 def _with_halves(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +221,7 @@ def moe(
         gate_kernel = with_sharding_constraint_by_logical_axes(
             gate_kernel, gate_kernel_axes or None
         )
-        experts = Experts(activation_type, apply_topk_weights_early, sets)
+        experts = ExpertMlp(activation_type, apply_topk_weights_early, sets)
         if ep_axis is None or devices == 1:
             return _run_on_one_device(
                 x, gate_kernel, bias, _constrain_kernels(params, kernel_axes), routing, experts
@@ -374,19 +379,23 @@ def _run_on_one_device(
     expert_bias: Array | None,
     params: Any,
     routing: Routing,
-    experts: Experts,
+    experts: ExpertMlp,
 ) -> tuple[Array, Array | None, Array]:
     """Choose experts for all tokens, and compute the experts without a token exchange."""
     tokens = x.reshape(-1, x.shape[-1])
-    logits, weights, chosen = _route_tokens(tokens, gate_kernel, expert_bias, routing)
+    logits, weights, routing_map = _route_tokens(tokens, gate_kernel, expert_bias, routing)
     slots = tokens.shape[0] * routing.topk
     rows, row_weights, row_id_map, pads, _ = token_dispatch(
-        tokens, chosen, slots, weights, ALIGN_SIZE
+        tokens, routing_map, slots, weights, ALIGN_SIZE
     )
     assert row_weights is not None
-    outputs = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
+    outputs = experts(params, rows, row_weights, routing_map.sum(axis=0, dtype=jnp.int32))
     y = token_combine(outputs, row_id_map, None if experts.weights_early else weights, pads)
-    return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
+    return (
+        y.reshape(x.shape),
+        routing.aux_loss(logits, routing_map, ()),
+        jnp.asarray(slots, jnp.int32),
+    )
 
 
 def _route_tokens(
@@ -405,7 +414,7 @@ def _run_on_several_devices(
     expert_bias: Array | None,
     params: Any,
     routing: Routing,
-    experts: Experts,
+    experts: ExpertMlp,
     cfg: EpConfig,
     data_axes: tuple[str, ...],
     recv_capacity: int | None,
@@ -436,26 +445,34 @@ def _run_on_several_devices(
         local_experts = replace(
             experts,
             quantizer_sets=tuple(_local_quantizers(s, cfg.local_experts, data_axes) for s in sets),
-            over=data_axes,
+            mesh_axes=data_axes,
         )
         tokens = x.reshape(-1, x.shape[-1])
-        logits, weights, chosen = _route_tokens(tokens, gate_kernel, bias, routing)
-        picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
+        logits, weights, routing_map = _route_tokens(tokens, gate_kernel, bias, routing)
+        selected_experts, selected_weights = routing_map_to_selected_experts(
+            weights, routing_map, routing.topk
+        )
         capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
         check_sizes_of_bootstrap(tokens.shape[0], recv_capacity or capacity, tokens.shape[1])
         rows, row_weights, handle, counts, total = dispatch_tokens(
-            cfg, picked, tokens, of_picked, recv_capacity or capacity, ALIGN_SIZE, recv_capacity
+            cfg,
+            selected_experts,
+            tokens,
+            selected_weights,
+            recv_capacity or capacity,
+            ALIGN_SIZE,
+            recv_capacity,
         )
         if recv_capacity is not None:
-            ends = jnp.minimum(jnp.cumsum(aligned(counts, ALIGN_SIZE)), recv_capacity)
+            ends = jnp.minimum(jnp.cumsum(align_counts(counts, ALIGN_SIZE)), recv_capacity)
             counts = jnp.minimum(counts, jnp.diff(ends, prepend=0)).astype(counts.dtype)
         result = returned(cfg, handle, local_experts(params, rows, row_weights, counts)).astype(
             jnp.float32
         )
         if not experts.weights_early:
-            result = result * of_picked[..., None].astype(jnp.float32)
+            result = result * selected_weights[..., None].astype(jnp.float32)
         y = result.sum(axis=1).astype(x.dtype)
-        return y.reshape(x.shape), routing.aux_loss(logits, chosen, batch), total[None]
+        return y.reshape(x.shape), routing.aux_loss(logits, routing_map, batch), total[None]
 
     whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
     # States are sharded by expert; random keys are replicated.

@@ -57,8 +57,9 @@ def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]
 def value_and_grad(
     loss: Callable[..., Any], model: Any, *args: Any, has_aux: bool = False, **kwargs: Any
 ) -> tuple[Any, nnx.State]:
-    """Compute (loss(model, *args, **kwargs), gradients for its nnx.Params) and advance the model's quantizers by a
-    step.
+    """Compute the loss and its gradients for nnx.Params, and advance the model's quantizers by one step.
+
+    The result is (loss(model, *args, **kwargs), gradients).
 
     The gradient of a state is its next state, which is written into the model. If the loss calls the model several
     times, the larger maximum counts; calls inside jit, scan or vmap within the loss must be single.

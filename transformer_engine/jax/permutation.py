@@ -1,4 +1,4 @@
-"""Token permutation to expert order, and its inverse."""
+"""Permutation of tokens to expert order, and its inverse, for mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def token_dispatch(
     probs: Array | None = None,
     align_size: int | None = None,
 ) -> tuple[Array, Array | None, Array, Array | None, Array]:
-    """Sort tokens by expert, differentiable in inp and probs.
+    """Sort tokens by expert; differentiable in inp and probs.
 
     Args:
         inp: Tokens [T, H].
@@ -61,15 +61,17 @@ def token_dispatch(
         align_size: Pad every expert's rows with zeros to a multiple of this size.
 
     Returns:
-        Rows sorted by expert, their weights [rows], row_id_map, pad_offsets and tokens_per_expert. row_id_map is int32
-        [T, 2 E + 1]: for the n experts of a token its rows without padding, from E on the experts, -1 after both, and
-        last n. pad_offsets is int32 [E], an expert's row shift due to padding; None without padding. tokens_per_expert
-        is int32 [E] and includes padding.
+        Rows sorted by expert, their weights [rows], row_id_map, pad_offsets and tokens_per_expert.
+
+        row_id_map is int32 [T, 2 E + 1]. For a token with n experts, columns 0 to n - 1 hold its rows before padding,
+        columns E to E + n - 1 the experts, and the last column n; the remaining columns are -1. pad_offsets is int32
+        [E], an expert's row shift due to padding, or None without padding. tokens_per_expert is int32 [E] and includes
+        padding.
     """
     check_values("inp", inp)
     check_array("routing_map", routing_map)
-    rows_given: Any = num_out_tokens
-    if not is_symbolic(rows_given):
+    row_count: Any = num_out_tokens
+    if not is_symbolic(row_count):
         whole("num_out_tokens", num_out_tokens)
     if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(
@@ -82,18 +84,20 @@ def token_dispatch(
     if probs is not None:
         check_shaped("probs", probs, routing_map.shape)
     inp, probs = jnp.asarray(inp), None if probs is None else jnp.asarray(probs)
-    chosen = jnp.asarray(routing_map).astype(bool)
-    tokens, experts = chosen.shape
-    counts = chosen.sum(axis=0, dtype=jnp.int32)
+    is_routed = jnp.asarray(routing_map).astype(bool)
+    tokens, experts = is_routed.shape
+    counts = is_routed.sum(axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
-    rows = jnp.where(chosen, starts[None] + jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - 1, -1)
+    rows = jnp.where(
+        is_routed, starts[None] + jnp.cumsum(is_routed, axis=0, dtype=jnp.int32) - 1, -1
+    )
     rows = jnp.where(rows < num_out_tokens, rows, -1)
     row_id_map = _row_id_map(rows)
     pad_offsets, size = None, num_out_tokens
     if align_size is not None:
         whole("align_size", align_size)
         size = sufficient_rows(num_out_tokens, experts, align_size)
-        padded = aligned(counts, align_size)
+        padded = align_counts(counts, align_size)
         pad_offsets = jnp.cumsum(padded) - padded - starts
         rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets[None]), padded
     # The pair (t, e) for every result row, T * E for padding.
@@ -105,13 +109,13 @@ def token_dispatch(
     return out, weights, row_id_map, pad_offsets, counts
 
 
-def aligned(counts: Array, align_size: int) -> Array:
-    """Pad these token counts per group to multiples of align_size."""
+def align_counts(counts: Array, align_size: int) -> Array:
+    """Round token counts per group up to multiples of align_size."""
     return -(-counts // align_size) * align_size
 
 
 def sufficient_rows(tokens: int, groups: int, align_size: int) -> int:
-    """Row count that suffices for all group sizes with this total, each aligned to a multiple of align_size."""
+    """Upper bound of the padded row count of `tokens` tokens in `groups` groups, for any group sizes."""
     return (tokens + groups * (align_size - 1)) // align_size * align_size
 
 
@@ -122,7 +126,7 @@ def token_combine(
     merging_probs: Array | None = None,
     pad_offsets: Array | None = None,
 ) -> Array:
-    """Compute out [T, H]: a token's rows in inp [rows, H], multiplied by merging_probs [T, E] if passed, and summed.
+    """Sum each token's expert rows, weighted by merging_probs if passed: out [T, H] from inp [rows, H].
 
     Args:
         inp: Rows of all experts [rows, H].
@@ -146,37 +150,40 @@ def token_combine(
         check(name, array)
         if array.shape != expected:
             raise ValueError(f"{name} has shape {array.shape}; this row_id_map needs {expected}")
-    rows, of = row_id_map[:, :experts], row_id_map[:, experts : 2 * experts]
+    rows = row_id_map[:, :experts]
+    expert_ids = row_id_map[:, experts : 2 * experts]
     inp, absent = jnp.asarray(inp), rows < 0
     if pad_offsets is not None:
-        rows = rows + pad_offsets[jnp.maximum(of, 0)]
+        rows = rows + pad_offsets[jnp.maximum(expert_ids, 0)]
     places = jnp.where(absent, inp.shape[0], rows)
-    found = jnp.asarray(inp).at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
+    expert_rows = jnp.asarray(inp).at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
     if merging_probs is not None:
-        weights = jnp.take_along_axis(merging_probs.astype(jnp.float32), jnp.maximum(of, 0), axis=1)
-        found = found * jnp.where(absent, 0.0, weights)[..., None]
-    return found.sum(axis=1).astype(inp.dtype)
+        weights = jnp.take_along_axis(
+            merging_probs.astype(jnp.float32), jnp.maximum(expert_ids, 0), axis=1
+        )
+        expert_rows = expert_rows * jnp.where(absent, 0.0, weights)[..., None]
+    return expert_rows.sum(axis=1).astype(inp.dtype)
 
 
 def _row_id_map(rows: Array) -> Array:
     """Compute the row_id_map for `token_dispatch`; rows [T, E], -1 for a pair without a row."""
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     sorted_rows = jnp.take_along_axis(rows, order, axis=1)
-    of = jnp.where(sorted_rows < 0, -1, order)
+    expert_ids = jnp.where(sorted_rows < 0, -1, order)
     count = (rows >= 0).sum(axis=1, keepdims=True)
-    return jnp.concatenate((sorted_rows, of, count), axis=1).astype(jnp.int32)
+    return jnp.concatenate((sorted_rows, expert_ids, count), axis=1).astype(jnp.int32)
 
 
 @replicating_results
 def sort_chunks_by_index(
     inp: Array, split_sizes: Array, sorted_indices: Array
 ) -> tuple[Array, Array]:
-    """Reorder chunks in inp [rows, H] by sorted_indices; also return row_id_map [rows], the new index for every row.
+    """Reorder the chunks of inp [rows, H] by sorted_indices; also return row_id_map [rows], each row's new index.
 
     Args:
         inp: Rows of all chunks [rows, H].
-        split_sizes: Rows per chunk in their present order; rows after their sum are not moved.
-        sorted_indices: Chunks in their new order.
+        split_sizes: Rows per chunk, in the order of inp; rows after the last chunk are not moved.
+        sorted_indices: Indices of the chunks in their new order.
     """
     check_values("inp", inp)
     if inp.ndim != 2:
@@ -197,15 +204,19 @@ def sort_chunks_by_index(
         )
     inp, split_sizes, sorted_indices = (jnp.asarray(x) for x in (inp, split_sizes, sorted_indices))
     starts = jnp.cumsum(split_sizes) - split_sizes
-    moved = split_sizes[sorted_indices]
-    moved_starts = jnp.zeros_like(starts).at[sorted_indices].set(jnp.cumsum(moved) - moved)
+    sorted_sizes = split_sizes[sorted_indices]
+    moved_starts = (
+        jnp.zeros_like(starts).at[sorted_indices].set(jnp.cumsum(sorted_sizes) - sorted_sizes)
+    )
     row = jnp.arange(inp.shape[0], dtype=jnp.int32)
     chunk = jnp.searchsorted(jnp.cumsum(split_sizes), row, side="right")
-    inside = jnp.minimum(chunk, starts.shape[0] - 1)
-    goes_to = jnp.where(chunk < starts.shape[0], row - starts[inside] + moved_starts[inside], row)
-    goes_to = goes_to.astype(jnp.int32)
-    source = jnp.zeros_like(row).at[goes_to].set(row)
-    return inp[source], goes_to
+    clamped = jnp.minimum(chunk, starts.shape[0] - 1)
+    new_index = jnp.where(
+        chunk < starts.shape[0], row - starts[clamped] + moved_starts[clamped], row
+    )
+    new_index = new_index.astype(jnp.int32)
+    source = jnp.zeros_like(row).at[new_index].set(row)
+    return inp[source], new_index
 
 
 class PureJaxPermState(NamedTuple):
@@ -362,11 +373,11 @@ def local_permute_after_a2a(
     counts = rows_by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]
     local = counts.shape[1]
     order = jnp.arange(shards * local, dtype=jnp.int32).reshape(shards, local).T.ravel()
-    rows, goes_to = sort_chunks_by_index(x_recv, counts.ravel(), order)
-    return rows, counts.sum(axis=0), goes_to
+    rows, new_index = sort_chunks_by_index(x_recv, counts.ravel(), order)
+    return rows, counts.sum(axis=0), new_index
 
 
-@accepts_former_keywords(goes_to="state")
+@accepts_former_keywords(new_index="state")
 def local_unpermute_before_a2a(expert_outputs: Array, state: Array) -> Array:
     """Restore the reception order that `local_permute_after_a2a` changed.
 

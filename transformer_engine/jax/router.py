@@ -77,8 +77,8 @@ def fused_topk_with_score_function(
     wide = logits.astype(jnp.float32)
     if compute_aux_scores:
         scores = _normalize_logits(wide, function)
-        chosen = _choice_mask(scores, topk)
-        return scores.astype(logits.dtype), _store_choice(chosen, form)
+        routing_map = _choice_mask(scores, topk)
+        return scores.astype(logits.dtype), _store_choice(routing_map, form)
     if softmax:
         scores = jax.nn.softmax(wide) if use_pre_softmax else wide
     else:
@@ -93,14 +93,14 @@ def fused_topk_with_score_function(
             _choice_mask(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1
         )
         judged = jnp.where(selected, judged, -jnp.inf)
-    chosen = _choice_mask(judged, topk)
+    routing_map = _choice_mask(judged, topk)
     if softmax and not use_pre_softmax:
-        weights = jax.nn.softmax(jnp.where(chosen, scores, -jnp.inf))
+        weights = jax.nn.softmax(jnp.where(routing_map, scores, -jnp.inf))
     else:
-        weights = jnp.where(chosen, scores, 0.0)
+        weights = jnp.where(routing_map, scores, 0.0)
     if not softmax and topk > 1:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
-    return (weights * scaling_factor).astype(logits.dtype), _store_choice(chosen, form)
+    return (weights * scaling_factor).astype(logits.dtype), _store_choice(routing_map, form)
 
 
 def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff: float) -> Array:
@@ -133,11 +133,11 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
     return (share.sum() * (experts * coeff / (topk * tokens * tokens))).astype(probs.dtype)
 
 
-def _store_choice(chosen: Array, form: RoutingMapFormat) -> Array:
+def _store_choice(routing_map: Array, form: RoutingMapFormat) -> Array:
     return (
-        jnp.packbits(chosen, axis=-1, bitorder="little")
+        jnp.packbits(routing_map, axis=-1, bitorder="little")
         if form is RoutingMapFormat.BITMAP_U8
-        else chosen
+        else routing_map
     )
 
 
@@ -187,6 +187,7 @@ def _check(
     softmax: bool,
     expert_bias: Array | None,
 ) -> None:
+    """Raise TypeError or ValueError for router arguments that do not fit each other."""
     check_values("logits", logits)
     number("scaling_factor", scaling_factor)
     whole("topk", topk)

@@ -1,14 +1,16 @@
 """Self-test of JAX on this machine: backends of casts, products, fused producers and attention against references.
 
-    python -m transformer_engine.jax.self_test SECONDS [LARGE SMALL TOKENS] [--wait]
+    python -m transformer_engine.jax.self_test SECONDS [LARGE SMALL TOKENS] [--wait] [--part PART/PARTS]
 
-With --wait the programs run once a line of the standard input gives the `time.time()` of their end. Prints a JSON
-object with "machine" and "results" (`common.self_test`). The command line starts this module in a separate process,
-because JAX otherwise allocates most of the memory of a GPU that PyTorch uses too.
+With --wait the programs run once a line of the standard input gives the `time.time()` of their end; with --part only
+every PARTS-th path runs. Prints a JSON object with "machine" and "results" (`common.self_test`). The command line
+starts this module in separate processes, because JAX otherwise allocates most of the memory of a GPU that PyTorch uses
+too, and because one process traces its programs one after another.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -56,10 +58,11 @@ from .primitives.gemm import gemm
 from .primitives.grouped_gemm import grouped_gemm
 from .primitives.norm_codes import norm_codes
 from .primitives.operand import Operand
-from .primitives.quantize import Cast, Quantized, decoded, quantize
+from .primitives.quantize import OutputCast, Quantized, decoded, quantize
 from .runtime.platform import has_gpu
 
 Draw = Callable[..., Array]  # `draw_values`
+Wanted = Callable[[str], bool]  # whether a path runs in this process
 # Rounding a bfloat16 result twice, and Hopper's 14-bit sums; relative error in the Frobenius norm.
 PRODUCT_BOUND = 4e-3
 # P is rounded to bfloat16 before the second product, dP and dS in the backward pass too.
@@ -123,11 +126,18 @@ class JaxCase:
     baseline: Callable[..., Any] | None = None
 
 
-def cases(sizes: SelfTestSizes) -> Iterator[JaxCase]:
-    """Yield the cases; inputs are allocated when a case is taken."""
-    draw = cache(draw_values)
-    for part in (_casts, _products, _attention, _fused, _grouped):
-        yield from part(draw, sizes)
+def cases(sizes: SelfTestSizes, part: int = 0, parts: int = 1) -> Iterator[JaxCase]:
+    """Yield the cases of every parts-th path, from the one with the index `part` on.
+
+    Inputs are allocated when a case is taken.
+    """
+    draw, numbers = cache(draw_values), dict[str, int]()
+
+    def wanted(path: str) -> bool:
+        return numbers.setdefault(path, len(numbers)) % parts == part
+
+    for generate in (_casts, _products, _attention, _fused, _grouped):
+        yield from generate(draw, sizes, wanted)
 
 
 def draw_values(*shape: int, seed: int = 0, spread: bool = True) -> Array:
@@ -142,12 +152,14 @@ def draw_values(*shape: int, seed: int = 0, spread: bool = True) -> Array:
     return jnp.asarray(values, jnp.bfloat16)
 
 
-def _casts(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
+def _casts(draw: Draw, sizes: SelfTestSizes, wanted: Wanted) -> Iterator[JaxCase]:
     # The second extent is not a multiple of the tiles, for which other kernels are compiled.
     for extent, suffix in ((sizes.large, ""), (sizes.large // 4 - 16, " of uneven sizes")):
         x = draw(extent, extent)
         for name, spec in SPECS.items():
             path, shape = f"jax {name} casts{suffix}", f"{extent} x {extent}"
+            if not wanted(path):
+                continue
             random = ()
             if spec.stochastic:
                 keys = jax.random.split(jax.random.key(1))
@@ -216,10 +228,12 @@ def _exact_product(a: Operand, b: Operand, *_: Array) -> Array:
     return jnp.einsum("mk,nk->mn", _values(a), _values(b), precision=lax.Precision.HIGHEST)
 
 
-def _products(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
+def _products(draw: Draw, sizes: SelfTestSizes, wanted: Wanted) -> Iterator[JaxCase]:
     n = k = sizes.large
     w = draw(n, k, seed=1)
     for path, (left, right) in PRODUCTS.items():
+        if not wanted(f"jax {path}"):
+            continue
         for rows in (sizes.large, sizes.small):
             x = draw(rows, k)
             yield JaxCase(
@@ -253,7 +267,9 @@ def _attend(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
     return (out, *pullback(q.reshape(out.shape)))
 
 
-def _attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
+def _attention(draw: Draw, sizes: SelfTestSizes, wanted: Wanted) -> Iterator[JaxCase]:
+    if not wanted("jax attention"):
+        return
     for heads, groups, depth in ((16, 16, 128), (16, 4, 64)):
         q = draw(2, sizes.tokens, heads, depth, spread=False)
         k, v = (draw(2, sizes.tokens, groups, depth, seed=seed, spread=False) for seed in (1, 2))
@@ -261,19 +277,21 @@ def _attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
         yield JaxCase("jax attention", name, "jax_attention", _attend, (q, k, v), ATTENTION_BOUND)
 
 
-def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
+def _fused(draw: Draw, sizes: SelfTestSizes, wanted: Wanted) -> Iterator[JaxCase]:
     """Yield producers that return codes; expected are the codes of two steps."""
     x, weight = draw(sizes.large, sizes.large), draw(sizes.large, seed=4)
     for name, spec in {
         "fp8": SPECS["fp8"],
         "fp8 block 1x128": QuantizeSpec(BLOCK_1D, E4M3),
     }.items():
-        cast, path = Cast(spec), f"jax {name} codes of fused producers"
+        cast, path = OutputCast(spec), f"jax {name} codes of fused producers"
+        if not wanted(path):
+            continue
 
-        def norm(x: Array, weight: Array, cast: Cast = cast) -> Any:
+        def norm(x: Array, weight: Array, cast: OutputCast = cast) -> Any:
             return norm_codes(x, weight, None, cast, False, False, 1e-5)[0]
 
-        def activation(x: Array, _: Array, cast: Cast = cast) -> Any:
+        def activation(x: Array, _: Array, cast: OutputCast = cast) -> Any:
             pairs = x.reshape(x.shape[0], 2, -1)
             return activation_codes(pairs, cast, ("silu", "linear"), ActivationParams())
 
@@ -281,7 +299,7 @@ def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
         yield JaxCase(path, "swiglu", "jax_activation_codes", activation, (x, weight))
 
 
-def _grouped(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
+def _grouped(draw: Draw, sizes: SelfTestSizes, wanted: Wanted) -> Iterator[JaxCase]:
     size = sizes.large // 4
     splits = jnp.asarray([size // 2, 0, size, size // 2], jnp.int32)
     x = draw(2 * size, size)
@@ -294,9 +312,12 @@ def _grouped(draw: Draw, sizes: SelfTestSizes) -> Iterator[JaxCase]:
 
     codes = tuple(lax.reduce_precision(each, 4, 3).astype(jnp.float8_e4m3fn) for each in (x, w))
     scales = jnp.ones(4, jnp.float32), jnp.full(4, 0.5, jnp.float32)
-    for path, arguments in {"bf16": (x, w, splits), "fp8": (*codes, splits, *scales)}.items():
+    for kind, arguments in {"bf16": (x, w, splits), "fp8": (*codes, splits, *scales)}.items():
+        path = f"jax grouped {kind} products"
+        if not wanted(path):
+            continue
         yield JaxCase(
-            f"jax grouped {path} products",
+            path,
             name,
             "jax_grouped_gemm",
             product,
@@ -496,6 +517,7 @@ def self_test(
     seconds: float,
     progress: Callable[[str], None],
     wait: Callable[[], float] | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> list[SelfTestResult]:
     """Compare every backend that supports the cases on this machine with a reference.
 
@@ -504,14 +526,16 @@ def self_test(
         seconds: Time after which the remaining cases are reported as not run.
         progress: Called with a line per path, before and after its cases.
         wait: Called between the compilation and the first run; returns the seconds for the runs.
+        part: Index and number of the parts into which the paths are divided.
     """
     if sizes is None:
         sizes = SelfTestSizes() if has_gpu() else SAMPLE
     start, results = time.perf_counter(), []
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+    cores = max((os.cpu_count() or 1) // part[1], 1)
+    with ThreadPoolExecutor(min(THREADS, cores)) as threads:
         progress("compiling programs of JAX")
         pending: list[CasePrograms] = []
-        for case in cases(sizes):
+        for case in cases(sizes, *part):
             if time.perf_counter() - start > COMPILE_SHARE * seconds:
                 pending.append(CasePrograms(case, [_not_run(case)]))
             else:
@@ -535,15 +559,21 @@ def _not_run(case: JaxCase) -> SelfTestResult:
     return SelfTestResult(case.path, case.name, "all", "not run")
 
 
-def main(seconds: str, *extents: str) -> None:
-    """Print the results as JSON; extents: `SelfTestSizes`, or none, and perhaps "--wait"."""
-    waits = "--wait" in extents
-    numbers = [int(extent) for extent in extents if extent != "--wait"]
+def main() -> None:
+    """Print the results as JSON; the head of this file describes the command."""
+    parser = argparse.ArgumentParser(prog="python -m transformer_engine.jax.self_test")
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("extents", type=int, nargs="*", help="`SelfTestSizes`, or none")
+    parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--part", default="0/1", help="index and number of the parts")
+    options = parser.parse_args()
+    index, parts = map(int, options.part.split("/"))
     results = self_test(
-        SelfTestSizes(*numbers) if numbers else None,
-        float(seconds),
+        SelfTestSizes(*options.extents) if options.extents else None,
+        options.seconds,
         lambda line: print(line, file=sys.stderr, flush=True),
-        (lambda: float(sys.stdin.readline() or 0.0) - time.time()) if waits else None,
+        (lambda: float(sys.stdin.readline() or 0.0) - time.time()) if options.wait else None,
+        (index, parts),
     )
     print(
         json.dumps({"machine": machine_facts(), "results": [asdict(result) for result in results]})
@@ -551,4 +581,4 @@ def main(seconds: str, *extents: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

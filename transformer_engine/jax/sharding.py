@@ -2,7 +2,7 @@
 
 These functions move no data: a constraint is a hint to XLA's partitioner, and has no effect without a mesh.
 
-Longer than 400 lines because it is one public module in the original.
+Longer than 400 lines because it is one public module in NVIDIA's engine.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
         ValueError: The mesh does not have the axis.
     """
     check_axis("axis", axis, mesh)
-    found = _mesh() if mesh is None else mesh
-    return 1 if found is None or axis is None else found.shape[axis]
+    current = _mesh() if mesh is None else mesh
+    return 1 if current is None or axis is None else current.shape[axis]
 
 
 def check_axis(name: str, axis: str | None, mesh: Mesh | None = None) -> None:
@@ -211,11 +211,11 @@ def check_axis(name: str, axis: str | None, mesh: Mesh | None = None) -> None:
         axis: Mesh axis name, or None.
         mesh: Device mesh; None is the mesh in use.
     """
-    found = _mesh() if mesh is None else mesh
-    if found is not None and axis is not None and axis not in found.axis_names:
+    current = _mesh() if mesh is None else mesh
+    if current is not None and axis is not None and axis not in current.axis_names:
         raise ValueError(
             f"{name}={axis!r} is not an axis of the mesh{' in use' if mesh is None else ''}, which has "
-            f"{tuple(found.axis_names)}; give one of them, or None"
+            f"{tuple(current.axis_names)}; give one of them, or None"
         )
 
 
@@ -248,8 +248,8 @@ def get_num_devices_in_mesh(mesh: Mesh | None = None) -> int:
     Args:
         mesh: Device mesh; None is the mesh in use.
     """
-    found = _mesh() if mesh is None else mesh
-    return 1 if found is None else found.size
+    current = _mesh() if mesh is None else mesh
+    return 1 if current is None else current.size
 
 
 def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:

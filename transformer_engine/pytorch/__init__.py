@@ -113,7 +113,7 @@ from .tensor.module_parameters import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 from .utils import deinterleave_glu_tensor, interleave_glu_tensor
 
-# The original has a module for this one function, and a package attribute with the same name that is the function.
+# NVIDIA's engine has a module for this one function, and a package attribute with the same name that is the function.
 sys.modules[f"{__name__}.torch_version"] = jit
 torch_version = jit.torch_version
 

@@ -1,6 +1,6 @@
 """The policy for extra state in checkpoints: which recipes have state, and which bytes a module reads.
 
-The original unpickles extra state only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1. Here it is read
+NVIDIA's engine unpickles extra state only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1. Here it is read
 through an allow-list and no checkpoint code runs, so that no permission is needed. Missing or older
 entries: `module/loading.py`.
 """

@@ -1,4 +1,4 @@
-"""Names and numbers that callers of the original import by path."""
+"""Names and numbers that callers of NVIDIA's engine import by path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..common.numbers import with_article
 
 
 class DType(enum.IntEnum):
-    """Element types by the numbers that the original's checkpoints and callers use."""
+    """Element types by the numbers that NVIDIA's checkpoints and callers use."""
 
     kByte = 0
     kInt32 = 2
@@ -61,7 +61,7 @@ class CPLoadBalancingStrategy(enum.Enum):
 
     @classmethod
     def check(cls, strategy: object) -> None:
-        """Raise AssertionError, as the original does, unless `strategy` is a member."""
+        """Raise AssertionError, as NVIDIA's engine does, unless `strategy` is a member."""
         if not isinstance(strategy, cls):
             raise AssertionError(
                 f"load_balancing_strategy={strategy!r} is not a CPLoadBalancingStrategy; give one of "

@@ -25,7 +25,7 @@ from .offload.synchronizer import (
     OffloadSynchronizer,
 )
 
-# Set by callers that use the original's first interface; only the contexts determine the offloaded tensors.
+# Set by callers that use NVIDIA's first interface; only the contexts determine the offloaded tensors.
 CPUOffloadEnabled = False
 
 __all__ = [

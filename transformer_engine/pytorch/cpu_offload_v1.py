@@ -1,4 +1,4 @@
-"""Alias of transformer_engine.pytorch.cpu_offload, under the original's first name."""
+"""Alias of transformer_engine.pytorch.cpu_offload, under NVIDIA's first name."""
 
 from ..common import absent
 from .cpu_offload import (

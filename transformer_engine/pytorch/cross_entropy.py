@@ -70,7 +70,7 @@ def parallel_cross_entropy(
         inp = _input
     floating("inp", inp)
     if inp.dtype == torch.float64:
-        inp = inp.float()  # the loss is computed in float32, as the original's
+        inp = inp.float()  # the loss is computed in float32, as NVIDIA's
     _check_logits(inp)
     reduce_loss = to_bool("reduce_loss", reduce_loss)
     overwrite_input = to_bool("overwrite_input", overwrite_input)
@@ -201,7 +201,7 @@ def _labels(
         raise ValueError(
             f"target is {list(target.shape)}; give one id a row, {list(rows)}, or all in a line"
         )
-    demand(_inside, (target,), total, ignored)
+    demand(_check_ids, (target,), total, ignored)
     return Labels(ignored, smoothing, first, total)
 
 
@@ -221,7 +221,7 @@ def _flatten_targets(target: Any, rows: torch.Size) -> Any:
     return target.reshape(rows)
 
 
-def _inside(ids: Any, total: int, ignored: int) -> None:
+def _check_ids(ids: Any, total: int, ignored: int) -> None:
     """Raise ValueError for an id outside the vocabulary."""
     waiting = [ids]
     while waiting:

@@ -166,20 +166,20 @@ def finalize_delayed_grads(
         for group in groups
         for weight, count in zip(group.weights, group.rows, strict=True)
     }
-    wholes: dict[int, Tensor] = {}
+    full_weights: dict[int, Tensor] = {}
     for weights, gradient in delayed:
         parts = (
             gradient.split([rows[id(weight)] for weight in weights])
             if len(weights) > 1
             else (gradient,)
         )
-        wholes |= {
+        full_weights |= {
             id(weight): part
             for weight, part in zip(weights, parts, strict=True)
             if weight.requires_grad
         }
     for group in groups:
-        gradients = [wholes.get(id(weight)) for weight in group.weights]
+        gradients = [full_weights.get(id(weight)) for weight in group.weights]
         if all(gradient is None for gradient in gradients):
             continue
         for weight, part in zip(
@@ -199,15 +199,15 @@ class _Gather(Function):
     def forward(ctx: Any, fused: bool, delayed: bool, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.fused, ctx.delayed, ctx.shards = fused, delayed, shards
         ctx.set_materialize_grads(False)
-        wholes = tuple(materialize_weight_for_forward(shards))
+        full_weights = tuple(materialize_weight_for_forward(shards))
         frozen = [
             full
-            for full, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True)
-            if not needed
+            for full, needs_gradient in zip(full_weights, ctx.needs_input_grad[2:], strict=True)
+            if not needs_gradient
         ]
         # Without this mark, layers would compute gradients for frozen weights in the group.
         ctx.mark_non_differentiable(*frozen)
-        return wholes
+        return full_weights
 
     @staticmethod
     @once_differentiable("a layer with distributed weights")
@@ -216,9 +216,10 @@ class _Gather(Function):
         if ctx.delayed:
             return None, None, *[None for _ in grads]
         if ctx.fused:  # the product has written the buffer
-            needed = ctx.needs_input_grad[2:]
+            needs_gradient = ctx.needs_input_grad[2:]
             gradients = [
-                shard.grad_buffer() if needed[i] else None for i, shard in enumerate(ctx.shards)
+                shard.grad_buffer() if needs_gradient[i] else None
+                for i, shard in enumerate(ctx.shards)
             ]
         return None, None, *finalize_weight_grads(ctx.shards, gradients)
 
@@ -238,9 +239,9 @@ class _Rematerialization:
         self._dropped: set[tuple[int, int]] = set()  # places of the weights that were saved
         self._materialized: dict[tuple[int, int], Tensor] = {}
 
-    def add(self, group: int, wholes: Sequence[Tensor]) -> None:
+    def add(self, group: int, full_weights: Sequence[Tensor]) -> None:
         """Register the whole weights of a group, which `pack` then drops."""
-        for i, full in enumerate(wholes):
+        for i, full in enumerate(full_weights):
             if type(full) is Tensor and full.numel() and full.is_contiguous():
                 self._places[full.data_ptr(), full.numel()] = group, i
 
@@ -259,10 +260,10 @@ class _Rematerialization:
             return packed
         position, shape, stride = packed
         if position not in self._materialized:  # one call materializes all weights in the group
-            found = materialize_weight_for_backward(self._groups[position[0]])
+            full_weights = materialize_weight_for_backward(self._groups[position[0]])
             for group, i in self._dropped:
                 if group == position[0]:
-                    self._materialized[group, i] = found[i].detach().contiguous()
+                    self._materialized[group, i] = full_weights[i].detach().contiguous()
         full = self._materialized.pop(position)
         return full.as_strided(shape, stride, full.storage_offset())
 
@@ -291,7 +292,7 @@ def whole_weights(
             "layer in eager mode"
         )
     hooks = _Rematerialization(groups)
-    wholes: list[Any] = []
+    full_weights: list[Any] = []
     sharded: list[ShardGroup] = []
     for group, shards in enumerate(groups):
         materialized: Any = shards
@@ -299,11 +300,11 @@ def whole_weights(
             materialized = _Gather.apply(fused, store is not None, *shards)
             hooks.add(group, materialized)
             sharded.append(ShardGroup(shards, [full.shape[0] for full in materialized]))
-        wholes += materialized
+        full_weights += materialized
     if store is not None:
         store.shards = sharded
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
-        yield wholes
+        yield full_weights
         return
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-        yield wholes
+        yield full_weights

@@ -34,11 +34,11 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     Args:
         enabled: Turn the mode on or off within the block.
     """
-    before, export_mode.onnx = export_mode.onnx, to_bool("enabled", enabled)
+    previous, export_mode.onnx = export_mode.onnx, to_bool("enabled", enabled)
     try:
         yield
     finally:
-        export_mode.onnx = before
+        export_mode.onnx = previous
 
 
 def is_in_onnx_export_mode() -> bool:
@@ -126,9 +126,9 @@ def _mxfp8_quantize(tensor: Any, dtype: int) -> Any:
     amax = op.ReduceMax(op.Abs(blocks), op.Constant(value_ints=[-1]), keepdims=0)
     # The smallest power of two >= amax / maximum: at least 2^-126, the least normal float32.
     least = op.Constant(value_float=2.0**-126)
-    needed = op.Max(op.Mul(amax, op.Constant(value_float=1.0 / _maximum(dtype))), least)
-    below = _floor_to_power_of_two(op, needed)
-    scale_inv = op.Where(op.Less(below, needed), op.Mul(below, op.Constant(value_float=2.0)), below)
+    scale = op.Max(op.Mul(amax, op.Constant(value_float=1.0 / _maximum(dtype))), least)
+    below = _floor_to_power_of_two(op, scale)
+    scale_inv = op.Where(op.Less(below, scale), op.Mul(below, op.Constant(value_float=2.0)), below)
     codes = op.QuantizeLinear(x, scale_inv, axis=-1, block_size=tex.BLOCK, output_dtype=int(dtype))
     return codes, scale_inv
 

@@ -263,7 +263,7 @@ bias_dropout_add_fused_inference = functools.partial(bias_dropout_add, training=
 
 
 def set_jit_fusion_options() -> None:
-    """Do nothing: the fusers that the original configures were replaced by `torch.compile` in PyTorch 2.2."""
+    """Do nothing: the fusers that NVIDIA's engine configures were replaced by `torch.compile` in PyTorch 2.2."""
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

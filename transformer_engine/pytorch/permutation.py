@@ -216,7 +216,7 @@ def moe_unpermute(
             warnings.warn(message, stacklevel=2)
         if map_type == INDEX or not merging_probs.is_floating_point():
             merging_probs = merging_probs.float()
-    places = _places(row_id_map, merging_probs, shape) if map_type == INDEX else 0
+    places = _choices_per_token(row_id_map, merging_probs, shape) if map_type == INDEX else 0
     routes = _load_map_routes(row_id_map, map_type, places, pad_offsets)
     if merging_probs is not None:
         check_probs(
@@ -269,8 +269,8 @@ def moe_sort_chunks_by_index_with_probs(
         return inp.clone(), probs.clone()
     routes = _chunk_routes(inp, split_sizes, sorted_index)
     y = permute(inp, routes, inp.shape[0], every_row=True)[0]
-    moved = permute(probs[:, None], routes, inp.shape[0], every_row=True)[0]
-    return y, moved[:, 0]
+    permuted = permute(probs[:, None], routes, inp.shape[0], every_row=True)[0]
+    return y, permuted[:, 0]
 
 
 def _mask_routes(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
@@ -325,7 +325,9 @@ def _reject_restored(shape: tuple[int, int], expected: tuple[int, int], map_type
     )
 
 
-def _places(row_id_map: Tensor, probs: Tensor | None, shape: tuple[int, int] | None) -> int:
+def _choices_per_token(
+    row_id_map: Tensor, probs: Tensor | None, shape: tuple[int, int] | None
+) -> int:
     """Return k for a map by index [T k], from the probabilities or the shape, else 1."""
     if probs is not None:
         if probs.dim() != 2 or probs.shape[1] == 0:

@@ -33,16 +33,15 @@ __all__ = [
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int16, torch.int32, torch.int64)
-_MOST = 2**31 - 1  # logits, as the original counts them
+_MOST = 2**31 - 1  # logits, as NVIDIA's engine counts them
 
 
 class RoutingMapFormat(enum.IntEnum):
     """Routing map encoding."""
 
     BYTEMAP = 0  # bool [.., E]
-    BITMAP_U8 = (
-        1  # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0
-    )
+    # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0.
+    BITMAP_U8 = 1
 
 
 class QBHistogramMode(enum.Enum):
@@ -126,11 +125,11 @@ def fused_topk_with_score_function(
     choice = Choice(topk, kind, False, groups, scale, map)
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
     matrix = logits.reshape(-1, logits.shape[-1])
-    probs, chosen = ChosenExperts.apply(matrix, expert_bias, indices, choice, logits.dtype)
+    probs, routing_bits = ChosenExperts.apply(matrix, expert_bias, indices, choice, logits.dtype)
     if counted is not None and expert_bias is not None:
         with torch.no_grad():
             count_margins(matrix.detach(), expert_bias.detach(), topk, *counted)
-    routing = routing_map(chosen, map, logits) if topk_indices is None else topk_indices
+    routing = routing_map(routing_bits, map, logits) if topk_indices is None else topk_indices
     return probs.view(logits.shape), routing
 
 
@@ -147,7 +146,14 @@ def fused_compute_score_for_moe_aux_loss(
     Returns:
         `(routing_map, scores float32 [..., E])`; the scores of a token sum to 1.
     """
-    topk = check_choice(logits, topk, None, None, None, score_function).topk
+    topk = check_choice(
+        logits,
+        topk,
+        num_groups=None,
+        group_topk=None,
+        scaling_factor=None,
+        score_function=score_function,
+    ).topk
     map = map_format(routing_map_format)
     choice = Choice(topk, score_function, True, map=map)
     matrix = logits.reshape(-1, logits.shape[-1])
@@ -212,17 +218,17 @@ def token_total(total: int | Tensor, device: torch.device) -> int | Tensor:
 
 def finite(name: str, value: Any) -> float:
     """Convert the value to a float; raise ValueError for infinities and NaN."""
-    found = to_float(name, value)
+    number = to_float(name, value)
     # `math.isfinite` does not take the symbols of torch.compile
-    if not -math.inf < found < math.inf:
-        raise ValueError(f"{name}={found} is not finite; give a finite number")
-    return found
+    if not -math.inf < number < math.inf:
+        raise ValueError(f"{name}={number} is not finite; give a finite number")
+    return number
 
 
-def routing_map(chosen: Tensor, map: str, logits: Tensor) -> Tensor:
+def routing_map(routing_bits: Tensor, map: str, logits: Tensor) -> Tensor:
     """Return the map in the public dtype, with the leading axes of the logits."""
-    chosen = chosen.view(torch.bool) if map == BYTES else chosen
-    return chosen.view(*logits.shape[:-1], chosen.shape[1])
+    routing_bits = routing_bits.view(torch.bool) if map == BYTES else routing_bits
+    return routing_bits.view(*logits.shape[:-1], routing_bits.shape[1])
 
 
 def map_format(value: Any) -> str:
@@ -357,10 +363,10 @@ def _is_validated(bounds: Tensor) -> bool:
     """
     if bounds.is_inference():  # torch does not count writes to it
         return False
-    found = _validated.get(bounds)
-    if found is None:
+    cached = _validated.get(bounds)
+    if cached is None:
         return False
-    version, captured = found
+    version, captured = cached
     return version == bounds._version and (not captured or is_capturing(bounds.device))
 
 
@@ -419,8 +425,8 @@ def check_margins(
         )
         raise ValueError(
             f"qb_histogram with {setting}, topk={topk} of {logits.shape[-1]} experts"
-            f"{'' if groups is None else ' in groups'}; it takes 'sigmoid' with a bias, no groups, and fewer than all "
-            "experts"
+            f"{'' if groups is None else ' in groups'}; supported: 'sigmoid' with a bias, no groups, and fewer than "
+            "all experts"
         )
 
 

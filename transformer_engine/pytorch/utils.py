@@ -402,7 +402,7 @@ def resolve_grouped_linear_single_param_flags(
 
     Without NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 both are False, and a request warns.
     """
-    found = single_parameters(
+    flags = single_parameters(
         single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
     )
-    return found["single_grouped_weight"], found["single_grouped_bias"]
+    return flags["single_grouped_weight"], flags["single_grouped_bias"]

@@ -48,12 +48,12 @@ class Case:
 
 def cases(recipes: Iterable[str], quick: bool, families: Iterable[str] = ()) -> list[Case]:
     """List every case in the families (by default all) under the recipes; quick: small sizes, suitable for a CPU."""
-    chosen = tuple(families) or tuple(FAMILIES)
-    unknown = [name for name in chosen if name not in FAMILIES]
+    selected = tuple(families) or tuple(FAMILIES)
+    unknown = [name for name in selected if name not in FAMILIES]
     if unknown:
         raise ValueError(f"family {unknown[0]!r} does not exist; choose from {', '.join(FAMILIES)}")
     recipe_names = tuple(recipes)
-    return [case for name in chosen for case in FAMILIES[name](recipe_names, quick)]
+    return [case for name in selected for case in FAMILIES[name](recipe_names, quick)]
 
 
 def _quantize(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
@@ -392,10 +392,10 @@ def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 def _kernel(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     """Yield one kernel from each family in common/kernels, which torch and JAX start from the same record."""
     rows, width = (128, 256) if quick else (8192, 8192)
-    for name, moved in KERNELS.items() if "bf16" in recipes else ():
+    for name, moved_bytes in KERNELS.items() if "bf16" in recipes else ():
         sizes = {"kernel": name, "rows": rows, "width": width}
         title = f"kernel/{name}/{rows}x{width}"
-        yield Case(title, "kernel", "bf16", sizes, backward=False, moved=moved * rows * width)
+        yield Case(title, "kernel", "bf16", sizes, backward=False, moved=moved_bytes * rows * width)
 
 
 def _product(rows: int, depth: int, width: int, backward: bool) -> float:

@@ -40,8 +40,9 @@ ENGINES = ("te", "jax")
 
 
 def read(path: Path) -> dict[str, Figures]:
-    """Read {provider: {case: figures}} from a file: a list of objects with "case", or an object with such a list as
-    "results".
+    """Read {provider: {case: figures}} from a JSON file.
+
+    The file has a list of objects with "case", or an object with such a list as "results".
 
     Providers are "te" and "jax", each where the file has its figures; rows that name none belong to "te".
     ValueError for another file.
@@ -59,7 +60,7 @@ def read(path: Path) -> dict[str, Figures]:
         raise ValueError(
             f"{path} does not hold a list of cases; give a file that te bench --json wrote"
         )
-    found = {
+    records = {
         name: {
             row["case"]: _figures(row)
             for row in rows
@@ -67,7 +68,7 @@ def read(path: Path) -> dict[str, Figures]:
         }
         for name in ENGINES
     }
-    return {name: figures for name, figures in found.items() if figures}
+    return {name: figures for name, figures in records.items() if figures}
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:

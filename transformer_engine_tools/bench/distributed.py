@@ -112,14 +112,14 @@ def run_on_ranks(
     cases: Iterable[RanksCase], groups: Groups, device: torch.device, effort: Effort = FULL_ON_RANKS
 ) -> Iterator[RanksRow]:
     """Measure the cases one by one; every rank calls this with the same cases."""
-    alone: dict[Any, tuple[float, float | None]] = {}
+    single_device: dict[Any, tuple[float, float | None]] = {}
     for case in cases:
         torch.manual_seed(0)
         FP8GlobalStateManager.reset()  # later steps would update the scales of earlier cases too
         error = None
         figures: dict[str, Any] = {}
         try:
-            figures = _figures(case, groups, device, effort, alone)
+            figures = _figures(case, groups, device, effort, single_device)
         except Exception as raised:  # the error of a case is its result
             error = f"{type(raised).__name__}: {raised}".splitlines()[0][:300]
         finally:
@@ -127,7 +127,7 @@ def run_on_ranks(
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
-        errors = [found for found in groups.gathered(error) if found is not None]
+        errors = [rank_error for rank_error in groups.gathered(error) if rank_error is not None]
         if errors:
             figures = {"error": errors[0]}
         yield RanksRow(case.name, case.family, case.recipe, dist.get_world_size(), **figures)
@@ -138,7 +138,7 @@ def _figures(
     groups: Groups,
     device: torch.device,
     effort: Effort,
-    alone: dict[Any, tuple[float, float | None]],
+    single_device: dict[Any, tuple[float, float | None]],
 ) -> dict[str, Any]:
     """Measure a case.
 
@@ -147,7 +147,7 @@ def _figures(
         groups: The groups of the run.
         device: This rank's device.
         effort: Repetitions.
-        alone: Milliseconds and MiB of one-device steps in this run. Cases that differ in their scheme have one.
+        single_device: Milliseconds and MiB of one-device steps in this run. Cases that differ in their scheme have one.
     """
     if case.family == "collective":
         step = build_step(case, groups.world, device)
@@ -159,7 +159,7 @@ def _figures(
         "world": build_step(case, groups.world, device),
         "silent": build_step(case, groups.silent, device),
     }
-    if case.one_device not in alone:
+    if case.one_device not in single_device:
         steps["one"] = build_step(case, None, device)
     if on_gpu and case.family in GRAPHED:
         steps["graphed"] = build_step(case, groups.world, device, graphed=True)
@@ -168,8 +168,8 @@ def _figures(
     )
     if "one" in steps:
         peak = peak_mib(steps["one"], device)
-        alone[case.one_device] = statistics.mean(groups.gathered(times["one"])), peak
-    one, one_mib = alone[case.one_device]
+        single_device[case.one_device] = statistics.mean(groups.gathered(times["one"])), peak
+    one_ms, one_mib = single_device[case.one_device]
     is_long = max(groups.gathered(times["world"])) > LONG_MS
     host = _host_ms(steps["world"], groups, device, 1 if is_long else HOST_STEPS)
     peak = peak_mib(steps["world"], device)
@@ -181,34 +181,34 @@ def _figures(
             for name in steps
             if name in ("world", "graphed")
         }
-    slowest = _greatest(groups.gathered({**times, "host": host, "peak": peak}))
-    exposed = _greatest(groups.gathered(traced))
+    slowest = _max_over_ranks(groups.gathered({**times, "host": host, "peak": peak}))
+    exposed = _max_over_ranks(groups.gathered(traced))
     several, compute = slowest["world"], slowest["silent"]
     figures: dict[str, Any] = {
-        "one_ms": one,
+        "one_ms": one_ms,
         "eager_ms": several,
         "compute_ms": compute,
-        "speedup": case.work * one / several,
+        "speedup": case.work * one_ms / several,
         "exposed": exposed.get("world", max(0.0, several - compute) / several),
         "host_ms": slowest["host"],
     }
     if "graphed" in steps:
         figures |= {
             "graphed_ms": slowest["graphed"],
-            "graphed_speedup": case.work * one / slowest["graphed"],
+            "graphed_speedup": case.work * one_ms / slowest["graphed"],
             "graphed_exposed": exposed.get("graphed"),
         }
     return figures | {"one_mib": one_mib, "peak_mib": slowest.get("peak")}
 
 
-def _greatest(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
+def _max_over_ranks(of_ranks: Sequence[dict[str, float | None]]) -> dict[str, float]:
     """Take the greatest figure of all ranks for each name, without names that have none."""
-    found: dict[str, float] = {}
+    slowest: dict[str, float] = {}
     for figures in of_ranks:
         for name, value in figures.items():
             if value is not None:
-                found[name] = max(value, found.get(name, value))
-    return found
+                slowest[name] = max(value, slowest.get(name, value))
+    return slowest
 
 
 def _host_ms(

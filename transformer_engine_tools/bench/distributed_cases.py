@@ -51,14 +51,14 @@ def ranks_cases(
     recipes: Iterable[str], quick: bool, ranks: int, families: Iterable[str] = ()
 ) -> list[RanksCase]:
     """List every case in the families (by default all) for a number of ranks; quick: sizes for a CPU."""
-    chosen = tuple(families) or tuple(RANKS_FAMILIES)
-    unknown = [name for name in chosen if name not in RANKS_FAMILIES]
+    selected = tuple(families) or tuple(RANKS_FAMILIES)
+    unknown = [name for name in selected if name not in RANKS_FAMILIES]
     if unknown:
         raise ValueError(
             f"family {unknown[0]!r} of --distributed does not exist; choose from {', '.join(RANKS_FAMILIES)}"
         )
     recipe_names = tuple(recipes)
-    return [case for name in chosen for case in RANKS_FAMILIES[name](recipe_names, quick, ranks)]
+    return [case for name in selected for case in RANKS_FAMILIES[name](recipe_names, quick, ranks)]
 
 
 def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:

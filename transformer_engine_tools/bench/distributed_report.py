@@ -67,16 +67,16 @@ class RanksRequest:
         Raises:
             ValueError: No case is left.
         """
-        found = [
+        selected_cases = [
             case
             for case in ranks_cases(self.recipes, self.quick, ranks, self.families)
             if not self.only or any(part in case.name for part in self.only)
         ]
-        if not found:
+        if not selected_cases:
             raise ValueError(
                 "no benchmark matches --family, --recipe and --only together; remove one of these options"
             )
-        return found
+        return selected_cases
 
 
 def measure_on_ranks(request: RanksRequest) -> None:

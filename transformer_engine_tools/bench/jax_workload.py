@@ -69,7 +69,7 @@ class JaxWorkload:
         jax.block_until_ready([call() for _ in range(runs)][-1])
         wall = 1e3 * (time.perf_counter() - start) / runs
         if device.type != "cuda":
-            timing = Timing(None, None, wall)
+            timing = Timing(gpu_ms=None, cpu_ms=None, eager_ms=wall)
         else:
             returned = []  # milliseconds until a call on an idle device returns
             for _ in range(runs):
@@ -104,7 +104,7 @@ def _cache_on_disk() -> Iterator[None]:
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in settings}
+    previous = {name: getattr(jax.config, name) for name in settings}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name, value in (settings | {"jax_compilation_cache_dir": folder}).items():
@@ -112,7 +112,7 @@ def _cache_on_disk() -> Iterator[None]:
             compilation_cache.reset_cache()
             yield
         finally:
-            for name, value in before.items():
+            for name, value in previous.items():
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
 
@@ -165,7 +165,9 @@ def _profile_gpu(call: _CompiledCall, host: float) -> float | None:
                 jax.block_until_ready(call())
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         calls = [
-            one for file in files for one in _calls(jax.profiler.ProfileData.from_file(str(file)))
+            profiled_call
+            for file in files
+            for profiled_call in _calls(jax.profiler.ProfileData.from_file(str(file)))
         ]
     return statistics.median(calls) / 1e6 if calls else None
 

@@ -53,18 +53,20 @@ class KernelCall:
 
 def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall:
     """Build the call to a kernel from KERNELS on x [rows, width]."""
-    found = _program(kernel, rows, width, limits)
-    if found is not None:
-        return found
+    jax_program = _program(kernel, rows, width, limits)
+    if jax_program is not None:
+        return jax_program
     from transformer_engine.common.kernels.program import Program, ProgramStep
 
     launch, operands = _launch(kernel, rows, width, limits)
-    names = tuple(None if one is None else f"given {index}" for index, one in enumerate(operands))
+    names = tuple(
+        None if operand is None else f"given {index}" for index, operand in enumerate(operands)
+    )
     results = tuple(
-        None if one is None else f"made {index}" for index, one in enumerate(launch.outputs)
+        None if operand is None else f"made {index}" for index, operand in enumerate(launch.outputs)
     )
     program = Program(tuple(filter(None, names)), (ProgramStep(launch, names, results),), results)
-    return KernelCall(program, tuple(one for one in operands if one is not None))
+    return KernelCall(program, tuple(operand for operand in operands if operand is not None))
 
 
 def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall | None:
@@ -72,14 +74,31 @@ def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCal
     from transformer_engine.common.kernels import activation_codes, cast, norm, norm_codes
 
     x, weight = ((rows, width), HALF), ((width,), HALF)
-    scaling = cast.OneScale(E4M3, True, True, False, False, 0.0)
+    scaling = cast.OneScale(
+        E4M3, columnwise=True, given=True, records=False, power_of_two=False, epsilon=0.0
+    )
     if kernel == "cast":
         program = cast.one_scale(
-            (rows, width), E4M3, True, True, cast.MEASURED, power_of_two=False, epsilon=0.0
+            (rows, width),
+            E4M3,
+            rowwise=True,
+            columnwise=True,
+            amax=cast.MEASURED,
+            power_of_two=False,
+            epsilon=0.0,
         )
         return KernelCall(program, (x, ((1,), FLOAT)))
     if kernel == "norm_codes":
-        matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
+        matrix = norm.NormRows(
+            rows,
+            width,
+            width,
+            HALF,
+            1e-5,
+            zero_centered=False,
+            centered=False,
+            processors=limits.processors,
+        )
         return KernelCall(
             norm_codes.one_scale(matrix, scaling), (x, weight, None, ((1,), FLOAT), None)
         )
@@ -90,11 +109,11 @@ def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCal
             (width, width, 0),
             HALF,
             FLOAT,
-            False,
-            False,
-            4,
-            limits.processors,
-            limits.shared_memory,
+            zero_centered=False,
+            centered=False,
+            column_bytes=4,
+            processors=limits.processors,
+            shared_memory=limits.shared_memory,
         )
         return KernelCall(program, (x, x, None, weight, None, ((rows,), FLOAT)))
     if kernel == "swiglu_codes":
@@ -127,7 +146,16 @@ def _launch(
     if kernel == "square_blocks":
         return block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), (x,)
     if kernel == "norm":
-        matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
+        matrix = norm.NormRows(
+            rows,
+            width,
+            width,
+            HALF,
+            1e-5,
+            zero_centered=False,
+            centered=False,
+            processors=limits.processors,
+        )
         return norm.forward(matrix), (x, ((width,), HALF), None, None, None)
     if kernel == "swiglu":
         return activation.forward("swiglu", True, rows, half, width, HALF, CONSTANTS), (x,)

@@ -22,7 +22,14 @@ SLEEP = "spin_kernel"  # kernel of torch.cuda._sleep
 
 
 class Effort(NamedTuple):
-    """Number of times a call is repeated: until budget_ms are spent, within the limits."""
+    """Number of times a call is repeated: until budget_ms are spent, within the limits.
+
+    Attributes:
+        warmup: Calls before the measurement.
+        budget_ms: Time after which the repetition ends.
+        fewest: Lowest number of calls.
+        most: Highest number of calls.
+    """
 
     warmup: int = 5
     budget_ms: float = 120.0
@@ -39,7 +46,13 @@ QUICK = Effort(warmup=2, budget_ms=30.0, fewest=3, most=10)
 
 
 class Timing(NamedTuple):
-    """Milliseconds, medians. None: the device has no queue, as on a CPU."""
+    """Milliseconds, medians. None: the device has no queue, as on a CPU.
+
+    Attributes:
+        gpu_ms: Time on the device.
+        cpu_ms: Host time until the call returns.
+        eager_ms: Wall time of a call that is waited for.
+    """
 
     gpu_ms: float | None
     cpu_ms: float | None
@@ -81,7 +94,7 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
             start = time.perf_counter()
             call()
             times.append(1e3 * (time.perf_counter() - start))
-        return Timing(None, None, statistics.median(times))
+        return Timing(gpu_ms=None, cpu_ms=None, eager_ms=statistics.median(times))
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()

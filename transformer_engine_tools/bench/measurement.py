@@ -177,13 +177,13 @@ def _choose_cases(
     recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str
 ) -> list[Case]:
     parts = [part for part in only.split(",") if part]
-    found = [
+    chosen_cases = [
         case
         for case in cases(recipes, quick, family or ())
         if not parts or any(part in case.name for part in parts)
     ]
-    if found:
-        return found
+    if chosen_cases:
+        return chosen_cases
     if not parts:  # without --only every family has cases
         measured = [recipe for recipe in RECIPES if cases((recipe,), quick, family or ())]
         raise ValueError(
@@ -204,6 +204,7 @@ def _measure(
     json: Path | None,
     plot_dir: Path | None,
 ) -> None:
+    """Measure the cases with every available provider; print the figures, and write JSON and plots."""
     effort = QUICK if quick else FULL
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     if device.type == "cpu":

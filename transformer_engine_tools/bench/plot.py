@@ -42,6 +42,7 @@ def plot_families(folder: Path, rows: Sequence[Row], device: str) -> list[Path]:
 
 
 def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
+    """Plot the figures of one family, and write the image."""
     panels = ["time", "wall"] if rows[0].gpu_ms is not None else ["time"]
     if any(row.roof is not None for row in rows):
         panels.append("roof")

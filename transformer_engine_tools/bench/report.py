@@ -92,7 +92,7 @@ def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
         _figure(row.cpu_ms, 3),
         _figure(row.eager_ms, 3),
         _figure(speedup, 2),
-        "" if row.rate is None else f"{_significant(row.rate)} {row.unit}",
+        "" if row.rate is None else f"{_format_significant(row.rate)} {row.unit}",
         "" if row.roof is None else f"{100 * row.roof:.0f} %",
         _figure(row.peak_mib, 0),
         _figure(row.compile_s, 1),
@@ -102,7 +102,7 @@ def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
     return dict(zip(HEADINGS, cells, strict=True))
 
 
-def _significant(value: float) -> str:
+def _format_significant(value: float) -> str:
     """Format a number with three significant digits, or without decimals from 100 on."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -112,9 +112,11 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 def print_roofs(console: Console, roofs: Roofs) -> None:
-    fp8 = "not measured" if roofs.fp8 is None else f"{_significant(roofs.fp8 / 1e12)} TFLOP/s"
+    fp8 = (
+        "not measured" if roofs.fp8 is None else f"{_format_significant(roofs.fp8 / 1e12)} TFLOP/s"
+    )
     console.print(
-        f"roofs   copy {roofs.copy / 1e9:.0f} GB/s, bfloat16 product {_significant(roofs.bf16 / 1e12)} TFLOP/s, "
+        f"roofs   copy {roofs.copy / 1e9:.0f} GB/s, bfloat16 product {_format_significant(roofs.bf16 / 1e12)} TFLOP/s, "
         f"FP8 product {fp8}",
         soft_wrap=True,
     )

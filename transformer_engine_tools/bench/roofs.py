@@ -17,7 +17,13 @@ CPU_COPY, CPU_SIDE = 1 << 26, 512
 
 @dataclass(frozen=True)
 class Roofs:
-    """Bytes per second in a copy (read and written), operations per second in a square product; None: not possible."""
+    """Bytes per second in a copy (read and written), operations per second in a square product; None: not possible.
+
+    Attributes:
+        copy: Bytes per second.
+        bf16: bfloat16 operations per second.
+        fp8: FP8 operations per second.
+    """
 
     copy: float
     bf16: float

@@ -80,6 +80,7 @@ def run(
 def _row(
     case: Case, provider: Provider, device: torch.device, roofs: Roofs, effort: Effort
 ) -> Row | None:
+    """Time one case with one provider; None if the provider does not compute it."""
     torch.manual_seed(0)
     try:
         workload = provider.workload(case, device)

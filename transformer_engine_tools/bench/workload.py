@@ -68,7 +68,7 @@ def draw_routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor,
     """Draw tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
     a = case.arguments
     shape = (a["tokens"], a["experts"])
-    chosen = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices
-    mask = torch.zeros(*shape, dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    expert_ids = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices
+    mask = torch.zeros(*shape, dtype=torch.bool, device=device).scatter_(1, expert_ids, True)
     tokens = torch.randn(a["tokens"], a["hidden"], device=device, dtype=torch.bfloat16)
     return tokens, mask, torch.rand(*shape, device=device)

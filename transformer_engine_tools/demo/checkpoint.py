@@ -51,7 +51,7 @@ def load(path: Path) -> dict[str, Any]:
             f"there is no checkpoint at {path}; leave --resume out to start this run, or fix --name"
         )
     remedy = "leave --resume out to start this run again, or fix --name"
-    damage = _damage(path)
+    damage = _corruption_reason(path)
     if damage is not None:
         raise ValueError(f"{path} cannot be read as a checkpoint: {damage}; {remedy}")
     try:
@@ -65,7 +65,7 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _damage(path: Path) -> str | None:
+def _corruption_reason(path: Path) -> str | None:
     """Reason why the file is not a complete torch.save archive, or None if its checksums match."""
     try:
         with zipfile.ZipFile(path) as archive:

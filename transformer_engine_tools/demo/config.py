@@ -256,9 +256,9 @@ class Execution:
                 f"{config.layers} layers stays on the GPU; offload fewer, or train more with --layers"
             )
         if self.graphs and (self.observe or self.offload_layers):
-            other = "--observe" if self.observe else "--offload-layers"
+            option = "--observe" if self.observe else "--offload-layers"
             raise ValueError(
-                f"--graphs and {other} exclude each other: {other} reads tensors that a CUDA graph does not expose; "
+                f"--graphs and {option} exclude each other: {option} reads tensors that a CUDA graph does not expose; "
                 "remove one of them"
             )
 
@@ -267,12 +267,12 @@ def resolve(device: str, options: dict[str, Any]) -> RunConfig:
     """Build a RunConfig for "auto", "cpu" or "cuda": given values that are not None, otherwise the device's sizes."""
     if device not in DEVICES:
         raise ValueError(f"--device {device!r} does not exist; choose one of {', '.join(DEVICES)}")
-    chosen = {name: value for name, value in options.items() if value is not None}
-    framework = chosen.setdefault("framework", default_framework())
+    given_options = {name: value for name, value in options.items() if value is not None}
+    framework = given_options.setdefault("framework", default_framework())
     if device == "auto":
         device = "cuda" if has_gpu(framework) else "cpu"
     sizes = CUDA_SIZES if device == "cuda" else CPU_SIZES
-    return RunConfig(**{"recipe": "delayed", "device": device, **sizes, **chosen})
+    return RunConfig(**{"recipe": "delayed", "device": device, **sizes, **given_options})
 
 
 def restore(

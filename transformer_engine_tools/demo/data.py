@@ -33,6 +33,12 @@ class Corpus:
     """train [T] and validation [V]: a text's bytes (uint8), and a fingerprint of both.
 
     Batches are NumPy's, and drawn by its Mersenne twister, so that every framework is given the same ones.
+
+    Attributes:
+        train: Training bytes [T].
+        validation: Validation bytes [V].
+        fingerprint: Hash of both parts.
+        source: Name of the text.
     """
 
     train: np.ndarray
@@ -73,7 +79,7 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
     """Load the text in a file or a folder; None reads the source files of Python's standard library."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        pieces = _read([file for file in _files(root) if file.suffix == ".py"], root)
+        pieces = _read_files([file for file in _files(root) if file.suffix == ".py"], root)
         source = f"Python standard library in {root}"
     else:
         root = Path(path).expanduser()
@@ -87,14 +93,14 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
             raise ValueError(
                 f"--data {path}: there is no such file or folder; give one that exists"
             )
-        pieces = _read([root] if root.is_file() else _files(root), root)
+        pieces = _read_files([root] if root.is_file() else _files(root), root)
         source = str(root)
-    needed = int((sequence + 2) / VALIDATION_SHARE) + 1
+    required = int((sequence + 2) / VALIDATION_SHARE) + 1
     text = b"".join(pieces)
-    if len(text) < needed:
+    if len(text) < required:
         raise ValueError(
             f"{source} holds {len(text)} bytes of UTF-8 text; a sequence of {sequence} needs at least "
-            f"{needed}: give more text with --data, or a shorter --seq"
+            f"{required}: give more text with --data, or a shorter --seq"
         )
     content = np.frombuffer(text, np.uint8)
     split = len(text) - max(int(len(text) * VALIDATION_SHARE), sequence + 2)
@@ -104,16 +110,16 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
 
 def _files(root: Path) -> list[Path]:
     """List regular files below root in an order that mixes its folders and is the same on every machine."""
-    found = []
+    paths = []
     for file in root.rglob("*"):
         parts = file.relative_to(root).parts
         if any(part in SKIPPED or part.startswith(".") for part in parts) or not file.is_file():
             continue
-        found.append((hashlib.sha256("/".join(parts).encode()).digest(), file))
-    return [file for _, file in sorted(found)]
+        paths.append((hashlib.sha256("/".join(parts).encode()).digest(), file))
+    return [file for _, file in sorted(paths)]
 
 
-def _read(files: list[Path], root: Path) -> list[bytes]:
+def _read_files(files: list[Path], root: Path) -> list[bytes]:
     """Read the files with UTF-8 text; ValueError if there are none or they exceed the limit."""
     pieces: list[bytes] = []
     total = 0

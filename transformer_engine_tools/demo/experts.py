@@ -67,7 +67,14 @@ class MixtureOfExperts(nn.Module):
         """Compute the experts' weights [tokens, experts], the map of chosen experts, and the load-balancing loss."""
         logits = self.router(tokens.float())
         probs, routing_map = fused_topk_with_score_function(
-            logits, CHOSEN, False, None, None, None, "softmax", None
+            logits,
+            CHOSEN,
+            use_pre_softmax=False,
+            num_groups=None,
+            group_topk=None,
+            scaling_factor=None,
+            score_function="softmax",
+            expert_bias=None,
         )
         if not torch.is_grad_enabled():
             return probs, routing_map, None

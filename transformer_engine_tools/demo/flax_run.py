@@ -28,7 +28,13 @@ load, save = flax_checkpoint.load, flax_checkpoint.save
 
 
 class TrainingState(NamedTuple):
-    """Everything that a step changes: parameters, scales and histories, and the optimizer's moments."""
+    """Everything that a step changes: parameters, scales and histories, and the optimizer's moments.
+
+    Attributes:
+        params: Parameters.
+        scaling: Scales and amax histories.
+        optimizer: Optimizer state.
+    """
 
     params: Any
     scaling: Any

@@ -81,9 +81,14 @@ class MasterAdamW:
 
 
 class FusedAdamW:
-    """AdamW by `FusedAdam`, which launches one kernel per dtype and keeps the float32 copies itself."""
+    """AdamW by `FusedAdam`, which launches one kernel per dtype and keeps the float32 copies itself.
 
-    def __init__(self, parameters: Iterable[nn.Parameter]):
+    Args:
+        parameters: Parameters.
+        settings: Further FusedAdam arguments.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **settings: Any):
         self.parameters = list(parameters)
         matrices = [parameter for parameter in self.parameters if parameter.dim() >= 2]
         vectors = [parameter for parameter in self.parameters if parameter.dim() < 2]
@@ -93,9 +98,8 @@ class FusedAdamW:
         ]
         narrow = any(parameter.dtype != torch.float32 for parameter in self.parameters)
         self.gpu = _find_gpu(self.parameters)
-        self.adam = FusedAdam(
-            groups, betas=BETAS, master_weights=narrow, capturable=self.gpu is not None
-        )
+        settings = {"master_weights": narrow, "capturable": self.gpu is not None} | settings
+        self.adam = FusedAdam(groups, betas=BETAS, **settings)
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate for the next steps."""

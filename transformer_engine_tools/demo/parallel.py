@@ -33,7 +33,14 @@ from .model import ByteGPT
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Rank counts: total, and sharing weights (tp), sequences (cp) and parameters (fsdp)."""
+    """Rank counts: total, and sharing weights (tp), sequences (cp) and parameters (fsdp).
+
+    Attributes:
+        devices: Total number of ranks.
+        tp: Ranks that share each layer's weights.
+        cp: Ranks that share each sequence.
+        fsdp: Ranks that share the parameters.
+    """
 
     devices: int
     tp: int = 1

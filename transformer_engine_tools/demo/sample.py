@@ -58,9 +58,9 @@ def generate(
     step = None
     if cached:
         step = CachedStep(model, create_cache(config, page_size))
-    fresh = text
+    new_tokens = text
     for _ in range(count):
-        logits = model(text)[:, -1] if step is None else step(fresh)
+        logits = model(text)[:, -1] if step is None else step(new_tokens)
         likelihood = logits[0].float().cpu()
         if temperature == 0:
             drawn = likelihood.argmax()
@@ -69,8 +69,8 @@ def generate(
                 torch.softmax(likelihood / temperature, 0), 1, generator=generator
             )
         observe(int(drawn))
-        fresh = drawn.view(1, 1).to(device)
-        text = torch.cat([text, fresh], dim=1)
+        new_tokens = drawn.view(1, 1).to(device)
+        text = torch.cat([text, new_tokens], dim=1)
     model.train()
     return bytes(text[0, len(prompt) :].tolist())
 
@@ -101,20 +101,20 @@ class CachedStep:
         self.warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, fresh: Tensor) -> Tensor:
-        self.cache.pre_step(OrderedDict({0: fresh.shape[1]}))
-        if fresh.shape[1] > 1 or not fresh.is_cuda:
-            return self._forward(fresh)
+    def __call__(self, new_tokens: Tensor) -> Tensor:
+        self.cache.pre_step(OrderedDict({0: new_tokens.shape[1]}))
+        if new_tokens.shape[1] > 1 or not new_tokens.is_cuda:
+            return self._forward(new_tokens)
         if not self.warm:  # compiles the kernels before the capture
             self.warm = True
-            return self._forward(fresh)
+            return self._forward(new_tokens)
         if self.graph is None:
-            self.graph, self.fresh = torch.cuda.CUDAGraph(), fresh.clone()
+            self.graph, self.fresh = torch.cuda.CUDAGraph(), new_tokens.clone()
             with torch.cuda.graph(self.graph):
                 self.logits = self._forward(self.fresh)
-        self.fresh.copy_(fresh)
+        self.fresh.copy_(new_tokens)
         self.graph.replay()
         return self.logits
 
-    def _forward(self, fresh: Tensor) -> Tensor:
-        return self.model(fresh, self.cache)[:, -1]
+    def _forward(self, new_tokens: Tensor) -> Tensor:
+        return self.model(new_tokens, self.cache)[:, -1]

@@ -58,8 +58,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def latest(folder: Path) -> Path | None:
     """Directory of the last complete checkpoint below a run's folder, or None."""
-    found = [path for path in (folder / FOLDER).glob(f"{PREFIX}*") if path.suffix != PARTIAL]
-    return max(found, default=None, key=lambda path: path.name)
+    checkpoints = [path for path in (folder / FOLDER).glob(f"{PREFIX}*") if path.suffix != PARTIAL]
+    return max(checkpoints, default=None, key=lambda path: path.name)
 
 
 def save(

@@ -38,7 +38,14 @@ REINSTALL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a check; `remedy` is empty if none is needed."""
+    """A result of a check; `remedy` is empty if none is needed.
+
+    Attributes:
+        check: Name of the check.
+        status: Result of the check.
+        message: Observation, in one sentence.
+        remedy: Remedy, in one sentence; empty if none is needed.
+    """
 
     check: str
     status: Status
@@ -84,18 +91,22 @@ def _python(e: Installation) -> Results:
 
 
 def _package(e: Installation) -> Results:
-    found = e.distributions.get(PACKAGE, ())
-    if not found:
+    distributions = e.distributions.get(PACKAGE, ())
+    if not distributions:
         yield (
             "problem",
             f"the code in {e.folder} runs without package metadata, which several clients read",
             optional.install_command("pytorch"),
         )
-    elif len({each.version for each in found}) > 1:
-        versions = ", ".join(f"{each.version} in {each.place}" for each in found)
+    elif len({installed.version for installed in distributions}) > 1:
+        versions = ", ".join(
+            f"{installed.version} in {installed.place}" for installed in distributions
+        )
         yield "problem", f"the metadata of several versions is installed: {versions}", REINSTALL
-    elif found[0].version != e.version:
-        words = f"the metadata says {found[0].version}, the code in {e.folder} is {e.version}"
+    elif distributions[0].version != e.version:
+        words = (
+            f"the metadata says {distributions[0].version}, the code in {e.folder} is {e.version}"
+        )
         yield "problem", words, REINSTALL
     else:
         yield "good", f"{PACKAGE} {e.version} in {e.folder}", ""
@@ -162,6 +173,7 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
 
 
 def _gpu(e: Installation) -> Results:
+    """Check that torch finds the GPU, and that the GPU has FP8 products."""
     if e.version_of("torch") is None:
         return
     if "torch.cuda" in e.failures:
@@ -290,8 +302,8 @@ def _command(e: Installation) -> Results:
 
 
 def _clients(e: Installation) -> Results:
-    for name, found, row in clients.installed(e):
-        pin, label = clients.pins(found), f"{name} {found.version}"
+    for name, distribution, row in clients.installed(e):
+        pin, label = clients.pins(distribution), f"{name} {distribution.version}"
         if pin and not clients.takes(pin, e.version):
             words = f"{label} requires {PACKAGE}{pin}, but this is {e.version}: it may call missing functions"
             yield "note", words, f"install a version of {name} that accepts {e.version}"

@@ -43,9 +43,9 @@ CLIENTS = (
 )
 
 
-def pins(found: Distribution) -> str | None:
+def pins(distribution: Distribution) -> str | None:
     """Engine versions that a distribution requires: "" for any, None if it does not require it."""
-    for line in found.requires:
+    for line in distribution.requires:
         try:
             need = Requirement(line)
         except InvalidRequirement:  # old packages have requirements that do not follow the standard

@@ -98,8 +98,8 @@ class Installation:
 
     def version_of(self, name: str) -> str | None:
         """Version of the distribution that Python finds first; None if it is not installed."""
-        found = self.distributions.get(name, ())
-        return found[0].version if found else None
+        distributions = self.distributions.get(name, ())
+        return distributions[0].version if distributions else None
 
 
 def gather() -> Installation:
@@ -143,7 +143,7 @@ def gather() -> Installation:
 
 
 def _distributions() -> dict[str, tuple[Distribution, ...]]:
-    found: dict[str, list[Distribution]] = {}
+    distributions: dict[str, list[Distribution]] = {}
     for each in metadata.distributions():
         name = each.metadata["Name"]
         if name is None:  # the remainder from a partly removed package
@@ -151,10 +151,10 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
         distribution = Distribution(
             each.version, str(each.locate_file("")), tuple(each.requires or ())
         )
-        same = found.setdefault(canonicalize_name(name), [])
-        if distribution not in same:
-            same.append(distribution)
-    return {name: tuple(several) for name, several in found.items()}
+        versions = distributions.setdefault(canonicalize_name(name), [])
+        if distribution not in versions:
+            versions.append(distribution)
+    return {name: tuple(several) for name, several in distributions.items()}
 
 
 def _query(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:

@@ -1,4 +1,4 @@
-"""Self-test of the command line: PyTorch in this process, and JAX in another process, as one report."""
+"""Self-test of the command line: PyTorch in this process, and JAX in other processes, as one report."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from transformer_engine.common.self_test import SECONDS, SelfTest, SelfTestResul
 JAX_MODULE = "transformer_engine.jax.self_test"
 # After the limit, the process has this time to report the other cases as not run; then it is killed.
 START_SECONDS = 60.0
+MOST_PROCESSES, CORES_PER_PROCESS = 4, 4
 KEPT_LINES = 20  # last lines of the error output, for the reason of a failure
 # JAX otherwise allocates three quarters of the GPU's memory; formats that the GPU lacks are emulated, as in PyTorch.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TE_EMULATE": "1"}
@@ -49,7 +50,9 @@ def run_all(
 
 
 class JaxSelfTest:
-    """The self-test of JAX in another process, which compiles its programs at once and runs them on demand.
+    """The self-test of JAX in other processes, which compile their programs at once and run them one after another.
+
+    Tracing holds the interpreter, so that several processes, each with a part of the paths, compile sooner.
 
     Args:
         sizes: Case extents; by default large ones on a GPU and a sample on a CPU.
@@ -57,13 +60,38 @@ class JaxSelfTest:
     """
 
     def __init__(self, sizes: SelfTestSizes | None, seconds: float) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        if not optional.installed("jax"):
-            return
         extents = () if sizes is None else (sizes.large, sizes.small, sizes.tokens)
-        arguments = *map(str, (seconds, *extents)), "--wait"
+        arguments = [*map(str, (seconds, *extents)), "--wait"]
+        parts = min(MOST_PROCESSES, max((os.cpu_count() or 1) // CORES_PER_PROCESS, 1))
+        self._processes: list[_JaxProcess] = []
+        if optional.installed("jax"):
+            self._processes = [
+                _JaxProcess([*arguments, *(("--part", f"{part}/{parts}") if parts > 1 else ())])
+                for part in range(parts)
+            ]
+
+    def __enter__(self) -> JaxSelfTest:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.close()
+
+    def run(self, progress: Callable[[str], None], seconds: float) -> SelfTest:
+        """Run the programs, and return the results with the time that this call takes."""
+        if not self._processes:
+            return SelfTest({"JAX": "not installed"}, (), 0.0)
+        end = time.time() + seconds
+        first, *others = (process.run(progress, end) for process in self._processes)
+        return sum(others, first)
+
+
+class _JaxProcess:
+    """A process with a part of the self-test of JAX."""
+
+    def __init__(self, arguments: list[str]) -> None:
         path = os.pathsep.join(path for path in sys.path if path)
-        self._output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed in __exit__
+        self._output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed in `close`
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", JAX_MODULE, *arguments],
             env={**os.environ, "PYTHONPATH": path, **ENVIRONMENT},
@@ -78,31 +106,25 @@ class JaxSelfTest:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read_lines, daemon=True).start()
 
-    def __enter__(self) -> JaxSelfTest:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.kill()  # no effect after its end
-            self._process.wait()
-            self._output.close()
+    def close(self) -> None:
+        self._process.kill()  # no effect after its end
+        self._process.wait()
+        self._output.close()
 
     def _read_lines(self) -> None:
-        assert self._process is not None and self._process.stderr is not None
+        assert self._process.stderr is not None
         for line in self._process.stderr:
             self._lines.put(line.rstrip())
         self._lines.put(None)
 
-    def run(self, progress: Callable[[str], None], seconds: float) -> SelfTest:
-        """Run the programs, and return the results with the time that this call takes."""
-        process = self._process
-        if process is None:
-            return SelfTest({"JAX": "not installed"}, (), 0.0)
-        start = time.perf_counter()
+    def run(self, progress: Callable[[str], None], end: float) -> SelfTest:
+        """Run the programs until `end`, a `time.time()`, and return the results with the time of this call."""
+        process, start = self._process, time.perf_counter()
+        limit = max(end - time.time(), 0.0) + START_SECONDS
         assert process.stdin is not None
         with suppress(OSError), process.stdin as pipe:  # the process may have ended
-            pipe.write(f"{time.time() + seconds}\n")
-        timer = threading.Timer(seconds + START_SECONDS, process.kill)
+            pipe.write(f"{end}\n")
+        timer = threading.Timer(limit, process.kill)
         timer.daemon = True
         timer.start()
         last: deque[str] = deque(maxlen=KEPT_LINES)
@@ -117,7 +139,7 @@ class JaxSelfTest:
         printed = self._output.read()
         elapsed = time.perf_counter() - start
         if code != 0:
-            if elapsed >= seconds + START_SECONDS:
+            if elapsed >= limit:
                 last.append(f"it was stopped after {elapsed:.0f} s")
             return _exit_result(code, list(last), elapsed)
         found = json.loads(printed.splitlines()[-1])

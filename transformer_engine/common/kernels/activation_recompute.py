@@ -26,7 +26,13 @@ _BLOCK = tl.constexpr(128)  # columns in a block of encoded x; a multiple of a t
 
 
 class OutputCodes(NamedTuple):
-    """Transposed f(x) codes: their element, and how a scale is computed from an amax."""
+    """Transposed f(x) codes: their element, and how a scale is computed from an amax.
+
+    Attributes:
+        element: Code element type.
+        power_of_two: Whether the scale is a power of two.
+        epsilon: Lower bound of the amax before the scale is computed.
+    """
 
     element: Element
     power_of_two: bool
@@ -239,7 +245,7 @@ def backward(
     """
     rows, width = shape
     # The tile from `activation_cast` for codes in both directions.
-    block, warps = backward_tile(rows * width, name, gated, True, False)
+    block, warps = backward_tile(rows * width, name, gated, columnwise=True, sums_columns=False)
     tiling, grid = tile_layout(shape, block)
     outputs = (
         *((MEASURED,) if element is None else ()),

@@ -223,9 +223,8 @@ def decode_tile(problem: AttentionProblem, rows: int) -> tuple[int, int, int, in
     block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     if width > 512 or problem.bytes == 4:
         block_rows = min(block_rows, 16 if problem.bytes == 4 else 32)
-    # TB/s on an H200, 64 sequences with 8192 keys: 4.35 with 128 keys, 4.2 with 64. With a page table, whose entries
-    # need
-    # stages too: 4.2 with five stages, 4.0 with three; 4.3 for tiles within a page of 256.
+    # TB/s on an H200, 64 sequences with 8192 keys: 4.35 with 128 keys, 4.2 with 64. With a page table, whose
+    # entries need stages too: 4.2 with five stages, 4.0 with three; 4.3 for tiles within a page of 256.
     if problem.page_size and problem.page_size % 128 == 0 and block_rows == 16:
         candidates = ((128, 3), (64, 3), (32, 3), (16, 3))
     elif problem.page_size:

@@ -34,9 +34,8 @@ HALF = gl.constexpr(64)  # rows per instruction: a warp group multiplies its 128
 # Triton 3.8 renamed the copies, and 3.9 removed their former names.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-REGISTERS = (
-    168  # per thread at launch; later 24 in the warps that load, 240 in the warps that multiply
-)
+# Per thread at launch; later 24 in the warps that load, 240 in the warps that multiply.
+REGISTERS = 168
 
 
 @gluon.jit

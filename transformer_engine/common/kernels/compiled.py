@@ -140,6 +140,7 @@ if hasattr(os, "register_at_fork"):  # a forked process has no thread that would
 
 
 def _compile(key: KernelKey) -> Compiled:
+    """Compile a kernel with Triton, and return its PTX with the launch arguments."""
     begin_hash().result()  # threads that compile at the same time would hash once each
     import triton
     from triton.backends.compiler import GPUTarget

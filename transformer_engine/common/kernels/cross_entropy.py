@@ -49,26 +49,26 @@ def _statistics(
     start = strip * strip_width
     end = tl.minimum(start + strip_width, width)
     lane = tl.arange(0, BLOCK)
-    greatest = float("-inf")
+    row_max = float("-inf")
     total = 0.0
     plain = 0.0
     for column in range(start, end, BLOCK):
         inside = column + lane < end
         value = tl.load(source + column + lane, mask=inside, other=float("-inf")).to(tl.float32)
-        highest = tl.maximum(greatest, tl.max(value, 0))
+        highest = tl.maximum(row_max, tl.max(value, 0))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp(greatest - base) + tl.sum(tl.exp(value - base), 0)
-        greatest = highest
+        total = total * tl.exp(row_max - base) + tl.sum(tl.exp(value - base), 0)
+        row_max = highest
         if SUMS:
             # large logits have an infinite sum
             plain += tl.sum(tl.where(inside, value * share, 0.0), 0)
     position = tl.load(targets + row) - first_id
-    mine = (position >= start) & (position < end)
-    chosen = tl.load(source + position, mask=mine, other=float("-inf")).to(tl.float32)
+    in_shard = (position >= start) & (position < end)
+    target_logit = tl.load(source + position, mask=in_shard, other=float("-inf")).to(tl.float32)
     target = partials + (strip.to(tl.int64) * rows + row) * 4
-    tl.store(target, greatest)
+    tl.store(target, row_max)
     tl.store(target + 1, total)
-    tl.store(target + 2, chosen)
+    tl.store(target + 2, target_logit)
     tl.store(target + 3, plain)
 
 
@@ -87,28 +87,30 @@ def _losses(
     """Compute the losses for BLOCK rows per program, strip after strip."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    chosen = tl.full([BLOCK], float("-inf"), tl.float32)
+    target_logit = tl.full([BLOCK], float("-inf"), tl.float32)
     plain = tl.zeros([BLOCK], tl.float32)
     for strip in range(strips):
         source = partials + (strip * rows + row.to(tl.int64)) * 4
         other = tl.load(source, mask=inside, other=float("-inf"))
-        highest = tl.maximum(greatest, other)
+        highest = tl.maximum(row_max, other)
         base = tl.where(highest == float("-inf"), 0.0, highest)
         added = tl.load(source + 1, mask=inside, other=0.0) * tl.exp(other - base)
-        total = total * tl.exp(greatest - base) + added
-        greatest = highest
-        chosen = tl.maximum(chosen, tl.load(source + 2, mask=inside, other=float("-inf")))
+        total = total * tl.exp(row_max - base) + added
+        row_max = highest
+        target_logit = tl.maximum(
+            target_logit, tl.load(source + 2, mask=inside, other=float("-inf"))
+        )
         plain += tl.load(source + 3, mask=inside, other=0.0)
-    exact = (greatest - chosen) + tl.log(total)
-    spread = (greatest - plain) + tl.log(total)
+    exact = (row_max - target_logit) + tl.log(total)
+    spread = (row_max - plain) + tl.log(total)
     result = exact
     if smoothing != 0.0:
         result = (1.0 - smoothing) * exact + smoothing * spread
     counts = tl.load(targets + row, mask=inside, other=0) != ignored
     tl.store(loss + row, tl.where(counts, result, 0.0), mask=inside)
-    tl.store(statistics + 2 * row.to(tl.int64), greatest, mask=inside)
+    tl.store(statistics + 2 * row.to(tl.int64), row_max, mask=inside)
     tl.store(statistics + 2 * row.to(tl.int64) + 1, total, mask=inside)
 
 
@@ -133,10 +135,10 @@ def _gradient(
     inside = column < width
     offset = row.to(tl.int64) * width + column
     target = tl.load(targets + row)
-    greatest = tl.load(statistics + 2 * row.to(tl.int64))
+    row_max = tl.load(statistics + 2 * row.to(tl.int64))
     inverse = 1.0 / tl.load(statistics + 2 * row.to(tl.int64) + 1)
     value = tl.load(x + offset, mask=inside, other=float("-inf")).to(tl.float32)
-    probability = tl.exp(value - greatest) * inverse
+    probability = tl.exp(value - row_max) * inverse
     target_probability = (
         tl.where(column == target - first_id, 1.0 - smoothing, 0.0) + smoothing / total_ids
     )

@@ -119,17 +119,17 @@ def _step(
     """Advance one state: append amax [1] to history [LENGTH] and compute the new scale [1]."""
     row = tl.arange(0, ROWS)
     latest = tl.load(amax)
-    moved = tl.load(history + row + 1, mask=row < LENGTH - 1, other=0.0)
-    moved = tl.where(row == LENGTH - 1, latest, moved)
+    shifted = tl.load(history + row + 1, mask=row < LENGTH - 1, other=0.0)
+    shifted = tl.where(row == LENGTH - 1, latest, shifted)
     # Non-negative floats compare like their bits, and NaN has the largest bits.
     bits = latest.to(tl.int32, bitcast=True)
     if TAKES_MAXIMUM:
-        bits = tl.max(moved.to(tl.int32, bitcast=True), 0)
+        bits = tl.max(shifted.to(tl.int32, bitcast=True), 0)
     old_scale = take_multiplier(scale, True)
     computed = tl.div_rn(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), DIVISOR)
     computed = tl.where(computed == float("inf"), _LARGEST, computed)
     computed = tl.where((bits > 0) & (bits < 0x7F800000), computed, old_scale)
-    tl.store(new_history + row, tl.where(row == 0, 0.0, moved), mask=row < LENGTH)
+    tl.store(new_history + row, tl.where(row == 0, 0.0, shifted), mask=row < LENGTH)
     tl.store(new_scale, computed)
 
 

@@ -1,9 +1,9 @@
 """y = keep ? x / (1 - p) : 0, y = keep ? (x + bias) / (1 - p) + residual : residual, and dx from the mask.
 
-Element i of the flattened tensor is kept if 16 random bits are at least p * 2^16: half i % 2, the lower first, of word
-i // 2 % 4 from Philox-4x32-7 with counter i // 8 (Salmon et al., 2011). The mask holds one bit per element, element 8 j
-+
-b in bit b of byte j: one counter makes one byte, and a thread with eight elements needs no other thread's bits.
+Element i of the flattened tensor is kept if 16 random bits are at least p * 2^16: half i % 2, the lower first, of
+word i // 2 % 4 from Philox-4x32-7 with counter i // 8 (Salmon et al., 2011). The mask holds one bit per element,
+element 8 j + b in bit b of byte j: one counter makes one byte, and a thread with eight elements needs no other
+thread's bits.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _missing() -> str | None:
 MISSING: str | None = _missing()
 
 
-def missing(hardware: Hardware) -> str | None:
+def unavailable_reason(hardware: Hardware) -> str | None:
     """Reason why Triton is unavailable on a GPU, or None.
 
     Triton is imported only after a GPU has been found.
@@ -82,7 +82,9 @@ def gluon_missing(hardware: Hardware) -> str | None:
 def _gluon_reason(
     hardware: Hardware, triton_missing: str | None, release: tuple[int, int]
 ) -> str | None:
-    if (reason := missing(hardware) or hardware.lacks("hopper instructions")) is not None:
+    if (
+        reason := unavailable_reason(hardware) or hardware.lacks("hopper instructions")
+    ) is not None:
         return reason
     if (reason := optional.gluon_problem(release)) is not None:
         return reason

@@ -7,7 +7,7 @@ graph reads the current values.
 
 * scale: y = x * factor, and a flag if an x is not finite.
 * squares: partials [chunks] = sum((x * factor)^2).
-* adam: p, m, v after one Adam step; see `_adam`.
+* adam: p, m, v after one Adam step; see `_adam`. Moments may be block-scaled codes; see `block_states`.
 * sgd: p and its momentum after one gradient-descent step.
 """
 
@@ -16,13 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..operation_settings import Adam, Sgd
+from ..operation_settings import CHUNK, STATE_BLOCK, Adam, Sgd
+from . import block_states
 from .launch import NUMBER, READ, WRITTEN, AddressTable, Launch, Output
 
-CHUNK = 8192  # elements per program
-_BLOCK = (
-    2048  # elements at once: with 256 threads, two 16-byte accesses per thread and float32 list
-)
+# Elements at once: with 256 threads, two 16-byte accesses per thread and float32 list.
+_BLOCK = 2048
 _WARPS = 8
 _BITS = tl.constexpr(0xFFFF)
 
@@ -39,6 +38,8 @@ def _tensor(
         pointer = address.to(tl.pointer_type(tl.float16))
     elif KIND == "bfloat16":
         pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif KIND == "uint8":
+        pointer = address.to(tl.pointer_type(tl.uint8))
     else:
         tl.static_assert(KIND == "int16")
         pointer = address.to(tl.pointer_type(tl.int16))
@@ -146,6 +147,8 @@ def _adam(
     MASTER: tl.constexpr,
     COLUMNS: tl.constexpr,
     DECOUPLED: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -153,13 +156,18 @@ def _adam(
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p).
 
     Args:
-        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, gradient multiplier.
+        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, gradient multiplier, step, number of the first chunk.
+        STATE_BLOCK: Moments are codes, and this many values have one exponent; None: they are numbers.
+        STOCHASTIC: Round codes and bfloat16 parameters without masters stochastically.
     """
     count, g_ptr, p_ptr, m_ptr = _chunk_addresses(table, flag, G, P, M, COLUMNS, ALIGNED)
     v_ptr = _tensor(table, 4, COLUMNS, V, ALIGNED)
     master_ptr = p_ptr
     if MASTER is not None:
-        master_ptr = _tensor(table, 5, COLUMNS, MASTER, ALIGNED)
+        master_ptr = _tensor(table, COLUMNS - 1, COLUMNS, MASTER, ALIGNED)
+    if STATE_BLOCK is not None:
+        m_exponent_ptr = _tensor(table, 5, COLUMNS, "uint8", ALIGNED)
+        v_exponent_ptr = _tensor(table, 6, COLUMNS, "uint8", ALIGNED)
     lr = tl.load(rates)
     keeps_first = tl.load(rates + 1)
     takes_first = tl.load(rates + 2)
@@ -170,12 +178,31 @@ def _adam(
     first_bias = tl.load(rates + 7)
     second_bias = tl.load(rates + 8)
     by = tl.load(rates + 9)
+    seed = tl.load(rates + 10).to(tl.int32)
+    number = (tl.program_id(0) + tl.load(rates + 11).to(tl.int32)) * SIZE
     for first in range(0, SIZE, BLOCK):
-        offsets = first + tl.arange(0, BLOCK)
+        if STATE_BLOCK is None:
+            offsets = first + tl.arange(0, BLOCK)
+        else:
+            rows = tl.arange(0, BLOCK // STATE_BLOCK)
+            offsets = first + rows[:, None] * STATE_BLOCK + tl.arange(0, STATE_BLOCK)[None, :]
+            blocks = first // STATE_BLOCK + rows
+            has_elements = blocks * STATE_BLOCK < count
         inside = offsets < count
+        words = offsets
+        if STOCHASTIC:
+            words = block_states.random_words(number + offsets, seed)
         g = tl.load(g_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * by
-        m = tl.load(m_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(m_ptr + offsets, mask=inside, other=0)
+        v = tl.load(v_ptr + offsets, mask=inside, other=0)
+        if STATE_BLOCK is None:
+            m = m.to(tl.float32)
+            v = v.to(tl.float32)
+        else:
+            exponents = tl.load(m_exponent_ptr + blocks, mask=has_elements, other=16)
+            m = block_states.decode(m, exponents, True)
+            exponents = tl.load(v_exponent_ptr + blocks, mask=has_elements, other=16)
+            v = block_states.decode(v, exponents, False)
         if MASTER == "int16":
             upper = tl.load(p_ptr + offsets, mask=inside, other=0)
             p = _join_halves(upper, tl.load(master_ptr + offsets, mask=inside, other=0))
@@ -189,6 +216,11 @@ def _adam(
         if DECOUPLED:
             update += decay * p
         p -= lr * update
+        if STATE_BLOCK is not None:
+            m, exponents = block_states.encode(m, words, True, STOCHASTIC)
+            tl.store(m_exponent_ptr + blocks, exponents, mask=has_elements)
+            v, exponents = block_states.encode(v, words, False, STOCHASTIC)
+            tl.store(v_exponent_ptr + blocks, exponents, mask=has_elements)
         tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=inside)
         tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=inside)
         if MASTER == "int16":
@@ -198,6 +230,8 @@ def _adam(
             high = tl.where(lower < 0, high + 1, high)
             tl.store(p_ptr + offsets, high.to(tl.int16), mask=inside)
             tl.store(master_ptr + offsets, lower, mask=inside)
+        elif STOCHASTIC and MASTER is None and P == "bfloat16":
+            tl.store(p_ptr + offsets, block_states.round_stochastically(p, words), mask=inside)
         else:
             tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=inside)
             if MASTER is not None:
@@ -281,23 +315,34 @@ def squares(chunks: int, kind: str, aligned: bool) -> Launch:
 
 
 def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launch:
-    """Launch (table, rates float32 [10], flag int32 [1] | None) that writes parameters and states.
+    """Launch (table, rates float32 [12], flag int32 [1] | None) that writes parameters and states.
 
     Args:
         chunks: Number of table rows.
-        kinds: Dtypes of gradients, parameters, first and second moments, and masters, if present. "int16" masters are
-            the lower halves of float32 numbers whose upper halves are the parameters.
+        kinds: Dtypes of gradients, parameters, first and second moments, both moments' exponents if they are
+            block-scaled, and masters, if present. "int16" masters are the lower halves of float32 numbers whose upper
+            halves are the parameters.
         how: Step settings.
         aligned: Every address and size is a multiple of 16.
     """
     lists = len(kinds)
-    if lists == 4:
-        kinds = (*kinds, None)
-    elif kinds[4] == "int16":
-        kinds = (kinds[0], "int16", *kinds[2:])  # bits of a bfloat16
-    constants = (*kinds, lists + 1, how.decoupled, aligned, CHUNK, _BLOCK)
+    grads, parameters, first, second, *masters = kinds[:4] + kinds[6 if how.block_scaled else 4 :]
+    master = masters[0] if masters else None
+    if master == "int16":
+        parameters = "int16"  # bits of a bfloat16
+    constants = (
+        *(grads, parameters, first, second, master, lists + 1),
+        how.decoupled,
+        STATE_BLOCK if how.block_scaled else None,
+        how.stochastic,
+        aligned,
+        CHUNK,
+        _BLOCK,
+    )
     tables = (AddressTable(0, (NUMBER, READ, *(WRITTEN,) * (lists - 1))),)
-    return Launch(_adam, (chunks, 1, 1), (), (), constants, _WARPS, tables=tables)
+    # Codes have the reference's bits only if products are rounded before they are added.
+    fuses = not how.block_scaled
+    return Launch(_adam, (chunks, 1, 1), (), (), constants, _WARPS, fuses=fuses, tables=tables)
 
 
 def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:

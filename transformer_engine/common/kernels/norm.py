@@ -338,8 +338,10 @@ def forward_wide(
     BLOCK_WIDTH: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Normalize one row per program, with any length: one read per statistic and one to scale; later reads hit the
-    cache."""
+    """Normalize one row of any length per program.
+
+    Each statistic reads the row once, and scaling once more; reads after the first hit the cache.
+    """
     row = tl.program_id(0)
     factor = load_multiplier(multiplier, scale, row, ZERO_IS_ONE)
     current = maximum_before(amax)

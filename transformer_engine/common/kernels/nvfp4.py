@@ -31,7 +31,7 @@ from .fp4_blocks import (
 )
 from .launch import Launch, Output
 from .program import Program, ProgramStep, step
-from .rounding import as_float, magnitude_bits, to_scale_codes, to_values
+from .rounding import as_float, magnitude_bits
 from .swizzled_scales import TILE_COLUMNS, TILE_ROWS, store_in_tiles
 
 _TILE = 64
@@ -110,9 +110,10 @@ def _store_direction(
     encode_scale = compute_encode_scale(amax, RANGE)
     if four is not None:
         to_six, to_four = candidates(bits, encode_scale, CONVERSION)
-        # Selected in float32, which represents every block scale.
-        chosen = tl.where(four == 1, to_values(to_four, CONVERSION), to_values(to_six, CONVERSION))
-        block_scale = to_scale_codes(chosen, tl.float8e4nv, CONVERSION)
+        chosen = tl.where(
+            four == 1, to_four.to(tl.uint8, bitcast=True), to_six.to(tl.uint8, bitcast=True)
+        )
+        block_scale = chosen.to(to_six.dtype, bitcast=True)
     else:
         block_scale = as_block_scale(
             as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST, CONVERSION

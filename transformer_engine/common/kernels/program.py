@@ -10,7 +10,13 @@ from .launch import Launch
 
 
 class ProgramStep(NamedTuple):
-    """One launch, and its input and output names; None: absent."""
+    """One launch, and its input and output names; None: absent.
+
+    Attributes:
+        launch: The kernel launch.
+        inputs: Names of the tensors that the launch reads.
+        outputs: Names of the tensors that the launch writes.
+    """
 
     launch: Launch
     inputs: tuple[str | None, ...]

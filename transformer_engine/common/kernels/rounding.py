@@ -59,6 +59,21 @@ def to_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
 
 
 @triton.jit
+def to_compared_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
+    """Round float32 block scales from 0 to 448, or NaN, to E4M3 codes like `to_scale_codes`, by integers only.
+
+    The native conversion rounds two values at once. In kernels that select between two scales per block, ptxas 12.8
+    reads the second of the two codes before the instruction has written it (sm_90's machine code).
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    normal = ((bits + (0x7FFFF + ((bits >> 20) & 1))) >> 20) - (120 << 3)
+    subnormal = (values + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    codes = tl.where(values == values, tl.where(bits < 0x3C800000, subnormal, normal), 0x7F)
+    codes = codes.to(tl.uint8)
+    return codes if CONVERSION == _E4M3 else codes.to(element, bitcast=True)
+
+
+@triton.jit
 def _to_codes_by_instruction(values, element: tl.constexpr):
     tl.static_assert(element == tl.float8e4nv or element == tl.float8e5)
     ptx: tl.constexpr = _PTX_E4M3 if element == tl.float8e4nv else _PTX_E5M2

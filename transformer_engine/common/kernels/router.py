@@ -96,8 +96,10 @@ def _score(x, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _best_groups(rank, group, groups, PLACES: tl.constexpr, KEPT: tl.constexpr):
-    """Select groups, bool [rows, groups]: the KEPT groups whose PLACES largest keys have the largest sum; rank [rows,
-    groups, experts]."""
+    """Select groups, bool [rows, groups]: the KEPT groups whose PLACES largest keys have the largest sum.
+
+    `rank` is [rows, groups, experts].
+    """
     expert = tl.arange(0, rank.shape[2])[None, None, :] + tl.zeros_like(rank)
     total = tl.zeros([rank.shape[0], rank.shape[1]], tl.float32)
     for _ in range(PLACES):

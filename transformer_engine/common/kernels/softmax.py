@@ -67,9 +67,9 @@ def forward_rows(
         hidden = tl.load(start[:, None] + key * key_stride, mask=visible, other=1)
         visible = visible & (hidden == 0)
     score = tl.where(visible, score, float("-inf"))
-    greatest = tl.max(score, 1)
-    greatest = tl.where(greatest == float("-inf"), 0.0, greatest)
-    weight = tl.exp(score - greatest[:, None])
+    row_max = tl.max(score, 1)
+    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    weight = tl.exp(score - row_max[:, None])
     total = tl.sum(weight, 1)
     inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
     tl.store(
@@ -118,15 +118,15 @@ def forward_wide(
     if CAUSAL:
         end = tl.minimum(tl.maximum(query + shift + 1, 0), keys)
     lane = tl.arange(0, BLOCK_KEYS)
-    greatest = float("-inf")
+    row_max = float("-inf")
     total = 0.0
     for first in range(0, end, BLOCK_KEYS):
         score = _scores(source, hidden, first + lane, keys, query, key_stride, shift, scale, CAUSAL)
-        highest = tl.maximum(greatest, tl.max(score, 0))
+        highest = tl.maximum(row_max, tl.max(score, 0))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp(greatest - base) + tl.sum(tl.exp(score - base), 0)
-        greatest = highest
-    base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        total = total * tl.exp(row_max - base) + tl.sum(tl.exp(score - base), 0)
+        row_max = highest
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
     inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
     for first in range(0, keys, BLOCK_KEYS):
         key = first + lane

@@ -99,24 +99,26 @@ def _scales_of_tile(
     """Load the scales for a tile's elements, [M, 1] or [1, K] if the tile has one scale along an axis."""
     of_row, of_column = (row // ROWS) * scale_row, (column // COLUMNS) * scale_column
     if COLUMNS % BLOCK_K == 0:
-        found = tl.load(scales + of_row + tl.min(of_column, axis=0), mask=row < M, other=0.0)[
+        scale_tile = tl.load(scales + of_row + tl.min(of_column, axis=0), mask=row < M, other=0.0)[
             :, None
         ]
     elif ROWS % BLOCK_M == 0:
-        found = tl.load(scales + of_column + tl.min(of_row, axis=0), mask=column < K, other=0.0)[
-            None, :
-        ]
+        scale_tile = tl.load(
+            scales + of_column + tl.min(of_row, axis=0), mask=column < K, other=0.0
+        )[None, :]
     elif COLUMNS > 1:
         groups: tl.constexpr = BLOCK_K // COLUMNS
         group = tl.min(column, axis=0) // COLUMNS + tl.arange(0, groups)
         inside = (row < M)[:, None] & (group * COLUMNS < K)[None, :]
         offsets = of_row[:, None] + (group * scale_column)[None, :]
         once = tl.load(scales + offsets, mask=inside, other=0.0)[:, :, None]
-        found = tl.reshape(tl.broadcast_to(once, [BLOCK_M, groups, COLUMNS]), [BLOCK_M, BLOCK_K])
+        scale_tile = tl.reshape(
+            tl.broadcast_to(once, [BLOCK_M, groups, COLUMNS]), [BLOCK_M, BLOCK_K]
+        )
     else:
         inside = (row < M)[:, None] & (column < K)[None, :]
-        found = tl.load(scales + of_row[:, None] + of_column[None, :], mask=inside, other=0.0)
-    return found
+        scale_tile = tl.load(scales + of_row[:, None] + of_column[None, :], mask=inside, other=0.0)
+    return scale_tile
 
 
 @triton.jit
@@ -331,8 +333,9 @@ def statistics_kernel(
 
 @triton.jit
 def add_statistics(partials, kept, programs, BLOCK: tl.constexpr):
-    """Update kept float64 [6]: the maximum of its first entry and column 0 of partials [programs, 8], sums for the
-    rest.
+    """Add the partial statistics [programs, 8] of all programs to the totals `kept`, float64 [6].
+
+    Entry 0 is a maximum, the other entries are sums.
 
     float64, because float32 cannot represent all counts above 2^24. One program adds in a fixed order: bits repeat.
     """

@@ -89,10 +89,10 @@ def scales_of_tile(
         tile_c = first_column // 4 + c
         places = scale + ((first_row // 128 + r).to(tl.int64) * TILES_C + tile_c) * 512 + e
         if EVEN:
-            found = tl.load(places)
+            scale_bytes = tl.load(places)
         else:
-            found = tl.load(places, mask=tile_c < TILES_C, other=0.0)
-        parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
+            scale_bytes = tl.load(places, mask=tile_c < TILES_C, other=0.0)
+        parts = scale_bytes.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
         scales = parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)
     else:
         r = first_row + tl.arange(0, ROWS)[:, None]
@@ -122,8 +122,8 @@ def descriptor_of_tiles(scale, R, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.const
 @triton.jit
 def load_scale_tile(tiles, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Load scales [ROWS, COLUMNS] through a tile descriptor by TMA; tcgen05.cp moves them on to tensor memory."""
-    found = tiles.load([0, first_row // 128, first_column // 4, 0, 0])
-    parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
+    scale_bytes = tiles.load([0, first_row // 128, first_column // 4, 0, 0])
+    parts = scale_bytes.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
     return parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)
 
 

@@ -224,27 +224,28 @@ def search(
         model, **{name: options.pop(name) for name in list(options) if name in _SIZES}
     )
     links = options.get("links") or host_links(gpu_named(options.get("gpu", "h100")))
-    found: list[TrainingPlan] = []
+    plans: list[TrainingPlan] = []
     reasons: list[str] = []
     for candidate in _candidates(shape, devices, links, options):
         try:
-            found.append(
+            plans.append(
                 plan(
                     shape, devices, global_batch=global_batch or devices, **{**options, **candidate}
                 )
             )
         except ValueError as error:
             reasons.append(str(error))
-    if not found:
+    if not plans:
         raise ValueError(
             f"no mesh of {devices} devices is valid for {shape.name}; the first reason: {reasons[0] if reasons else ''}"
         )
-    fitting = sorted([each for each in found if each.fits], key=lambda each: each.step_ms)
+    fitting = sorted([each for each in plans if each.fits], key=lambda each: each.step_ms)
     if not fitting:
-        least = min(found, key=lambda each: each.memory.peak)
+        smallest = min(plans, key=lambda each: each.memory.peak)
         raise ValueError(
-            f"no mesh of {devices} devices fits: {shape.name} needs at least {least.memory.peak / GIB:.1f} GiB of the "
-            f"{least.memory_limit / GIB:.1f} GiB of each {least.gpu} ({least.mesh}, recompute={least.recompute!r}); "
+            f"no mesh of {devices} devices fits: {shape.name} needs at least "
+            f"{smallest.memory.peak / GIB:.1f} GiB of the {smallest.memory_limit / GIB:.1f} GiB of each "
+            f"{smallest.gpu} ({smallest.mesh}, recompute={smallest.recompute!r}); "
             "use more devices, a shorter sequence, or a gpu with more memory"
         )
     return fitting[:count]

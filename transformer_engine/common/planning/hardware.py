@@ -64,22 +64,22 @@ class GpuRates:
     host: float = 50 * US
     calibrated: bool = True
 
-    def product_ms(self, kind: str, flops: float, moved: float, tiled: float = 0.0) -> float:
+    def product_ms(self, kind: str, flops: float, moved_bytes: float, tiled: float = 0.0) -> float:
         """Time for a product, or for products over row groups in one launch.
 
         Args:
             kind: A key in `rates`.
             flops: Floating-point operations.
-            moved: Bytes in both operands and in the result.
+            moved_bytes: Bytes in both operands and in the result.
             tiled: Elements in the groups' results; 0 for a plain product.
         """
         rate = self.rates[kind] * (self.grouped_codes if tiled and kind != "bf16" else 1.0)
         busy = flops / rate + 2 * self.depth * tiled / self.rates["bf16"]
-        return self.start + max(busy, moved / self.bandwidth)
+        return self.start + max(busy, moved_bytes / self.bandwidth)
 
-    def copy_ms(self, moved: float, efficiency: float = 1.0) -> float:
+    def copy_ms(self, moved_bytes: float, efficiency: float = 1.0) -> float:
         """Time for a kernel that is limited by memory and moves a number of bytes."""
-        return self.launch + moved / (self.bandwidth * efficiency)
+        return self.launch + moved_bytes / (self.bandwidth * efficiency)
 
     def attention_ms(self, backend: str, head_dim: int, flops: float, backward: bool) -> float:
         """Time for the forward or the backward pass of attention with a number of operations."""
@@ -199,13 +199,13 @@ class LinkRates:
                 f"devices_per_host={self.devices_per_host!r} must be an integer of at least 1"
             )
 
-    def collective_ms(self, kind: Collective, moved: float, size: int, stride: int) -> float:
+    def collective_ms(self, kind: Collective, moved_bytes: float, size: int, stride: int) -> float:
         """Time for a collective.
 
         Args:
             kind: The collective.
-            moved: Bytes in the full buffer: the gathered, the reduced or the exchanged one; for `send_receive`, the
-                bytes that a rank sends.
+            moved_bytes: Bytes in the gathered, reduced or exchanged buffer; for `send_receive`, the bytes that a
+                rank sends.
             size: Number of ranks.
             stride: Distance between the group's neighboring ranks in the device order.
 
@@ -215,7 +215,7 @@ class LinkRates:
         """
         if size == 1:
             return 0.0
-        sent = moved if kind == "send_receive" else moved * (size - 1) / size
+        sent = moved_bytes if kind == "send_receive" else moved_bytes * (size - 1) / size
         if kind == "all_reduce":
             sent *= 2
         ring = kind in ("all_gather", "reduce_scatter")
@@ -225,7 +225,7 @@ class LinkRates:
             return self.start + sent / rate
         start = self.start + self.hop * (hosts - 1 if ring else math.ceil(math.log2(hosts)))
         if kind in ("all_to_all", "send_receive"):
-            across = sent if kind == "send_receive" else moved * (size - within) / size
+            across = sent if kind == "send_receive" else moved_bytes * (size - within) / size
             return start + max(across / self.network, (sent - across) / rate)
         return start + sent / min(rate, self.network * within)
 
@@ -356,13 +356,13 @@ def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
     recipe = HIGH_PRECISION if recipe == "bf16" else recipe
     if recipe not in FORMATS:
         raise unknown("recipe", recipe, FORMATS)
-    found = FORMATS[recipe]
-    if not _computes(gpu, found):
+    cost = FORMATS[recipe]
+    if not _computes(gpu, cost):
         runs = [name for name, row in FORMATS.items() if _computes(gpu, row)]
-        others = [name for name, other in GPUS.items() if _computes(other, found)]
-        reason = gpu.hardware.lacks(found.needs) or "the table has no rate of its products"
+        others = [name for name, other in GPUS.items() if _computes(other, cost)]
+        reason = gpu.hardware.lacks(cost.needs) or "the table has no rate of its products"
         raise ValueError(
             f"recipe={recipe!r} has no products on gpu={gpu.name!r} ({reason}); choose from {', '.join(runs)}"
             + (f", or use {' or '.join(f'gpu={name!r}' for name in others)}" if others else "")
         )
-    return found
+    return cost

@@ -34,9 +34,11 @@ class Both(NamedTuple):
     ) -> None:
         """Add kernels that are limited by memory: bytes that they move in each pass."""
         gpu = machine.gpu
-        for cost, moved in ((self.forward, forward), (self.backward, backward)):
-            if moved:
-                cost.spend(kind, gpu.copy_ms(moved, 0.95) + (launches - 1) * gpu.launch, launches)
+        for cost, moved_bytes in ((self.forward, forward), (self.backward, backward)):
+            if moved_bytes:
+                cost.spend(
+                    kind, gpu.copy_ms(moved_bytes, 0.95) + (launches - 1) * gpu.launch, launches
+                )
 
 
 def no_costs() -> Both:
@@ -113,8 +115,10 @@ def attention(
             own = took / cp if work.causal and work.window is None else 0.0
             cost.communicate("cp", gathered, max(0.0, gathered - own))
             if backward:
-                moved = 2 * (2 * narrow * cp)  # float32 gradients
-                cost.communicate("cp", links.collective_ms("reduce_scatter", moved, cp, machine.tp))
+                moved_bytes = 2 * (2 * narrow * cp)  # float32 gradients
+                cost.communicate(
+                    "cp", links.collective_ms("reduce_scatter", moved_bytes, cp, machine.tp)
+                )
         else:
             cost.communicate(
                 "cp", links.collective_ms("all_to_all", wide + 2 * narrow, cp, machine.tp)

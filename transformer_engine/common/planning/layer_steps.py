@@ -44,7 +44,14 @@ class Step:
 
 
 class Pass(NamedTuple):
-    """A forward or backward pass: the buffers that it receives, returns and saves, and its steps."""
+    """A forward or backward pass: the buffers that it receives, returns and saves, and its steps.
+
+    Attributes:
+        inputs: Names of the received buffers.
+        results: Names of the returned buffers; None for an absent result.
+        saved: Names of the buffers that stay until the backward pass.
+        steps: Steps in execution order.
+    """
 
     inputs: tuple[str, ...]
     results: tuple[str | None, ...]

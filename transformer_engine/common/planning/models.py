@@ -220,7 +220,7 @@ def _config_shape(path: Path) -> ModelShape:
             raise ValueError(
                 f"{path} has {name}={value!r}: {kind} are not simulated; give the sizes of a model with equal layers"
             )
-    found: dict[str, Any] = {}
+    config_values: dict[str, Any] = {}
     for name, keys in _CONFIG_NAMES.items():
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is not None:
@@ -228,21 +228,23 @@ def _config_shape(path: Path) -> ModelShape:
                 raise ValueError(
                     f"{path} has {name}={value!r}, which is not a whole number; repair it"
                 )
-            found[name] = value
-    if not found.get("experts"):
+            config_values[name] = value
+    if not config_values.get("experts"):
         # A dense model's configuration may have expert fields.
-        found.update(experts=0, experts_per_token=0)
+        config_values.update(experts=0, experts_per_token=0)
     names = {field.name for field in fields(ModelShape)}
     shape = {
         "gated": config.get("hidden_act", config.get("activation_function"))
         in ("silu", "swish", "gelu_pytorch_tanh")
     }
-    missing = [name for name in ("hidden", "layers", "heads", "vocabulary") if name not in found]
+    missing = [
+        name for name in ("hidden", "layers", "heads", "vocabulary") if name not in config_values
+    ]
     if missing:
         keys = " or ".join(_CONFIG_NAMES[missing[0]])
         raise ValueError(f"{path} has no field {keys}; add it, or give {missing[0]}")
-    found.setdefault("kv_heads", found["heads"])
-    found.setdefault("head_dim", found["hidden"] // max(found["heads"], 1))
-    found.setdefault("ffn", 4 * found["hidden"])
-    shape |= {name: value for name, value in found.items() if name in names}
+    config_values.setdefault("kv_heads", config_values["heads"])
+    config_values.setdefault("head_dim", config_values["hidden"] // max(config_values["heads"], 1))
+    config_values.setdefault("ffn", 4 * config_values["hidden"])
+    shape |= {name: value for name, value in config_values.items() if name in names}
     return ModelShape(name=config.get("model_type", path.parent.name), **shape)

@@ -14,7 +14,16 @@ DOES_NOT_FIT = "does not fit"  # the first words of the warning
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Rank counts by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices."""
+    """Rank counts by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices.
+
+    Attributes:
+        dp: Ranks with replicated parameters (data parallel).
+        fsdp: Ranks that share the parameters (fully sharded data parallel).
+        tp: Tensor-parallel ranks.
+        cp: Context-parallel ranks.
+        pp: Pipeline-parallel ranks.
+        ep: Expert-parallel ranks.
+    """
 
     dp: int
     fsdp: int = 1
@@ -127,15 +136,15 @@ class TrainingPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Figures as data for JSON."""
-        found = asdict(self)
-        found["devices"], found["global_batch"], found["fits"] = (
+        fields = asdict(self)
+        fields["devices"], fields["global_batch"], fields["fits"] = (
             self.mesh.devices,
             self.global_batch,
             self.fits,
         )
-        found["parameters"] = self.model.parameters()
-        found["memory"]["peak"] = self.memory.peak
-        return found
+        fields["parameters"] = self.model.parameters()
+        fields["memory"]["peak"] = self.memory.peak
+        return fields
 
     def __str__(self) -> str:
         unfit, others = [], list(self.warnings)

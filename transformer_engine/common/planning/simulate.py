@@ -43,7 +43,13 @@ SAME_MEMORY = ("convert", "grouped_convert", "dense")
 
 
 class Extent(NamedTuple):
-    """A buffer's shape and the bytes per element, scales included."""
+    """A buffer's shape and the bytes per element, scales included.
+
+    Attributes:
+        rows: Number of rows.
+        columns: Number of columns.
+        element: Bytes per element.
+    """
 
     rows: float
     columns: float
@@ -57,7 +63,14 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearSize:
-    """Local sizes for a linear layer: input rows after a gather, input columns and output columns."""
+    """Local sizes for a linear layer: input rows after a gather, input columns and output columns.
+
+    Attributes:
+        rows: Input rows after a gather.
+        inputs: Input columns.
+        outputs: Output columns.
+        groups: Number of groups; 1 for a plain linear layer.
+    """
 
     rows: float
     inputs: int
@@ -288,10 +301,10 @@ class PassRun:
             reads = machine.format.reads if step.casts else 1
             codes = [extent for extent in outputs if extent.element < VALUE]
             efficiency = machine.format.efficiency[len(codes) > 1] if step.casts else 0.95
-            moved = reads * sum([extent.size for extent in read]) + sum(
+            moved_bytes = reads * sum([extent.size for extent in read]) + sum(
                 [extent.size for extent in outputs]
             )
-            took = gpu.copy_ms(moved, efficiency) + (reads - 1) * gpu.launch
+            took = gpu.copy_ms(moved_bytes, efficiency) + (reads - 1) * gpu.launch
         cost.spend(_KINDS.get(op, "other"), took)
         return took
 
@@ -306,10 +319,12 @@ class PassRun:
         self.extents.update(dict.fromkeys(step.makes(), output))
         flops = 2.0 * size.rows * size.inputs * size.outputs
         kind = self.machine.format.products[list(shapes).index(step.product)]
-        moved = sum([extent.size for extent in read]) + output.size * len(step.makes())
+        moved_bytes = sum([extent.size for extent in read]) + output.size * len(step.makes())
         tiled = output.rows * output.columns if size.groups > 1 else 0.0
         cost.flops += flops
-        return self.machine.matrix_time * self.machine.gpu.product_ms(kind, flops, moved, tiled)
+        return self.machine.matrix_time * self.machine.gpu.product_ms(
+            kind, flops, moved_bytes, tiled
+        )
 
     def _set_extents(self, step: Step, read: list[Extent]) -> None:
         """Set the result extents for a step that is neither a product nor a collective."""

@@ -57,8 +57,8 @@ class TrainingStep:
         cost, stage = Cost(), self._stage()
         cost.add(stage, self.micro_batches)
         self._synchronize(cost)
-        moved = self._local_parameters()[0] * (self._gradient_bytes + 2 * STATE + VALUE)
-        cost.spend("optimizer", gpu.copy_ms(moved, 0.97))
+        moved_bytes = self._local_parameters()[0] * (self._gradient_bytes + 2 * STATE + VALUE)
+        cost.spend("optimizer", gpu.copy_ms(moved_bytes, 0.97))
         # The other stages, which have no loss, run one micro-batch before and after all stages are busy.
         other = stage.total - self.outside.forward.total - self.outside.backward.total
         cost.spend("pipeline idle", (mesh.pp - 1) * other, 0)
@@ -119,8 +119,8 @@ class TrainingStep:
 
     def _embeddings(self, last: bool) -> float:
         """Count the embedding and output-projection parameters on a stage, before sharding."""
-        one = self.shape.vocabulary * self.shape.hidden / self.mesh.tp
-        return one * (2 if self.mesh.pp == 1 and not self.shape.tied else 1)
+        elements = self.shape.vocabulary * self.shape.hidden / self.mesh.tp
+        return elements * (2 if self.mesh.pp == 1 and not self.shape.tied else 1)
 
     def _outside(self) -> Both:
         """Compute the costs outside the layers, for one micro-batch: embedding, last norm, projection and loss."""
@@ -247,14 +247,14 @@ class TrainingStep:
             ) * VALUE
         elif self.micro_batches > 1:
             gathered += (dense + routed) * VALUE
-        found = []
+        memory_items = []
         for last in (False, True):
             local, _ = self._local_parameters(last)
             flying = 1 if last else min(mesh.pp, self.micro_batches)
             logits = (
                 work.tokens * shape.vocabulary / mesh.tp * VALUE if last or mesh.pp == 1 else 0.0
             )
-            found.append(
+            memory_items.append(
                 StepMemory(
                     local * VALUE,
                     local * self._gradient_bytes,
@@ -263,44 +263,46 @@ class TrainingStep:
                     gathered + logits,
                 )
             )
-        return max(found, key=lambda memory: memory.peak)
+        return max(memory_items, key=lambda memory: memory.peak)
 
     def _rates(self) -> dict[str, str]:
         """Rates behind the plan as text, with their sources."""
         gpu, machine, source = self.machine.gpu, self.machine, self.machine.gpu.source
         kinds = dict.fromkeys(("bf16", *machine.format.products))
-        found = {
+        rate_texts = {
             f"{kind} products": f"{gpu.rates[kind] / 1e9:.0f} TFLOP/s ({source})" for kind in kinds
         }
         heads = gpu.attention[machine.attention]
         forward, _ = heads[min(heads, key=lambda size: abs(size - self.shape.head_dim))]
-        found[f"{machine.attention} attention"] = f"{forward / 1e9:.0f} TFLOP/s ({source})"
-        found["copies"] = f"{gpu.bandwidth / 1e9:.1f} TB/s ({source})"
+        rate_texts[f"{machine.attention} attention"] = f"{forward / 1e9:.0f} TFLOP/s ({source})"
+        rate_texts["copies"] = f"{gpu.bandwidth / 1e9:.1f} TB/s ({source})"
         links = machine.links
         of_ring = source if links.ring == host_links(gpu).ring else "given"
         of_network = "assumed" if links.network == DEFAULT_LINKS.network else "given"
-        found["links within a host"] = f"{links.ring / GB_PER_S:.0f} GB/s ({of_ring})"
-        found["network"] = f"{links.network / GB_PER_S:.0f} GB/s ({of_network})"
-        return found
+        rate_texts["links within a host"] = f"{links.ring / GB_PER_S:.0f} GB/s ({of_ring})"
+        rate_texts["network"] = f"{links.network / GB_PER_S:.0f} GB/s ({of_network})"
+        return rate_texts
 
     def _warnings(self, cost: Cost, peak: float, limit: float) -> tuple[str, ...]:
         gpu, mesh = self.machine.gpu, self.mesh
-        found = []
+        warnings = []
         if peak > limit:
-            found.append(
+            warnings.append(
                 f"{DOES_NOT_FIT}: needs {peak / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of each {gpu.name} can be "
                 "filled; raise fsdp, tp or pp"
                 + ("" if self.recompute else ", or use recompute='full'")
             )
         if not gpu.calibrated:
-            found.append(f"the rates of {gpu.name} follow from its data sheet and are not measured")
+            warnings.append(
+                f"the rates of {gpu.name} follow from its data sheet and are not measured"
+            )
         if mesh.tp > self.machine.links.devices_per_host:
-            found.append(
+            warnings.append(
                 f"tp={mesh.tp} spans hosts, whose network is slow; use at most "
                 f"{self.machine.links.devices_per_host}"
             )
         if cost.kernels["waiting for the host"] > 0.05 * cost.total:
-            found.append(
+            warnings.append(
                 "the host launches kernels more slowly than the GPU runs them; use graphs=True, or more tokens"
             )
-        return tuple(found)
+        return tuple(warnings)

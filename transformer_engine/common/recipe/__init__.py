@@ -1,6 +1,6 @@
 """Recipes: dataclasses that say which tensors are quantized to which format, and where their scales come from.
 
-Recipes compare by value and pickle in the original's format. `MMParams` and `QParams` are frozen. Recipe fields may be
+Recipes compare by value and pickle in NVIDIA's format. `MMParams` and `QParams` are frozen. Recipe fields may be
 assigned; the value is converted and checked as in the constructor, and derived fields follow their switch.
 
 Fields accept the forms that pydantic converts, because configurations often come from YAML files and command lines:
@@ -68,7 +68,7 @@ class Recipe:
         self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a pickle, also from the original, whose recipes lack the derived fields and may lack later fields."""
+        """Load a pickle, also from NVIDIA's engine, whose recipes lack the derived fields and may lack later fields."""
         self.__dict__.update(state)
         self._convert()
         self._derive()
@@ -91,7 +91,7 @@ class Recipe:
         return {}
 
     def __repr__(self) -> str:
-        """Format as `recipe_type=DelayedScaling, margin=0, ..`: the original's repr first, then every other field."""
+        """Format as `recipe_type=DelayedScaling, margin=0, ..`: NVIDIA's repr first, then every other field."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
         first = {
             name: values.pop(name)
@@ -100,12 +100,12 @@ class Recipe:
         }
         if "fp4_format" not in first and "fp8_format" in first:
             first["format"] = first.pop("fp8_format")
-        shown = [
+        representations = [
             f"{name}={value.name if isinstance(value, Format) else value}"
             for name, value in first.items()
         ]
-        shown += [f"{name}={value!r}" for name, value in values.items()]
-        return ", ".join([f"recipe_type={type(self).__name__}", *shown])
+        representations += [f"{name}={value!r}" for name, value in values.items()]
+        return ", ".join([f"recipe_type={type(self).__name__}", *representations])
 
     def nvfp4(self) -> bool:
         return isinstance(self, NVFP4BlockScaling)

@@ -65,8 +65,8 @@ def member_of_value(kind: type[Enum]) -> Converter:
     """Build a converter from the value of a member, such as (448, 57344), to the member."""
 
     def convert(name: str, value: Any) -> Any:
-        found = tuple(value) if isinstance(value, Sequence) else value
-        return next((member for member in kind if member.value == found), value)
+        member_value = tuple(value) if isinstance(value, Sequence) else value
+        return next((member for member in kind if member.value == member_value), value)
 
     return convert
 

@@ -206,8 +206,10 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
         dropped = {name: keywords.pop(name) for name in list(keywords) if name not in names}
         unknown = [name for name, value in dropped.items() if not has_no_effect(name, value)]
         if unknown:
-            near = [(name, nearest(name, names)) for name in unknown]
-            listed = [f"{name} (did you mean {meant}?)" if meant else name for name, meant in near]
+            suggestions = [(name, nearest(name, names)) for name in unknown]
+            listed = [
+                f"{name} (did you mean {meant}?)" if meant else name for name, meant in suggestions
+            ]
             warnings.warn(
                 f"{cls.__name__} ignores unknown arguments: {', '.join(listed)}",
                 UserWarning,

@@ -91,6 +91,6 @@ def describe_fields(record: Any) -> str:
     return f"{type(record).__name__}({', '.join(values)})"
 
 
-# Pickles name these classes by the package, as in the original.
+# Pickles name these classes by the package, as in NVIDIA's engine.
 for _part in (_FormatHelper, Format, MMParams, QParams):
     _part.__module__ = __name__.rpartition(".")[0]

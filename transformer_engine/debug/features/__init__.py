@@ -79,9 +79,9 @@ def next_enabled_iter(config: Mapping[str, Any], iteration: int) -> tuple[bool, 
     frequency = 1 if value is None else parse_int("freq", value, least=1)
     spans = intervals(config)
     inside = any(start <= iteration and (end is None or iteration <= end) for start, end in spans)
-    nexts = []
+    next_iterations = []
     for start, end in spans:
         first = -(-max(start, iteration + 1) // frequency) * frequency
         if end is None or first <= end:
-            nexts.append(first)
-    return inside and iteration % frequency == 0, min(nexts, default=None)
+            next_iterations.append(first)
+    return inside and iteration % frequency == 0, min(next_iterations, default=None)

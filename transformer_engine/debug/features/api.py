@@ -95,8 +95,8 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
                     raise AssertionError(
                         f"gemms_struct: the entry of {entry['gemm']} has `enabled`; set it for the whole feature"
                     )
-            found = [entry for entry in entries if entry["gemm"] == gemm]
-            return config | found[0] if found else None
+            matches = [entry for entry in entries if entry["gemm"] == gemm]
+            return config | matches[0] if matches else None
         if "gemms" in config:
             gemms = config.pop("gemms")
             _check_gemms(gemms)
@@ -210,8 +210,8 @@ class TransformerEngineAPI(BaseNamespaceAPI):
             ret if isinstance(ret, tuple) else (ret, kwargs["iteration"] + 1)
             for ret in multi_feature_outputs
         ]
-        nexts = [following for _, following in answers if following is not None]
-        return any(enabled for enabled, _ in answers), min(nexts, default=None)
+        next_iterations = [following for _, following in answers if following is not None]
+        return any(enabled for enabled, _ in answers), min(next_iterations, default=None)
 
     def call_feature(
         self, call: Callable[..., Any], feat_config: dict[str, Any], layer_name: str, **kwargs: Any

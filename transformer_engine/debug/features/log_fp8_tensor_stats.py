@@ -69,7 +69,7 @@ def _read(
     Raises:
         ValueError: A statistic is unknown, or its recipe does not have it.
     """
-    found = {}
+    requested = {}
     for name in stats:
         match = _NAME.fullmatch(name)
         if (
@@ -89,8 +89,8 @@ def _read(
                 f"the statistic {name!r} does not exist: only delayed scaling has overflows, because the other "
                 "recipes scale by the maximum of the tensor itself"
             )
-        found[name] = stat
-    return found
+        requested[name] = stat
+    return requested
 
 
 @feature

@@ -90,7 +90,7 @@ class LogTensorStats(TEConfigAPIMapper):
 
 def _blockwise(stats: Sequence[Any], tensor_name: str) -> list[BlockwiseDynamicRangeStat]:
     """Blockwise statistics in a configuration."""
-    found = []
+    block_stats = []
     for stat in stats:
         if stat == _BLOCKWISE or (isinstance(stat, dict) and _BLOCKWISE in stat):
             settings = (stat[_BLOCKWISE] if isinstance(stat, dict) else None) or {}
@@ -106,8 +106,10 @@ def _blockwise(stats: Sequence[Any], tensor_name: str) -> list[BlockwiseDynamicR
                 raise AssertionError(
                     f"{_BLOCKWISE}: dims={dims!r}; choose 1 (of a row) or 2 (square)"
                 )
-            found.append(BlockwiseDynamicRangeStat(size, dims, tensor_name in _BOTH_ORIENTATIONS))
-    return found
+            block_stats.append(
+                BlockwiseDynamicRangeStat(size, dims, tensor_name in _BOTH_ORIENTATIONS)
+            )
+    return block_stats
 
 
 def _layout(stats: Sequence[Any], tensor_name: str) -> tuple[Fields, dict[str, Statistic]]:

@@ -27,7 +27,7 @@ from ...pytorch.tensor.custom_operand import contracted
 from ...pytorch.tensor.identity_tensor import IdentityQuantizer
 from ...pytorch.tensor.observing import Observing
 from ...pytorch.tensor.quantized_tensor import get_storage
-from ...pytorch.tensor.quantizer import Matrix, Operands, Quantizer
+from ...pytorch.tensor.quantizer import Operands, Quantizer, TransposedValues
 from ...pytorch.tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
 from ...pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
 from ...pytorch.tensor.storage.quantized_tensor_storage import (
@@ -62,7 +62,13 @@ _OF_FORWARD = ("activation", "weight", "output")
 
 
 class TensorPlan(NamedTuple):
-    """How a tensor is computed in a step: the plan of each direction, and whether features inspect the tensor."""
+    """How a tensor is computed in a step: the plan of each direction, and whether features inspect the tensor.
+
+    Attributes:
+        rowwise: Plan of the row-wise direction.
+        columnwise: Plan of the column-wise direction, or None without one.
+        inspects: Whether features inspect the tensor.
+    """
 
     rowwise: str = STANDARD_QUANTIZE
     columnwise: str | None = STANDARD_QUANTIZE
@@ -70,7 +76,14 @@ class TensorPlan(NamedTuple):
 
 
 class Location(NamedTuple):
-    """A tensor of a layer, and the tensor-parallel group over which the layer is sharded."""
+    """A tensor of a layer, and the tensor-parallel group over which the layer is sharded.
+
+    Attributes:
+        layer_name: Name of the layer, as debug features select it.
+        tensor_name: Name of the tensor in the layer, such as "activation".
+        tp_group: Tensor-parallel process group.
+        tp_size: Number of tensor-parallel ranks.
+    """
 
     layer_name: str
     tensor_name: str
@@ -99,7 +112,7 @@ def planned(
         The plan, and the next step in which it may change, None for no step.
     """
     layer, tensor = location.layer_name, location.tensor_name
-    api, nexts, ways = features(), [], []
+    api, next_iterations, ways = features(), [], []
     for gemm in GEMMS[tensor]:
         if gemm is None:
             ways.append(None)
@@ -108,14 +121,14 @@ def planned(
             layer_name=layer, gemm=gemm, tensor_name=tensor, iteration=iteration
         )
         modifies, following = decision(answer, iteration)
-        nexts.append(following)
+        next_iterations.append(following)
         standard = STANDARD_QUANTIZE if quantized[gemm] else HIGH_PRECISION
         ways.append(API_CALL_MODIFY if modifies else standard)
     answer = api.inspect_tensor_enabled(layer_name=layer, tensor_name=tensor, iteration=iteration)
     inspects, following = decision(answer, iteration)
     if inspects:  # the feature returns its next step, and may be disabled in those between
         following = iteration + 1
-    return TensorPlan(ways[0], ways[1], inspects), earliest([*nexts, following])
+    return TensorPlan(ways[0], ways[1], inspects), earliest([*next_iterations, following])
 
 
 def decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
@@ -189,16 +202,16 @@ class DebugQuantizer(Observing):
 
     def _is_planned(self) -> tuple[TensorPlan, int | None]:
         api, iteration = features(), TEDebugState.get_iteration()
-        quantized, nexts = {}, []
+        quantized, next_iterations = {}, []
         for gemm in GEMMS[self.location.tensor_name]:
             if gemm is not None:
                 answer = api.fp8_gemm_enabled(
                     layer_name=self.location.layer_name, gemm=gemm, iteration=iteration
                 )
                 quantized[gemm], following = decision(answer, iteration)
-                nexts.append(following)
+                next_iterations.append(following)
         plan, following = planned(self.location, quantized, iteration)
-        return plan, earliest([*nexts, following])
+        return plan, earliest([*next_iterations, following])
 
     @property
     def parent_quantizer(self) -> Quantizer | None:
@@ -288,7 +301,7 @@ class DebugQuantizer(Observing):
             result = self._modify_tensor(tensor, GEMMS[self.tensor_name][0])
             tensor = plain_values(result)
         if self.plan.inspects and not self._is_repeated():
-            self._inspect(tensor, None, None)
+            self._inspect(tensor, rows=None, columns=None)
         return tensor
 
     def _directions(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
@@ -362,7 +375,7 @@ class DebugQuantizer(Observing):
             return get_storage(quantized).contract(direction)  # pyright: ignore[reportArgumentType]
         if isinstance(quantized, Tensor):
             matrix = plain_matrix(quantized)
-            return plain(matrix) if direction == ROWWISE else Matrix(matrix)
+            return plain(matrix) if direction == ROWWISE else TransposedValues(matrix)
         return contracted(quantized, direction, self.quantizer)
 
     def _is_repeated(self) -> bool:

@@ -178,24 +178,24 @@ def _debug_quantizers(
 
 def _product_plan(name: str, iteration: int) -> tuple[ProductPlan | None, int | None]:
     """Get the features' plan for a product (None if none is enabled), and the next step to query."""
-    api, nexts = features(), []
+    api, next_iterations = features(), []
     quantized: dict[str, bool] = {}
     for gemm in ("fprop", "dgrad", "wgrad"):
         answer = api.fp8_gemm_enabled(layer_name=name, gemm=gemm, iteration=iteration)
         quantized[gemm], following = decision(answer, iteration)
-        nexts.append(following)
+        next_iterations.append(following)
     plans = []
     for tensor, (row_gemm, _) in GEMMS.items():
         # A result's plan depends on features alone, not on its product's precision.
         requested = quantized if tensor in _OPERANDS.values() else {row_gemm: True}
         plan, following = planned(Location(name, tensor), requested, iteration)
         plans.append(plan)
-        nexts.append(following)
+        next_iterations.append(following)
     TEDebugState.layers_initialized[name] = True
     enabled = any(plan != _STANDARD[tensor] for tensor, plan in zip(GEMMS, plans, strict=True))
     if enabled:
         _log_plans(name, dict(zip(GEMMS, plans, strict=True)))
-    return (tuple(plans) if enabled else None), earliest(nexts)
+    return (tuple(plans) if enabled else None), earliest(next_iterations)
 
 
 def _log_plans(name: str, plans: dict[str, TensorPlan]) -> None:

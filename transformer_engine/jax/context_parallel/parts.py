@@ -208,15 +208,15 @@ def _forward(
     total = out.astype(jnp.float32)
     for step, (ks, vs) in _visit_chunks(problem, rank[0], (key, value)):
         for block in problem.blocks(query.shape[0], queries, keys, rank[0], step):
-            keys_and_values = (_cut(x, block.key, block.keys) for x in (ks, vs))
+            keys_and_values = (_slice_axis(x, block.key, block.keys) for x in (ks, vs))
             part, part_level = problem.part(queries, keys, block).forward(
-                _cut(query, block.first, block.queries), *keys_and_values
+                _slice_axis(query, block.first, block.queries), *keys_and_values
             )
             if block.counts is not None:
                 part_level = jnp.where(block.counts[:, None, None], part_level, -jnp.inf)
             both = (
-                _cut(total, block.first, block.queries),
-                _cut(level, block.first, block.queries, 2),
+                _slice_axis(total, block.first, block.queries),
+                _slice_axis(level, block.first, block.queries, 2),
             )
             total_rows, level_rows = _merge_attentions(*both, part, part_level)
             total = lax.dynamic_update_slice_in_dim(total, total_rows, block.first, 1)
@@ -239,9 +239,9 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
     for step, (ks, vs) in _visit_chunks(problem, rank[0], (key, value)):
         dks, dvs = (jnp.zeros(x.shape, jnp.float32) for x in local_grads)
         for block in problem.blocks(query.shape[0], queries, keys, rank[0], step):
-            rows = [_cut(x, block.first, block.queries) for x in (query, out, dout)]
-            rows_level = _cut(level, block.first, block.queries, 2)
-            keys_and_values = (_cut(x, block.key, block.keys) for x in (ks, vs))
+            rows = [_slice_axis(x, block.first, block.queries) for x in (query, out, dout)]
+            rows_level = _slice_axis(level, block.first, block.queries, 2)
+            keys_and_values = (_slice_axis(x, block.key, block.keys) for x in (ks, vs))
             gradients = problem.part(queries, keys, block).backward(
                 rows[0], *keys_and_values, rows[1], rows_level, rows[2]
             )
@@ -353,12 +353,12 @@ def _rows(level: Array) -> Array:
     return jnp.moveaxis(level, 1, 2)[..., None]
 
 
-def _cut(x: Array, first: Array | int, size: int, axis: int = 1) -> Array:
+def _slice_axis(x: Array, first: Array | int, size: int, axis: int = 1) -> Array:
     """Slice x[first : first + size] along an axis."""
     return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, first, size, axis)
 
 
 def _add_part(x: Array, part: Array, first: Array | int) -> Array:
     """Add a part to the tokens of x from `first` on."""
-    rows = _cut(x, first, part.shape[1]) + part.astype(x.dtype)
+    rows = _slice_axis(x, first, part.shape[1]) + part.astype(x.dtype)
     return lax.dynamic_update_slice_in_dim(x, rows, first, 1)

@@ -54,11 +54,11 @@ class ContextParallel:
         positions = [
             (c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)
         ]
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        segments_by_pair: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk in range(max(0, -distance), min(count, count - distance)):
             (device, source), (other, target) = positions[chunk], positions[chunk + distance]
-            found.setdefault((source, target), []).append((device, other))
-        return found
+            segments_by_pair.setdefault((source, target), []).append((device, other))
+        return segments_by_pair
 
     def order(self, tokens: int, packed: bool) -> np.ndarray:
         """Token index at each position in the sharded sequence."""
@@ -85,19 +85,21 @@ class ContextParallel:
         if isinstance(descriptor, SequenceDescriptor) and (
             mask_type.is_padding() or layout.is_thd()
         ):
-            found = descriptor.segments(batch, queries, keys)
+            segment_ids = descriptor.segments(batch, queries, keys)
             if not descriptor.segment_ids[0].size:
                 # Lengths and offsets describe the original order; segment ids and positions the sharded order.
-                found = Segments(*(part[:, orders[i % 2]] for i, part in enumerate(found)))
+                segment_ids = Segments(
+                    *(part[:, orders[i % 2]] for i, part in enumerate(segment_ids))
+                )
         else:
             ones = [jnp.ones((batch, tokens), jnp.int32) for tokens in (queries, keys)]
             places = [jnp.broadcast_to(jnp.asarray(o, jnp.int32), (batch, o.size)) for o in orders]
-            found = Segments(*ones, *places)
+            segment_ids = Segments(*ones, *places)
         if not mask_type.is_bottom_right():
-            return found
-        return found._replace(
-            query_position=found.query_position - run_length_fill(found.query),
-            key_position=found.key_position - run_length_fill(found.key),
+            return segment_ids
+        return segment_ids._replace(
+            query_position=segment_ids.query_position - run_length_fill(segment_ids.query),
+            key_position=segment_ids.key_position - run_length_fill(segment_ids.key),
         )
 
 

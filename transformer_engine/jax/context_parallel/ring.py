@@ -23,7 +23,13 @@ from .plan import ContextParallel
 
 
 class _Running(NamedTuple):
-    """For every query [b, h, q]: the greatest score so far, the sum of weights, and their product with values."""
+    """For every query [b, h, q]: the greatest score so far, the sum of weights, and their product with values.
+
+    Attributes:
+        greatest: Greatest score so far.
+        total: Sum of the weights exp(score - greatest).
+        product: Sum of weight times value.
+    """
 
     greatest: Array
     total: Array
@@ -121,7 +127,7 @@ def _ring_in_axes(axes: frozenset[str], run: Any, backward: Any) -> Any:
     def rule(saved: Any, dout: Array) -> tuple[Any, ...]:
         return (*cast_varying(axes, backward(*saved, dout)), None)
 
-    attend.defvjp(lambda *given: (attend(*given), given), rule)
+    attend.defvjp(lambda *operands: (attend(*operands), operands), rule)
     return attend
 
 

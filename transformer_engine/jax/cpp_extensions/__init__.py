@@ -1,4 +1,4 @@
-"""The operations below the public functions, under the original's names ("tex")."""
+"""The operations below the public functions, under NVIDIA's names ("tex")."""
 
 from ..collective import (
     CollectiveOp,

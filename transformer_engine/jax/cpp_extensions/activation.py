@@ -125,7 +125,7 @@ def quantize_dact_dbias(
     transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array | None]:
-    """Same as `dact_lu_dbias`, under the original's name for the fused operation."""
+    """Same as `dact_lu_dbias`, under NVIDIA's name for the fused operation."""
     return dact_lu_dbias(
         dz,
         x,

@@ -1,4 +1,4 @@
-"""Kernel switches under the names of the original's primitives."""
+"""Kernel switches under the names of NVIDIA's primitives."""
 
 from __future__ import annotations
 

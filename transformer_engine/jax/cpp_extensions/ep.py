@@ -1,7 +1,7 @@
-"""Expert-parallel settings and functions under the original's path; XLA's collectives exchange the tokens.
+"""Expert-parallel settings and functions under NVIDIA's path; XLA's collectives exchange the tokens.
 
 `ep_dispatch_fwd`, `ep_dispatch_bwd`, `ep_combine_fwd` and `ep_combine_bwd` are the passes of `ep_dispatch` and
-`ep_combine` for callers that define their own gradient. The original's parameters are not documented, so that these
+`ep_combine` for callers that define their own gradient. NVIDIA's parameters are not documented, so that these
 functions take those of `ep_dispatch` and `ep_combine`. Call them inside shard_map, where the expert axis is manual.
 """
 

@@ -1,4 +1,4 @@
-"""Attention with a score function under the original's path."""
+"""Attention with a score function under NVIDIA's path."""
 
 from ...common import absent
 from .attention import (

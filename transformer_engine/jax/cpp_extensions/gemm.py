@@ -358,7 +358,7 @@ def is_v2_grouped_gemm_supported(
     """Whether one kernel computes all groups in a `grouped_gemm` with these operands on this machine.
 
     Nothing is computed. Group sizes stay on the device with and without such a kernel; `transformer_engine.jax.explain`
-    reports the reasons against it. The parameters are as in `grouped_gemm`, because the original's parameters are not
+    reports the reasons against it. The parameters are as in `grouped_gemm`, because NVIDIA's parameters are not
     documented.
 
     Args:

@@ -70,19 +70,19 @@ def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | No
         raise TypeError(
             f"flag={described(flag)} is {with_article(type(flag))}; pass the name of a flag of XLA"
         )
-    found = xla_flag(flag.lstrip("-"))
-    if found is None:
+    value = xla_flag(flag.lstrip("-"))
+    if value is None:
         return default
     if cast is not None:
-        return cast(found)
-    if found.lower() in ("true", "false"):
-        return found.lower() == "true"
+        return cast(value)
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
     for kind in (int, float):
         try:
-            return kind(found)
+            return kind(value)
         except ValueError:
             continue
-    return found
+    return value
 
 
 def get_cudnn_version() -> tuple[int, int, int]:

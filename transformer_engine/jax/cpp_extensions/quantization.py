@@ -68,7 +68,7 @@ def quantize(
     member("amax_scope", amax_scope, AmaxScope)
     if quantizer is None:
         return NoScaleTensor(x)
-    return quantizer.quantize(x, flatten_axis=flatten_axis, over=amax_scope.axes())
+    return quantizer.quantize(x, flatten_axis=flatten_axis, mesh_axes=amax_scope.axes())
 
 
 def quantize_dbias(

@@ -1,4 +1,4 @@
-"""Token routing to experts under the original's path; XLA compiles it."""
+"""Token routing to experts under NVIDIA's path; XLA compiles it."""
 
 from ...common import absent
 from ..router import (

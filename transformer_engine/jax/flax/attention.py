@@ -353,9 +353,9 @@ class DotProductAttention(nn.Module):
         )(query, key, value, bias, hidden, seed)
         return self._result(out, self.context_checkpoint_name)
 
-    def _result(self, found: Any, name: str | None = None) -> Any:
+    def _result(self, output: Any, name: str | None = None) -> Any:
         """Convert the output to the module's layout, with `name` for recomputation, and the largest logits if any."""
-        out, *largest = found if self.return_max_logit else (found,)
+        out, *largest = output if self.return_max_logit else (output,)
         out = out if name is None else checkpoint_name(out, name)
         out = jnp.swapaxes(out, 0, 1) if self._transposed() else out
         return (out, *largest) if largest else out
@@ -443,9 +443,9 @@ class DotProductAttention(nn.Module):
         ):
             whole(name, extent)
         whole("num_gqa_groups", groups)
-        found, expected = (query.shape[2], key.shape[2]), (self.num_attention_heads, groups)
-        if found != expected:
+        heads, expected = (query.shape[2], key.shape[2]), (self.num_attention_heads, groups)
+        if heads != expected:
             raise ValueError(
-                f"query {query.shape} and key {key.shape} have {found[0]} and {found[1]} heads; the module was made "
+                f"query {query.shape} and key {key.shape} have {heads[0]} and {heads[1]} heads; the module was made "
                 f"for num_attention_heads={expected[0]} and num_gqa_groups={expected[1]}"
             )

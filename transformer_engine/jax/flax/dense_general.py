@@ -113,6 +113,7 @@ def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
 
 
 def normalize_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
+    """Convert axes to non-negative integers; raise TypeError or ValueError for invalid or repeated axes."""
     axes = _canonicalize_tuple(axis)
     integers("axis", axes)
     invalid = [d for d in axes if not -ndim <= d < ndim]

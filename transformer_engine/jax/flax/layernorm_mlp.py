@@ -262,11 +262,11 @@ def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
         return name
     if name == "linear":
         return lambda x: x
-    found: Callable[[Array], Array] | None = (
+    activation: Callable[[Array], Array] | None = (
         getattr(nn, name, None) if isinstance(name, str) else None
     )
-    if found is None or not callable(found):
+    if activation is None or not callable(activation):
         raise ValueError(
             f"activations: {described(name)} is not an activation; give a name of flax.linen, 'linear' or a function"
         )
-    return found
+    return activation

@@ -86,7 +86,13 @@ def low_rank_term(
 
 @dataclass(frozen=True)
 class LoRAScope:
-    """Switches for the query, key and value projections, for the output projection, and for the MLP."""
+    """Switches for the query, key and value projections, for the output projection, and for the MLP.
+
+    Attributes:
+        qkv_proj: Whether the query, key and value projections are adapted.
+        output_proj: Whether the output projection is adapted.
+        mlp: Whether the MLP is adapted.
+    """
 
     qkv_proj: bool = False
     output_proj: bool = False
@@ -95,13 +101,13 @@ class LoRAScope:
 
 _SCOPES = {
     "none": LoRAScope(),
-    "all": LoRAScope(True, True, True),
+    "all": LoRAScope(qkv_proj=True, output_proj=True, mlp=True),
     "qkv_proj": LoRAScope(qkv_proj=True),
     "output_proj": LoRAScope(output_proj=True),
     "mlp": LoRAScope(mlp=True),
-    "exclude_qkv_proj": LoRAScope(False, True, True),
-    "exclude_output_proj": LoRAScope(True, False, True),
-    "exclude_mlp": LoRAScope(True, True, False),
+    "exclude_qkv_proj": LoRAScope(qkv_proj=False, output_proj=True, mlp=True),
+    "exclude_output_proj": LoRAScope(qkv_proj=True, output_proj=False, mlp=True),
+    "exclude_mlp": LoRAScope(qkv_proj=True, output_proj=True, mlp=False),
 }
 
 

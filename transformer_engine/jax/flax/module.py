@@ -1,4 +1,4 @@
-"""Dense-layer and norm modules, at the original's path."""
+"""Dense-layer and norm modules, at NVIDIA's path."""
 
 from ...common import absent
 from .attention import Softmax

@@ -391,16 +391,20 @@ class MultiHeadAttention(nn.Module):
     def _kv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Initialize a key and value kernel [h, 2, features], each part from a separate random key."""
         assert self.kernel_init is not None, "__post_init__ sets it"
-        each = (shape[0], shape[-1])
-        return jnp.stack([self.kernel_init(k, each, dtype) for k in jax.random.split(key)], axis=-2)
+        kernel_shape = (shape[0], shape[-1])
+        return jnp.stack(
+            [self.kernel_init(k, kernel_shape, dtype) for k in jax.random.split(key)], axis=-2
+        )
 
     def _qkv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Initialize a query, key and value kernel [h, 3, features], each part from a separate random key."""
         assert self.kernel_init is not None, "__post_init__ sets it"
-        each = (shape[0], shape[-1])
+        kernel_shape = (shape[0], shape[-1])
         keys = jax.random.split(key, 3)
-        parts = [self._query_init(keys[0], each, dtype)]
-        return jnp.stack([*parts, *(self.kernel_init(k, each, dtype) for k in keys[1:])], axis=-2)
+        parts = [self._query_init(keys[0], kernel_shape, dtype)]
+        return jnp.stack(
+            [*parts, *(self.kernel_init(k, kernel_shape, dtype) for k in keys[1:])], axis=-2
+        )
 
 
 def _isolate_product(x: Array) -> Array:

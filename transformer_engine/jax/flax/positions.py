@@ -105,8 +105,8 @@ def _angles(windows: tuple[float, float], group_method: str, length: int, width:
         raise ValueError(
             f"windows={described(windows)}; pass the timescales of the first and the last pair, both above 0"
         )
-    least, greatest = windows
-    timescales = least * (greatest / least) ** (2 * np.arange(width // 2) / width)
+    shortest, longest = windows
+    timescales = shortest * (longest / shortest) ** (2 * np.arange(width // 2) / width)
     check_extent("the length of rows", length, "the table of angles has one row per token")
     return jnp.asarray(np.arange(length)[:, None] / timescales, jnp.float32)
 
@@ -159,7 +159,9 @@ class RelativePositionBiases(nn.Module):
         return jnp.asarray(embedding, self.dtype)[None][:, :, buckets]
 
 
-def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest: int) -> np.ndarray:
+def _buckets(
+    queries: int, keys: int, bidirectional: bool, count: int, max_distance: int
+) -> np.ndarray:
     """Bucket for every query and key pair, integers [queries, keys]."""
     back = np.arange(queries)[:, None] - np.arange(keys)[None, :]
     first = np.zeros_like(back)
@@ -169,12 +171,12 @@ def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest:
         back = np.abs(back)
     back = np.maximum(back, 0)
     exact = count // 2
-    if not 0 < exact < greatest:
+    if not 0 < exact < max_distance:
         raise ValueError(
-            f"max_distance={greatest} and {count} buckets per direction, {exact} of which hold one distance each; pass "
-            "at least 2 buckets per direction, and a max_distance above those distances"
+            f"max_distance={max_distance} and {count} buckets per direction, {exact} of which hold one distance "
+            "each; pass at least 2 buckets per direction, and a max_distance above those distances"
         )
     # T5 computes the logarithm in float32, and its rounding decides the buckets for distances at a boundary.
     ratio = np.log(np.maximum(back, 1).astype(np.float32) / exact + np.finfo(np.float32).eps)
-    far = exact + (ratio / math.log(greatest / exact) * (count - exact)).astype(np.int32)
+    far = exact + (ratio / math.log(max_distance / exact) * (count - exact)).astype(np.int32)
     return first + np.where(back < exact, back, np.minimum(far, count - 1))

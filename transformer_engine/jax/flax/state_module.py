@@ -19,9 +19,8 @@ from ..functions.grouped_dense import grouped_dense
 from ..quantize.quantizers import QuantizerSet
 from .base import TransformerEngineBase
 
-OVERWRITE_WITH_GRADIENT = (
-    "_overwrite_with_gradient"  # Flax's name: TrainState replaces it by its gradient
-)
+# Flax's name: TrainState replaces it by its gradient.
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 @suggests_keywords

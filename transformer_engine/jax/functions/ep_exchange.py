@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..permutation import aligned, sufficient_rows
+from ..permutation import align_counts, sufficient_rows
 from ..runtime.checks import check_array, check_integers, check_values
 
 
@@ -98,7 +98,7 @@ def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHand
     sizes = jnp.stack((sent_sizes, received_sizes))
     expert = _exchange(expert, sizes, cfg.local_experts, cfg)
     counts = jnp.bincount(expert, length=cfg.local_experts + 1).astype(jnp.int32)
-    padded = aligned(counts, align_size)
+    padded = align_counts(counts, align_size)
     order = jnp.argsort(expert, stable=True)
     slot = jnp.arange(order.size, dtype=jnp.int32)
     offsets = (jnp.cumsum(padded) - padded) - (jnp.cumsum(counts) - counts)
@@ -221,13 +221,13 @@ def _check_axis(cfg: EpConfig) -> None:
     if cfg.devices == 1:
         return
     try:
-        found = lax.axis_size(cfg.axis)
+        size = lax.axis_size(cfg.axis)
     except NameError as error:
         raise ValueError(
             f"axis={cfg.axis!r} of the EpConfig is not manual here; call inside shard_map over a mesh with that axis, "
             "or bootstrap within autocast(mesh_resource=MeshResource(ep_resource=..)), which names it"
         ) from error
-    if found != cfg.devices:
+    if size != cfg.devices:
         raise ValueError(
-            f"axis {cfg.axis!r} has {found} devices, the placement of experts {cfg.devices}; choose one number for both"
+            f"axis {cfg.axis!r} has {size} devices, the placement of experts {cfg.devices}; choose one number for both"
         )

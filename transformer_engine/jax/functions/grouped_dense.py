@@ -51,11 +51,11 @@ class RowsSpec(NamedTuple):
     """Properties of grouped rows.
 
     Attributes:
-        over: Manual mesh axes whose devices hold other rows from the same groups, which count in maxima.
+        mesh_axes: Manual mesh axes whose devices hold other rows from the same groups, which count in maxima.
         aligned: Whether every group size is a multiple of every format's block.
     """
 
-    over: tuple[str, ...] = ()
+    mesh_axes: tuple[str, ...] = ()
     aligned: bool = False
 
 
@@ -90,7 +90,7 @@ def grouped_dense(
             of the next step.
         kernel_fsdp_info: (mesh axis, dimension) over which the kernel is sharded; XLA gathers it.
     """
-    kernel = checked_kernel(x, kernel, group_sizes, contracting_dims)
+    kernel = check_kernel(x, kernel, group_sizes, contracting_dims)
     groups, _, features = kernel.shape
     if group_offset is not None:
         raise NotImplementedError(
@@ -101,20 +101,20 @@ def grouped_dense(
         check_shaped("bias", bias, (groups, features))
     if preferred_element_type is not None:
         preferred_element_type = check_floating("preferred_element_type", preferred_element_type)
-    y = product(x, kernel, group_sizes, quantizer_set)
+    y = grouped_matmul(x, kernel, group_sizes, quantizer_set)
     if bias is not None:
-        y = plus_bias(y, bias, group_of_rows(group_sizes, x.shape[0]))
+        y = add_bias(y, bias, group_of_rows(group_sizes, x.shape[0]))
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
-def product(
+def grouped_matmul(
     x: Array,
     kernel: Array,
     group_sizes: Array,
     quantizer_set: QuantizerSet,
     spec: RowsSpec = ANY_ROWS,
 ) -> Array:
-    """Compute y [M, N] as `grouped_dense` for x [M, K] and the kernel from `checked_kernel`.
+    """Compute y [M, N] as `grouped_dense` for x [M, K] and the kernel from `check_kernel`.
 
     Args:
         x: Input [M, K].
@@ -142,14 +142,14 @@ def product(
     )
 
 
-def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
+def add_bias(y: Array, bias: Array, groups: Array) -> Array:
     """Compute y [M, N] + bias [G, N] for every row's group, groups int32 [M]; rows with group G have no bias."""
     (y, bias, groups), _ = align_mesh_axes((y, bias.astype(y.dtype), groups))
-    return _plus_bias(y, bias, groups)
+    return _add_bias(y, bias, groups)
 
 
 @jax.custom_vjp
-def _plus_bias(y: Array, bias: Array, groups: Array) -> Array:
+def _add_bias(y: Array, bias: Array, groups: Array) -> Array:
     return y + jnp.concatenate((bias, jnp.zeros((1, bias.shape[1]), y.dtype)))[groups]
 
 
@@ -169,12 +169,12 @@ def _bias_gradient(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Ar
     return dy, dbias.astype(empty.dtype), as_cotangent(groups)
 
 
-_plus_bias.defvjp(
-    lambda y, bias, groups: (_plus_bias(y, bias, groups), (like(bias), groups)), _bias_gradient
+_add_bias.defvjp(
+    lambda y, bias, groups: (_add_bias(y, bias, groups), (like(bias), groups)), _bias_gradient
 )
 
 
-def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,), (1,))) -> Array:
+def check_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,), (1,))) -> Array:
     """Arrange kernel as [G, K, N]; raise an error if the arguments do not fit together."""
     check_values("x", x)
     check_values("kernel", kernel)
@@ -208,7 +208,7 @@ def _encode(
 ) -> tuple[Any, Any]:
     if quantizer is None:
         return GroupedNoScaleTensor(x, group_sizes=group_sizes), None
-    return quantizer.encode(x, group_sizes, over=spec.over, aligned=spec.aligned)
+    return quantizer.encode(x, group_sizes, mesh_axes=spec.mesh_axes, aligned=spec.aligned)
 
 
 def _scales(a: Any, b: Any) -> Scales:
@@ -285,7 +285,7 @@ def _backward(spec: RowsSpec, residuals: tuple[Any, ...], dy: Array) -> tuple[An
         x_codes.get_tensor(COLUMNS), codes.get_tensor(COLUMNS), group_sizes, kernel_like.dtype
     )
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
-    following = groups_advanced_together(states, (*amaxes, amax), spec.over)
+    following = groups_advanced_together(states, (*amaxes, amax), spec.mesh_axes)
     gradients = (dx, dkernel)
     if not quantizers.is_noop:
         gradients = undifferentiated(gradients, of)

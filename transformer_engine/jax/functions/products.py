@@ -137,8 +137,8 @@ def _forward(x: Array, quantizer: Quantizer) -> tuple[Array, Any]:
     quantizer = constant(quantizer)
     tensor, amax = quantizer.encode(constant(x))
     (following,) = advanced_together((quantizer,), (amax,))
-    one = tensor.rowwise_tensor if isinstance(tensor, ScaledTensor2x) else tensor
-    y = one.values(x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    operand = tensor.rowwise_tensor if isinstance(tensor, ScaledTensor2x) else tensor
+    y = operand.values(x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return undifferentiated(y, x), following
 
 

@@ -65,7 +65,7 @@ def quantized_mlp(
         sets,
         out=lambda: (
             unique_axes((*explicit_entries(x)[:-1], *explicit_entries(last)[1:])),
-            tuple(unique_axes(explicit_entries(one)) for one in spec.source.passed(values[0])),
+            tuple(unique_axes(explicit_entries(value)) for value in spec.source.passed(values[0])),
         ),
     )
     store_returned_input(passed)
@@ -106,14 +106,17 @@ def _forward(
 def _product(
     operand: SourceOperand, kernel: Array, quantizers: QuantizerSet, dtype: Any, batch: int
 ) -> tuple[Array, Operand, Array | None]:
-    """Compute operand @ kernel [*batch, *features]; also return the kernel's operand for the backward pass, and its
-    maximum."""
+    """Compute operand @ kernel [*batch, *features].
+
+    Also return the kernel's operand for the backward pass, and the kernel's absolute maximum.
+    """
     codes, amax = encode(quantizers.kernel, kernel, 1)
     y = forward_product(row_operand(operand.tensor, batch), column_operand(codes, 1), dtype)
     return y, row_operand(codes, 1), amax
 
 
 def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Backward pass of the MLP: gradients of inputs, kernels and biases, and the next quantizer states."""
     (saved, hidden), codes, (likes, bias_like, given_like), sets, amaxes = residuals
     columns, rows = bits_to_codes(codes)
     of = (cotangents, likes, bias_like, given_like)
@@ -134,7 +137,11 @@ def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]
     )
     gradients = (spec.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
     gradients = undifferentiated(gradients, of)
-    states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
+    states = [
+        state
+        for quantizers in sets
+        for state in (quantizers.x, quantizers.kernel, quantizers.dgrad)
+    ]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (
         *gradients,

@@ -21,9 +21,9 @@ def compute_ragged_all_to_all_params(
         num_expert_shards: Number of shards R.
     """
     sent = rows_by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
-    mine = sent[shard_id]
+    send_sizes = sent[shard_id]
     before = jnp.cumsum(sent, axis=0) - sent  # rows that earlier shards send to each shard
-    return jnp.cumsum(mine) - mine, mine, before[shard_id], sent[:, shard_id]
+    return jnp.cumsum(send_sizes) - send_sizes, send_sizes, before[shard_id], sent[:, shard_id]
 
 
 def compute_reverse_ragged_all_to_all_params(

@@ -24,7 +24,13 @@ Axes = tuple[str | None, ...] | None
 
 
 class SourceOperand(NamedTuple):
-    """An operand, its absolute maximum if a state needs it, and the residuals for its gradient."""
+    """An operand, its absolute maximum if a state needs it, and the residuals for its gradient.
+
+    Attributes:
+        tensor: The operand.
+        amax: Absolute maximum, if a state needs it.
+        saved: Residuals for the gradient.
+    """
 
     tensor: Tensor
     amax: Array | None
@@ -134,8 +140,10 @@ class ActivationSource(OperandSource):
     def encode_gradient(
         self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: Any | None
     ) -> tuple[Tensor, Array | None, Array | None]:
-        """Quantize the gradient of x; also return its maximum, and its sums over the batch [n, F] in dtype sums, if
-        any."""
+        """Quantize the gradient of x; also return its absolute maximum.
+
+        With a dtype `sums`, the sums over the batch [n, F] are returned in it, too.
+        """
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:

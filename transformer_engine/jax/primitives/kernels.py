@@ -119,11 +119,13 @@ def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
 def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
     results = kernel.results(*operands)
     if _compiles_ahead():
-        _compile_ahead(kernel, tuple((tuple(one.shape), jnp.dtype(one.dtype)) for one in operands))
+        _compile_ahead(
+            kernel, tuple((tuple(operand.shape), jnp.dtype(operand.dtype)) for operand in operands)
+        )
     if not operands:
-        return [ShapedArray(one.shape, one.dtype) for one in results]
+        return [ShapedArray(operand.shape, operand.dtype) for operand in results]
     return [
-        result_like(operands[0], one) for one in results
+        result_like(operands[0], operand) for operand in results
     ]  # `call` makes all operands vary alike
 
 
@@ -160,9 +162,9 @@ def result_like(operand: Any, result: Shape) -> ShapedArray:
 
 
 def _batch_arrays(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int | None, ...]]:
-    mapped, moved = _move_batch_axes(arrays, axes)
+    mapped, batched = _move_batch_axes(arrays, axes)
     if (of_all := kernel.vmap_kernel(mapped)) is not None:
-        return call(of_all[0], *moved), tuple(0 if is_mapped else None for is_mapped in of_all[1])
+        return call(of_all[0], *batched), tuple(0 if is_mapped else None for is_mapped in of_all[1])
     out, _ = batch_in_turn(functools.partial(call, kernel), arrays, axes)
     return out, (0,) * len(out)
 
@@ -187,13 +189,13 @@ def batch_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any,
     Returns:
         The results stacked along a first axis, and 0, their batch axis.
     """
-    mapped, moved = _move_batch_axes(arrays, axes)
+    mapped, batched = _move_batch_axes(arrays, axes)
 
     def one(parts: Any) -> Any:
         remaining = iter(parts)
-        return run(*(next(remaining) if m else x for x, m in zip(moved, mapped, strict=True)))
+        return run(*(next(remaining) if m else x for x, m in zip(batched, mapped, strict=True)))
 
-    return lax.map(one, tuple(x for x, m in zip(moved, mapped, strict=True) if m)), 0
+    return lax.map(one, tuple(x for x, m in zip(batched, mapped, strict=True) if m)), 0
 
 
 batching.primitive_batchers[_kernel] = _batch_arrays
@@ -228,7 +230,7 @@ def _run_on_several_devices(
         placed = placement(rule, mesh, operands, results)
 
         def local(*arrays: Array) -> tuple[Array, ...]:
-            made = []
+            outputs = []
             for index, (part, axes) in enumerate(
                 zip(kernel.in_parts.run(*arrays), placed.reduced, strict=True)
             ):
@@ -236,8 +238,8 @@ def _run_on_several_devices(
                     part = lax.psum(part, axes)
                 elif index in rule.maxed:
                     part = exact.maximum_over_axes(part, axes)
-                made.append(part.astype(results[index].dtype))
-            return tuple(made)
+                outputs.append(part.astype(results[index].dtype))
+            return tuple(outputs)
 
         return mesh, local, placed.results, placed.operands
 

@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from ...common import env, optional
 from ...common.checks import switch as check_switch
-from ...common.kernels.launch import MISSING, Launch, missing
+from ...common.kernels.launch import MISSING, Launch, unavailable_reason
 from ...common.kernels.program import Program
 from ..runtime.platform import compute_capability, hardware, has_gpu
 
@@ -38,7 +38,7 @@ _switched: dict[str, bool] = {}  # by `switch`, for this process
 
 
 def switch(primitive: str, on: bool) -> None:
-    """Enable or disable kernels by the original's primitive name, whatever NVTE_JAX_CUSTOM_CALLS contains."""
+    """Enable or disable kernels by NVIDIA's primitive name, whatever NVTE_JAX_CUSTOM_CALLS contains."""
     check_switch("enabled", on)
     _switched[primitive] = bool(on)
 
@@ -85,7 +85,7 @@ def prepare_compiler() -> None:
 
 def kernels_unsupported_reason() -> str | None:
     """Reason why XLA cannot launch Triton kernels in this process, or None."""
-    return missing(hardware()) or _bridge_failure()
+    return unavailable_reason(hardware()) or _bridge_failure()
 
 
 def platform_failure(platform: str, primitive: str) -> str | None:
@@ -148,37 +148,37 @@ def run(
     assert len(inputs) == launch.inputs, (
         f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
     )
-    made: list[jax.ShapeDtypeStruct | None] = []
+    outputs: list[jax.ShapeDtypeStruct | None] = []
     for index, output in enumerate(launch.outputs):
         if output is None:
-            made.append(None)
+            outputs.append(None)
         elif output.shape is None or output.dtype is None:
-            given = shapes[index] if index < len(shapes) else None
-            assert given is not None, (
+            output_shape = shapes[index] if index < len(shapes) else None
+            assert output_shape is not None, (
                 f"{launch.kernel.fn.__name__}: the launch does not define the shape of output {index}"
             )
-            made.append(given)
+            outputs.append(output_shape)
         else:
-            made.append(jax.ShapeDtypeStruct(output.shape, jnp.dtype(output.dtype)))
+            outputs.append(jax.ShapeDtypeStruct(output.shape, jnp.dtype(output.dtype)))
     # An output with a nonzero initial value is a filled operand, and so are the outputs before it.
     filled = max(
         [i + 1 for i, output in enumerate(launch.outputs) if output is not None and output.begins],
         default=0,
     )
     operands = [*inputs]
-    for output, shape in zip(launch.outputs[:filled], made, strict=False):
+    for output, shape in zip(launch.outputs[:filled], outputs, strict=False):
         if output is None or shape is None:
             operands.append(None)
         else:
             operands.append(lax.full(shape.shape, output.begins or 0, shape.dtype))
     written = [*launch.in_place, *range(len(inputs), len(inputs) + filled)]
     written = [index for index in written if operands[index] is not None]
-    given = [index for index, operand in enumerate(operands) if operand is not None]
-    places = [index for index in range(filled, len(made)) if made[index] is not None]
-    fresh = [shape for shape in made[filled:] if shape is not None]
-    arrays = [operands[index] for index in given]
+    output_shape = [index for index, operand in enumerate(operands) if operand is not None]
+    places = [index for index in range(filled, len(outputs)) if outputs[index] is not None]
+    fresh = [shape for shape in outputs[filled:] if shape is not None]
+    arrays = [operands[index] for index in output_shape]
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
-    opaque, scratch = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
+    opaque, scratch = _call(launch, [*inputs], outputs, len(arrays), fresh, tuple(zeroed))
     # Some jaxlib versions do not pass scratch memory to a kernel, so it is a result.
     scratch_results = (
         [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
@@ -187,9 +187,9 @@ def run(
     written_shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in present]
     results = [*fresh, *scratch_results, *written_shapes]
     first = len(fresh) + len(scratch_results)
-    aliases = {given.index(index): first + i for i, index in enumerate(written)}
+    aliases = {output_shape.index(index): first + i for i, index in enumerate(written)}
     aliases |= {
-        given.index(index): places.index(output) for index, output in (reuses or {}).items()
+        output_shape.index(index): places.index(output) for index, output in (reuses or {}).items()
     }
     call = jax.ffi.ffi_call(
         _TARGET, results, vmap_method="sequential", input_output_aliases=aliases

@@ -80,8 +80,8 @@ class ShardingRule:
     ) -> ShardingRule:
         """Build a rule whose text contains the factors of extents; the factors `whole` are not sharded either."""
         words = text.replace(",", " ").split()
-        partial = (name for one in extents for name in one.replicated if name in words)
-        sizes = {name: size for one in extents for name, size in one.sizes.items()}
+        partial = (name for extent in extents for name in extent.replicated if name in words)
+        sizes = {name: size for extent in extents for name, size in extent.sizes.items()}
         return cls(text, (*whole, *partial), sizes, **options)
 
 
@@ -193,19 +193,19 @@ def placement(
     proposed = [*_proposals(parsed.operands, operands)]
     if rule.led_by_results and results:
         retained = {factor for axes in parsed.results for factor, *_ in axes}
-        found: dict[str, list[Axes]] = {}
+        axes_by_name: dict[str, list[Axes]] = {}
         for factor, _, axes in proposed:
-            found.setdefault(factor, []).append(axes)
+            axes_by_name.setdefault(factor, []).append(axes)
         agreed = {
             name
-            for name, cut in found.items()
-            if name not in retained and len(cut) > 1 == len(set(cut))
+            for name, factor_axes in axes_by_name.items()
+            if name not in retained and len(factor_axes) > 1 == len(set(factor_axes))
         }
-        first = [one for one in proposed if one.factor in agreed]
+        first = [proposal for proposal in proposed if proposal.factor in agreed]
         proposed = [*first, *_proposals(parsed.results, results), *proposed]
     for factor, extent, axes in proposed:
         parts = prod(mesh.shape[axis] for axis in axes)
-        free = not any(set(axes) & set(other) for other in cuts.values())
+        free = not any(set(axes) & set(other_axes) for other_axes in cuts.values())
         if axes and free and factor not in cuts and rule.sizes.get(factor, extent) % parts == 0:
             cuts[factor] = axes
     used = {axis for axes in cuts.values() for axis in axes}
@@ -258,19 +258,22 @@ def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
     places[devices] = np.stack(np.unravel_index(np.arange(mesh.size), tiles), axis=1)
     places = places.reshape(*mesh.devices.shape, len(tiles))
     return PartitionSpec(
-        *(_cuts(mesh, places[..., axis], tiles[axis]) or None for axis in range(len(array.shape)))
+        *(
+            _sharding_axes(mesh, places[..., axis], tiles[axis]) or None
+            for axis in range(len(array.shape))
+        )
     )
 
 
-def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
+def _sharding_axes(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
     """Mesh axes along which the tile indices [*mesh] differ; none if only part of an axis shards them."""
     steps = {
         name: int(np.ptp(places, axis=axis).max())
         for axis, name in enumerate(mesh.axis_names)
         if tiles > 1
     }
-    found = tuple(sorted((name for name in steps if steps[name]), key=lambda name: -steps[name]))
-    return found if prod(mesh.shape[name] for name in found) == tiles else ()
+    order = tuple(sorted((name for name in steps if steps[name]), key=lambda name: -steps[name]))
+    return order if prod(mesh.shape[name] for name in order) == tiles else ()
 
 
 def find_mesh(operands: Sequence[Any], within_shard_map: bool) -> Mesh:

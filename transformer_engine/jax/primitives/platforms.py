@@ -399,11 +399,11 @@ def _lowering_rule(on_gpu: bool) -> Callable[..., Any]:
             ]
             with jax.disable_jit(False):
                 jaxpr, _ = _make_tracer(branch)(*shapes)
-            found, wanted = (
+            layouts, wanted = (
                 [(aval.shape, aval.dtype) for aval in side.out_avals] for side in (jaxpr, expected)
             )
-            assert found == wanted, (
-                f"{branch} returns {found}, the other platform's branch {wanted}"
+            assert layouts == wanted, (
+                f"{branch} returns {layouts}, the other platform's branch {wanted}"
             )
         return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(context, *values)
 

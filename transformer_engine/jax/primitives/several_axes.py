@@ -20,8 +20,8 @@ from .partitioning import ParsedRule, ShardingRule
 
 
 @dataclass(frozen=True)
-class _OfAnother(Kernel):
-    """A kernel that runs another kernel on other arrays; both have the same result order."""
+class _WrappedKernel(Kernel):
+    """Base class for kernels that run another kernel on arrays of other shapes; the result order is the same."""
 
     kernel: Kernel
 
@@ -35,7 +35,7 @@ class _OfAnother(Kernel):
 
 
 @dataclass(frozen=True)
-class SeveralAxes(_OfAnother):
+class SeveralAxes(_WrappedKernel):
     """A kernel on arrays that have several axes where the inner kernel has one.
 
     Attributes:
@@ -74,21 +74,22 @@ class SeveralAxes(_OfAnother):
         )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
-        of_all = self.kernel.vmap_kernel(mapped)
-        return None if of_all is None else (OverVmap(self, tuple(mapped)), of_all[1])
+        vmapped = self.kernel.vmap_kernel(mapped)
+        return None if vmapped is None else (OverVmap(self, tuple(mapped)), vmapped[1])
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merge_axes(operands))
-        made = self.kernel.results(*merged)
-        shapes = self._split([one.shape for one in made], operands)
+        descriptions = self.kernel.results(*merged)
+        shapes = self._split([description.shape for description in descriptions], operands)
         return tuple(
-            jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, made, strict=True)
+            jax.ShapeDtypeStruct(shape, description.dtype)
+            for shape, description in zip(shapes, descriptions, strict=True)
         )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         results = self.kernel.run(*(x.reshape(shape) for shape, x in self._merge_axes(arrays)))
-        shapes = self._split([one.shape for one in results], arrays)
-        return tuple(one.reshape(shape) for shape, one in zip(shapes, results, strict=True))
+        shapes = self._split([result.shape for result in results], arrays)
+        return tuple(result.reshape(shape) for shape, result in zip(shapes, results, strict=True))
 
     def _merge_axes(self, arrays: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
         """Yield the shape of each array for the inner kernel, and the array."""
@@ -103,25 +104,27 @@ class SeveralAxes(_OfAnother):
     ) -> Iterator[tuple[int, ...]]:
         """Expand the inner kernel's result shapes to the several axes that the factors have in these operands."""
         rule = ParsedRule.of(self.kernel.rule.text)
-        ahead = _ahead(rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays)
+        ahead = _leading_extents(
+            rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays
+        )
         return (
             _with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True)
         )
 
 
-def _ahead(
+def _leading_extents(
     rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]
 ) -> dict[str, tuple[int, ...]]:
     """Extents before the last axis, for each factor that has several axes."""
-    found: dict[str, tuple[int, ...]] = {}
+    mapped_sizes: dict[str, tuple[int, ...]] = {}
     for axes, x in zip(rule.operands, arrays, strict=True):
         extents = iter(x.shape)
         if len(axes) == x.ndim:  # one axis each
             continue
         for factor, *_ in axes:
             *first, _ = (next(extents) for _ in range(counts.get(factor, 1)))
-            found[factor] = tuple(first)
-    return {factor: found[factor] for factor in counts if factor in found}
+            mapped_sizes[factor] = tuple(first)
+    return {factor: mapped_sizes[factor] for factor in counts if factor in mapped_sizes}
 
 
 def _with_axes(
@@ -137,9 +140,8 @@ def _with_axes(
 
 
 @dataclass(frozen=True)
-class OverVmap(_OfAnother):
-    """A kernel built from plain JAX operations on arrays whose mapped members, and all results, have a first batch
-    axis."""
+class OverVmap(_WrappedKernel):
+    """A kernel under vmap, built from plain JAX operations: mapped operands and all results have a first batch axis."""
 
     mapped: tuple[bool, ...]
 
@@ -151,11 +153,12 @@ class OverVmap(_OfAnother):
         while name in ParsedRule.of(inner.text).factors:
             name += "v"
         mapped = (
-            f"{name} " * is_mapped + one
-            for one, is_mapped in zip(operands, self.mapped, strict=True)
+            f"{name} " * is_mapped + operand
+            for operand, is_mapped in zip(operands, self.mapped, strict=True)
         )
         return replace(
-            inner, text=f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}"
+            inner,
+            text=f"{', '.join(mapped)} -> {', '.join(f'{name} {operand}' for operand in results)}",
         )
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
@@ -165,13 +168,16 @@ class OverVmap(_OfAnother):
         (size,) = {
             x.shape[0] for x, is_mapped in zip(operands, self.mapped, strict=True) if is_mapped
         }
-        made = self.kernel.results(
+        descriptions = self.kernel.results(
             *(
                 jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype)
                 for x, is_mapped in zip(operands, self.mapped, strict=True)
             )
         )
-        return tuple(jax.ShapeDtypeStruct((size, *one.shape), one.dtype) for one in made)
+        return tuple(
+            jax.ShapeDtypeStruct((size, *description.shape), description.dtype)
+            for description in descriptions
+        )
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         axes = tuple(0 if is_mapped else None for is_mapped in self.mapped)
@@ -189,8 +195,7 @@ class OperationsKernel(Kernel):
 
 
 def with_rows(x: Array, trailing: int) -> tuple[Array, int]:
-    """Reshape to x [*rows, ..] with `trailing` axes after its rows; also return the number of "
-    "row axes, at least one."""
+    """Add a row axis if x has only `trailing` axes; also return the number of row axes."""
     x = x if x.ndim > trailing else x[None]
     return x, x.ndim - trailing
 
@@ -204,7 +209,7 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
     outer = kernel.rule
     rule = ParsedRule.of(outer.text)
     counts = {factor: count for factor, count in counts.items() if count > 1}
-    ahead = _ahead(rule, counts, arrays)
+    ahead = _leading_extents(rule, counts, arrays)
     for factor in [factor for factor in ahead if factor in outer.sizes]:
         blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
         if rest or blocks == 1:  # Shardy rejects a one-element factor next to another

@@ -100,7 +100,7 @@ def autocast(
 
     Args:
         enabled: Whether to quantize; False disables quantization inside an enabled block. The default is False, as in
-            the original; `transformer_engine.pytorch` has the default True. A recipe without `enabled` warns.
+            NVIDIA's engine; `transformer_engine.pytorch` has the default True. A recipe without `enabled` warns.
         recipe: Formats and scaling; None means DelayedScaling().
         mesh_resource: Uses for the mesh axes; None keeps the settings outside the block.
         **others: No other keyword is accepted.

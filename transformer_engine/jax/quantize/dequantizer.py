@@ -1,4 +1,4 @@
-"""Quantized-tensor values under the original's path: `dequantize(tensor)` for every scaling mode."""
+"""Quantized-tensor values under NVIDIA's path: `dequantize(tensor)` for every scaling mode."""
 
 from __future__ import annotations
 

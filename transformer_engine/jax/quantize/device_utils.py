@@ -1,4 +1,4 @@
-"""Alias for transformer_engine.jax.quantize.config under the original's path: device queries."""
+"""Alias for transformer_engine.jax.quantize.config under NVIDIA's path: device queries."""
 
 from .config import get_device_compute_capability, is_fp8_gemm_with_all_layouts_supported
 

@@ -88,7 +88,8 @@ class QuantizerFactory:
             _check_count("n_groups", n_groups)
         results = tuple(
             _repeat_for_groups(
-                _one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups
+                _create_quantizer(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs),
+                n_groups,
             )
             for _ in range(n_quantizers)
         )
@@ -160,7 +161,9 @@ class QuantizerFactory:
             sets = tuple(
                 QuantizerSet(
                     *[
-                        _one(scaling_mode, d, _layout(scaling_mode, is_2x2x), checkpoint_name, {})
+                        _create_quantizer(
+                            scaling_mode, d, _layout(scaling_mode, is_2x2x), checkpoint_name, {}
+                        )
                         for d in dtypes
                     ]
                 )
@@ -181,7 +184,7 @@ def _check_count(name: str, count: int) -> None:
         raise ValueError(f"{name}={count} is above {_MOST}; pass an integer from 1 to {_MOST}")
 
 
-def _one(
+def _create_quantizer(
     mode: ScalingMode | None,
     q_dtype: Any,
     layout: QuantizeLayout | None,

@@ -20,7 +20,7 @@ from ...common.checks import integer, switch
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
-from ..primitives.quantize.tiles import settle_scales
+from ..primitives.quantize.tiles import materialize_scales
 from ..runtime.checks import check_floating, check_instance, check_sizes, check_values
 from ..runtime.code_bits import name_leaves
 from ..runtime.undifferentiated import constant, undifferentiated
@@ -110,12 +110,12 @@ class GroupedQuantizer:
         is_colwise: bool | None = None,
         dq_dtype: Any = None,
         flatten_axis: int = -1,
-        over: tuple[str, ...] = (),
+        mesh_axes: tuple[str, ...] = (),
         aligned: bool = False,
     ) -> tuple[GroupedScaledTensor1x | ScaledTensor2x, Array | None]:
         """Quantize without a state change; return the tensor, and every group's absolute maximum or None.
 
-        Scales from maxima follow from the maxima over the mesh axes `over`. The returned maxima cover this device only;
+        Scales from maxima follow from the maxima over `mesh_axes`. The returned maxima cover this device only;
         `groups_advanced_together` reduces them.
 
         Args:
@@ -125,7 +125,7 @@ class GroupedQuantizer:
             is_colwise: Return column-wise codes; None for the layout of the quantizer.
             dq_dtype: dtype of the dequantized tensor; None for x's dtype.
             flatten_axis: Axis at which x is flattened to a matrix.
-            over: Manual mesh axes that shard the rows of the groups; maxima are reduced over them.
+            mesh_axes: Manual mesh axes that shard the rows of the groups; maxima are reduced over them.
             aligned: Whether the caller guarantees that each entry in group_sizes is a multiple of the format's block.
         """
         self._check(x, group_sizes, flatten_axis)
@@ -143,10 +143,12 @@ class GroupedQuantizer:
             tensors, amaxes = each(x, state)
             return _stack_quantizers(tensors), amaxes
         if self.scaling_mode.is_tensor_scaling():
-            return self._rows(x, group_sizes, *options[:3], over)
+            return self._rows(x, group_sizes, *options[:3], mesh_axes)
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         directions = self._directions(is_rowwise, is_colwise)
-        return encode_rows(self.quantizer, x, group_sizes, directions, dtype, over, aligned), None
+        return encode_rows(
+            self.quantizer, x, group_sizes, directions, dtype, mesh_axes, aligned
+        ), None
 
     def advanced(self, amaxes: Array | None) -> GroupedQuantizer:
         """Quantizer for the next step; all groups advance in one operation."""
@@ -165,7 +167,9 @@ class GroupedQuantizer:
             amaxes = exact.bits_to_float(exact.magnitude_bits(x).max(axis=(1, 2), initial=0))
             maximum = find_element(quantizer.q_dtype).maximum
             options = {"power_of_two": quantizer.power_of_two, "epsilon": quantizer.epsilon}
-            multiplier = settle_scales(scale_from_amax(settle_scales(amaxes), maximum, **options))
+            multiplier = materialize_scales(
+                scale_from_amax(materialize_scales(amaxes), maximum, **options)
+            )
         directions = self._directions(is_rowwise, is_colwise)
         quantized = quantize_stack(x, multiplier, find_element(self.quantizer.q_dtype), *directions)
         codes = (quantized.codes, quantized.codes_t)
@@ -180,7 +184,7 @@ class GroupedQuantizer:
         is_rowwise: bool | None,
         is_colwise: bool | None,
         dq_dtype: Any,
-        over: tuple[str, ...],
+        mesh_axes: tuple[str, ...],
     ) -> tuple[Any, Array]:
         """Quantize rows with one scale per group: codes = cast(x * the row's group multiplier)."""
         quantizer: Any = self.quantizer
@@ -188,7 +192,9 @@ class GroupedQuantizer:
         scaling = () if delayed else (quantizer.power_of_two, quantizer.epsilon)
         element = find_element(quantizer.q_dtype)
         multiplier = quantizer.scale if delayed else None
-        quantized = quantize_rows(x, group_sizes, multiplier, element, *scaling, over=over)
+        quantized = quantize_rows(
+            x, group_sizes, multiplier, element, *scaling, mesh_axes=mesh_axes
+        )
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
         codes = quantized.codes if rowwise else None, quantized.codes.T if colwise else None
         return self._tensors(
@@ -269,15 +275,17 @@ def check_ungrouped(name: str, quantizers: Any) -> None:
 def groups_advanced_together(
     quantizers: Sequence[GroupedQuantizer | None],
     amaxes: Sequence[Array | None],
-    over: tuple[str, ...] = (),
+    mesh_axes: tuple[str, ...] = (),
 ) -> tuple[GroupedQuantizer | None, ...]:
     """Quantizers for the next step; states with equal shape and options advance in one operation.
 
     Args:
-        over: Manual mesh axes that shard the rows of the groups; the maxima are reduced over them.
+        mesh_axes: Manual mesh axes that shard the rows of the groups; the maxima are reduced over them.
     """
     states = [None if quantizer is None else quantizer.quantizer for quantizer in quantizers]
-    following = advanced_together(states, _reduce_states(states, amaxes, over) if over else amaxes)
+    following = advanced_together(
+        states, _reduce_states(states, amaxes, mesh_axes) if mesh_axes else amaxes
+    )
     return tuple(
         None if quantizer is None else GroupedQuantizer(state, quantizer.n_groups)  # pyright: ignore[reportArgumentType]
         for quantizer, state in zip(quantizers, following, strict=True)
@@ -285,7 +293,7 @@ def groups_advanced_together(
 
 
 def _reduce_states(
-    states: Sequence[Quantizer | None], amaxes: Sequence[Array | None], over: tuple[str, ...]
+    states: Sequence[Quantizer | None], amaxes: Sequence[Array | None], mesh_axes: tuple[str, ...]
 ) -> list[Array | None]:
     """Reduce the maxima that states read over mesh axes, in a single exchange."""
     reduced = {
@@ -297,7 +305,7 @@ def _reduce_states(
         return list(amaxes)
     ends = np.cumsum([amax.size for amax in reduced.values()])[:-1]
     maxima = exact.maximum_over_axes(
-        jnp.concatenate([amax.reshape(-1) for amax in reduced.values()]), over
+        jnp.concatenate([amax.reshape(-1) for amax in reduced.values()]), mesh_axes
     )
     largest = dict(zip(reduced, jnp.split(maxima, ends), strict=True))
     return [largest.get(index, amax) for index, amax in enumerate(amaxes)]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..primitives import exact
-from ..primitives.grouped_gemm import row_multiple
+from ..primitives.grouped_gemm import group_alignment
 from ..primitives.grouped_quantize import group_of_rows
 from ..primitives.quantize import hadamard_transform
 from ..runtime.code_bits import name_leaves
@@ -31,7 +31,7 @@ def encode_rows(
     group_sizes: Array,
     directions: tuple[bool, bool],
     dtype: Any,
-    over: tuple[str, ...],
+    mesh_axes: tuple[str, ...],
     aligned: bool,
 ) -> GroupedScaledTensor1x | ScaledTensor2x:
     """Quantize rows x [M, K] in groups with block scales.
@@ -42,7 +42,7 @@ def encode_rows(
         group_sizes: Rows per group [G], with a sum of at most M.
         directions: Whether to compute the row-wise and the column-wise codes.
         dtype: dtype of the dequantized tensor.
-        over: Manual mesh axes that shard the rows of the groups.
+        mesh_axes: Manual mesh axes that shard the rows of the groups.
         aligned: Whether the caller guarantees that each entry in group_sizes is a multiple of the block.
     """
     spec = quantizer.spec(*directions)
@@ -50,7 +50,7 @@ def encode_rows(
     block_rows, block = spec.tile[0], max(spec.tile)
     name, quantizer = quantizer.checkpoint_name, replace(quantizer, checkpoint_name=None)
     compact = RowLayout(group_of_rows(group_sizes, x.shape[0]))
-    padded = compact if aligned else row_layout(group_sizes, x.shape[0], row_multiple(block))
+    padded = compact if aligned else row_layout(group_sizes, x.shape[0], group_alignment(block))
     padded_x = padded.pad(x) if directions[1] or block_rows > 1 else x
     levels = spec.format.levels is not None
     tensors = []
@@ -68,7 +68,7 @@ def encode_rows(
             )
             bits = exact.magnitude_bits(scaled).max(axis=1, initial=0)
             amax = exact.maximum_over_axes(
-                _group_maxima(bits, layout.group, group_sizes.shape[0]), over
+                _group_maxima(bits, layout.group, group_sizes.shape[0]), mesh_axes
             )
             of_rows = to_rows(amax, layout.group)
             maxima = (

@@ -12,7 +12,7 @@ from jax import Array
 
 from ...common.checks import switch
 from ..primitives import exact
-from ..primitives.grouped_gemm import row_multiple
+from ..primitives.grouped_gemm import group_alignment
 from ..primitives.grouped_quantize import group_of_rows, of_rows
 from ..primitives.operand import Operand
 from .scaling_modes import ScalingMode, TensorUsage
@@ -219,9 +219,9 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         assert form.block is not None
         rows, block = self.shape[0], form.block[int(self.is_colwise)]
         padded = rows != self.data.shape[int(self.data_layout == "T")]
-        multiple = row_multiple(block)
+        alignment = group_alignment(block)
         layout = (
-            row_layout(group_sizes, rows, multiple)
+            row_layout(group_sizes, rows, alignment)
             if padded
             else RowLayout(group_of_rows(group_sizes, rows))
         )

@@ -1,4 +1,4 @@
-"""Alias for transformer_engine.jax.quantize.config under the original's path."""
+"""Alias for transformer_engine.jax.quantize.config under NVIDIA's path."""
 
 from ...common.enums import DType
 from .config import (

@@ -38,8 +38,8 @@ class _Copies:
                 jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=history
             )
         while len(self._made) <= index:
-            one, self._rest = one_and_rest(self._rest)
-            self._made.append(one)
+            state_copy, self._rest = one_and_rest(self._rest)
+            self._made.append(state_copy)
         return self._made[index]
 
 

@@ -1,4 +1,4 @@
-"""Alias for transformer_engine.jax.quantize.factory under the original's path: quantizer states."""
+"""Alias for transformer_engine.jax.quantize.factory under NVIDIA's path: quantizer states."""
 
 from .factory import QuantizeMeta, QuantizeMetaSet
 

@@ -1,4 +1,4 @@
-"""Alias for transformer_engine.jax.quantize.scaling_modes under the original's path: the stored directions."""
+"""Alias for transformer_engine.jax.quantize.scaling_modes under NVIDIA's path: the stored directions."""
 
 from .scaling_modes import QuantizeLayout
 

@@ -1,4 +1,4 @@
-"""Alias for transformer_engine.jax.quantize.quantizers under the original's path, with factories and groups."""
+"""Alias for transformer_engine.jax.quantize.quantizers under NVIDIA's path, with factories and groups."""
 
 from .factory import QuantizerFactory
 from .grouped import GroupedQuantizer

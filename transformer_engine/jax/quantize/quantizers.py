@@ -1,6 +1,6 @@
 """Quantizers: tensor [*rows, *columns] -> codes and scales, and the next delayed-scaling state.
 
-Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with the original.
+Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with NVIDIA's engine.
 Differentiation rules use the methods without side effects: `encode` and `advanced`.
 
 Longer than 400 lines because the public class of every recipe is in one place.
@@ -24,7 +24,7 @@ from ...common.checks import integer, switch
 from ...common.quantize_spec import FAST_ERRORS, QuantizeSpec
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
-from ..primitives.quantize import Cast
+from ..primitives.quantize import OutputCast
 from ..primitives.scale_update import ScaleState, advance_states
 from ..runtime.checks import check_floating, check_values
 from ..runtime.undifferentiated import constant, undifferentiated
@@ -105,7 +105,7 @@ class Quantizer:
         dq_dtype: Any = None,
         flatten_axis: int = -1,
         *,
-        over: tuple[str, ...] = (),
+        mesh_axes: tuple[str, ...] = (),
     ) -> ScaledTensor:
         """Quantize x [*rows, *columns] in the layout's directions, or in the given ones.
 
@@ -117,14 +117,14 @@ class Quantizer:
             is_colwise: Whether to compute the column direction; None: as in q_layout.
             dq_dtype: dtype of the dequantized values, by default x's dtype.
             flatten_axis: First column axis.
-            over: Manual mesh axes whose devices share the maximum.
+            mesh_axes: Manual mesh axes whose devices share the maximum.
 
         Raises:
             NotImplementedError: The codes are differentiated.
         """
         check_values("x", x)
         tensor, amax = self.encode(
-            constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis, over
+            constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis, mesh_axes
         )
         self.update(amax)
         return undifferentiated(tensor, x)
@@ -136,7 +136,7 @@ class Quantizer:
         is_colwise: bool | None = None,
         dq_dtype: Any = None,
         flatten_axis: int = -1,
-        over: tuple[str, ...] = (),
+        mesh_axes: tuple[str, ...] = (),
         maxima: tuple[Array | None, Array | None] = (None, None),
     ) -> tuple[ScaledTensor, Array | None]:
         """Quantize without a state change; return the tensor and its absolute maximum or None.
@@ -155,7 +155,7 @@ class Quantizer:
         arguments = self._primitive_arguments(x, axis)
         if maxima[0] is not None or maxima[1] is not None:
             arguments |= {"amax": maxima[0], "amax_t": maxima[1]}
-        quantized = primitive.quantize(x, spec, axis=axis, over=over, **arguments)
+        quantized = primitive.quantize(x, spec, axis=axis, mesh_axes=mesh_axes, **arguments)
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         return self._tensors(quantized, spec, x.shape, dtype, axis), quantized.amax
 
@@ -165,9 +165,9 @@ class Quantizer:
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         return rowwise, colwise
 
-    def cast(self) -> Cast | None:
+    def cast(self) -> OutputCast | None:
         """The cast with which an operation quantizes its own result as `encode` does, or None if unsupported."""
-        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
+        return OutputCast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
 
     def from_codes(
         self, quantized: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
@@ -321,8 +321,8 @@ class DelayedScaleQuantizer(Quantizer):
         assert amax is not None
         return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
 
-    def cast(self) -> Cast | None:
-        return Cast(
+    def cast(self) -> OutputCast | None:
+        return OutputCast(
             self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier()
         )
 
@@ -381,7 +381,7 @@ class NVFP4Quantizer(Quantizer):
     stochastic_rounding_rng_state: Array | None = None
     four_over_six: str = ""
 
-    def cast(self) -> Cast | None:
+    def cast(self) -> OutputCast | None:
         return None  # its kernels read a matrix from memory
 
     def _options(self) -> dict[str, Any]:
@@ -465,7 +465,7 @@ class QuantizerSet:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-noop_quantizer_set = QuantizerSet(None, None, None)
+noop_quantizer_set = QuantizerSet(x=None, kernel=None, dgrad=None)
 
 
 def as_cotangent(tree: Any) -> Any:

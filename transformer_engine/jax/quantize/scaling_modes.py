@@ -23,7 +23,7 @@ from ...common.formats import (
 
 
 class ScalingMode(enum.Enum):
-    """How a tensor is scaled. Values from 100 on are modes that the original does not have."""
+    """How a tensor is scaled. Values from 100 on are modes that NVIDIA's engine does not have."""
 
     NO_SCALING = 0
     DELAYED_TENSOR_SCALING = 1

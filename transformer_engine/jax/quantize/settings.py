@@ -34,11 +34,11 @@ _ELEMENTS: dict[Any, Element] = {
 
 def find_element(dtype: Any) -> Element:
     """Element type for a code dtype; raise ValueError for another dtype."""
-    found = check_dtype("q_dtype", dtype)
-    element = _ELEMENTS.get(found)
+    q_dtype = check_dtype("q_dtype", dtype)
+    element = _ELEMENTS.get(q_dtype)
     if element is None:
         raise ValueError(
-            f"q_dtype={found.name} holds no codes; choose one of {', '.join(d.name for d in _ELEMENTS)}"
+            f"q_dtype={q_dtype.name} holds no codes; choose one of {', '.join(d.name for d in _ELEMENTS)}"
         )
     return element
 

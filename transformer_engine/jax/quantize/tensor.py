@@ -1,4 +1,4 @@
-"""Alias for transformer_engine.jax.quantize.tensors under the original's path, with grouped tensors."""
+"""Alias for transformer_engine.jax.quantize.tensors under NVIDIA's path, with grouped tensors."""
 
 from ..sharding import with_sharding_constraint_by_logical_axes
 from .grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x

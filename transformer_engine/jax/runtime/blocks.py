@@ -19,9 +19,9 @@ class ReusableContext(ContextDecorator):
         self._begin = begin
 
     def __enter__(self) -> None:
-        one = self._begin()
-        one.__enter__()
-        _entered.set((*_entered.get(), (self, one)))
+        context = self._begin()
+        context.__enter__()
+        _entered.set((*_entered.get(), (self, context)))
 
     def __exit__(
         self,

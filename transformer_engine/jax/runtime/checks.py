@@ -44,25 +44,25 @@ def check_shaped(name: str, array: Any, shape: Sequence[int]) -> None:
 def check_dtype(name: str, dtype: Any) -> Any:
     """Convert a scalar class, a name or a dtype to a dtype; raise TypeError unless JAX arrays can have it."""
     try:
-        found = None if dtype is None else jnp.dtype(dtype)
+        canonical = None if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError):
-        found = None  # NumPy's message does not contain the argument name
+        canonical = None  # NumPy's message does not contain the argument name
     # NumPy converts {} and [] to structured dtypes without fields.
-    if found is None or found.kind in "OSUMm" or found.type is np.void:
+    if canonical is None or canonical.kind in "OSUMm" or canonical.type is np.void:
         raise TypeError(
             f"{name}={described(dtype)} is not a dtype of arrays; pass one such as jnp.float32"
         )
-    return found
+    return canonical
 
 
 def check_floating(name: str, dtype: Any) -> Any:
     """Convert as `check_dtype`; raise TypeError unless the dtype is floating-point."""
-    found = check_dtype(name, dtype)
-    if not jnp.issubdtype(found, jnp.floating):
+    canonical = check_dtype(name, dtype)
+    if not jnp.issubdtype(canonical, jnp.floating):
         raise TypeError(
-            f"{name}={found.name} is not a floating-point dtype; pass one such as jnp.float32"
+            f"{name}={canonical.name} is not a floating-point dtype; pass one such as jnp.float32"
         )
-    return found
+    return canonical
 
 
 def check_axis_pairs(name: str, dims: Any) -> None:
@@ -98,14 +98,14 @@ def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
         )
     if not is_known(sizes):
         return
-    found = np.asarray(sizes).astype(np.int64)
-    if found.min(initial=0) < 0:
+    integers = np.asarray(sizes).astype(np.int64)
+    if integers.min(initial=0) < 0:
         raise ValueError(
-            f"{name} holds {found.min()}, which is below 0; give 0 for a group without rows"
+            f"{name} holds {integers.min()}, which is below 0; give 0 for a group without rows"
         )
-    if found.sum() > rows:
+    if integers.sum() > rows:
         raise ValueError(
-            f"{name} add up to {found.sum()} of {rows} rows; give sizes of at most {rows} rows"
+            f"{name} add up to {integers.sum()} of {rows} rows; give sizes of at most {rows} rows"
         )
 
 

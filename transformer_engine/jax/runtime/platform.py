@@ -100,12 +100,12 @@ def is_emulating() -> bool:
 
 def xla_flag(name: str) -> str | None:
     """Value for --name in XLA_FLAGS, "true" for a flag without a value; None if the flag is not set."""
-    found = None
+    last_value = None
     for flag in os.environ.get("XLA_FLAGS", "").split():
         key, _, value = flag.lstrip("-").partition("=")
         if key == name:
-            found = value or "true"
-    return found
+            last_value = value or "true"
+    return last_value
 
 
 _LIBRARIES = {

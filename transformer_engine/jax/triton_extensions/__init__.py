@@ -1,4 +1,4 @@
-"""Triton kernels in JAX under the original's path: token permutation, and kernels as primitives."""
+"""Triton kernels in JAX under NVIDIA's path: token permutation, and kernels as primitives."""
 
 from ...common import absent
 from . import permutation, utils

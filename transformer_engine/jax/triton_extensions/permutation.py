@@ -1,4 +1,4 @@
-"""Token permutation by expert under the original's path."""
+"""Token permutation by expert under NVIDIA's path."""
 
 from ...common import absent
 from ..permutation import (

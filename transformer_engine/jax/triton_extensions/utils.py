@@ -1,4 +1,4 @@
-"""Triton kernels as JAX primitives under the original's path: `call(kernel, *arrays)`."""
+"""Triton kernels as JAX primitives under NVIDIA's path: `call(kernel, *arrays)`."""
 
 from ...common import absent
 from ..primitives.kernels import Kernel, call

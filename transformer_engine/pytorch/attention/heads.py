@@ -1,4 +1,4 @@
-"""Head order in a projection that computes queries, keys and values together."""
+"""Head counts, head size, and the order of the heads in a fused QKV projection."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ..runtime.warn_once import warn_once
 @dataclass(frozen=True)
 class Heads:
     """Heads on one tensor-parallel rank, and their order in a fused weight.
+
+    Shapes below use h = queries, g = groups and d = size.
 
     Attributes:
         queries: Query head count.
@@ -40,25 +42,25 @@ class Heads:
         return k, v
 
 
-def head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
+def head_size(hidden_size: int, num_heads: int, kv_channels: int | None) -> int:
     """Return the features per head: `kv_channels`, or by default hidden_size // heads.
 
-    Heads need not divide hidden_size, as in the original: the projections are then narrower than hidden_size. This
-    warns once.
+    If num_heads does not divide hidden_size, the projections have fewer than hidden_size features, as in NVIDIA's
+    Transformer Engine, and a warning is issued once.
     """
     if kv_channels is not None:
         return kv_channels
-    if hidden_size < heads:
+    if hidden_size < num_heads:
         raise ValueError(
-            f"num_attention_heads={heads} is above hidden_size={hidden_size}, which leaves no feature per head; "
+            f"num_attention_heads={num_heads} is above hidden_size={hidden_size}: each head would have no features; "
             "set kv_channels"
         )
-    size = hidden_size // heads
-    if size * heads != hidden_size:
+    size = hidden_size // num_heads
+    if size * num_heads != hidden_size:
         warn_once(
-            f"{heads} heads of hidden_size={hidden_size}",
-            f"num_attention_heads={heads} does not divide hidden_size={hidden_size}: each head has {size} features, "
-            f"{size * heads} in total; choose a divisor of {hidden_size}, or state kv_channels={size}",
-            stacklevel=4,
+            f"{num_heads} heads of hidden_size={hidden_size}",
+            f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}: each head has {size} "
+            f"features, {size * num_heads} in total; choose a divisor of {hidden_size}, or state kv_channels={size}",
+            stacklevel=4,  # the caller of the module's constructor
         )
     return size

@@ -1,6 +1,6 @@
 """Up projection for latent attention's queries: norm, product, rotation and MXFP8 cast, one step after the other.
 
-The original's kernel needs a compute capability 10 GPU. Clients test `FusedMLAQUpProjRopeQuant.is_supported()` and
+NVIDIA's kernel needs a compute capability 10 GPU. Clients test `FusedMLAQUpProjRopeQuant.is_supported()` and
 take their separate steps if it is False, as it is here; `FusedMLAQUpProjFunction.apply` computes on any device.
 """
 
@@ -30,7 +30,7 @@ _BLOCK = 32  # values per scale
 
 
 class FusedMLAQUpProjRopeQuant(nn.Module):
-    """A module whose is_supported() the original's callers test before they use it; it is supported nowhere."""
+    """A module whose is_supported() callers of NVIDIA's engine test before they use it; it is supported nowhere."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise _without_kernel("FusedMLAQUpProjRopeQuant")
@@ -153,6 +153,7 @@ def _check(
     tp_group: Any,
     normalization: str,
 ) -> None:
+    """Raise RuntimeError or ValueError for an unsupported group, normalization or tensor shape."""
     nh, q_head_dim, qk_head_dim, rope, s, b = sizes
     if world_size(tp_group) > 1 and tp_group is not None:
         raise RuntimeError(
@@ -207,7 +208,7 @@ def _product_spec(y: Tensor, w_q: Tensor, store: Any, fused: bool) -> LinearSpec
         traced=torch.compiler.is_compiling(),
         grad_weight_dtype=w_q.dtype,
         communicates=False,
-        plain=not quantized,
+        is_unquantized=not quantized,
     )
 
 

@@ -51,8 +51,8 @@ class Rotation(NamedTuple):
 
     def rotate_projection(self, x: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v from a projection [.., (h + 2 g) d], with q and k rotated, in one pass."""
-        each = heads.queries // heads.groups
-        sizes = (each * heads.size, heads.size, heads.size)
+        queries_per_group = heads.queries // heads.groups
+        sizes = (queries_per_group * heads.size, heads.size, heads.size)
         positions = Positions(self.before, self.bounds[0])
         # one group has the same order in both layouts
         separate = not heads.interleaved and heads.groups > 1

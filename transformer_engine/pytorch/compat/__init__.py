@@ -1,12 +1,12 @@
-"""Names, signatures and paths from the original and earlier releases, apart from the code that computes.
+"""Names, signatures and paths from NVIDIA's engine and earlier releases, apart from the code that computes.
 
 | file | content |
 | --- | --- |
 | `replaceable.py` | which names of a file programs have monkey-patched |
 | `by_name.py` | layers that call these names |
 | `argument_orders.py` | positional calls in the argument order of an earlier release |
-| `functional_linear.py` | the static functions of the original's `BasicLinear` |
-| `combined_quantization.py` | `combine_and_quantize`, a function of the original that no layer calls |
+| `functional_linear.py` | the static functions of NVIDIA's `BasicLinear` |
+| `combined_quantization.py` | `combine_and_quantize`, a function of NVIDIA's engine that no layer calls |
 
 `OLD_PATHS` lists modules that have moved. Both paths import the same module.
 """

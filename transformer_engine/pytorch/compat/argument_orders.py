@@ -60,7 +60,13 @@ _TESTS: dict[str, Test] = {
 
 
 class _Order(NamedTuple):
-    """An argument order: the release that had it last, the names, and the argument type tests."""
+    """An argument order: the release that had it last, the names, and the argument type tests.
+
+    Attributes:
+        release: Last release with this order.
+        names: Argument names in this order.
+        tests: Tests of the argument types that recognize the order.
+    """
 
     release: str
     names: tuple[str, ...]
@@ -118,9 +124,9 @@ def accepts_older_orders(
         tests = {parameter.name: _make_tests(str(parameter.annotation)) for parameter in parameters}
 
         def order(release: str, changes: tuple[str | tuple[str, int], ...]) -> _Order:
-            moved = dict(change for change in changes if isinstance(change, tuple))
-            remaining = [name for name in names if name not in changes and name not in moved]
-            for name, position in moved.items():
+            renamed = dict(change for change in changes if isinstance(change, tuple))
+            remaining = [name for name in names if name not in changes and name not in renamed]
+            for name, position in renamed.items():
                 remaining.insert(position, name)
             return _Order(release, tuple(remaining), tuple(tests[name] for name in remaining))
 

@@ -222,7 +222,7 @@ def call_by_name(function: Any, records: bool, *args: Any) -> Any:
 
 def check_unquantized(spec: LinearSpec, replaced: set[str], layer: str) -> None:
     """Raise NotImplementedError if a replaced product would get quantized operands."""
-    if not spec.plain:
+    if not spec.is_unquantized:
         raise NotImplementedError(
             f"{', '.join(sorted(replaced))} of {layer}'s module is replaced, which supports unquantized products "
             "only; leave the autocast (or quantized parameters), or restore the original"

@@ -1,6 +1,6 @@
 """Names that other libraries replace: module functions, methods in module classes, and nn.Module calls.
 
-Tools for fake quantization and for batch-invariant results replace the original's private functions by assigning to
+Tools for fake quantization and for batch-invariant results replace NVIDIA's private functions by assigning to
 its modules. A layer reads `replaced.names` in every call; if the set is not empty, it calls the replaced names.
 """
 

@@ -85,6 +85,20 @@ class Decoder(CheckedLoading):
             tokens: Token ids [b, s].
             cache: Cache whose tokens precede the given ones, after `pre_step`; None for whole sequences.
         """
+        return F.linear(self.features(tokens, cache), self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the head [vocabulary, hidden]; the embedding's if they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def features(self, tokens: Tensor, cache: InferenceParams | None = None) -> Tensor:
+        """Return the normalized output of the last layer [b, s, hidden], from which the head computes logits.
+
+        Args:
+            tokens: Token ids [b, s].
+            cache: As in `forward`.
+        """
         hidden = self.embedding(tokens)
         angles = None
         if self.rotary is not None:
@@ -103,8 +117,7 @@ class Decoder(CheckedLoading):
             hidden = hidden * self.embedding_scale
         for layer in self.layers:
             hidden = layer(hidden, rotary_pos_emb=angles, inference_params=cache)
-        hidden = self.norm(hidden)
-        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return self.norm(hidden)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy for targets [b, s], in nats per token, in float32."""

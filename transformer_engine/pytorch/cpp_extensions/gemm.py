@@ -69,7 +69,7 @@ def general_gemm(
             f"ub_type={described(ub_type)} without ub; give the buffer, or leave both out"
         )
     trans_a, trans_b = _transposes(layout)
-    done = tex.generic_gemm(
+    results = tex.generic_gemm(
         A,
         trans_a,
         B,
@@ -93,7 +93,7 @@ def general_gemm(
         alpha=alpha,
         beta=beta,
     )
-    return done[0], done[1], done[2], done[3]
+    return results[0], results[1], results[2], results[3]
 
 
 def general_grouped_gemm(
@@ -117,7 +117,7 @@ def general_grouped_gemm(
 
     Args:
         out: Written: a tensor for each product, or with `single_output` one [sum of m_splits, ...].
-        quantization_params: Has no effect, as in the original: the results are written unquantized.
+        quantization_params: Has no effect, as in NVIDIA's engine: the results are written unquantized.
         out_dtype, D_dtype: Ignored: the results have the dtype of `out`.
         m_splits: Rows per group, in any whole-number sequence.
         bias, use_bias: Forward: [N] per product. With `grad=True` the bias gradients are computed,

@@ -7,7 +7,7 @@
 | `reference_current_scaling`, `reference_nvfp4` | quantizers in literal PyTorch operations |
 | `gemm` | products of operands that custom quantizers make |
 
-Names from the original's earlier releases, such as `quantization_nvfp4`, are the same modules.
+Names from NVIDIA's earlier releases, such as `quantization_nvfp4`, are the same modules.
 """
 
 import sys

@@ -272,12 +272,12 @@ class NVFP4QuantizerRef(Quantizer):
         if bias is not None:
             raise ValueError("the reference product of NVFP4 has no bias; add it to the result")
         columns = (gemm_type is GEMMType.WGRAD, gemm_type in (GEMMType.WGRAD, GEMMType.DGRAD))
-        given = ((qx, sx, qresult_x), (qw, sw, qresult_w))
+        operand_pairs = ((qx, sx, qresult_x), (qw, sw, qresult_w))
         operands = [
             self.decoded(
                 codes, scale, quantized.global_amax_col if column else quantized.global_amax_row
             )
-            for (codes, scale, quantized), column in zip(given, columns, strict=True)
+            for (codes, scale, quantized), column in zip(operand_pairs, columns, strict=True)
         ]
         return high_precision_gemm_ref(
             operands[0], operands[1], out_dtype, accumulate, is_b_transposed=True, out=out

@@ -129,6 +129,7 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
 
 @functools.cache
 def _fully_sharded_class() -> type[torch.nn.Module]:
+    """Define torch's FSDP class with `prepare_te_modules_for_fsdp` after wrapping."""
     # Imported on first use, as in prepare_te_modules_for_fsdp.
     from torch.distributed import fsdp
 

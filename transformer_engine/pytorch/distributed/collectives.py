@@ -70,7 +70,7 @@ class DeferredGather:
         async_handle: Collective handle; None if the caller coalesces it with others and waits for all.
     """
 
-    # Callers of several gathers set these to None, which frees buffers of the original's handle.
+    # Callers of several gathers set these to None, which frees buffers of NVIDIA's handle.
     columnwise_data_interleaved: None = None
     columnwise_scale_inv_interleaved: None = None
 
@@ -255,6 +255,7 @@ def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, A
 def _gather(
     inp: Tensor, group: dist_group_type | None, async_op: bool, output: Tensor | None = None
 ) -> tuple[Tensor, NamedWork | None]:
+    """Gather all ranks' shards along the first dimension; FP8 codes are sent as bytes."""
     size = world_size(group)
     if size == 1:
         return (inp if output is None else output.copy_(inp)), None

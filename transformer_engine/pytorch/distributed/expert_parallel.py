@@ -176,7 +176,11 @@ def route(
     else:
         _check_capacity(tokens, totals, capacity, drop)
         slots = min(choices.shape[1], capacity)
-        wire, room, total = Wire(placement.group, size, None, None), capacity, totals[rank].view(1)
+        wire, room, total = (
+            Wire(placement.group, size, sends=None, receives=None),
+            capacity,
+            totals[rank].view(1),
+        )
         slots_sent = slots_received = size * slots
         first_sent = first_received = ranks * slots
     slot_sent = torch.where(sends, first_sent + sends.cumsum(0) - 1, _NONE)
@@ -225,9 +229,9 @@ def _check_capacity(tokens: Tensor, totals: Tensor, capacity: int, drop: bool) -
             else [(rank, rows) for rank, rows in enumerate(totals.tolist()) if rows > capacity]
         )
         if over:
-            needed = ", ".join(f"{rows} on rank {rank}" for rank, rows in over)
+            required = ", ".join(f"{rows} on rank {rank}" for rank, rows in over)
             raise RuntimeError(
-                f"recv_capacity_per_rank={capacity} rows do not suffice, {needed} are needed; increase it, or pass "
+                f"recv_capacity_per_rank={capacity} rows do not suffice, {required} are needed; increase it, or pass "
                 "drop_on_overflow=True to ep_bootstrap"
             )
         return

@@ -41,9 +41,8 @@ from .progress import watch
 MAXIMUM_CHECKS = 256
 CHECKED_REDUCTIONS = 16  # for delayed-scaling maxima
 OPTIMIZER_STEPS = "optimizer steps"
-RESPONSE_SECONDS = (
-    5.0  # how long a rank that has failed waits for the others to report that they have
-)
+# How long a rank that has failed waits for the others to report that they have.
+RESPONSE_SECONDS = 5.0
 _requested = env.watch("TE_CHECK")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NAMED = "failed on rank"  # in every message that names the missing ranks
@@ -156,8 +155,8 @@ def _compare(
         descriptions: list[Any] = [None] * len(received)
         dist.all_gather_object(descriptions, local_settings, group=group)
         message = _difference(descriptions, dist.get_process_group_ranks(group))
-        compared = [{**found, warned_about: None} for found in descriptions]
-        if any(found != compared[0] for found in compared):
+        compared = [{**description, warned_about: None} for description in descriptions]
+        if any(description != compared[0] for description in compared):
             raise RuntimeError(message)
         warn_once(f"ranks differ in {warned_about}", message)
 
@@ -276,10 +275,10 @@ def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
         for number, description in zip(ranks, descriptions, strict=True):
             values.setdefault(description.get(name, "(none)"), []).append(number)
         if len(values) > 1:
-            found = "; ".join(
+            differing_values = "; ".join(
                 [f"{_list_ranks(members)}: {value}" for value, members in values.items()]
             )
-            lines.append(f"{name}: {found}")
+            lines.append(f"{name}: {differing_values}")
     remedy = (
         "give every rank the same number of micro-batches per step"
         if any(line.startswith(OPTIMIZER_STEPS) for line in lines)

@@ -92,14 +92,14 @@ def gather_operand(
     blocks = operand.scale if operand.has_block_scales else None
     return PendingOperand(
         operand,
-        _sent(operand.codes, group),
-        None if blocks is None else _sent(blocks, group),
+        _start_byte_gather(operand.codes, group),
+        None if blocks is None else _start_byte_gather(blocks, group),
         world_size(group),
         axis,
     )
 
 
-def _sent(part: Tensor, group: dist_group_type | None) -> _Received:
+def _start_byte_gather(part: Tensor, group: dist_group_type | None) -> _Received:
     """Start to gather a matrix as bytes, which every backend carries."""
     # One-column scales are contiguous with any stride, and a view as bytes needs stride 1.
     flat = part.contiguous().view(-1).view(torch.uint8)

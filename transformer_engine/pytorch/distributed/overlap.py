@@ -80,7 +80,13 @@ OVERLAP: Table[Request] = Table(
 
 
 class GroupBuffers(NamedTuple):
-    """Buffers of a process group, its backends, and the least sizes for which the buffers are used."""
+    """Buffers of a process group, its backends, and the least sizes for which the buffers are used.
+
+    Attributes:
+        buffers: Symmetric-memory buffers of the group.
+        backends: Backends of the process group.
+        least: Smallest message sizes for which the buffers are used.
+    """
 
     buffers: PeerBuffers
     backends: str

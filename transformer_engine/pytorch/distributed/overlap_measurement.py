@@ -49,13 +49,13 @@ def load_thresholds(buffers: PeerBuffers, group: Any, device: torch.device) -> T
         device: This rank's device.
     """
     path = _path(buffers, device)
-    found: list[Any] = [_read_stored(path) if buffers.rank == 0 else None]
-    dist.broadcast_object_list(found, group_src=0, group=group)
-    if found[0] is None:
-        found[0] = _measure_sizes(buffers, group, device)
+    stored: list[Any] = [_read_stored(path) if buffers.rank == 0 else None]
+    dist.broadcast_object_list(stored, group_src=0, group=group)
+    if stored[0] is None:
+        stored[0] = _measure_sizes(buffers, group, device)
         if buffers.rank == 0 and path is not None:
-            MEASUREMENTS.write(path, json.dumps(found[0]).encode())
-    return Thresholds(*[None if size == _NEVER else size for size in found[0]])
+            MEASUREMENTS.write(path, json.dumps(stored[0]).encode())
+    return Thresholds(*[None if size == _NEVER else size for size in stored[0]])
 
 
 def _path(buffers: PeerBuffers, device: torch.device) -> Path | None:

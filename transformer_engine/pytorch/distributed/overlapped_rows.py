@@ -317,7 +317,7 @@ def add_parts(total: Tensor, parts: Sequence[Tensor]) -> Tensor:
         parts: The other summands, with total's shape and dtype, at equal distances in one buffer.
     """
     if total.is_cuda and unsupported_elementwise(total.device) is None:
-        from ...common.kernels.part_sums import part_sums  # it imports triton
+        from ...common.kernels.part_sums import part_sums
 
         stride = (parts[1].data_ptr() - parts[0].data_ptr()) // total.itemsize
         run(part_sums(total.numel(), stride, len(parts)), (total, parts[0]))

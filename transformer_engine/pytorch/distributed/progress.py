@@ -80,16 +80,16 @@ def delaying_ranks(name: str, count: int, reports: dict[int, Report], now: float
         reports: The last reports of the other ranks.
         now: Current time in seconds.
     """
-    found: list[str] = []
+    delays: list[str] = []
     for rank, report in reports.items():
         silent = now - report.arrived
         if silent > MISSED * PERIOD:
-            found.append(
+            delays.append(
                 f"rank {rank} has ended or does not respond, it has not reported for {silent:.0f} s"
             )
         elif report.queued.get(name, count) < count:
-            found.append(f"rank {rank} has queued {report.queued[name]} and does not take part")
-    return "; ".join(found)
+            delays.append(f"rank {rank} has queued {report.queued[name]} and does not take part")
+    return "; ".join(delays)
 
 
 class Monitor:
@@ -162,8 +162,8 @@ class Monitor:
                 continue
             members = dist.get_process_group_ranks(group)
             reports = {rank: self._read(store, rank, now) for rank in members if rank != own}
-            found = {rank: report for rank, report in reports.items() if report is not None}
-            delaying = delaying_ranks(group.group_name, progress.count, found, now)
+            rank_reports = {rank: report for rank, report in reports.items() if report is not None}
+            delaying = delaying_ranks(group.group_name, progress.count, rank_reports, now)
             if delaying and waited >= limit:
                 progress.named = True
                 LOGGER.warning(

@@ -367,8 +367,8 @@ class _Checkpoint(TorchFunction):
             gathered, _ = gather_along_first_dim(saved[0], region.shard.group)
             saved[0] = gathered[: ctx.first_shape.numel()].view(ctx.first_shape)
         tensors = tuple(
-            tensor.detach().requires_grad_(needed)
-            for tensor, needed in zip(saved, ctx.wanted, strict=True)
+            tensor.detach().requires_grad_(needs_gradient)
+            for tensor, needs_gradient in zip(saved, ctx.wanted, strict=True)
         )
         torch_autocast = _JoinedContexts(
             *(torch.autocast(*state) for state in region.torch_autocast)

@@ -116,13 +116,13 @@ class CudaRNGStatesTracker:
             raise ValueError(
                 f"there is no random state {name!r} (known: {names}); call add({name!r}, seed) first"
             )
-        before = _current()
+        previous = _current()
         _make_current(self.states_[name])
         try:
             yield
         finally:
             self.states_[name] = _current()
-            _make_current(before)
+            _make_current(previous)
 
 
 def _default_cuda_generator() -> torch.Generator:
@@ -156,7 +156,7 @@ class RngSnapshot:
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Run the block from the snapshot's states, then go on from the states before the block."""
-        before = RngSnapshot()
+        previous = RngSnapshot()
         tracked_before = None if self.get_tracker is None else self.get_tracker().get_states()
         self._restore()
         # Trackers in other libraries take a write, even without states, for a sign that they have been set up.
@@ -166,7 +166,7 @@ class RngSnapshot:
         try:
             yield
         finally:
-            before._restore()
+            previous._restore()
             if (
                 self.get_tracker is not None
                 and tracked_before is not None
@@ -198,7 +198,7 @@ class TrackedStates:
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Run the block from the recorded states, then go on from the states before the block."""
-        before = [(tracker, tracker.states_) for tracker in _trackers]
+        previous = [(tracker, tracker.states_) for tracker in _trackers]
         registered = get_all_rng_states()
         for reference, states in self._states:
             tracker = reference()
@@ -208,7 +208,7 @@ class TrackedStates:
         try:
             yield
         finally:
-            for tracker, states in before:
+            for tracker, states in previous:
                 tracker.states_ = states
             set_all_rng_states(registered)
 

@@ -36,7 +36,13 @@ Peers = Any
 
 
 class _SharedBuffer(NamedTuple):
-    """This rank's buffer, its peers, and their group."""
+    """This rank's buffer, its peers, and their group.
+
+    Attributes:
+        values: Buffer of this rank.
+        peers: Buffers of the other ranks.
+        group: Process group.
+    """
 
     values: Tensor
     peers: Peers

@@ -107,6 +107,7 @@ def ep_dispatch(
 
 
 def _check_tokens(buffer: EpBuffer, topk_idx: Tensor, tokens: Tensor, weights: Tensor) -> None:
+    """Raise an error for tokens or weights that do not fit the buffer and the expert ids."""
     floating("tokens", tokens)
     if isinstance(tokens, QuantizedTensor):
         raise NotImplementedError(
@@ -139,17 +140,17 @@ def _check_receive_buffers(
     capacity = buffer.recv_capacity_per_rank
     shapes = {"recv_tokens": (capacity, buffer.hidden_dim), "recv_topk_weights": (capacity,)}
     dtypes = {"recv_tokens": getattr(tokens, "dtype", None), "recv_topk_weights": torch.float32}
-    for (name, shape), given in zip(shapes.items(), (rows, weights), strict=True):
-        if given is None:
+    for (name, shape), receive_buffer in zip(shapes.items(), (rows, weights), strict=True):
+        if receive_buffer is None:
             continue
-        tensor(name, given)
+        tensor(name, receive_buffer)
         if capacity is None:
             raise ValueError(
                 f"{name} requires a fixed number of rows; pass recv_capacity_per_rank to ep_bootstrap"
             )
-        if tuple(given.shape) != shape or given.dtype != dtypes[name]:
+        if tuple(receive_buffer.shape) != shape or receive_buffer.dtype != dtypes[name]:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)}; pass {dtypes[name]} {list(shape)}"
+                f"{name} is {receive_buffer.dtype} {list(receive_buffer.shape)}; pass {dtypes[name]} {list(shape)}"
             )
     if rows is not None and buffer._dispatch_quantizer is not None:
         raise ValueError(

@@ -22,7 +22,7 @@ from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue
 from ..primitives.operand import Operand
-from ..tensor.quantizer import Matrix
+from ..tensor.quantizer import TransposedValues
 from .symbols import NotRecordable, Opaque, Symbol, TensorLayout
 
 
@@ -30,8 +30,8 @@ def split_symbols(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]
     """Return the symbols in a value, and the function that rebuilds the value from tensors."""
     if type(value) is Symbol:
         return [value], lambda parts: parts[0]
-    if isinstance(value, Matrix):
-        return [value.values], lambda parts: Matrix(parts[0])
+    if isinstance(value, TransposedValues):
+        return [value.values], lambda parts: TransposedValues(parts[0])
     if type(value) is Operand:  # a subclass with a custom format has other fields
         _, _, tensor_format, _, dtype = value
         symbols: list[Any] = [value.codes, value.scale, value.amax]
@@ -56,7 +56,7 @@ class RecordedPending(NamedTuple):
 def is_symbolic(value: Any) -> bool:
     """Return whether a pass buffer consists of symbols."""
     return type(value) in (Symbol, RecordedPending) or (
-        isinstance(value, (Operand, Matrix)) and type(value[0]) is Symbol
+        isinstance(value, (Operand, TransposedValues)) and type(value[0]) is Symbol
     )
 
 

@@ -31,9 +31,17 @@ from ..offload.marks import mark_ready
 from ..primitives.gemm import as_matrix
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, quantize, quantize_as
-from ..tensor.quantizer import Matrix, Quantizer
-from .linear_operands import copied
-from .linear_spec import PRODUCED, QUANTIZED, RECOMPUTED, SAVED, LinearSpec, replace_fields
+from ..tensor.quantizer import Quantizer, TransposedValues
+from .linear_operands import copied, dequantized
+from .linear_spec import (
+    DEQUANTIZED,
+    PRODUCED,
+    QUANTIZED,
+    RECOMPUTED,
+    SAVED,
+    LinearSpec,
+    replace_fields,
+)
 from .saving import DeferredColumns, wait_for_saved
 
 # Reading a weight once more takes 1.3 % of the time for its three products with 8,192 rows, 6 *
@@ -127,18 +135,20 @@ def with_deferred_columns(
         caches: The call quantizes the weight into a cache, or reads the cache.
     """
     # a compiler must see writes to the scaling state, and no size guards
-    if spec.plain or spec.traced:
+    if spec.is_unquantized or spec.traced:
         return spec
     if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not interventions:
         return spec  # saved, without spending time on a choice
     found: dict[str, str] = {}
     if spec.needs_grad_input:
-        request = _columns(spec, spec.weight, (weight.numel(), rows), keeps_weight)._replace(
-            cached=caches
-        )
+        request = _columns(
+            spec, spec.weight_quantizer, (weight.numel(), rows), keeps_weight
+        )._replace(cached=caches)
         found["weight_columns"] = WEIGHT_COLUMNS.choose(request)
     if spec.needs_grad_weight and keeps_input:
-        request = _columns(spec, spec.input, (rows * weight[-1], rows), not spec.keep_input)
+        request = _columns(
+            spec, spec.input_quantizer, (rows * weight[-1], rows), not spec.keep_input
+        )
         found["input_columns"] = INPUT_COLUMNS.choose(request)
     return replace_fields(spec, **found) if found else spec
 
@@ -151,13 +161,13 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
         computed_again: The backward pass can compute the output again: for an RMSNorm whose kernel quantizes it.
     """
     if (
-        spec.plain
+        spec.is_unquantized
         or spec.traced
         or not interventions
         or not (spec.needs_grad_input and spec.needs_grad_weight)
     ):
         return spec
-    mode = NORM_COLUMNS.choose(_columns(spec, spec.input, (0, 0), computed_again))
+    mode = NORM_COLUMNS.choose(_columns(spec, spec.input_quantizer, (0, 0), computed_again))
     return replace_fields(spec, input_columns=PRODUCED) if mode == RECOMPUTED else spec
 
 
@@ -171,7 +181,7 @@ def save_multiplier_or_amax(cast: Cast, codes: Quantized, like: Any) -> Tensor:
 def _columns(
     spec: LinearSpec, quantizer: Quantizer, size: tuple[int, int], in_memory: bool
 ) -> OperandColumns:
-    quantized = spec.backward == QUANTIZED
+    quantized = spec.backward_operands == QUANTIZED
     cast = quantizer.cast(True, True) if quantized and in_memory else None
     return OperandColumns(
         *size,
@@ -194,7 +204,7 @@ def cast_rows(x: Any, quantizer: Quantizer) -> tuple[Operand | None, DeferredCol
     return quantizer.adopt(codes, x.dtype).rowwise, DeferredColumns(x, saved)
 
 
-def cast_columns(x: Any, quantizer: Quantizer) -> Operand | Matrix | None:
+def cast_columns(x: Any, quantizer: Quantizer) -> Operand | TransposedValues | None:
     """Quantize `DeferredColumns` of [M, K] with the forward-pass scale; return the operand [K, M]."""
     cast = quantizer.cast(False, True)
     assert cast is not None
@@ -205,3 +215,16 @@ def cast_columns(x: Any, quantizer: Quantizer) -> Operand | Matrix | None:
     multiplier, amax = (None, saved) if cast.multiplier is None else (saved, None)
     codes = quantize(values, cast.spec, multiplier=multiplier, amax=amax)
     return quantizer.adopt(codes, values.dtype).columnwise
+
+
+def weight_column_operand(weight: Any, spec: LinearSpec) -> Any:
+    """Weight [N, K] as dx reads it: the column-wise operand of its saved form, or its decoded row-wise codes."""
+    if offloading.used:
+        wait_for_saved(weight)
+    if spec.weight_columns == RECOMPUTED:
+        return cast_columns(weight, spec.weight_quantizer)
+    return (
+        TransposedValues(dequantized(weight, spec.dtype))
+        if spec.backward_operands == DEQUANTIZED
+        else weight
+    )

@@ -230,7 +230,7 @@ def choose_activation_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) ->
     return MLP_ACTIVATION.choose(
         _input_fusion(fc2)._replace(
             activation=activation,
-            quantized=not (fc1.input.is_identity and fc1.weight.is_identity),
+            quantized=not (fc1.input_quantizer.is_identity and fc1.weight_quantizer.is_identity),
             reduced=sums_over_ranks(fc1.parallel, "row"),
             inspected=inspects(fc1, "output"),
         )
@@ -242,7 +242,7 @@ def choose_gradient_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> s
     features = _features(
         {
             UNUSED: not fc1.needs_grad_input,
-            OTHER_BACKWARD: fc1.backward != "quantized",
+            OTHER_BACKWARD: fc1.backward_operands != "quantized",
             GATHERED: fc1.parallel.gathers_gradient,
             TRACED: fc1.traced,
         }
@@ -287,7 +287,7 @@ def _input_fusion(spec: LinearSpec, returned: bool = False) -> Fusion:
         {
             RETURNED: returned,
             SAVED_INPUT: spec.keep_input,
-            OTHER_BACKWARD: spec.backward != "quantized",
+            OTHER_BACKWARD: spec.backward_operands != "quantized",
             GATHERED: gathers_values(spec),
             TRACED: spec.traced,
         }

@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import mark_ready
 from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
-from ..tensor.quantizer import Matrix, Operands
+from ..tensor.quantizer import Operands, TransposedValues
 from .communication import Pending, begin
 from .deferred_columns import cast_columns
 from .linear_operands import (
@@ -31,9 +30,9 @@ from .linear_operands import (
     cast_input,
     dense_values,
     dequantized,
+    input_to_save,
 )
 from .linear_spec import (
-    DEQUANTIZED,
     HIGH_PRECISION,
     ONCE,
     QUANTIZED,
@@ -60,14 +59,14 @@ def gather_quantized_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     else:
         # The backward pass computes the columns if the values are saved, or if only row-wise codes can be
         # gathered.
-        columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
+        columns = (
+            spec.needs_grad_weight and spec.backward_operands == QUANTIZED and not spec.keep_input
+        )
         x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
-    saved = x_rows if spec.backward == DEQUANTIZED or way == ROW_CODES else x_columns
+    if way == ROW_CODES:
+        x_columns = x_rows  # the backward pass transposes the gathered rows
     # The codes [M / ranks, K] of this rank are sent while the weight is quantized.
-    x_rows = begin_gather(x_rows, spec)
-    if spec.keep_input or spec.backward == HIGH_PRECISION:
-        saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
-    return x_rows, save_value(saved, spec.needs_grad_weight)
+    return begin_gather(x_rows, spec), input_to_save(x, x_rows, x_columns, spec)
 
 
 def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
@@ -77,17 +76,14 @@ def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     quantization is not repeatable.
     """
     pending = begin_gather(x, spec)
-    if spec.plain and way == VALUES:
+    if spec.is_unquantized and way == VALUES:
         return pending, x if spec.needs_grad_weight else None
     shard, x = x, pending.wait()
-    columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
+    columns = spec.needs_grad_weight and spec.backward_operands == QUANTIZED and not spec.keep_input
     x_rows, x_columns = cast_input(x, spec, True, columns and way == ONCE)
     if way == VALUES:
         return x_rows, shard if spec.needs_grad_weight else None
-    saved = x_rows if spec.backward == DEQUANTIZED else x_columns
-    if spec.keep_input or spec.backward == HIGH_PRECISION:
-        saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
-    return x_rows, save_value(saved, spec.needs_grad_weight)
+    return x_rows, input_to_save(x, x_rows, x_columns, spec)
 
 
 def begin_gather_gradient(dy: Any, spec: LinearSpec) -> GradientOperands | Tensor:
@@ -97,7 +93,7 @@ def begin_gather_gradient(dy: Any, spec: LinearSpec) -> GradientOperands | Tenso
         Operands of dy [M, N], each possibly a `Pending` gather; or the gathered values, which each
         rank quantizes.
     """
-    quantizes = spec.backward == QUANTIZED and not spec.plain
+    quantizes = spec.backward_operands == QUANTIZED and not spec.is_unquantized
     if quantizes and gathers_gradient_codes(spec):
         return GradientOperands(_gather_gradient_codes(dy, spec), None)
     pending = begin_gather(dy, spec, dense=True)
@@ -129,7 +125,7 @@ def gather_columns(columns: Any, rows: Any) -> Any:
         return columns.wait()
     if columns is not None:
         return columns
-    return transposed_operand(rows) if isinstance(rows, Operand) else Matrix(rows)
+    return transposed_operand(rows) if isinstance(rows, Operand) else TransposedValues(rows)
 
 
 def saves_input_shard(spec: LinearSpec) -> bool:
@@ -141,8 +137,8 @@ def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
     """Begin to gather the saved x rows: values, codes by rows, or codes by columns [K, M / ranks]."""
     if offloading.used:
         wait_for_saved(x)
-    if spec.backward != QUANTIZED or spec.gather_input == VALUES:
-        return begin_gather(x.values if isinstance(x, Matrix) else x, spec)
+    if spec.backward_operands != QUANTIZED or spec.gather_input == VALUES:
+        return begin_gather(x.values if isinstance(x, TransposedValues) else x, spec)
     by_rows = spec.gather_input == ROW_CODES
     if spec.keep_input:
         rows, columns = cast_input(x.values, spec, by_rows, not by_rows)
@@ -150,22 +146,22 @@ def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
     return begin_gather(x, spec, axis=0 if by_rows else 1)
 
 
-def column_operand(x: Any, spec: LinearSpec) -> Any:
-    """Columns of gathered x rows, or of saved or deferred values, or the values that an override multiplies."""
+def input_column_operand(x: Any, spec: LinearSpec) -> Any:
+    """x [M, K] as dw reads it: the column-wise operand of its saved form, or values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
     if way is None and offloading.used:
         wait_for_saved(x)
     if spec.input_columns == RECOMPUTED:
-        return cast_columns(x, spec.input)
-    keeps_values = spec.keep_input or spec.backward == HIGH_PRECISION
-    if keeps_values and (way == VALUES or isinstance(x, Matrix)):
+        return cast_columns(x, spec.input_quantizer)
+    keeps_values = spec.keep_input or spec.backward_operands == HIGH_PRECISION
+    if keeps_values and (way == VALUES or isinstance(x, TransposedValues)):
         x = dequantized(x, spec.dtype)
-    if spec.backward != QUANTIZED:
+    if spec.backward_operands != QUANTIZED:
         if way == VALUES and not keeps_values:
             # The forward pass multiplied these codes; the backward pass multiplies their values.
             x, _ = cast_input(x, spec, True, False)
-        return Matrix(dequantized(x, spec.dtype))
+        return TransposedValues(dequantized(x, spec.dtype))
     if way == ROW_CODES:
         return transposed_operand(x)
     if way == VALUES or (way is None and spec.keep_input):
@@ -177,12 +173,3 @@ def begin_gather(x: Any, spec: LinearSpec, axis: int = 0, dense: bool = False) -
     """Begin to gather x along an axis; `dense` gathers values with a contiguous axis."""
     overlaps = spec.parallel.overlap.gather and not spec.traced and not axis
     return begin("all_gather", x, spec.parallel, axis, overlaps, dense)
-
-
-def save_value(x: Any, is_read: bool) -> Any:
-    """The saved x, marked as complete for copies to the host; None if no gradient reads it."""
-    if not is_read:
-        return None
-    if offloading.synchronizer is not None:
-        mark_ready(x)
-    return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
 from ..tensor.quantizer import Quantizer
 from .caller_buffers import NO_BUFFERS, CallerBuffers
 from .grouped_quantizer import GroupedQuantizer, grouped
-from .linear_spec import LinearSpec
+from .linear_spec import LinearSpec, unsupported_product_reason
 from .main_grad import find_main_grad
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
@@ -135,6 +135,29 @@ class GroupedCall:
         if self.unassigned:
             parts = [*parts, parts[0].new_zeros(self.unassigned, parts[0].shape[1])]
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+
+
+def groups_of_rows(
+    spec: GroupedSpec, rows: Sequence[int], warn: Callable[[str], object]
+) -> tuple[LinearSpec, ...]:
+    """Return the product spec per group, in high precision where the format does not support the group's rows.
+
+    Args:
+        spec: The settings.
+        rows: Rows per group.
+        warn: Called with the reason for each group in high precision.
+    """
+    if not spec.unquantized:
+        return spec.groups
+    n, k = spec.extents
+    groups: list[LinearSpec] = []
+    for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
+        quantizers = group.input_quantizer, group.weight_quantizer, group.grad_output_quantizer
+        reason = unsupported_product_reason(quantizers, m, k, n)
+        if reason is not None:
+            warn(reason)
+        groups.append(group if reason is None else unquantized)
+    return tuple(groups)
 
 
 def stack_members(stack: Any) -> list[Any]:

@@ -104,20 +104,22 @@ def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any
     layer = call.spec.layer
     rows: Any
     columns: Any
-    if layer.plain:
+    if layer.is_unquantized:
         rows = columns = x
     else:
         # One kernel reads x once for both directions.
         quantizes_columns = (
-            layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
+            layer.needs_grad_weight
+            and layer.backward_operands == QUANTIZED
+            and not layer.keep_input
         )
         rows, columns = cast_groups(x, call, "input", rowwise=True, columnwise=quantizes_columns)
     if not (saves and layer.needs_grad_weight):
         return rows, None
     saved = columns
-    if layer.keep_input or layer.backward == HIGH_PRECISION:
+    if layer.keep_input or layer.backward_operands == HIGH_PRECISION:
         saved = values_of_groups(x, call)
-    elif layer.backward == DEQUANTIZED and not layer.plain:
+    elif layer.backward_operands == DEQUANTIZED and not layer.is_unquantized:
         saved = operands_of_trained_weights(rows, call)
     if offloading.synchronizer is not None and saved is not x:
         mark_ready(saved)  # an offloading context may begin to copy it to the host
@@ -133,19 +135,19 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
         unquantized layer, and the row-wise codes for DEQUANTIZED.
     """
     layer = call.spec.layer
-    if layer.plain:
+    if layer.is_unquantized:
         rows = columns = convert_weights(weights, call)
     else:
-        quantizes_columns = layer.needs_grad_input and layer.backward == QUANTIZED
+        quantizes_columns = layer.needs_grad_input and layer.backward_operands == QUANTIZED
         rows, columns = cast_groups(
             weights, call, "weight", rowwise=True, columnwise=quantizes_columns
         )
     if not (saves and layer.needs_grad_input):
         return rows, None
     saved = columns
-    if layer.backward == DEQUANTIZED:
+    if layer.backward_operands == DEQUANTIZED:
         saved = rows
-    elif layer.backward == HIGH_PRECISION and not layer.plain:
+    elif layer.backward_operands == HIGH_PRECISION and not layer.is_unquantized:
         saved = convert_weights(weights, call)
     if offloading.synchronizer is not None:
         keep_weight(saved)  # an offloading context leaves weights on the device
@@ -174,7 +176,7 @@ def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]
         else None
     )
     rows = columns = dy
-    quantizes = layer.backward == QUANTIZED and not layer.plain
+    quantizes = layer.backward_operands == QUANTIZED and not layer.is_unquantized
     if quantizes and (layer.needs_grad_input or layer.needs_grad_weight):
         # dy_g [M_g, N] row-wise for dx_g, and column-wise [N, M_g] for dw_g.
         rows, columns = cast_groups(
@@ -189,7 +191,7 @@ def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]
     if layer.needs_grad_input:
         if offloading.used:
             wait_for_saved(w)
-        if layer.backward == DEQUANTIZED and not layer.plain:
+        if layer.backward_operands == DEQUANTIZED and not layer.is_unquantized:
             w = values_of_groups(w, call)
         # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g row-wise, w_g column-wise.
         dx = product_of_groups(rows, w, call, "grad_input")
@@ -198,7 +200,7 @@ def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]
     del rows, w
     dw = None
     if layer.needs_grad_weight:
-        if offloading.used or layer.keep_input or layer.backward != QUANTIZED:
+        if offloading.used or layer.keep_input or layer.backward_operands != QUANTIZED:
             x = _column_operand(x, call)
         # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both column-wise. It is returned, accumulated into main_grad, or
         # delayed.
@@ -215,9 +217,9 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
     layer = call.spec.layer
     if offloading.used:
         wait_for_saved(x)
-    if layer.keep_input and layer.backward == QUANTIZED and not layer.plain:
+    if layer.keep_input and layer.backward_operands == QUANTIZED and not layer.is_unquantized:
         return cast_groups(x, call, "input", rowwise=False, columnwise=True)[1]
-    if layer.backward == DEQUANTIZED and not (layer.keep_input or layer.plain):
+    if layer.backward_operands == DEQUANTIZED and not (layer.keep_input or layer.is_unquantized):
         return values_of_groups(x, call)
     return x
 
@@ -240,16 +242,33 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
-    return run_without_saving(GROUPED_LINEAR_FUNCTIONS, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+    tensors = group_tensors(x, weights, biases, call)
+    return run_without_saving(GROUPED_LINEAR_FUNCTIONS, call, tensors)[0]  # pyright: ignore[reportArgumentType]
 
 
-def _tensors(
+def group_tensors(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, call: GroupedCall
 ) -> tuple[Any, Any, Any]:
     """Return x, the weights and the biases as `grouped_linear_forward` takes them: each a list or one stack."""
     spec = call.spec
     bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
     return x, weights[0] if spec.stacked_weight else list(weights), bias
+
+
+def separate_gradients(gradients: Sequence[Any], counts: Sequence[int]) -> list[Tensor | None]:
+    """Gradient per parameter, from the weight and bias gradients: each a list, a stack's, or None for all.
+
+    Args:
+        gradients: Weight gradients and bias gradients.
+        counts: Number of weights and biases that are parameters.
+    """
+    separate: list[Tensor | None] = []
+    for gradient, count in zip(gradients, counts, strict=True):
+        if isinstance(gradient, list):
+            separate += gradient
+        else:  # a stack is a single parameter
+            separate += [gradient] * count
+    return separate
 
 
 class _GroupedLinear(Function):
@@ -263,7 +282,7 @@ class _GroupedLinear(Function):
             GROUPED_LINEAR_FUNCTIONS,
             ctx,
             call,  # pyright: ignore[reportArgumentType]
-            _tensors(x, weights, biases, call),
+            group_tensors(x, weights, biases, call),
         )[0]
 
     @staticmethod
@@ -276,12 +295,5 @@ class _GroupedLinear(Function):
         grad_input, *parameter_gradients = run_backward(
             GROUPED_LINEAR_FUNCTIONS, ctx, (grad_output,)
         )
-        grads: list[Tensor | None] = []
-        for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
-            if isinstance(gradient, list):
-                grads += gradient
-            elif gradient is None:
-                grads += [None] * count
-            else:
-                grads.append(gradient)  # for a stack, which is a single parameter
+        grads = separate_gradients(parameter_gradients, ctx.counts)
         return grad_input, None, None, *grads  # no gradients for call and count

@@ -39,39 +39,18 @@ class GroupedKernel:
         inference: Function (call, inputs) -> y.
         again: Function (call, inputs) -> saved values for the backward pass, without y.
         backward: Function (call, [dy, *the results of `again`]) -> a gradient per input or None.
-        lists: Sizes of the lists into which the inputs behind x are collected; None: each is an input by itself.
         present: Of each input, whether `backward` returns its gradient.
         call: Function from a spec, the row counts, x and its weights to the call.
         states: Delayed-scaling states for the forward and the backward pass.
     """
 
     spec: GroupedSpec
-    inference: Callable[[GroupedCall, list[Any]], Tensor]
-    again: Callable[[GroupedCall, list[Any]], list[Any]]
+    inference: Callable[[GroupedCall, Sequence[Tensor]], Tensor]
+    again: Callable[[GroupedCall, Sequence[Tensor]], list[Any]]
     backward: Callable[[GroupedCall, list[Any]], Sequence[Any]]
-    lists: tuple[int, ...] | None
     present: tuple[bool, ...]
     call: Callable[[GroupedSpec, Tensor, Tensor, Sequence[Tensor]], GroupedCall]
     states: tuple[tuple[Any, ...], tuple[Any, ...]]
-
-    def given(self, x: Tensor, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the forward-pass inputs."""
-        if self.lists is None:
-            return [x, *tensors]
-        results: list[Any] = [x]
-        start = 0
-        for count in self.lists:
-            results.append(tensors[start] if count == 1 else list(tensors[start : start + count]))
-            start += count
-        return results
-
-    def gradients(self, results: Sequence[Any]) -> list[Tensor | None]:
-        """Return the gradient per input."""
-        made: list[Tensor | None] = []
-        counts = (1,) * len(results) if self.lists is None else (1, *self.lists)
-        for result, count in zip(results[: len(counts)], counts, strict=True):
-            made += result if isinstance(result, list) else [result] + [None] * (count - 1)
-        return made
 
 
 class _ForwardState(NamedTuple):
@@ -127,7 +106,11 @@ def gradients_of_key(key: str) -> tuple[bool, ...]:
 
 def _quantizers(spec: GroupedSpec) -> list[Quantizer]:
     """Return the input and weight quantizers."""
-    return [quantizer for group in spec.groups for quantizer in (group.input, group.weight)]
+    return [
+        quantizer
+        for group in spec.groups
+        for quantizer in (group.input_quantizer, group.weight_quantizer)
+    ]
 
 
 def _repeats(quantizer: Quantizer) -> bool:
@@ -168,13 +151,20 @@ def _with_states(
         return copied
 
     groups: list[LinearSpec] = [
-        replace_fields(g, input=of(g.input), weight=of(g.weight), grad_output=of(g.grad_output))
+        replace_fields(
+            g,
+            input_quantizer=of(g.input_quantizer),
+            weight_quantizer=of(g.weight_quantizer),
+            grad_output_quantizer=of(g.grad_output_quantizer),
+        )
         for g in kernel.spec.groups
     ]
     merged = kernel.spec.quantizers
     if merged.input is not None:
         merged = GroupedQuantizers.merged(
-            [g.input for g in groups], [g.weight for g in groups], [g.grad_output for g in groups]
+            [g.input_quantizer for g in groups],
+            [g.weight_quantizer for g in groups],
+            [g.grad_output_quantizer for g in groups],
         )
     return replace(kernel.spec, groups=tuple(groups), quantizers=merged), maxima
 
@@ -191,7 +181,7 @@ def _forward_op(
     kernel = _kernels[key]
     spec, maxima = _with_states(kernel, scales, ())
     call = kernel.call(spec, rows, x, tensors)
-    y = kernel.inference(call, kernel.given(x, tensors))
+    y = kernel.inference(call, (x, *tensors))
     return [y, *maxima]
 
 
@@ -216,9 +206,10 @@ def _backward_op(
     kernel = _kernels[key]
     spec, maxima = _with_states(kernel, forward_scales, scales)
     call = kernel.call(spec, rows, x, tensors)
-    results = kernel.backward(call, [dy, *kernel.again(call, kernel.given(x, tensors))])
+    inputs = (x, *tensors)
     made: list[Tensor] = []
-    for gradient, tensor in zip(kernel.gradients(results), (x, *tensors), strict=True):
+    results = kernel.backward(call, [dy, *kernel.again(call, inputs)])
+    for gradient, tensor in zip(results, inputs, strict=True):
         if gradient is not None:
             gradient = gradient.to(tensor.dtype).reshape(tensor.shape)
             # Operator results share no memory.

@@ -96,9 +96,11 @@ def _cast_each_group(
             if not (rowwise or columns):  # a frozen weight, and no input gradient
                 pairs.append((None, None))
             elif tensor == "input" and rowwise:
-                pairs.append(input_operands(part, group.input, columns))
+                pairs.append(input_operands(part, group.input_quantizer, columns))
             else:
-                quantizer = group.input if tensor == "input" else group.grad_output
+                quantizer = (
+                    group.input_quantizer if tensor == "input" else group.grad_output_quantizer
+                )
                 pairs.append(product_operands(quantizer, part, rowwise, columns, split=False))
     return (
         [pair[0] for pair in pairs] if rowwise else None,

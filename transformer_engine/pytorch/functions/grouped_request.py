@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...common import env
 from ...common.dispatch import BY_TILE, Backend, Table, always_depends, interventions
+from ..distributed.recompute import is_fp8_activation_recompute_enabled
+
+if TYPE_CHECKING:
+    from .grouped_call import GroupedSpec
 
 TOGETHER, LOOP = "together", "loop"
 
@@ -142,19 +146,31 @@ TABLE: Table[GroupedRequest] = Table(
 
 
 def runs_together(
-    request: GroupedRequest, supported: bool, features: tuple[str, ...], has_rows: bool
+    spec: GroupedSpec,
+    splits: Sequence[int] | Tensor,
+    weights: Sequence[Tensor],
+    has_rows: bool,
+    features: tuple[str, ...] = (),
 ) -> bool:
     """Return whether all groups in a call are computed in one launch per step.
 
     Args:
-        request: The request for a call kind.
-        supported: One launch supports this call kind.
-        features: Further call features.
+        spec: The settings.
+        splits: Rows per group; a tensor if the host does not read them.
+        weights: The weights; not read unless `spec.together`.
         has_rows: The input has rows.
+        features: Further features of the call.
     """
+    if spec.request is None:  # a compiler is tracing
+        return False
+    if spec.together:
+        if spec.quantizers.input is not None and is_fp8_activation_recompute_enabled():
+            features += (RECOMPUTATION,)
+        if not are_regular(weights):
+            features += (IRREGULAR,)
+        if not spec.quantizers.fit(splits):
+            features += (UNFIT_ROWS,)
     if not interventions:
-        return supported and not features and has_rows
-    return (
-        TABLE.choose(request._replace(features=request.features + features, has_rows=has_rows))
-        == TOGETHER
-    )
+        return spec.together and not features and has_rows
+    request = spec.request._replace(features=spec.request.features + features, has_rows=has_rows)
+    return TABLE.choose(request) == TOGETHER

@@ -19,7 +19,7 @@ from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..runtime.autograd import check_transforms, disable_autocast
 from ..runtime.tracing import reshape_result
-from ..tensor.quantizer import Matrix, Quantizer
+from ..tensor.quantizer import Quantizer, TransposedValues
 from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
 from .saving import pack, save_tensors, take_saved, unpack
 
@@ -108,8 +108,9 @@ def backward_results(
 ) -> Sequence[Any]:
     """Gradients for a layer's tensors; the input gradient gets the input's shape. `operands` is emptied."""
     if runners:
-        name = f"backward pass of {functions.name}"
-        dx, *gradients = runners[-1](name, functions.backward, (operands, spec), None)
+        dx, *gradients = runners[-1](
+            f"backward pass of {functions.name}", functions.backward, (operands, spec), None
+        )
     else:
         dx, *gradients = functions.backward(operands, spec)
     return [dx if dx is None or dx.shape == shape else dx.view(shape), *gradients]
@@ -124,8 +125,9 @@ def forward_results(
         mark_ready(x)
     count = functions.num_results
     if runners:
-        name = f"forward pass of {functions.name}"
-        outputs = runners[-1](name, functions.forward, (*tensors, spec), count)
+        outputs = runners[-1](
+            f"forward pass of {functions.name}", functions.forward, (*tensors, spec), count
+        )
     else:
         outputs = functions.forward(*tensors, spec)
     if len(x.shape) == 2 and not torch.compiler.is_compiling():
@@ -149,7 +151,11 @@ def compile_layer(
         return None
     linears = spec.linears()
     for linear in linears:
-        if linear.traced or linear.output is not None or linear.grad_input is not None:
+        if (
+            linear.traced
+            or linear.output_quantizer is not None
+            or linear.grad_input_quantizer is not None
+        ):
             return None
 
     def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
@@ -180,7 +186,9 @@ def compiled_passes(
         forward, backward: Functions that run the steps of the passes, on tensors or on symbols.
     """
     forward_quantizers = [
-        quantizer for linear in linears for quantizer in (linear.input, linear.weight)
+        quantizer
+        for linear in linears
+        for quantizer in (linear.input_quantizer, linear.weight_quantizer)
     ]
     backward_quantizers = [
         quantizer for linear in linears for quantizer in _backward_quantizers(linear)
@@ -198,11 +206,11 @@ def compiled_passes(
 
 def _backward_quantizers(linear: LinearSpec) -> Iterator[Quantizer]:
     """Quantizers that the backward pass of a linear layer calls."""
-    yield linear.grad_output
+    yield linear.grad_output_quantizer
     if linear.keep_input or linear.input_columns != SAVED:
-        yield linear.input
+        yield linear.input_quantizer
     if linear.weight_columns == RECOMPUTED:
-        yield linear.weight
+        yield linear.weight_quantizer
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -244,12 +252,12 @@ def _restore_shape(
 
 
 def _replace_result(saved: Any, result: Any, returned: Any) -> Any:
-    """Replace a saved value that is the result, or a `Matrix` of it, by `returned`; return other values."""
+    """Replace a saved value that is the result, or `TransposedValues` of it, by `returned`; return other values."""
     value: Any = saved
     if saved is result:
         value = returned
-    elif isinstance(saved, Matrix) and saved.values is result:
-        value = Matrix(returned)
+    elif isinstance(saved, TransposedValues) and saved.values is result:
+        value = TransposedValues(returned)
     if value is not saved:
         mark_ready(value)
     return value

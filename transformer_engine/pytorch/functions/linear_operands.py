@@ -14,6 +14,7 @@ from ..fast.recorded_collectives import is_symbolic, record_check
 from ..fast.recorded_products import SymbolicOperand
 from ..fast.symbols import Symbol, TensorLayout
 from ..offload.marks import active as offloading
+from ..offload.marks import mark_ready
 from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, plain
@@ -21,7 +22,7 @@ from ..primitives.quantize import Cast, dequantize
 from ..runtime.tracing import reshape_result
 from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
-from ..tensor.quantizer import Matrix, Operands, Quantizer
+from ..tensor.quantizer import Operands, Quantizer, TransposedValues
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import (
     DEQUANTIZED,
@@ -33,7 +34,6 @@ from .linear_spec import (
     gathers_gradient_codes,
     gathers_values,
 )
-from .saving import wait_for_saved
 
 
 class GradientOperands(NamedTuple):
@@ -51,10 +51,10 @@ class GradientOperands(NamedTuple):
     sums: Tensor | None
 
 
-def to_operand(value: Operand | Matrix | Tensor | Any) -> Operand:
-    """Operand for a product: values [.., K] as a matrix, and the transposed values of a `Matrix`."""
+def to_operand(value: Operand | TransposedValues | Tensor | Any) -> Operand:
+    """Operand for a product: values [.., K] as a matrix, and the transposed values of `TransposedValues`."""
     operand: Any = value
-    if isinstance(value, Matrix):
+    if isinstance(value, TransposedValues):
         operand = plain(as_matrix(value.values).t())
     elif isinstance(value, Tensor) or type(value) is Symbol:
         operand = plain(as_matrix(value))  # pyright: ignore[reportArgumentType]
@@ -62,8 +62,8 @@ def to_operand(value: Operand | Matrix | Tensor | Any) -> Operand:
 
 
 def read_as(value: Any, transposed: bool) -> Any:
-    """Operand for a product, as a `Matrix` for unquantized values that the product reads transposed."""
-    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value  # pyright: ignore
+    """Operand for a product, as `TransposedValues` for unquantized values that the product reads transposed."""
+    return TransposedValues(value) if transposed and isinstance(value, (Tensor, Symbol)) else value  # pyright: ignore
 
 
 def copied(number: Tensor, like: Any) -> Any:
@@ -86,15 +86,15 @@ def _clone(tensor: Tensor) -> tuple[Tensor]:
 
 def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
     """Quantize x [M, K] in the requested directions; a plain layer reads x itself."""
-    if spec.plain:
-        return Operands(x, Matrix(x))
+    if spec.is_unquantized:
+        return Operands(x, TransposedValues(x))
     shards = spec.parallel if spec.communicates and gathers_codes(spec) else None
     if shards is not None:
         _check_shard(shards, x)
     if isinstance(x, QuantizedTensorStorage):
-        return input_operands(x, spec.input, columnwise, shards, spec.parallel.size > 1)  # pyright: ignore
+        return input_operands(x, spec.input_quantizer, columnwise, shards, spec.parallel.size > 1)  # pyright: ignore
     return product_operands(
-        spec.input, as_matrix(x), rowwise, columnwise, split=spec.parallel.size > 1
+        spec.input_quantizer, as_matrix(x), rowwise, columnwise, split=spec.parallel.size > 1
     )
 
 
@@ -109,36 +109,47 @@ def product_operands(
 
 def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
     """Quantize dy [M, N] in the requested directions; a layer whose backward pass is unquantized reads dy itself."""
-    if spec.plain or spec.backward != QUANTIZED:
-        return Operands(dy, Matrix(dy))
+    if spec.is_unquantized or spec.backward_operands != QUANTIZED:
+        return Operands(dy, TransposedValues(dy))
     if not (rowwise or columnwise):
         return Operands(None, None)
     if spec.communicates and gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
     return product_operands(
-        spec.grad_output, matrix, rowwise, columnwise, split=spec.parallel.size > 1
+        spec.grad_output_quantizer, matrix, rowwise, columnwise, split=spec.parallel.size > 1
     )
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
-    """Cast with which the kernel that computes x may quantize it; None if the layer must do it."""
-    if spec.plain or spec.keep_input or spec.backward != QUANTIZED:
+    """Cast with which the kernel that computes x may quantize it; None if the layer must do it.
+
+    It is None if the quantizer cannot run in another kernel, if the layer saves values of x, if the backward pass does
+    not multiply codes, if values instead of codes are gathered from other ranks, and while a compiler is tracing.
+    """
+    if spec.is_unquantized or spec.keep_input or spec.backward_operands != QUANTIZED:
         return None
     # A compiler must trace writes to the scaling state.
     if spec.traced or (spec.communicates and gathers_values(spec)):
         return None
     # ROW_CODES: columns are computed from the gathered rows.
-    return spec.input.cast(True, spec.needs_grad_weight and spec.gather_input != ROW_CODES)
+    return spec.input_quantizer.cast(
+        True, spec.needs_grad_weight and spec.gather_input != ROW_CODES
+    )
 
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
     """Cast with which the kernel that computes or sums dy may quantize it; None if the layer must do it."""
-    if spec.plain or spec.traced or spec.backward != QUANTIZED or not spec.needs_grad_input:
+    if (
+        spec.is_unquantized
+        or spec.traced
+        or spec.backward_operands != QUANTIZED
+        or not spec.needs_grad_input
+    ):
         return None
     if spec.communicates and spec.parallel.gathers_gradient:
         return None
-    return spec.grad_output.cast(True, spec.needs_grad_weight)
+    return spec.grad_output_quantizer.cast(True, spec.needs_grad_weight)
 
 
 def _check_shard(parallel: TensorParallel, x: Any) -> None:
@@ -148,29 +159,27 @@ def _check_shard(parallel: TensorParallel, x: Any) -> None:
 
 def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
     """Operand values [M, K] in a dtype, or tensor values in their own dtype."""
-    if isinstance(x, Matrix):
+    if isinstance(x, TransposedValues):
         return x.values
     if isinstance(x, Operand):
         return x.codes if x.format is None else dequantize(x._replace(dtype=dtype))
     return plain_matrix(x)
 
 
-def save_values(x: Any, x_rows: Any, spec: LinearSpec) -> Any:
-    """x [M, K] in the form that is saved for a backward pass that does not read column-wise codes.
+def input_to_save(x: Any, x_rows: Any, x_columns: Any, spec: LinearSpec) -> Any:
+    """x [M, K] in the form that is saved for dw; None if dw is not needed.
 
-    The form is the values of x if the backward pass quantizes them again or multiplies them in high
-    precision. It is the row-wise codes `x_rows` if the backward pass dequantizes them.
+    The form is the column-wise operand, unless a setting requires another one: the values of x, which the backward pass
+    quantizes again or multiplies in high precision, or the row-wise codes, which it dequantizes.
     """
-    if spec.keep_input or spec.backward == HIGH_PRECISION:
-        return Matrix(dequantized(x, spec.dtype))
-    return x_rows
-
-
-def readable_weight(weight: Any, spec: LinearSpec) -> Any:
-    """Wait for a saved weight that was moved to the host; decode it if the backward pass multiplies values."""
-    if offloading.used:
-        wait_for_saved(weight)
-    return Matrix(dequantized(weight, spec.dtype)) if spec.backward == DEQUANTIZED else weight
+    if not spec.needs_grad_weight:
+        return None
+    saved = x_rows if spec.backward_operands == DEQUANTIZED else x_columns
+    if spec.keep_input or spec.backward_operands == HIGH_PRECISION:
+        saved = TransposedValues(dequantized(x, spec.dtype))
+    if offloading.synchronizer is not None:
+        mark_ready(saved)  # an offloading context may begin to copy it to the host
+    return saved
 
 
 def converted(weight: Any, dtype: torch.dtype) -> Tensor:
@@ -241,10 +250,10 @@ def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
 
 def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:
     """Return the weight as the products read it: the cached copy, the quantized parameter, or a new quantization."""
-    if spec.plain:
+    if spec.is_unquantized:
         values = converted(weight, spec.dtype)
-        return Operands(values, Matrix(values))  # pyright: ignore[reportArgumentType]
-    quantizer = spec.weight
+        return Operands(values, TransposedValues(values))  # pyright: ignore[reportArgumentType]
+    quantizer = spec.weight_quantizer
     quantized = spec.cached_weight is not None or isinstance(weight, QuantizedTensorStorage)
     if quantized or quantizer.is_identity or quantizer.reads_quantized:
         return _weight_as_given(weight, spec, columnwise)
@@ -253,17 +262,19 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
 
 def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:
     """`weight_operands` of a cached copy or a quantized parameter, or by a quantizer that accepts or returns values."""
-    if spec.weight.reads_quantized:
+    if spec.weight_quantizer.reads_quantized:
         if spec.cached_weight is not None:
             return _convert_operands(_directions(spec.cached_weight, columnwise), spec.dtype)
-        return _convert_operands(spec.weight.operands(weight, True, columnwise), spec.dtype)
+        return _convert_operands(
+            spec.weight_quantizer.operands(weight, True, columnwise), spec.dtype
+        )
     if spec.cached_weight is not None:
         return _directions(spec.cached_weight, columnwise)
     if not isinstance(weight, QuantizedTensorStorage):
-        return spec.weight.operands(weight.to(spec.dtype), True, columnwise)
-    if spec.weight.is_identity:
+        return spec.weight_quantizer.operands(weight.to(spec.dtype), True, columnwise)
+    if spec.weight_quantizer.is_identity:
         values = weight.dequantize(dtype=spec.dtype)  # pyright: ignore[reportCallIssue]
-        return Operands(plain(values), Matrix(values))
+        return Operands(plain(values), TransposedValues(values))
     return _tensor_operands(weight, columnwise)
 
 
@@ -282,8 +293,8 @@ def _convert_operands(operands: Operands, dtype: torch.dtype) -> Operands:
     rows, columns = operands
     if rows is not None and rows.format is None:
         rows = plain(rows.codes.to(dtype))
-    if isinstance(columns, Matrix):
-        columns = Matrix(columns.values.to(dtype))
+    if isinstance(columns, TransposedValues):
+        columns = TransposedValues(columns.values.to(dtype))
     elif columns is not None and columns.format is None:
         columns = plain(columns.codes.to(dtype))
     return Operands(rows, columns)

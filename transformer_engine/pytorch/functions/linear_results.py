@@ -25,7 +25,7 @@ Result = Literal["output", "grad_input"]
 
 
 def compute_output(operands: list[Any], epilogue: Epilogue, spec: LinearSpec) -> Any:
-    """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N], complete on this rank, and quantized by `spec.output`.
+    """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N], complete on this rank, and quantize it if requested.
 
     Args:
         operands: x, which may be a `Pending` gather, and the weight, both row-wise. The list is emptied.
@@ -36,7 +36,7 @@ def compute_output(operands: list[Any], epilogue: Epilogue, spec: LinearSpec) ->
     y = _begin_sum(y, spec, "output")
     if isinstance(y, Pending):
         y = y.wait()  # nothing remains to be computed meanwhile
-    return y if spec.output is None else _quantized(y, spec, spec.output)
+    return y if spec.output_quantizer is None else _quantized(y, spec, spec.output_quantizer)
 
 
 def begin_input_gradient(
@@ -55,15 +55,19 @@ def begin_input_gradient(
     """
     dx, dy = _multiply(operands, epilogue, spec, "grad_input")
     dx = _begin_sum(dx, spec, "grad_input")
-    if not isinstance(dx, Pending) and spec.grad_input is not None:
-        dx = _quantized(dx, spec, spec.grad_input)
+    if not isinstance(dx, Pending) and spec.grad_input_quantizer is not None:
+        dx = _quantized(dx, spec, spec.grad_input_quantizer)
     return dx, dy
 
 
 def end_input_gradient(dx: Pending, spec: LinearSpec) -> Any:
-    """Wait for dx [M, K] summed over the ranks; quantize it by `spec.grad_input`."""
+    """Wait for dx [M, K] summed over the ranks; quantize it by `spec.grad_input_quantizer`."""
     summed = dx.wait()
-    return summed if spec.grad_input is None else _quantized(summed, spec, spec.grad_input)
+    return (
+        summed
+        if spec.grad_input_quantizer is None
+        else _quantized(summed, spec, spec.grad_input_quantizer)
+    )
 
 
 def _multiply(
@@ -122,7 +126,7 @@ def _cast_of_product(spec: LinearSpec, result: Result) -> Cast | None:
 
     Only delayed scaling can be fused: its scale is known before the product runs. A partial sum is not quantized.
     """
-    quantizer = spec.output if result == "output" else spec.grad_input
+    quantizer = spec.output_quantizer if result == "output" else spec.grad_input_quantizer
     if quantizer is None or spec.traced or _is_partial_sum(spec, result) or inspects(spec, result):
         return None
     cast = quantizer.cast(True, False)

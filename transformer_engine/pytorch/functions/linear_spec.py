@@ -17,7 +17,7 @@ from ..tensor.quantizer import Quantizer
 from .scale_update import ScaleUpdate
 from .weight_gradient import Inspector, WeightGradient
 
-# Operands for the backward products: `LinearSpec.backward`.
+# Operands for the backward products: `LinearSpec.backward_operands`.
 QUANTIZED: Literal["quantized"] = "quantized"
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
@@ -68,6 +68,10 @@ class ProductQuantizers:
     def forward(self) -> tuple[Quantizer, Quantizer, Quantizer]:
         return self.input, self.weight, self.output
 
+    @property
+    def operands(self) -> tuple[Quantizer, Quantizer, Quantizer]:
+        return self.input, self.weight, self.grad_output
+
 
 UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
 
@@ -101,14 +105,14 @@ class LinearSpec(LayerSpec):
 
     Attributes:
         dtype: Result dtype.
-        input, weight, grad_output: Operand quantizers.
+        input_quantizer, weight_quantizer, grad_output_quantizer: Operand quantizers.
         accumulation: Which products promote partial sums to float32.
         parallel: The tensor-parallel group.
         weight_gradient: Where dw goes: returned, accumulated into main_grad, or delayed.
-        output, grad_input: Quantizers for y and dx; None to leave them in `dtype`.
+        output_quantizer, grad_input_quantizer: Quantizers for y and dx; None to leave them in `dtype`.
         cached_weight: The quantized weight in the module's cache, from this microbatch or an
             earlier one; None without `is_first_microbatch`.
-        backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
+        backward_operands: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
         weight_columns, input_columns: When the column-wise codes are computed. "saved": in the forward pass;
             "recomputed": in the backward pass, from values that are in memory anyway; "produced" (input only): by the
@@ -117,7 +121,7 @@ class LinearSpec(LayerSpec):
         grad_weight_dtype, grad_bias_dtype: dw and db dtypes, as for the parameters; None: `dtype`.
         traced: A compiler is tracing.
         communicates: The layer is sharded, so that ranks exchange values or codes.
-        plain: Input, weight and gradients are multiplied unquantized.
+        is_unquantized: Input, weight and gradients are multiplied unquantized.
         gather_input: How the input is gathered where its rows are sharded. "values": in high precision; every
             rank quantizes all rows. "codes": each rank quantizes its rows, and the codes in each direction
             are gathered. "row_codes": the same, and the column direction is the transposed row direction. The
@@ -131,16 +135,16 @@ class LinearSpec(LayerSpec):
     """
 
     dtype: torch.dtype
-    input: Quantizer
-    weight: Quantizer
-    grad_output: Quantizer
+    input_quantizer: Quantizer
+    weight_quantizer: Quantizer
+    grad_output_quantizer: Quantizer
     accumulation: Accumulation
     parallel: TensorParallel
     weight_gradient: WeightGradient
-    output: Quantizer | None = None
-    grad_input: Quantizer | None = None
+    output_quantizer: Quantizer | None = None
+    grad_input_quantizer: Quantizer | None = None
     cached_weight: QuantizedTensorStorage | None = None
-    backward: Literal["quantized", "high_precision", "dequantized"] = "quantized"
+    backward_operands: Literal["quantized", "high_precision", "dequantized"] = "quantized"
     keep_input: bool = False
     weight_columns: str = SAVED
     input_columns: str = SAVED
@@ -151,7 +155,7 @@ class LinearSpec(LayerSpec):
     grad_bias_dtype: torch.dtype | None = None
     traced: bool = False
     communicates: bool = True
-    plain: bool = False
+    is_unquantized: bool = False
     gather_input: Gather = VALUES
     gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
     inspector: Inspector | None = None
@@ -175,7 +179,8 @@ def build_linear_spec(
     Args:
         dtype: Result dtype.
         quantizers: Operand quantizers; `UNQUANTIZED` for high precision. Result quantizers are
-            ignored: pass `output` and `grad_input` where the caller requests quantized results.
+            ignored: pass `output_quantizer` and `grad_input_quantizer` where the caller requests
+            quantized results.
         recipe: Recipe in use, which determines the accumulation and the backward pass; None for the defaults.
         parallel: Boundary between the layer and its tensor-parallel group.
         weight_gradient: Weight gradient destination.
@@ -184,13 +189,13 @@ def build_linear_spec(
     """
     return LinearSpec(
         dtype=dtype,
-        input=quantizers.input,
-        weight=quantizers.weight,
-        grad_output=quantizers.grad_output,
+        input_quantizer=quantizers.input,
+        weight_quantizer=quantizers.weight,
+        grad_output_quantizer=quantizers.grad_output,
         accumulation=recipe_accumulation(recipe),
         parallel=parallel,
         weight_gradient=weight_gradient,
-        backward=getattr(recipe, "backward_override", None) or "quantized",
+        backward_operands=getattr(recipe, "backward_override", None) or "quantized",
         needs_grad_input=needs[0],
         needs_grad_weight=needs[1],
         needs_grad_bias=needs[2],
@@ -205,20 +210,16 @@ _ANY_ROWS = 128  # a row count that every format supports
 
 
 def unsupported_product_reason(
-    product: ProductQuantizers | LinearSpec, m: int, k: int, n: int
+    quantizers: tuple[Quantizer, Quantizer, Quantizer], m: int, k: int, n: int
 ) -> str | None:
-    """Reason why a format does not support x [m, k], w [n, k] or dy [m, n]; None if all three are supported.
+    """Reason why the quantizers do not support x [m, k], w [n, k] and dy [m, n]; None if they support all three.
 
     The precision of a row must not depend on m under te.batch_invariant(): a cast of m rows then raises the error of a
     format that does not support m. Casts along the rows, for a pass without gradients, support every m.
     """
     if requirements.batch_invariant:
         m = _ANY_ROWS
-    for quantizer, extents in (
-        (product.input, (m, k)),
-        (product.weight, (n, k)),
-        (product.grad_output, (m, n)),
-    ):
+    for quantizer, extents in zip(quantizers, ((m, k), (n, k), (m, n)), strict=True):
         reason = quantizer.unsupported_shape_reason(extents, True, True)
         if reason is not None:
             return reason
@@ -257,21 +258,23 @@ def with_gathering(
     parallel = spec.parallel
     if parallel.gathers_input:
         as_tensor = quantized_as is not None and (
-            spec.backward != "quantized"
+            spec.backward_operands != "quantized"
             or spec.keep_input
-            or not spec.input.can_join_shards(quantized_as)
+            or not spec.input_quantizer.can_join_shards(quantized_as)
         )
-        way = plan_gather(spec.input, shard, spec.needs_grad_weight, spec.traced or as_tensor)
+        way = plan_gather(
+            spec.input_quantizer, shard, spec.needs_grad_weight, spec.traced or as_tensor
+        )
         return replace_fields(
             spec,
             gather_input=way,
-            input=_shard_quantizer(spec.input, way, parallel, histories_agree),
+            input_quantizer=_shard_quantizer(spec.input_quantizer, way, parallel, histories_agree),
         )
     if parallel.gathers_gradient and not spec.needs_grad_bias:
-        way = plan_gather(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)
+        way = plan_gather(spec.grad_output_quantizer, shard, spec.needs_grad_weight, spec.traced)
         if way != ONCE:
-            quantizer = _shard_quantizer(spec.grad_output, way, parallel, histories_agree)
-            return replace_fields(spec, gather_gradient=way, grad_output=quantizer)
+            quantizer = _shard_quantizer(spec.grad_output_quantizer, way, parallel, histories_agree)
+            return replace_fields(spec, gather_gradient=way, grad_output_quantizer=quantizer)
     return spec
 
 

@@ -213,7 +213,7 @@ def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | Non
     """
     if spec.activation_mode != FUSED_CAST:
         return activation_forward(spec.activation, u, spec.activation_params), None
-    quantizer = spec.fc2.input
+    quantizer = spec.fc2.input_quantizer
     recomputes = spec.columns_mode == RECOMPUTED
     cast = quantizer.cast(rowwise=True, columnwise=False) if recomputes else input_cast(spec.fc2)
     assert cast is not None
@@ -285,9 +285,11 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     fc1_operands = [du, saved_h, fc1_weight]
     del da_or_du, du, u, saved_h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
-    produce_h = None
-    if spec.fc1.input_columns == PRODUCED:  # the saved value is the multiplier or amax of h
-        produce_h = columns_producer(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
+    produce_h = (
+        columns_producer(x, gamma, fc1_operands[1], spec.norm, spec.fc1)
+        if spec.fc1.input_columns == PRODUCED  # the saved value is the multiplier or amax of h
+        else None
+    )
     dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_h)
     if dh is None:
         return [None, None, None, dw1, db1, dw2, db2]
@@ -310,7 +312,7 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
     assert cast is not None
     sums = (fc1.grad_bias_dtype or fc1.dtype) if fc1.needs_grad_bias else None
     codes, db = activation_backward(spec.activation, da, u, spec.activation_params, cast, sums)
-    return GradientOperands(fc1.grad_output.adopt(codes, u.dtype), db)
+    return GradientOperands(fc1.grad_output_quantizer.adopt(codes, u.dtype), db)
 
 
 def _gradient_and_columns(
@@ -323,7 +325,7 @@ def _gradient_and_columns(
         multiplier_or_amax: Saved for the columns of a; see `_activate`.
         spec: Settings.
     """
-    fc1, quantizer = spec.fc1, spec.fc2.input
+    fc1, quantizer = spec.fc1, spec.fc2.input_quantizer
     cast = gradient_cast(fc1) if spec.gradient_mode == FUSED_CAST else None
     if cast is not None and cast.multiplier is None:
         cast = None  # du is cast by its maximum, which the kernel computes too
@@ -343,7 +345,7 @@ def _gradient_and_columns(
         a = quantizer.adopt(codes, u.dtype).columnwise
         if isinstance(du, MeasuredGradient):
             return du, a
-        return GradientOperands(fc1.grad_output.adopt(du, u.dtype), None), a
+        return GradientOperands(fc1.grad_output_quantizer.adopt(du, u.dtype), None), a
 
     return produce
 
@@ -357,7 +359,7 @@ def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
     if cast is None or not fusions.has_one_scale(cast):
         return du.values
     codes = quantize(du.values, cast.spec, amax=du.amax)
-    return GradientOperands(fc1.grad_output.adopt(codes, du.values.dtype), None)
+    return GradientOperands(fc1.grad_output_quantizer.adopt(codes, du.values.dtype), None)
 
 
 _NUM_TENSORS = 7  # tensors that `norm_mlp_forward` reads
@@ -368,7 +370,7 @@ NORM_MLP_FUNCTIONS = LayerFunctions(
 
 def norm_mlp(
     tensors: tuple[Tensor | None, ...], spec: NormMLPSpec, returns_residual: bool = False
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute y [.., H], differentiable in every tensor.
 
     Args:
@@ -377,17 +379,24 @@ def norm_mlp(
         returns_residual: See `norm_linear`.
 
     Returns:
-        (y; norm(x) with `spec.returns_norm_output`, x with `returns_residual`, otherwise None).
+        (y; norm(x) with `spec.returns_norm_output`, otherwise None; x with `returns_residual`, otherwise None).
     """
     if not spec.needs_grad:
-        y, norm_output = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
-        return y, norm_output
-    outputs = (_NormMLPWithResidual if returns_residual else _NormMLP).apply(spec, *tensors)
-    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)
+        y, h = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
+        return y, h, None
+    outputs = _NormMLP.apply(spec, returns_residual, *tensors)
+    if returns_residual:
+        return outputs[0], None, outputs[1]
+    return (*outputs, None) if spec.returns_norm_output else (outputs, None, None)
 
 
 def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
-    return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
+    return (
+        spec.fc1.input_quantizer,
+        spec.fc1.weight_quantizer,
+        spec.fc2.input_quantizer,
+        spec.fc2.weight_quantizer,
+    )
 
 
 def _checkpointed_backward(
@@ -404,8 +413,8 @@ def _checkpointed_backward(
         repeated.append(quantizer.replaying(tuple(states[:size])))
         states = states[size:]
     fc1_input, fc1_weight, fc2_input, fc2_weight = repeated
-    fc1 = replace(ctx.spec.fc1, input=fc1_input, weight=fc1_weight)
-    fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
+    fc1 = replace(ctx.spec.fc1, input_quantizer=fc1_input, weight_quantizer=fc1_weight)
+    fc2 = replace(ctx.spec.fc2, input_quantizer=fc2_input, weight_quantizer=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
     operands = [
@@ -437,36 +446,21 @@ def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequen
 
 
 class _NormMLP(Function):
-    """Node in autograd's graph that returns y, or (y, norm(x)) with `returns_norm_output`."""
+    """Node in autograd's graph: returns y, (y, norm(x)) with `spec.returns_norm_output`, or (y, x) with a residual."""
 
     @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+    def forward(ctx: Any, spec: NormMLPSpec, returns_residual: bool, *tensors: Any) -> Any:
         y, norm_output = _run_and_save(ctx, spec, tensors)
+        ctx.returns_residual = returns_residual
+        second = tensors[0] if returns_residual else norm_output
         # torch 2.11 cannot trace the backward for an output that is None.
-        return y if norm_output is None else (y, norm_output)
+        return y if second is None else (y, second)
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:
+    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:
         run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
-        dx, dgamma, dbeta, *others = run(
-            NORM_MLP_FUNCTIONS, ctx, (grad_output, grad_norm_output, None)
-        )
-        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others
-
-
-class _NormMLPWithResidual(Function):
-    """Node in autograd's graph that returns (y, x); x is the residual."""
-
-    @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        return _run_and_save(ctx, spec, tensors)[0], tensors[0]
-
-    @staticmethod
-    @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor | None = None) -> Any:
-        run = _checkpointed_backward if ctx.spec.checkpoint else run_backward
-        dx, dgamma, dbeta, *others = run(
-            NORM_MLP_FUNCTIONS, ctx, (grad_output, None, grad_residual)
-        )
-        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *others
+        seconds = (None, grad_second) if ctx.returns_residual else (grad_second, None)
+        dx, dgamma, dbeta, *others = run(NORM_MLP_FUNCTIONS, ctx, (grad_output, *seconds))
+        # An RMSNorm has no beta; spec and returns_residual have no gradients.
+        return None, None, dx, dgamma, dbeta if ctx.needs_input_grad[4] else None, *others

@@ -135,7 +135,7 @@ def runs_quantized(
         recipe: The recipe, if NVTE_FP8_AUTO applies to the call; otherwise None.
     """
     m, k, n = extents
-    reason = unsupported_product_reason(product, m, k, n)
+    reason = unsupported_product_reason(product.operands, m, k, n)
     if reason is not None:
         warn(reason)
         return False

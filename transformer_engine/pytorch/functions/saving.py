@@ -19,7 +19,7 @@ from ..offload.marks import await_values, countable, defer_waits, list_tensors, 
 from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..tensor.custom_operand import CustomOperand
-from ..tensor.quantizer import Matrix
+from ..tensor.quantizer import TransposedValues
 
 
 class DeferredColumns(NamedTuple):
@@ -44,8 +44,8 @@ def _join_deferred(tensors: list[Any]) -> tuple[DeferredColumns, int]:
 
 
 # A list holds one value per group in a grouped layer.
-Saved = Operand | Matrix | DeferredColumns | Tensor | GroupedOperand | list[Any] | None
-# Metadata of saved values that are one tensor: for a tensor itself, and for a `Matrix`.
+Saved = Operand | TransposedValues | DeferredColumns | Tensor | GroupedOperand | list[Any] | None
+# Metadata of saved values that are one tensor: for a tensor itself, and for `TransposedValues`.
 _VALUES, _TRANSPOSED = True, False
 _AS_VALUES = (Tensor, Symbol)
 # Operand types with their own `split_tensors`. torch.compile cannot trace a union type inside a tuple.
@@ -107,7 +107,7 @@ def _pack_other(operand: Saved) -> tuple[Sequence[Any], Any]:
         return (), None
     if isinstance(operand, _AS_VALUES):
         return (operand,), _VALUES
-    if isinstance(operand, Matrix):
+    if isinstance(operand, TransposedValues):
         return (operand.values,), _TRANSPOSED
     assert isinstance(operand, list)
     parts, of_groups = operand, None
@@ -163,7 +163,7 @@ def _unpack_other(form: Any, tensors: Sequence[Any]) -> tuple[Any, int]:
     if form is _VALUES:
         return tensors[0], 1
     if form is _TRANSPOSED:
-        return Matrix(tensors[0]), 1
+        return TransposedValues(tensors[0]), 1
     count, of_groups = form  # for a list
     members = tensors[:count]
     return [*members] if of_groups is None else unpack(members, of_groups), count

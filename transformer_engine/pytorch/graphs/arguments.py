@@ -205,23 +205,23 @@ def list_quantizations(
     enabled: Any, calibrating: Any, recipe: Any, group: Any, count: int
 ) -> tuple[AutocastState, ...]:
     """Return the autocast of each callable."""
-    each = tuple(enabled) if isinstance(enabled, (tuple, list)) else (enabled,) * count
-    each = tuple(to_bool("enabled", one) for one in each)
-    if len(each) != count:
+    flags = tuple(enabled) if isinstance(enabled, (tuple, list)) else (enabled,) * count
+    flags = tuple(to_bool("enabled", flag) for flag in flags)
+    if len(flags) != count:
         raise ValueError(
-            f"enabled has {len(each)} entries for {count} modules; give one a module, or a single one"
+            f"enabled has {len(flags)} entries for {count} modules; give one a module, or a single one"
         )
     calibrates = to_bool("calibrating", calibrating)
     group_or_none("amax_reduction_group", group)
-    if any(each) or calibrates:
+    if any(flags) or calibrates:
         recipe = get_default_recipe() if recipe is None else recipe
     else:
         recipe = None
-    if any(each):
+    if any(flags):
         supported, reason = check_recipe_support(recipe)
         if not supported:
             raise RuntimeError(f"{type(recipe).__name__} cannot run here: {reason}")
-    return tuple(AutocastState(one, calibrates, recipe, group, True) for one in each)
+    return tuple(AutocastState(flag, calibrates, recipe, group, True) for flag in flags)
 
 
 def build_schedule(
@@ -241,13 +241,13 @@ def build_schedule(
         raise TypeError(
             f"_order={described(order)} is not a sequence; give a list of numbers, see graphs/order.py"
         )
-    found = [to_float(f"_order[{index}]", entry) for index, entry in enumerate(listed)]
-    for index, entry in enumerate(found):
+    entries = [to_float(f"_order[{index}]", entry) for index, entry in enumerate(listed)]
+    for index, entry in enumerate(entries):
         if not math.isfinite(entry):
             raise ValueError(
                 f"_order[{index}]={entry} is not finite; give the number of a model chunk"
             )
-    order = [int(entry) if entry.is_integer() else entry for entry in found]
+    order = [int(entry) if entry.is_integer() else entry for entry in entries]
     chunks = list_chunks(order, callables, layers_per_chunk)
     number = callables * chunks.microbatches
     return tuple(order_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))

@@ -72,6 +72,7 @@ def free_graphs(entries: dict[Any, Any]) -> None:
 
 
 def unsupported_reason(call: Situation) -> str | None:
+    """Return why the backend does not support the call, or None."""
     if call.obstacle is not None:
         return call.obstacle
     if call.is_kept:
@@ -92,7 +93,13 @@ TABLE: Table[Situation] = Table(
 
 @dataclass(eq=False)
 class _Entry:
-    """The state of one signature: the number of calls, the graph, or why its capture failed."""
+    """The state of one signature: the number of calls, the graph, or why its capture failed.
+
+    Attributes:
+        calls: Number of calls with the signature.
+        graph: The captured graph, or None before the capture.
+        failure: Reason why the capture failed, or None.
+    """
 
     calls: int = 0
     graph: RecordedBlock | None = None

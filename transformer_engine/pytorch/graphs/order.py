@@ -111,7 +111,7 @@ def list_chunks(
 
 def order_steps(order: Sequence[float], chunks: ModelChunks) -> list[ScheduledStep]:
     """Return the steps of an order; raise ValueError for a backward pass before its forward pass."""
-    done = {kind: [0] * len(chunks.layers) for kind in StepKind}
+    completed_steps = {kind: [0] * len(chunks.layers) for kind in StepKind}
     steps: list[ScheduledStep] = []
     for entry in order:
         if entry == int(entry):
@@ -123,13 +123,13 @@ def order_steps(order: Sequence[float], chunks: ModelChunks) -> list[ScheduledSt
         else:
             raise ValueError(f"_order holds {entry}; a weight gradient of chunk c is -c - 0.5")
         chunk = int(abs(math.ceil(entry))) - 1
-        microbatch = done[kind][chunk]
-        if before is not None and microbatch >= done[before][chunk]:
+        microbatch = completed_steps[kind][chunk]
+        if before is not None and microbatch >= completed_steps[before][chunk]:
             raise ValueError(
                 f"_order={list(order)}: a {kind.value} of chunk {chunk + 1} has no {before.value} before it; "
                 "give them in the order of a step"
             )
-        done[kind][chunk] += 1
+        completed_steps[kind][chunk] += 1
         callables = chunks.callables(chunk, microbatch)
         steps += [
             ScheduledStep(kind, i)

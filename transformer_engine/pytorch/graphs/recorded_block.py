@@ -150,8 +150,12 @@ class RecordedBlock:
                     grad.clone() if self._leaf_inputs[i] or self.clones_outputs else grad.detach()
                 )
             else:
-                late = getattr(self.block.parameters[i - count], "skip_backward_post_hook", False)
-                owned.append(grad.clone() if self.clones_gradients and not late else grad.detach())
+                skips_hook = getattr(
+                    self.block.parameters[i - count], "skip_backward_post_hook", False
+                )
+                owned.append(
+                    grad.clone() if self.clones_gradients and not skips_hook else grad.detach()
+                )
         return owned
 
     def backward_dw(self) -> None:
@@ -210,5 +214,5 @@ class _GraphReplay(Function):
     @once_differentiable("a graphed callable")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.ticket.used = True
-        found = ctx.graph.replay_backward(ctx.number, grads, ctx.stream, ctx.event)
-        return (None, None, None, *found)
+        input_grads = ctx.graph.replay_backward(ctx.number, grads, ctx.stream, ctx.event)
+        return (None, None, None, *input_grads)

@@ -176,13 +176,15 @@ class RecordedStep:
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Compute the step for input tensors with the recorded shapes; the result belongs to the caller."""
-        moved = [
+        moved_tensors = [
             (static, tensor)
             for static, tensor in zip(self._inputs, tensors, strict=True)
             if static.data_ptr() != tensor.data_ptr()
         ]
-        if moved:
-            torch._foreach_copy_([static for static, _ in moved], [tensor for _, tensor in moved])
+        if moved_tensors:
+            torch._foreach_copy_(
+                [static for static, _ in moved_tensors], [tensor for _, tensor in moved_tensors]
+            )
         self._recording.replay()
         results = self._recording.results
         for index in self._replaced:

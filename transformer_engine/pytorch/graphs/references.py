@@ -54,10 +54,10 @@ class References:
     @staticmethod
     def of(function: Callable[..., Any]) -> References:
         """Read the variables of a function, the functions that it refers to, and the object behind a method."""
-        found = References()
-        found._read_function("self", function)
-        found._read_methods()
-        return found
+        references = References()
+        references._read_function("self", function)
+        references._read_methods()
+        return references
 
     def _read_function(self, name: str, function: Any) -> None:
         """Read the variables of a callable; `name` belongs to an object with a `__call__` method."""

@@ -43,7 +43,7 @@ class _Scales:
             state.amax_history.copy_(history)
         states = find_delayed_states(self.module, self.direction)
         for number, state in enumerate(states):
-            if any(state is before for before in self.states):
+            if any(state is restored for restored in self.states):
                 continue
             state.scale.fill_(1.0)
             state.amax_history.zero_()
@@ -146,15 +146,15 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     )
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     flagged = [p for root in roots for p in root.parameters() if hasattr(p, _ADDED_FLAG)]
-    before = [getattr(p, _ADDED_FLAG) for p in flagged]
+    flags = [getattr(p, _ADDED_FLAG) for p in flagged]
     random = _RandomStates()
     try:
         yield
     finally:
         random.restore()
-        for kept in (pooled_scales, *scales, buffers, sums, weights):
-            kept.restore()
+        for saved in (pooled_scales, *scales, buffers, sums, weights):
+            saved.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for parameter, value in zip(flagged, before, strict=True):
+        for parameter, value in zip(flagged, flags, strict=True):
             setattr(parameter, _ADDED_FLAG, value)

@@ -33,7 +33,14 @@ _OUTSIDE_CONFIG = ("forward", "score_mod")
 
 
 class ArgumentLeaves(NamedTuple):
-    """Flattened arguments (args, kwargs) of a call; `constants` is None at tensor positions."""
+    """Flattened arguments (args, kwargs) of a call; `constants` is None at tensor positions.
+
+    Attributes:
+        structure: Pytree structure of (args, kwargs).
+        tensors: Tensor leaves.
+        positions: Leaf indices of the tensors.
+        constants: All leaves, with None in place of tensors.
+    """
 
     structure: pytree.TreeSpec
     tensors: tuple[Tensor, ...]

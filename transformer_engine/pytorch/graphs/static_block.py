@@ -29,7 +29,13 @@ from .caching import flagged, microbatch, with_first_microbatch
 
 @dataclass(frozen=True)
 class Outputs:
-    """The structure of a return value, its leaves that are not tensors, and which tensors are differentiable."""
+    """The structure of a return value, its leaves that are not tensors, and which tensors are differentiable.
+
+    Attributes:
+        structure: Pytree structure of the return value.
+        constants: Leaves that are not tensors.
+        differentiable: Whether each tensor leaf is differentiable.
+    """
 
     structure: pytree.TreeSpec
     constants: tuple[Any, ...]
@@ -157,7 +163,7 @@ class StaticBlock:
         if not roots or not inputs:
             return [None] * len(self.surface)
         with skip_scale_updates():
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(
                     roots,
                     inputs,
@@ -166,7 +172,7 @@ class StaticBlock:
                     retain_graph=self.retain_graph,
                 )
             )
-        grads = [next(found) if tensor.requires_grad else None for tensor in self.surface]
+        grads = [next(gradients) if tensor.requires_grad else None for tensor in self.surface]
         if not self.allow_unused_input:
             for i, (tensor, grad) in enumerate(zip(self.inputs, grads, strict=False)):
                 if tensor.requires_grad and grad is None:

@@ -57,14 +57,14 @@ class StepState:
             function: The step.
             observed: Optimizers that earlier calls stepped; the variables of the function need not hold them.
         """
-        found = References.of(function)
+        references = References.of(function)
         optimizers = [
-            *found.optimizers,
-            *(o for o in observed if not any(o is f for f in found.optimizers)),
+            *references.optimizers,
+            *(o for o in observed if not any(o is f for f in references.optimizers)),
         ]
-        facts = list(found.facts)
+        facts = list(references.facts)
         obstacle: str | None = None
-        for module in found.modules:
+        for module in references.modules:
             status = module_standing(module)
             if any(module.__dict__[kind] for kind in MODULE_HOOKS):
                 obstacle = (
@@ -81,7 +81,7 @@ class StepState:
             obstacle = obstacle or _optimizer_obstacle(optimizer)
             facts += _optimizer_facts(optimizer)
         candidates: list[Tensor] = [
-            parameter for module in found.modules for parameter in module.parameters()
+            parameter for module in references.modules for parameter in module.parameters()
         ]
         candidates += [p for o in optimizers for group in o.param_groups for p in group["params"]]
         parameters = list({id(p): p for p in candidates}.values())
@@ -91,7 +91,9 @@ class StepState:
         facts += [
             ("main_grad of a parameter", tensor_addresses(s)) for s in sums if isinstance(s, Tensor)
         ]
-        return StepState(facts, found.modules, optimizers, found.generators, parameters, obstacle)
+        return StepState(
+            facts, references.modules, optimizers, references.generators, parameters, obstacle
+        )
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -194,15 +196,15 @@ def _generator_state(generator: Any) -> Any:
 @contextmanager
 def observe_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
     """Yield a list to which the optimizers are appended that make a step inside the block."""
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is other for other in found):
-            found.append(optimizer)
+        if not any(optimizer is other for other in optimizers):
+            optimizers.append(optimizer)
 
     handle = register_optimizer_step_post_hook(note)
     try:
-        yield found
+        yield optimizers
     finally:
         handle.remove()
 
@@ -220,7 +222,10 @@ class SavedHostState:
         ]
         for optimizer in state.optimizers:
             self._dictionaries += [(group, dict(group)) for group in optimizer.param_groups]
-            self._dictionaries += [(kept, dict(kept)) for kept in optimizer.state.values()]
+            self._dictionaries += [
+                (parameter_state, dict(parameter_state))
+                for parameter_state in optimizer.state.values()
+            ]
             self._dictionaries.append((optimizer.state, dict(optimizer.state)))
 
     def restore(self) -> None:

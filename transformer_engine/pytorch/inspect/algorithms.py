@@ -51,9 +51,9 @@ class deterministic(ContextDecorator):
 
     def __enter__(self) -> deterministic:
         """Enter the block; the first one restores the settings before the construction, others those before it."""
-        before = self._made_before or _settings()
+        previous = self._made_before or _settings()
         _set(self._enabled)
-        self._before.append(before)
+        self._before.append(previous)
         self._made_before = None
         return self
 

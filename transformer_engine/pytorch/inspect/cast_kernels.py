@@ -109,7 +109,11 @@ def _rmsnorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
     # A row of ones has norm one, so that each result row is the weight.
     weight = x.reshape(-1)
     return rmsnorm_forward(
-        torch.ones_like(weight).expand(ROWS, -1).contiguous(), weight, 0.0, False, cast
+        torch.ones_like(weight).expand(ROWS, -1).contiguous(),
+        weight,
+        eps=0.0,
+        zero_centered=False,
+        cast=cast,
     )[0]
 
 
@@ -179,10 +183,10 @@ def _compare_producer(
         values = producer(x, None)
         assert isinstance(values, Tensor)
         for cast in casts:
-            found = producer(x, cast)
+            outputs = producer(x, cast)
             with use_backend(quantize="reference", absolute_maximum="reference"):
                 expected = quantize_as(values, cast)
-            assert isinstance(found, Quantized)
-            for mine, theirs in zip(found, expected, strict=True):
-                if mine is not None and theirs is not None:
-                    yield flat_bytes(mine), flat_bytes(theirs)
+            assert isinstance(outputs, Quantized)
+            for actual, reference in zip(outputs, expected, strict=True):
+                if actual is not None and reference is not None:
+                    yield flat_bytes(actual), flat_bytes(reference)

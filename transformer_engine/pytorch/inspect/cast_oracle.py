@@ -38,13 +38,13 @@ def magnitudes(element: Element) -> list[float]:
 def _first_bits(element: Element) -> tuple[int, ...]:
     """Bits of the smallest float32 that rounds to code 1, 2, ... of an element: to nearest, ties to even codes."""
     values = magnitudes(element)
-    firsts = []
+    thresholds = []
     for code, (lower, upper) in enumerate(itertools.pairwise(values), start=1):
         middle = torch.tensor((lower + upper) / 2, device="cpu")
         assert middle.item() == (lower + upper) / 2, "a float32 holds the midpoint of two codes"
         # The midpoint rounds to the even code among `code - 1` and `code`.
-        firsts.append(int(middle.view(torch.int32)) + code % 2)
-    return tuple(firsts)
+        thresholds.append(int(middle.view(torch.int32)) + code % 2)
+    return tuple(thresholds)
 
 
 def element_codes(x: Tensor, element: Element) -> Tensor:
@@ -58,10 +58,10 @@ def element_codes(x: Tensor, element: Element) -> Tensor:
     """
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
-    firsts = torch.tensor(_first_bits(element), dtype=torch.int32, device=x.device)
-    codes = torch.bucketize(magnitude, firsts, out_int32=True, right=True)
+    thresholds = torch.tensor(_first_bits(element), dtype=torch.int32, device=x.device)
+    codes = torch.bucketize(magnitude, thresholds, out_int32=True, right=True)
     codes |= (bits >> (32 - element.bits)) & (1 << (element.bits - 1))
-    nan = NAN_CODE if element.bits == 8 else len(firsts)
+    nan = NAN_CODE if element.bits == 8 else len(thresholds)
     return torch.where(magnitude > INFINITY, nan, codes).to(torch.uint8)
 
 

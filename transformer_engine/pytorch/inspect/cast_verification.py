@@ -188,11 +188,13 @@ def verify_casts(
 def _compare(name: str, pairs: Pairs) -> CastResult:
     begin = time.perf_counter()
     compared, different, digest = 0, 0, 0
-    for found, expected in pairs:
-        assert found.shape == expected.shape and found.dtype == expected.dtype == torch.uint8, name
-        compared += found.numel()
-        different += int((found != expected).sum())
-        digest = (digest * MIXER + _digest(found)) % (1 << 64)
+    for actual, expected in pairs:
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype == torch.uint8, (
+            name
+        )
+        compared += actual.numel()
+        different += int((actual != expected).sum())
+        digest = (digest * MIXER + _digest(actual)) % (1 << 64)
     return CastResult(name, compared, different, f"{digest:016x}", time.perf_counter() - begin)
 
 
@@ -254,9 +256,11 @@ def _kernel_codes(numbers: Numbers, element: Element, way: str, multiplier: floa
 
 def _decode_numbers(numbers: Numbers, element: Element, way: str) -> Pairs:
     expected = cast_oracle.code_values(element, numbers.device)
-    found = decoded(element, way, numbers.device)
+    numbers_by_code = decoded(element, way, numbers.device)
     # A NaN has no defined sign or payload.
-    both = [torch.where(values.isnan(), torch.nan, values) for values in (found, expected)]
+    both = [
+        torch.where(values.isnan(), torch.nan, values) for values in (numbers_by_code, expected)
+    ]
     yield flat_bytes(both[0]), flat_bytes(both[1])
 
 
@@ -290,11 +294,11 @@ def _products(numbers: Numbers, element: Element, way: str) -> Pairs:
 
 def _quantized(x: Tensor, spec: QuantizeSpec) -> Pairs:
     """Compare the kernel with the reference: codes and scales in both directions."""
-    for found, expected in zip(
+    for actual, expected in zip(
         _quantize(TRITON, x, spec), _quantize(REFERENCE, x, spec), strict=True
     ):
-        if found is not None and expected is not None:
-            yield flat_bytes(found), flat_bytes(expected)
+        if actual is not None and expected is not None:
+            yield flat_bytes(actual), flat_bytes(expected)
 
 
 def _quantize(backend: Backend[QuantizeRequest], x: Tensor, spec: QuantizeSpec) -> Quantized:

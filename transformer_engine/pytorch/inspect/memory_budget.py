@@ -47,17 +47,17 @@ class Options(NamedTuple):
     def lines(self, model: nn.Module) -> tuple[str, ...]:
         """The options as their settings are written."""
         names = [name or "(model)" for name, _ in norm_mlps(model)]
-        found: list[str] = []
+        text_lines: list[str] = []
         if self.recomputed:
             backends = ", ".join(
                 f'{name}="{backend}"' for name, backend in self._backends().items()
             )
-            found.append(f"te.use_backend({backends})")
+            text_lines.append(f"te.use_backend({backends})")
         if self.caches_inputs:
-            found.append(f"cache_quantized_activation_input=True of {', '.join(names)}")
+            text_lines.append(f"cache_quantized_activation_input=True of {', '.join(names)}")
         if self.checkpointed:
-            found.append(f"checkpoint=True of {', '.join(names[: self.checkpointed])}")
-        return tuple(found)
+            text_lines.append(f"checkpoint=True of {', '.join(names[: self.checkpointed])}")
+        return tuple(text_lines)
 
 
 class HasPeak(Protocol):
@@ -96,15 +96,15 @@ def cheapest(plan: Callable[[Options], P], layers: int, budget: int) -> tuple[P,
             tried = chosen._replace(recomputed=(*chosen.recomputed, option))
         else:
             tried = chosen._replace(caches_inputs=True)
-        found = _supported(plan, tried)
-        if found is not None and found.peak < best.peak:
-            best, chosen = found, tried
+        options = _plan_if_supported(plan, tried)
+        if options is not None and options.peak < best.peak:
+            best, chosen = options, tried
     if best.peak <= budget or not layers:
         return best, chosen
     return _fewest_checkpoints(plan, layers, budget, best, chosen)
 
 
-def _supported(plan: Callable[[Options], P], options: Options) -> P | None:
+def _plan_if_supported(plan: Callable[[Options], P], options: Options) -> P | None:
     """Plan the model with options; None if a backend is not supported by all layers, as with quantized parameters."""
     try:
         return plan(options)
@@ -122,19 +122,19 @@ def _fewest_checkpoints(
     """
     above, within = 0, layers
     everything = chosen._replace(checkpointed=layers)
-    found = _supported(plan, everything)
-    while found is None and everything.recomputed:
+    supported = _plan_if_supported(plan, everything)
+    while supported is None and everything.recomputed:
         everything = everything._replace(recomputed=everything.recomputed[:-1])
-        found = _supported(plan, everything)
-    if found is None or found.peak >= best.peak:
+        supported = _plan_if_supported(plan, everything)
+    if supported is None or supported.peak >= best.peak:
         return best, chosen
-    best, options = found, everything
+    best, options = supported, everything
     while best.peak <= budget and within - above > 1:
         middle = (above + within) // 2
         tried = everything._replace(checkpointed=middle)
-        found = plan(tried)
-        if found.peak <= budget:
-            best, options, within = found, tried, middle
+        supported = plan(tried)
+        if supported.peak <= budget:
+            best, options, within = supported, tried, middle
         else:
             above = middle
     return best, options

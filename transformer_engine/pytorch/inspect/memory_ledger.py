@@ -81,10 +81,10 @@ class Ledger(TorchDispatchMode):
 
     def live(self, until: int | None = None) -> set[int]:
         """Return the storages that exist after `until` events (default: after all)."""
-        found: set[int] = set()
+        storages: set[int] = set()
         for number, allocated in self.events[:until]:
-            (found.add if allocated else found.discard)(number)
-        return found
+            (storages.add if allocated else storages.discard)(number)
+        return storages
 
     def peak(self, start: int) -> int:
         """Return the event count at the peak allocated bytes, searching from event `start`."""

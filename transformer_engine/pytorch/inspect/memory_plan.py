@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..attention import DotProductAttention, MultiheadAttention
 from ..module.base import TransformerEngineBaseModule
 from ..module.numerics import Numerics
 from ..ops.recipe_slots import RecipeSlots
+from ..optimizers import FusedAdam
 from ..primitives.quantize import Quantized
 from ..quantization import autocast, emulate
 from ..quantization.support import check_block
@@ -72,6 +73,7 @@ class MemoryPlan:
         modules: Figures per module.
         options: With a budget, the options with which the model is planned; empty if it fits as it is.
         fits: With a budget, whether the peak is within the budget; None without one.
+        optimizer: States of the optimizer, if one is planned.
     """
 
     peak: int
@@ -86,6 +88,7 @@ class MemoryPlan:
     modules: tuple[ModuleMemory, ...]
     options: tuple[str, ...] = ()
     fits: bool | None = None
+    optimizer: int = 0
 
     def __str__(self) -> str:
         width = max((len(module.name) for module in self.modules), default=6)
@@ -107,6 +110,7 @@ class MemoryPlan:
             "boundary",
             "transient",
             "workspace",
+            *(("optimizer",) if self.optimizer else ()),
         )
         lines += [
             f"  {part.replace('_', ' '):14} {getattr(self, part) / MIB:12.1f} MiB" for part in parts
@@ -126,14 +130,16 @@ def memory_plan(
     inputs: tuple[Any, ...] | None = None,
     input_gradient: bool = True,
     budget: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    step_in_backward: bool = False,
     **keywords: Any,
 ) -> MemoryPlan:
     """Predict the peak memory of model(*inputs, **keywords).backward(..) under a recipe (None: high precision).
 
     The plan describes a warm step: recipe states exist and every .grad is None before it. The model runs on fake
     tensors without changing its state; it may be larger than the device or on the meta device. Attention is planned
-    without a score matrix. Optimizer states and allocator fragmentation are not included. Quantized parameters
-    count as codes and scales; te.checkpoint and LayerNormMLP(checkpoint=True) include their second run.
+    without a score matrix. Allocator fragmentation and temporary memory of the optimizer are not included. Quantized
+    parameters count as codes and scales; te.checkpoint and LayerNormMLP(checkpoint=True) include their second run.
 
     Args:
         model: A module of one rank.
@@ -142,13 +148,17 @@ def memory_plan(
         inputs: The model's arguments, for models that do not begin with a module from this package.
             Tensors may be on the meta device.
         input_gradient: Whether the first input receives a gradient, as in a model with preceding layers.
-        budget: GiB for the peak, without optimizer states. The plan then has the cheapest `options` that fit, or
-            those with the lowest peak: weight columns that the backward pass casts, quantized activation inputs in
-            LayerNormMLPs, and as few checkpointed LayerNormMLPs as possible. The model is not changed.
+        budget: GiB for the peak, without the states of an optimizer that is not planned. The plan then has the
+            cheapest `options` that fit, or those with the lowest peak: weight columns that the backward pass casts,
+            quantized activation inputs in LayerNormMLPs, and as few checkpointed LayerNormMLPs as possible. The model
+            is not changed.
+        optimizer: Count the states of this optimizer, also before they exist if it is a `FusedAdam`.
+        step_in_backward: Each gradient is freed as soon as it is complete, as in `FusedAdam.step_in_backward`.
         keywords: Model keyword arguments.
 
     Raises:
-        ValueError: The input's shape does not follow from the model, or the budget is not positive.
+        ValueError: The input's shape does not follow from the model, the budget is not positive, or the optimizer has
+            no states yet.
         NotImplementedError: A module is tensor-parallel.
     """
     if inputs is None:
@@ -158,52 +168,80 @@ def memory_plan(
             f"inputs={described(inputs)} is {with_article(type(inputs))}; give a tuple of arguments, or None"
         )
     switch("input_gradient", input_gradient)
+    switch("step_in_backward", step_in_backward)
+    states = 0 if optimizer is None else _state_bytes(optimizer)
     check_block(True, recipe)
     _check(model)
-    plan_with = functools.partial(
-        _plan_copy, model, recipe, tokens, inputs, input_gradient, keywords
-    )
+    call = _Call(recipe, tokens, inputs, input_gradient, keywords, states, step_in_backward)
+    plan_with = functools.partial(_plan_copy, model, call)
     if budget is None:
         return plan_with(Options())
     number("budget", budget)
     if budget <= 0:
         raise ValueError(
-            f"budget={budget} GiB is not positive; give the memory of the GPU without optimizer states"
+            f"budget={budget} GiB is not positive; give the memory of the GPU, without optimizer states unless the "
+            "optimizer is planned"
         )
     layers, most = len(list(norm_mlps(model))), int(budget * 1024 * MIB)
     plan, options = cheapest(plan_with, layers, most)
     return replace(plan, options=options.lines(model), fits=plan.peak <= most)
 
 
-def _plan_copy(
-    model: nn.Module,
-    recipe: Recipe | None,
-    tokens: int,
-    inputs: tuple[Any, ...] | None,
-    input_gradient: bool,
-    keywords: dict[str, Any],
-    options: Options,
-) -> MemoryPlan:
+class _Call(NamedTuple):
+    """Arguments of `memory_plan`; states: bytes of the optimizer's states."""
+
+    recipe: Recipe | None
+    tokens: int
+    inputs: tuple[Any, ...] | None
+    input_gradient: bool
+    keywords: dict[str, Any]
+    states: int
+    step_in_backward: bool
+
+
+def _plan_copy(model: nn.Module, call: _Call, options: Options) -> MemoryPlan:
     """Plan a model copy with these options."""
     device = _device(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     planned = _copy_without_memory(model, device, mode)
     options.apply(planned)
     with mode:
-        arguments, keywords = (
-            _example(planned, tokens, device) if inputs is None else inputs,
-            dict(keywords),
-        )
+        arguments = _example(planned, call.tokens, device) if call.inputs is None else call.inputs
         arguments = tuple(_empty_like(x, device) if isinstance(x, Tensor) else x for x in arguments)
         keywords = {
-            k: _empty_like(v, device) if isinstance(v, Tensor) else v for k, v in keywords.items()
+            k: _empty_like(v, device) if isinstance(v, Tensor) else v
+            for k, v in call.keywords.items()
         }
         first = arguments[0]
-        if input_gradient and isinstance(first, Tensor) and first.is_floating_point():
+        if call.input_gradient and isinstance(first, Tensor) and first.is_floating_point():
             first.requires_grad_()
+        if call.step_in_backward:
+            for parameter in planned.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_free_gradient)
         multiprocessors = launching.processors(device.index).count if device.type == "cuda" else 0
         with options.context():
-            return _TrainingStep(planned, recipe, arguments, keywords, multiprocessors).plan()
+            step = _TrainingStep(planned, call.recipe, arguments, keywords, multiprocessors)
+            plan = step.plan()
+    return replace(plan, optimizer=call.states, peak=plan.peak + call.states)
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the states of an optimizer, and of those that a FusedAdam will have."""
+    if isinstance(optimizer, FusedAdam):
+        return optimizer.state_bytes()
+    tensors = [x for state in optimizer.state.values() for x in state.values()]
+    found = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
+    if not found:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no states before its first step; plan without optimizer, and add its "
+            "bytes, or give a FusedAdam"
+        )
+    return found
 
 
 class _TrainingStep:

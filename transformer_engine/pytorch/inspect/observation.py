@@ -109,11 +109,11 @@ class Observation:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Stop observing inside the block, for example during evaluation."""
-        before, self._observes = self._observes, False
+        previous, self._observes = self._observes, False
         try:
             yield
         finally:
-            self._observes = before
+            self._observes = previous
 
     def close(self) -> None:
         """End the observation of the model; the reports remain."""
@@ -200,9 +200,9 @@ class Observation:
         serial = self._serial
 
         def see_gradient(gradient: Tensor) -> None:
-            found = _plain_tensor(gradient)
-            if self._observes and serial == self._serial and found is not None:
-                self._rows.add_rows(name, "backward", plain_matrix(found.detach()), None)
+            tensor = _plain_tensor(gradient)
+            if self._observes and serial == self._serial and tensor is not None:
+                self._rows.add_rows(name, "backward", plain_matrix(tensor.detach()), None)
 
         value.register_hook(see_gradient)
 

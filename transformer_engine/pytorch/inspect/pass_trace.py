@@ -36,7 +36,7 @@ from ..ops.passes import (
 )
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from ..tensor.quantizer import Matrix
+from ..tensor.quantizer import TransposedValues
 
 # The modules whose functions are passes and their parts.
 PASSES = (
@@ -59,7 +59,7 @@ _FILES = frozenset([module.__file__ for module in PASSES])
 
 def form(value: Any) -> str:
     """Dtype or format, and shape, of a buffer."""
-    if isinstance(value, Matrix):
+    if isinstance(value, TransposedValues):
         value = value.values
     if isinstance(value, Operand):
         name = (
@@ -83,20 +83,20 @@ def _statements(file: str) -> dict[int, str]:
     """{line: text} for the statements in a file, by every line in a statement."""
     with open(file, encoding="utf-8") as opened:
         source = opened.read()
-    found: dict[int, str] = {}
+    statements: dict[int, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)):
             text = " ".join((ast.get_source_segment(source, node) or "").split())
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                found[line] = text.replace("( ", "(").replace(" )", ")")
-    return found
+                statements[line] = text.replace("( ", "(").replace(" )", ")")
+    return statements
 
 
 def _buffers(value: Any) -> list[Any]:
     """The tensors and operands of a value; matrices by the values that they hold."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, (Operand, Matrix)):
+    if isinstance(value, (list, tuple)) and not isinstance(value, (Operand, TransposedValues)):
         return [buffer for member in value for buffer in _buffers(member)]
-    if isinstance(value, Matrix):
+    if isinstance(value, TransposedValues):
         return [value.values]
     return [value] if isinstance(value, (Tensor, Operand, QuantizedTensorStorage)) else []
 
@@ -129,13 +129,13 @@ class PassTrace:
         known: dict[int, tuple[str, Any]] = {
             id(buffer): ("", buffer) for buffer in _buffers(arguments)
         }
-        before = sys.gettrace()
+        previous_trace = sys.gettrace()
         self.asked.clear()
         sys.settrace(functools.partial(self._entered, steps, known))
         try:
             results = function(*arguments)
         finally:
-            sys.settrace(before)
+            sys.settrace(previous_trace)
         saved: tuple[str, ...] = ()
         if count is not None:
             buffers = _buffers(results[count:])

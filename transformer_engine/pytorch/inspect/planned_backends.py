@@ -92,7 +92,7 @@ def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callabl
     available = (
         product.device == "cuda"
         and product.hardware.has("cublaslt")
-        and cublaslt_library.missing() is None
+        and cublaslt_library.unavailable_reason() is None
     )
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[
         request.kind
@@ -122,7 +122,7 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
         # Allocate the workspace in which a GPU's kernels sum columns, as in their program.
         if (
             request.device.type != "cuda"
-            or launch.missing(current_hardware()) is not None
+            or launch.unavailable_reason(current_hardware()) is not None
             or not request.shape[0]
         ):
             partial_sums = None

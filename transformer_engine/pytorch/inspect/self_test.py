@@ -56,7 +56,7 @@ def self_test(
     if sizes is None:
         sizes = SelfTestSizes() if has_cuda() else SAMPLE
     start = time.perf_counter()
-    if has_cuda() and launch.missing(current_hardware()) is None:
+    if has_cuda() and launch.unavailable_reason(current_hardware()) is None:
         compile_ahead(sizes, progress)
     results: list[SelfTestResult] = []
     times: dict[Any, float] = {}

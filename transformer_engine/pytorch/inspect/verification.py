@@ -267,7 +267,7 @@ class _Comparison:
         exact, *noisy = [
             torch.tensor([run.loss], device="cpu") for run in (self._reference, *self._noisy)
         ]
-        found = difference(loss.reshape(1), exact, noisy)
+        loss_difference = difference(loss.reshape(1), exact, noisy)
         # |dL/dy| |y' - y|, the largest first-order loss change by noise in the model's output.
         output, gradient = RecordKey("", 0, "output"), RecordKey("", 0, "grad_output")
         if output not in self._reference.forward or gradient not in self._reference.backward:
@@ -277,7 +277,11 @@ class _Comparison:
             changes = [float((run.forward[output] - outputs).norm()) for run in self._noisy]
             change = float(self._reference.backward[gradient].norm()) * max(changes)
         bound = change / max(abs(self._reference.loss), torch.finfo(torch.float32).tiny)
-        return Difference(found.error, max(found.allowance, 2 * bound), note=found.note)
+        return Difference(
+            loss_difference.error,
+            max(loss_difference.allowance, 2 * bound),
+            note=loss_difference.note,
+        )
 
 
 def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Difference:
@@ -317,11 +321,11 @@ def _gather_report(
     if world_size() > 1:
         gathered: list[Any] = [None] * world_size()
         dist.all_gather_object(gathered, (checks, loss))
-        ranks, losses = [found for found, _ in gathered], [value for _, value in gathered]
+        ranks, losses = [reports for reports, _ in gathered], [value for _, value in gathered]
     rows: list[TensorCheck] = []
     missing: list[str] = []
     for key in checks:
-        found = [
+        reports = [
             TensorCheck(
                 key.module,
                 key.tensor,
@@ -335,8 +339,8 @@ def _gather_report(
             for number, differences in enumerate(ranks)
             if (d := differences.get(key)) is not None
         ]
-        if found:
-            rows.append(max(found, key=lambda row: row.excess))
+        if reports:
+            rows.append(max(reports, key=lambda row: row.excess))
         else:
             missing.append(f"{key.module}.{key.tensor}" if key.module else key.tensor)
     return Verification(

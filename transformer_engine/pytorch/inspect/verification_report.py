@@ -119,14 +119,14 @@ class Verification:
         runs = f"{self.ranks} rank{'s' * (self.ranks > 1)} under {self.recipe}"
         if first is None:
             return f"{len(self.checks)} tensors of {runs} equal one device in float32 within the format's noise"
-        found = first.note or (
+        finding = first.note or (
             f"error {first.error:.2e}, allowed {first.allowance:.2e}"
             if first.error > first.allowance or first.gain is None
             else f"gain {first.gain:.4f}, allowed 1 +- {first.gain_allowance:.4f}"
         )
         return (
             f"{first.module or 'the model'} is the first module that differs, on rank {first.rank}, in {first.tensor}: "
-            f"{found} ({len(self.differing)} of {len(self.checks)} tensors of {runs} differ)"
+            f"{finding} ({len(self.differing)} of {len(self.checks)} tensors of {runs} differ)"
         )
 
     def __str__(self) -> str:

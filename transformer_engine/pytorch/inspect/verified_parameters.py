@@ -39,7 +39,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter with its name, module and the name within the module."""
+    """A parameter with its name, module and the name within the module.
+
+    Attributes:
+        name: Qualified name in the model.
+        module: Module that owns the parameter.
+        attribute: Name within the module.
+        value: The parameter.
+    """
 
     name: str
     module: nn.Module
@@ -59,13 +66,13 @@ class NamedParameter:
 
 def model_parameters(model: nn.Module) -> dict[str, NamedParameter]:
     """Return {name: parameter} of a model, with names that lack wrapper prefixes."""
-    found: dict[str, NamedParameter] = {}
+    parameters: dict[str, NamedParameter] = {}
     for prefix, module in unwrap_model(model).named_modules():
         for attribute, value in module.named_parameters(recurse=False):
             name = original_name(prefix)
             name = f"{name}.{attribute}" if name else attribute
-            found[name] = NamedParameter(name, module, attribute, value)
-    return found
+            parameters[name] = NamedParameter(name, module, attribute, value)
+    return parameters
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -154,10 +161,10 @@ def _rounding(parameter: Tensor) -> float:
 
 def _repetition_note(shards: Sequence[Tensor], own: int) -> str:
     """Return a note if this rank's weight shard equals an earlier rank's shard."""
-    mine = shards[own]
-    if mine.dim() < 2 or mine.min() == mine.max():
+    own_shard = shards[own]
+    if own_shard.dim() < 2 or own_shard.min() == own_shard.max():
         return ""
-    equal = next((index for index in range(own) if torch.equal(shards[index], mine)), None)
+    equal = next((index for index in range(own) if torch.equal(shards[index], own_shard)), None)
     return "" if equal is None else f"equals the shard of tensor-parallel rank {equal}"
 
 
@@ -175,24 +182,25 @@ def average_gradients(model: nn.Module, position: RankPlace) -> None:
         if gradient is None:
             continue
         local = gradient
-        done = averaged  # the data and context rank count over which the gradient has been averaged
+        # The number of data and context ranks over which the gradient has been averaged.
+        averaged_ranks = averaged
         if hasattr(gradient, "to_local"):
             local, shards = gradient.to_local(), gradient.device_mesh
             names = shards.mesh_dim_names or ("",) * shards.ndim
-            done = math.prod(
+            averaged_ranks = math.prod(
                 [shards.size(i) for i, name in enumerate(names) if name not in ROLES["tensor"]]
             )
-        if done == position.copies:
+        if averaged_ranks == position.copies:
             groups = ()
-        elif done == 1:
+        elif averaged_ranks == 1:
             groups = (*position.data_groups, *position.context_groups)
-        elif done == position.data[1]:
+        elif averaged_ranks == position.data[1]:
             groups = position.context_groups
         else:
             raise ValueError(
-                f"the model's wrapper averages gradients over {done} ranks; a mesh of {position.data[1]} data-parallel "
-                f"and {position.context[1]} context-parallel ranks needs {position.data[1]} or "
-                f"{position.copies}; pass reduce_fn"
+                f"the model's wrapper averages gradients over {averaged_ranks} ranks; a mesh of "
+                f"{position.data[1]} data-parallel and {position.context[1]} context-parallel ranks needs "
+                f"{position.data[1]} or {position.copies}; pass reduce_fn"
             )
         for group in groups:
             dist.all_reduce(local, group=group)

@@ -27,7 +27,13 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class RecordKey:
-    """A tensor in a run: module, its call number, and "output", "grad_output" or "grad_input"."""
+    """A tensor in a run: module, its call number, and "output", "grad_output" or "grad_input".
+
+    Attributes:
+        module: Qualified module name.
+        call: Number of the module's call in the run.
+        kind: "output", "grad_output" or "grad_input".
+    """
 
     module: str
     call: int
@@ -194,10 +200,10 @@ class _Recorder:
         """
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return
-        held = self._labels.get(id(tensor))
-        if held is not None:
-            inputs = sum(label.kind == "grad_input" for label in held[1])
-            held[1].insert(inputs if key.kind == "grad_input" else len(held[1]), key)
+        existing = self._labels.get(id(tensor))
+        if existing is not None:
+            inputs = sum(label.kind == "grad_input" for label in existing[1])
+            existing[1].insert(inputs if key.kind == "grad_input" else len(existing[1]), key)
             return
         labels = [key]
         self._labels[id(tensor)] = (tensor, labels)

@@ -36,7 +36,7 @@ from ..module.base import TransformerEngineBaseModule
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
-def _serves(module: torch.nn.Module, style: str, layers: tuple[type, ...]) -> bool:
+def _shards_itself(module: torch.nn.Module, style: str, layers: tuple[type, ...]) -> bool:
     """Return whether a style shards a module itself; False for modules that torch's style handles.
 
     Raises:
@@ -102,7 +102,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if not _serves(module, "ColwiseParallel", (Linear, LayerNormLinear)):
+        if not _shards_itself(module, "ColwiseParallel", (Linear, LayerNormLinear)):
             return super()._apply(module, device_mesh)
         return _distributed(module, device_mesh, self, {"weight": Shard(0), "bias": Shard(0)})
 
@@ -111,7 +111,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """Shard the input features of a `Linear`; see torch's class with this name. The bias is replicated."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if not _serves(module, "RowwiseParallel", (Linear,)):
+        if not _shards_itself(module, "RowwiseParallel", (Linear,)):
             return super()._apply(module, device_mesh)
         self.desired_input_layouts = (Shard(-1),)
         return _distributed(module, device_mesh, self, {"weight": Shard(1)})

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ...common import checks
 from ...common.checks import described
@@ -35,15 +35,28 @@ def switch(name: str, value: Any) -> bool | None:
     return None if value is None else to_bool(name, value)
 
 
+class CallSwitches(NamedTuple):
+    """Switches of a call of a linear layer; see `Linear.forward`."""
+
+    is_first_microbatch: bool | None = None
+    fp8_output: bool = False
+    fp8_grad: bool = False
+
+
+NO_SWITCHES = CallSwitches()
 FLAG_TYPES = (bool, type(None))  # of an is_first_microbatch that needs no conversion
 
 
-def call_switches(
-    first_microbatch: Any, fp8_output: Any, fp8_grad: Any
-) -> tuple[bool | None, bool, bool]:
-    """Convert the switches of a linear layer's call, (is_first_microbatch, fp8_output, fp8_grad)."""
-    return (
-        switch("is_first_microbatch", first_microbatch),
+def call_switches(is_first_microbatch: Any, fp8_output: Any, fp8_grad: Any) -> CallSwitches:
+    """Return the switches of a call; 1, for example, becomes True.
+
+    Raises:
+        TypeError: A switch is neither True, False, None nor a number 0 or 1.
+    """
+    if fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES:
+        return CallSwitches(is_first_microbatch)
+    return CallSwitches(
+        switch("is_first_microbatch", is_first_microbatch),
         to_bool("fp8_output", fp8_output),
         to_bool("fp8_grad", fp8_grad),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..quantization.autocast import current
 from ..quantization.family import find_family
 from ..tensor.quantizer import Quantizer
+from .arguments import CallSwitches
 from .linear_base import ProductsModule
 from .products import unquantized
 from .specs import computing_dtype, quantizers_of_call
@@ -22,7 +23,7 @@ def export_products(
     module: ProductsModule,
     inp: Tensor,
     tensors: tuple[Tensor | None, ...],
-    options: tuple[Any, ...],
+    switches: CallSwitches,
     shapes: tuple[tuple[int, int], ...],
 ) -> tuple[torch.dtype, list[tuple[Quantizer, Quantizer]]]:
     """Return the dtype that a layer computes in, and the input and weight quantizers per product.
@@ -31,7 +32,7 @@ def export_products(
         module: The layer.
         inp: Its input [.., in_features].
         tensors: Its parameters, named by `config._tensors`.
-        options: Forward-pass switches.
+        switches: Switches of the call.
         shapes: (in_features, out_features) of each product's weight.
 
     Raises:
@@ -39,14 +40,14 @@ def export_products(
         NotImplementedError: The layer is sharded, or a quantized result is requested.
         RuntimeError: The layer has no scales for the recipe yet.
     """
-    module._check_call(inp, tensors, options)
+    module._check_call(inp, tensors, switches)
     config, name = module._config, type(module).__name__
     if config.is_sharded:
         raise NotImplementedError(
             f"{name} with tp_size={config.tp_size} cannot be exported: ONNX has no collectives; export a model with "
             "tp_size=1"
         )
-    if any(options[1:]):
+    if switches.fp8_output or switches.fp8_grad:
         raise NotImplementedError(
             f"{name} cannot export a quantized result; leave fp8_output and fp8_grad False"
         )
@@ -55,10 +56,11 @@ def export_products(
         assert state.recipe is not None
         _check_warm(module, state)
         active = module.numerics.of_call(module, state)
-    call = module._build_uncached_call(inp, tensors, options, active)
+    call = module._build_uncached_call(inp, tensors, switches, active)
     dtype = computing_dtype(call)
     if not isinstance(call.rows, int):
-        call = call._replace(x=(call.x[0], torch.Size((_ANY_ROWS, inp.shape[-1])), *call.x[2:]))
+        shape = torch.Size((_ANY_ROWS, inp.shape[-1]))
+        call = call._replace(input=call.input._replace(shape=shape))
     return dtype, [(product.input, product.weight) for product in quantizers_of_call(call, shapes)]
 
 

@@ -18,24 +18,16 @@ from ..compat.by_name import GroupedLinearByName as _GroupedLinear  # other libr
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
-from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed_weight import whole_weights
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
-from ..functions.grouped_call import GroupedCall, GroupedSpec, stack_members
+from ..functions.grouped_call import GroupedCall, GroupedSpec, groups_of_rows, stack_members
 from ..functions.grouped_linear import grouped_linear
-from ..functions.grouped_request import (
-    FLAGGED_WEIGHTS,
-    IRREGULAR,
-    RECOMPUTATION,
-    UNFIT_ROWS,
-    are_regular,
-    runs_together,
-)
+from ..functions.grouped_request import FLAGGED_WEIGHTS, runs_together
 from ..primitives.grouped_gemm import Matrices, make_groups
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..tensor.grouped_tensor import plain_stack
-from .arguments import FLAG_TYPES, accepts, switch
+from .arguments import FLAG_TYPES, NO_SWITCHES, CallSwitches, accepts, switch
 from .config import configure_class
 from .grouped_parameters import (
     check_device_splits,
@@ -49,7 +41,7 @@ from .grouped_parameters import (
     single_parameters,
     uses_grouped_tensor,
 )
-from .grouped_spec import fitting_groups, grouped_spec_of_call, traced_call
+from .grouped_spec import grouped_spec_of_call, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values
 from .row_groups import check_dense
@@ -264,7 +256,9 @@ class GroupedLinear(ProductsModule):
         has_buffers = out is not None or dgrad_out is not None
         buffers = self._caller_buffers(inp, out, dgrad_out, tensors) if has_buffers else NO_BUFFERS
         config, shape = self._config, inp.shape
-        spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
+        spec: GroupedSpec = self.spec(
+            inp, tensors, CallSwitches(is_first_microbatch), any_rows=True
+        )
         if is_first_microbatch:
             self.begin_microbatch(True)  # the next gradients overwrite main_grad
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
@@ -301,7 +295,11 @@ class GroupedLinear(ProductsModule):
         groups, count = spec.groups, self._config.num_gemms
         if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
             m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether row blocks fit
-        if self._runs_together(spec, x, m_splits, weights):
+        flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
+        is_flagged = spec.together and flag is not None and is_captured(self.numerics.state)
+        features = (FLAGGED_WEIGHTS,) if is_flagged else ()
+        # The functions that replace patched names multiply one group after the other.
+        if not _replaced.names and runs_together(spec, m_splits, weights, x.shape[0] > 0, features):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups"
@@ -325,7 +323,7 @@ class GroupedLinear(ProductsModule):
         if isinstance(m_splits, Tensor):
             m_splits = self._check_rows(m_splits.tolist(), x.shape[0])
         rows = tuple(m_splits)
-        groups = fitting_groups(spec, rows, self._warn_once) if spec.unquantized else groups
+        groups = groups_of_rows(spec, rows, self._warn_of_high_precision)
         if is_first_microbatch is not None:
             members = stack_members(weights[0]) if spec.stacked_weight else weights
             cached_groups = [
@@ -335,21 +333,11 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached_groups)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _runs_together(
-        self, spec: GroupedSpec, x: Tensor, splits: Any, weights: tuple[Any, ...]
-    ) -> bool:
-        """Return whether all groups are computed in one launch per step."""
-        if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
-            return False
-        features: tuple[str, ...] = ()
-        if spec.together:
-            state = self.numerics.state
-            flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
-            features = (RECOMPUTATION,) * (state.enabled and is_fp8_activation_recompute_enabled())
-            features += (FLAGGED_WEIGHTS,) * (flag is not None and is_captured(state))
-            features += (IRREGULAR,) * (not are_regular(weights))
-            features += (UNFIT_ROWS,) * (not spec.quantizers.fit(splits))
-        return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
+    def _warn_of_high_precision(self, reason: str) -> None:
+        self._warn_once(
+            "group",
+            f"GroupedLinear runs groups in high precision: {reason}. To quantize them, pad their rows",
+        )
 
     def _caller_buffers(
         self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, tensors: tuple[Any, ...]
@@ -359,7 +347,7 @@ class GroupedLinear(ProductsModule):
             raise NotImplementedError(
                 "out and dgrad_out need eager mode; leave them None in compiled code"
             )
-        self._check_call(inp, tensors, (None,))
+        self._check_call(inp, tensors, NO_SWITCHES)
         like = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
         buffers = CallerBuffers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,12 @@ from ...common.recipe import recipe_described_as, recipe_description
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.caller_buffers import NO_BUFFERS
 from ..functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
-from ..functions.grouped_linear import grouped_linear_backward, grouped_linear_forward
+from ..functions.grouped_linear import (
+    group_tensors,
+    grouped_linear_backward,
+    grouped_linear_forward,
+    separate_gradients,
+)
 from ..functions.grouped_operators import (
     GroupedKernel,
     TracedGroups,
@@ -40,11 +45,11 @@ from ..functions.linear_spec import (
     LinearSpec,
     ProductQuantizers,
     replace_fields,
-    unsupported_product_reason,
 )
 from ..quantization.autocast import AutocastState, current, reinstate, snapshot
 from ..runtime.device import autocast_dtype
 from ..runtime.tracing import constant_while_tracing
+from .arguments import CallSwitches
 from .numerics import module_of_key
 from .specs import Call, Facts, check_call, product_spec, scale_update
 
@@ -69,7 +74,7 @@ def grouped_spec_of_call(call: Call) -> GroupedSpec:
                 [product.weight for product in products],
                 [product.grad_output for product in products],
             )
-        features = _features(call, of_weights, of_biases, quantizers, groups[0].backward)
+        features = _features(call, of_weights, of_biases, quantizers, groups[0].backward_operands)
         request = _request(call, features, of_weights[0], quantizers)
         in_one_launch = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
@@ -78,7 +83,7 @@ def grouped_spec_of_call(call: Call) -> GroupedSpec:
         first,
         needs_grad_weight=any(group.needs_grad_weight for group in groups),
         needs_grad_bias=any(group.needs_grad_bias for group in groups),
-        plain=all(group.plain for group in groups),
+        is_unquantized=all(group.is_unquantized for group in groups),
     )
     return GroupedSpec(
         groups,
@@ -110,7 +115,12 @@ def _groups(
     first_weight = weights[0]
     assert first_weight is not None
     first = product_spec(
-        call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight
+        call,
+        quantizers=products[0],
+        parallel=TensorParallel(),
+        needs=(False, False, False),
+        update=None,
+        weight=first_weight,
     )
     specs: list[LinearSpec] = []
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
@@ -123,9 +133,9 @@ def _groups(
         specs.append(
             replace_fields(
                 first,
-                input=product.input,
-                weight=product.weight,
-                grad_output=product.grad_output,
+                input_quantizer=product.input,
+                weight_quantizer=product.weight,
+                grad_output_quantizer=product.grad_output,
                 weight_gradient=gradient,
                 needs_grad_input=call.records and call.input.requires_grad,
                 needs_grad_weight=call.records and weight.requires_grad,
@@ -133,7 +143,7 @@ def _groups(
                 and bias is not None
                 and bias.requires_grad
                 and not config.return_bias,
-                plain=product is UNQUANTIZED
+                is_unquantized=product is UNQUANTIZED
                 and not (weight.is_quantized or call.input.is_quantized),
                 inspector=product.inspector,
             )
@@ -191,21 +201,6 @@ def _request(
         None if call.active.quantizes else weight.dtype,
         quantizers.multiple,
     )
-
-
-def fitting_groups(
-    spec: GroupedSpec, rows: tuple[int, ...], warn_once: Callable[[str, str], object]
-) -> tuple[LinearSpec, ...]:
-    """Return the group specs, in high precision where the format does not support a group's rows."""
-    n, k = spec.extents
-    groups = []
-    for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
-        reason = unsupported_product_reason(group, m, k, n)
-        if reason is not None:
-            said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
-            warn_once("group", f"GroupedLinear {said}")
-        groups.append(group if reason is None else unquantized)
-    return tuple(groups)
 
 
 def traced_call(
@@ -287,7 +282,9 @@ def _register_while_tracing(
                 0, module.in_features, dtype=dtype, device=device, requires_grad=grad_input
             )
             params = module._tensors()
-            spec: GroupedSpec = module.spec(x, params, (is_first_microbatch,), any_rows=True)
+            spec: GroupedSpec = module.spec(
+                x, params, CallSwitches(is_first_microbatch), any_rows=True
+            )
     finally:
         reinstate(before)
     groups = spec.groups
@@ -302,19 +299,20 @@ def _register_while_tracing(
     def group_states(key: str) -> tuple[Any, ...]:
         return module.numerics.delayed_states(key) if recipe is not None else ()
 
-    def padded(inputs: list[Any]) -> list[Any]:
-        return [*inputs, *[None] * (3 - len(inputs))]  # a layer without biases
+    def forward(call: GroupedCall, inputs: Sequence[Tensor], **options: bool) -> Sequence[Any]:
+        x, *tensors = inputs
+        operands = group_tensors(x, tensors[: counts[0]], tensors[counts[0] :], call)
+        return grouped_linear_forward(*operands, call=call, **options)
+
+    def backward(call: GroupedCall, operands: list[Any]) -> list[Tensor | None]:
+        dx, *gradients = grouped_linear_backward(operands, call)
+        return [dx, *separate_gradients(gradients, counts)]
 
     kernel = GroupedKernel(
         spec=spec,
-        inference=lambda call, inputs: grouped_linear_forward(
-            *padded(inputs), call=call, saves=False
-        )[0],
-        again=lambda call, inputs: [
-            *grouped_linear_forward(*padded(inputs), call=call, compute_y=False)[1:]
-        ],
-        backward=lambda call, operands: grouped_linear_backward(operands, call),
-        lists=tuple([count for count in counts if count]),
+        inference=lambda call, inputs: forward(call, inputs, saves=False)[0],
+        again=lambda call, inputs: [*forward(call, inputs, compute_y=False)[1:]],
+        backward=backward,
         present=(groups[0].needs_grad_input, *weights, *biases),
         call=call,
         states=(group_states("scaling_fwd"), group_states("scaling_bwd")),

@@ -26,12 +26,11 @@ from ..compat.replaceable import watched
 from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.linear_spec import replace_fields
+from ..functions.linear_spec import LinearSpec, replace_fields
 from ..functions.norm_linear import (
     NORM_LINEAR_FUNCTIONS,
     NormLinearSpec,
     norm_linear,
-    residual_unsupported_reason,
 )
 from ..functions.normalization import Norm
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -40,10 +39,10 @@ from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
+from .arguments import NO_SWITCHES, CallSwitches, accepts, call_switches, warn_unless_reduced
 from .config import configure_class, early
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, Options, ProductsModule, Tensors, check_ranks
+from .linear_base import SIZES, LinearConfig, ProductsModule, Tensors, check_ranks
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import (
@@ -85,43 +84,6 @@ class NormLinearConfig(LinearConfig):
     zero_centered_gamma: bool = False
 
 
-def norm_linear_spec_of_call(call: Call) -> NormLinearSpec:
-    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
-    config: NormLinearConfig = call.config
-    check_call(call, config.in_features)
-    weight, bias, *of_norm = call.parameters
-    _, fp8_output, _ = call.options
-    assert weight is not None
-    parallel = config.parallel()
-    (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
-    before = (call.input, *of_norm)
-    needs = (
-        call.records and any(facts is not None and facts.requires_grad for facts in before),
-        call.records and weight.requires_grad,
-        call.records and bias is not None and bias.requires_grad and not config.return_bias,
-    )
-    update = scale_update(call, any(needs))
-    linear = product_spec(
-        call,
-        number=0,  # the layer has one product
-        quantizers=quantizers,
-        parallel=parallel,
-        needs=needs,
-        update=update,
-        weight=weight,
-        results=(fp8_output, False),  # the norm's gradient is returned in high precision
-        shard=call.rows,
-    )
-    spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
-        norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
-        linear=linear,
-        returns_norm_output=bool(config.return_layernorm_output),
-        scale_update=update,
-        needs_grad=any(needs),
-    ).with_modes()
-    return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
-
-
 @configure_class(NormLinearConfig, fixed=SIZES)
 class LayerNormLinear(ProductsModule):
     """Compute y [.., out_features] = norm(x [.., in_features]) @ weight.T + bias.
@@ -138,7 +100,6 @@ class LayerNormLinear(ProductsModule):
     The other arguments are as in `Linear`.
     """
 
-    build = staticmethod(norm_linear_spec_of_call)
     _config: NormLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
@@ -203,7 +164,6 @@ class LayerNormLinear(ProductsModule):
             sharded=parallel_mode is not None,
             rng_tracker_name=rng_tracker_name,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
         )
         self.ub_name = ub_name
@@ -253,52 +213,49 @@ class LayerNormLinear(ProductsModule):
         """Return the outputs of `forward`, and inp, which the caller uses as the residual.
 
         The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd
-        launches no kernel for the sum, unless `residual_unsupported_reason` (`functions/norm_linear.py`) has a
-        reason. A caller that calls this method instead of the module checks `is_unintercepted`
-        (`compat/replaceable.py`).
+        launches no kernel for the sum, unless `residual_unsupported_reason` has a reason. A caller that calls this
+        method instead of the module checks `is_unintercepted` (`compat/replaceable.py`).
         """
-        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        if not (
-            fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES
-        ):
-            _, fp8_output, fp8_grad = options = call_switches(*options)
-            _warn_of_fp8_grad(fp8_grad)
+        switches = NO_SWITCHES
+        if not (is_first_microbatch is None and fp8_output is False and fp8_grad is False):
+            switches = call_switches(is_first_microbatch, fp8_output, fp8_grad)
+            _warn_of_fp8_grad(switches.fp8_grad)
         if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output), inp
+            return self.onnx_forward(inp, switches.fp8_output), inp
         weight, bias = weight_and_bias(self)
         gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
-            return output_of_shards(self, options, inp, weight, bias, norm=norm), inp
+            return output_of_shards(self, switches, inp, weight, bias, norm=norm), inp
         if not getattr(weight, "is_distributed_weight", False):
-            return self._compute_outputs(options, inp, (weight, bias, gamma, beta), uses_residual)
+            return self._compute_outputs(switches, inp, (weight, bias, gamma, beta), uses_residual)
         fused = self._config.fuse_wgrad_accumulation
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
             return self._compute_outputs(
-                options, inp, (full_weight, bias, gamma, beta), uses_residual
+                switches, inp, (full_weight, bias, gamma, beta), uses_residual
             )
 
-    def _compute_output(self, options: Options, inp: Tensor, *tensors: Tensor | None) -> Any:
+    def _compute_output(self, switches: CallSwitches, inp: Tensor, *tensors: Tensor | None) -> Any:
         """Outputs of `forward` for local tensors, as `output_of_shards` calls it."""
-        return self._compute_outputs(options, inp, tensors, uses_residual=False)[0]
+        return self._compute_outputs(switches, inp, tensors, uses_residual=False)[0]
 
     def _compute_outputs(
-        self, options: Options, inp: Tensor, tensors: Tensors, uses_residual: bool
+        self, switches: CallSwitches, inp: Tensor, tensors: Tensors, uses_residual: bool
     ) -> tuple[Any, Any]:
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
-            options: (is_first_microbatch, fp8_output, fp8_grad).
+            switches: Switches of the call.
             inp: Input [.., in_features].
             tensors: (weight, bias, gamma, beta).
             uses_residual: The caller uses the returned input as the residual.
         """
         config = self._config
-        is_first_microbatch, _, _ = options
+        is_first_microbatch = switches.is_first_microbatch
         weight, bias, gamma, beta = tensors
         assert weight is not None and gamma is not None
-        spec: NormLinearSpec = self.spec(inp, tensors, options)
+        spec: NormLinearSpec = self.spec(inp, tensors, switches)
         if is_first_microbatch is not None:
             # if True, the next gradient overwrites main_grad
             self.begin_microbatch(is_first_microbatch)
@@ -315,12 +272,52 @@ class LayerNormLinear(ProductsModule):
             spec.linear, x, inp, spec.returns_norm_output, is_patched
         )
         if is_patched:
-            y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
+            y, h, residual = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
-            y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
+            y, h, residual = norm_linear(
+                x, gamma, beta, weight, product_bias, spec, returns_residual
+            )
         if config.return_bias or config.return_layernorm_output:
-            y = self.pack_outputs(y, bias, second)
-        return y, second if returns_residual else inp
+            y = self.pack_outputs(y, bias, h)
+        return y, inp if residual is None else residual
+
+    @staticmethod
+    def build(call: Call) -> NormLinearSpec:
+        """Compute the settings for all calls that equal `call`; see `Linear.build`."""
+        config: NormLinearConfig = call.config
+        check_call(call, config.in_features)
+        weight, bias, *of_norm = call.parameters
+        assert weight is not None
+        parallel = config.parallel()
+        (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
+        before = (call.input, *of_norm)
+        needs = (
+            call.records and any(facts is not None and facts.requires_grad for facts in before),
+            call.records and weight.requires_grad,
+            call.records and bias is not None and bias.requires_grad and not config.return_bias,
+        )
+        update = scale_update(call, any(needs))
+        linear = product_spec(
+            call,
+            quantizers=quantizers,
+            parallel=parallel,
+            needs=needs,
+            update=update,
+            weight=weight,
+            results=(
+                call.switches.fp8_output,
+                False,
+            ),  # the norm's gradient is returned in high precision
+            local_rows=call.rows,
+        )
+        spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
+            norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
+            linear=linear,
+            returns_norm_output=bool(config.return_layernorm_output),
+            scale_update=update,
+            needs_grad=any(needs),
+        ).with_modes()
+        return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
 
     def onnx_forward(
         self, inp: Tensor, fp8_output: bool | None = False
@@ -330,9 +327,9 @@ class LayerNormLinear(ProductsModule):
         weight, bias = weight_and_bias(self)
         gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         shapes = ((self.in_features, weight.shape[0]),)
-        options = (None, fp8_output, False)
+        switches = call_switches(None, fp8_output, False)
         dtype, (quantizers,) = export_products(
-            self, inp, (weight, bias, gamma, beta), options, shapes
+            self, inp, (weight, bias, gamma, beta), switches, shapes
         )
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
@@ -341,6 +338,35 @@ class LayerNormLinear(ProductsModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def residual_unsupported_reason(
+    linear: LinearSpec,
+    norm_input: Tensor,
+    layer_input: Tensor,
+    returns_norm_output: bool,
+    is_patched: bool,
+) -> str | None:
+    """Reason why the norm's backward kernel cannot add the gradient of the residual; None if it can.
+
+    Args:
+        linear: The linear layer that reads norm(x).
+        norm_input: x, the layer's input in the dtype of the layer.
+        layer_input: Input of the layer, which is the residual.
+        returns_norm_output: The layer returns norm(x), which the caller may use as the residual instead.
+        is_patched: A program has monkey-patched functions of the layer (`compat/by_name.py`).
+    """
+    if returns_norm_output:
+        return "the layer returns norm(x), whose gradient the node receives instead"
+    if norm_input is not layer_input:
+        return "the layer converts its input to another dtype"
+    if type(layer_input) is not Tensor:
+        return f"the input is a {type(layer_input).__name__}, and autograd wraps subclasses that are returned"
+    if not (linear.needs_grad_input and layer_input.requires_grad):
+        return "the input needs no gradient"
+    if linear.traced:
+        return "a compiler traces the call, and fuses the sum itself"
+    return "a program has replaced functions of the layer" if is_patched else None
 
 
 def _warn_of_fp8_grad(fp8_grad: Any) -> None:
@@ -360,7 +386,7 @@ def _run_by_name(
     weight: Tensor,
     bias: Tensor | None,
     spec: NormLinearSpec,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute `norm_linear` with the functions that a program has assigned in this file.
 
     If only `apply_normalization` is replaced, the product may still be quantized.
@@ -374,4 +400,4 @@ def _run_by_name(
     check_unquantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = call_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
-    return y if spec.returns_norm_output else (y, None)
+    return (*y, None) if spec.returns_norm_output else (y, None, None)

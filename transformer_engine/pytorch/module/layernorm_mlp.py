@@ -27,7 +27,6 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_linear import residual_unsupported_reason
 from ..functions.norm_mlp import (
     NORM_MLP_FUNCTIONS,
     NormMLPSpec,
@@ -39,9 +38,10 @@ from ..runtime.device import canonical_device, is_meta
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
-from .arguments import FLAG_TYPES, accepts, warn_unless_reduced
+from .arguments import FLAG_TYPES, NO_SWITCHES, CallSwitches, accepts, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
+from .layernorm_linear import residual_unsupported_reason
 from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values
@@ -91,57 +91,6 @@ class NormMLPConfig(ProductsConfig):
         return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
 
 
-def norm_mlp_spec_of_call(call: Call) -> NormMLPSpec:
-    """Compute the settings for all calls that equal `call`; see `linear_spec_of_call`."""
-    config: NormMLPConfig = call.config
-    check_call(call, config.hidden_size)
-    switch("checkpoint", config.checkpoint)
-    switch("cache_quantized_activation_input", config.cache_quantized_activation_input)
-    fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
-    assert fc1_weight is not None and fc2_weight is not None
-    _check_rows(config, fc1_weight.shape[0])
-    shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-    products = quantizers_of_call(call, shapes, config.parallel("column"))
-    needs_grad = call.needs_grad
-    checkpoint = config.checkpoint and needs_grad
-    update = scale_update(call, needs_grad)
-
-    def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
-        needs = (
-            needs_grad,
-            needs_grad and weight.requires_grad,
-            needs_grad and bias is not None and bias.requires_grad,
-        )
-        parallel = config.parallel(mode)
-        result = product_spec(
-            call,
-            number=number,
-            quantizers=products[number],
-            parallel=parallel,
-            needs=needs,
-            update=update,
-            weight=weight,
-            shard=call.rows,
-        )
-        return replace_fields(result, may_run_again=True) if checkpoint else result
-
-    product_bias = None if config.adds_bias_late else fc2_bias
-    result = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
-        norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
-        fc1=spec(0, mode="column", weight=fc1_weight, bias=fc1_bias),
-        fc2=spec(1, mode="row", weight=fc2_weight, bias=product_bias),
-        activation=config.activation,
-        activation_params=ActivationParams.of(config.activation_params),
-        width=config.ffn_shard,
-        returns_norm_output=bool(config.return_layernorm_output),
-        caches_quantized_input=bool(config.cache_quantized_activation_input),
-        checkpoint=checkpoint,
-        scale_update=update,
-        needs_grad=needs_grad,
-    ).with_modes()
-    return result if checkpoint else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
-
-
 _TENSORS_WITHOUT_BIAS = ("fc1_weight", "fc2_weight", "layer_norm_weight", "layer_norm_bias")
 
 
@@ -184,7 +133,6 @@ class LayerNormMLP(ProductsModule):
     _config: NormMLPConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_products = 2
     product_names = ("fc1", "fc2")
-    build = staticmethod(norm_mlp_spec_of_call)
     activation: str
     activation_params: Any
     checkpoint: bool
@@ -366,7 +314,7 @@ class LayerNormMLP(ProductsModule):
         """
         config = self._config
         fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
-        spec: NormMLPSpec = self.spec(inp, tensors, (is_first_microbatch,))
+        spec: NormMLPSpec = self.spec(inp, tensors, CallSwitches(is_first_microbatch))
         if is_first_microbatch is not None:
             # if True, the next gradients overwrite main_grad
             self.begin_microbatch(is_first_microbatch)
@@ -389,12 +337,63 @@ class LayerNormMLP(ProductsModule):
             spec.fc1, x, inp, spec.returns_norm_output, is_patched
         )
         inputs = (x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
-        y, second = norm_mlp(inputs, spec, returns_residual)
+        y, h, residual = norm_mlp(inputs, spec, returns_residual)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
         if config.return_bias or config.return_layernorm_output:
-            y = self.pack_outputs(y, fc2_bias, second)
-        return y, second if returns_residual else inp
+            y = self.pack_outputs(y, fc2_bias, h)
+        return y, inp if residual is None else residual
+
+    @staticmethod
+    def build(call: Call) -> NormMLPSpec:
+        """Compute the settings for all calls that equal `call`; see `Linear.build`."""
+        config: NormMLPConfig = call.config
+        check_call(call, config.hidden_size)
+        switch("checkpoint", config.checkpoint)
+        switch("cache_quantized_activation_input", config.cache_quantized_activation_input)
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
+        assert fc1_weight is not None and fc2_weight is not None
+        _check_rows(config, fc1_weight.shape[0])
+        shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
+        products = quantizers_of_call(call, shapes, config.parallel("column"))
+        needs_grad = call.needs_grad
+        checkpoint = config.checkpoint and needs_grad
+        update = scale_update(call, needs_grad)
+
+        def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
+            needs = (
+                needs_grad,
+                needs_grad and weight.requires_grad,
+                needs_grad and bias is not None and bias.requires_grad,
+            )
+            parallel = config.parallel(mode)
+            result = product_spec(
+                call,
+                number=number,
+                quantizers=products[number],
+                parallel=parallel,
+                needs=needs,
+                update=update,
+                weight=weight,
+                local_rows=call.rows,
+            )
+            return replace_fields(result, may_run_again=True) if checkpoint else result
+
+        product_bias = None if config.adds_bias_late else fc2_bias
+        result = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
+            norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
+            fc1=spec(0, mode="column", weight=fc1_weight, bias=fc1_bias),
+            fc2=spec(1, mode="row", weight=fc2_weight, bias=product_bias),
+            activation=config.activation,
+            activation_params=ActivationParams.of(config.activation_params),
+            width=config.ffn_shard,
+            returns_norm_output=bool(config.return_layernorm_output),
+            caches_quantized_input=bool(config.cache_quantized_activation_input),
+            checkpoint=checkpoint,
+            scale_update=update,
+            needs_grad=needs_grad,
+        ).with_modes()
+        return result if checkpoint else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
@@ -403,7 +402,7 @@ class LayerNormMLP(ProductsModule):
         fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
         _check_rows(config, fc1_weight.shape[0])
         shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-        dtype, (fc1, fc2) = export_products(self, inp, tensors, (None,), shapes)
+        dtype, (fc1, fc2) = export_products(self, inp, tensors, NO_SWITCHES, shapes)
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)

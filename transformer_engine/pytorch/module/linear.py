@@ -1,38 +1,37 @@
 """Linear: y = x @ weight.T + bias under any recipe, alone or as one shard of a tensor-parallel layer.
 
-The file contains the module: its arguments, parameters and settings. `functions/linear.py` contains
-the computation. A module call has three steps:
+This file contains the module: its arguments, parameters and settings. The computation is in `functions/linear.py`, the
+next file to read. A call of the module has three steps:
 
 1. `Linear.forward` reads the parameters and converts the call switches.
-2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads.
-   They depend on a `Call` (`specs.py`): the layer's configuration, the recipe of `autocast`, tensor metadata,
-   call switches, grad mode, torch.autocast, environment variables, and the parameters or the queue that
-   receive weight gradients. Specs are cached by their call; `linear_spec_of_call` computes the spec for a new call. The
-   first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
+2. `ProductsModule.spec` (`linear_base.py`) looks up the `LinearSpec`, all settings that the computation reads, by the
+   `Call` (`specs.py`): configuration, recipe, tensor metadata, switches, autograd and torch.autocast state. For a new
+   call, `Linear.build` computes the spec.
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
 **From a recipe to a cast.** `autocast` stores its recipe in the state of the thread. `ProductsModule.spec` reads the
-state, and `Numerics.of_call` (`numerics.py`) returns the quantizers that the recipe's family has created for this
-layer, as a `ModuleRecipe`. `linear_spec_of_call` stores those of its only product in the `LinearSpec`. The functions of
-`functions/linear.py` pass each matrix and its quantizer to a function of `functions/linear_operands.py`:
+state, and `Numerics.of_call` (`numerics.py`) returns the layer's quantizers as a `ModuleRecipe`; the first call under a
+recipe creates them and their scaling states. `Linear.build` stores them in the `LinearSpec`. The functions in
+`functions/linear.py` pass each matrix and its quantizer to a function in `functions/linear_operands.py`:
 
 | matrix | quantizer | passed by | to |
 | --- | --- | --- | --- |
-| x | `spec.input` | `quantize_input` | `cast_input` |
-| weight | `spec.weight` | `quantize_weight` | `weight_operands`, which may return cached or quantized parameters |
-| dy | `spec.grad_output` | `prepare_gradient` | `cast_gradient` |
+| x | `spec.input_quantizer` | `quantize_input` | `cast_input` |
+| weight | `spec.weight_quantizer` | `quantize_weight` | `weight_operands` |
+| dy | `spec.grad_output_quantizer` | `prepare_gradient` | `cast_gradient` |
 
-Each ends in `product_operands`, which calls the quantizer's method `operands`. The method launches the kernel
-(`primitives/quantize`). A kernel that computes or sums a matrix may quantize it too; it gets the quantizer's `cast`
-instead (`input_cast`, `gradient_cast`).
+Unless the matrix is quantized or cached already, or multiplied unquantized, each ends in `product_operands`. It calls
+the quantizer's method `operands`, which launches the kernel (`primitives/quantize`). A kernel that computes or sums a
+matrix may quantize it too; it gets the quantizer's `cast` instead (`input_cast`, `gradient_cast`).
 
-**Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
-properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
-another spec. `_configure_from` creates the record, and `@accepts` checks and converts the constructor's arguments.
+**Settings.** The settings of a layer are a frozen record, `layer._config`. `@accepts` (`arguments.py`) checks and
+converts the constructor's arguments, `_configure_from` (`linear_base.py`) creates the record from them, and
+`@configure_class` (`config.py`) defines `layer.in_features`, `layer.return_bias` and so on as properties over it.
+Assigning one replaces the record, so that the next call has another spec.
 
-**Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names`
-contains the assigned names. Normally no name is assigned, and `_compute_output` calls `linear`; otherwise it calls
-`_linear_by_name`.
+**Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names` is
+the set of names that a program has assigned. It is usually empty, and `_compute_output` calls `linear`; otherwise it
+calls `_linear_by_name`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ import torch
 from torch import Tensor
 
 from ..compat.argument_orders import declare_call
-
-# patched by others; `linear` has the node _LinearNode
 from ..compat.by_name import LinearByName as _Linear
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
@@ -59,10 +56,10 @@ from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.tracing import export_mode
-from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
+from .arguments import NO_SWITCHES, CallSwitches, accepts, call_switches, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, Options, ProductsModule, check_ranks
+from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .local_shards import output_of_shards
 from .parameters import InitMethod, create_parameters, mark_parameters, weight_and_bias
 from .specs import (
@@ -75,50 +72,9 @@ from .specs import (
     with_compiled_passes,
 )
 
-# Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
+# `Linear`, and names from NVIDIA's Transformer Engine that other libraries import or monkey-patch in this file.
 __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
-# Names in this file that programs monkey-patch. `_replaced.names` contains the patched ones.
 _replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})
-
-
-def linear_spec_of_call(call: Call) -> LinearSpec:
-    """Compute the settings for all calls that equal `call`.
-
-    Args:
-        call: Layer configuration and recipe, call switches, and tensor metadata: `weight` and
-            `bias` below are `Facts`, such as shape and dtype, not tensors.
-
-    Raises:
-        TypeError: The input dtype is unsupported.
-        ValueError: The tensors do not fit the layer or each other.
-    """
-    config: LinearConfig = call.config
-    weight, bias = call.parameters
-    _, fp8_output, fp8_grad = call.options
-    assert weight is not None
-    in_features = weight.shape[1]  # the local size, if the parameters are DTensors
-    check_call(call, in_features)
-    parallel = config.parallel()
-    (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    # The bias that `Linear._compute_output` passes to the product.
-    product_bias = None if config.adds_bias_late else bias
-    needs = (
-        call.records and call.input.requires_grad,
-        call.records and weight.requires_grad,
-        call.records and product_bias is not None and product_bias.requires_grad,
-    )
-    spec = product_spec(
-        call,
-        number=0,  # the layer has one product
-        quantizers=quantizers,
-        parallel=parallel,
-        needs=needs,
-        update=scale_update(call, any(needs)),
-        weight=weight,
-        results=(fp8_output, fp8_grad),
-        shard=rows_of_shard(call, parallel),
-    )
-    return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 
 
 @configure_class(LinearConfig, fixed=SIZES)
@@ -128,7 +84,8 @@ class Linear(ProductsModule):
     Args:
         in_features: Size of the last dimension of x, over all ranks if the layer is tensor-parallel.
         out_features: Size of the last dimension of y, over all ranks if the layer is tensor-parallel.
-        sequence_parallel: Shard activations outside the layer along their first dimension.
+        sequence_parallel: Activations before a column-parallel layer, and after a row-parallel one, are sharded along
+            their first dimension.
         fuse_wgrad_accumulation: Accumulate the weight gradient into `weight.main_grad`.
         tp_group: Tensor-parallel process group.
         tp_size: Tensor-parallel group size, if `set_tensor_parallel_group` is called later.
@@ -152,19 +109,24 @@ class Linear(ProductsModule):
         ub_bulk_dgrad: Equivalent to ub_overlap_ag in a column-parallel layer; no effect in a row-parallel
             one.
         ub_bulk_wgrad: Equivalent to ub_overlap_rs_dgrad.
-        ub_name: Layer name in the `initialize_ub` configuration; no effect.
+        ub_name: Accepted for compatibility; no effect.
         delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
         symmetric_ar_type: "one_shot" or "two_shot": sum the output of a row-parallel layer over ranks through
             symmetric memory.
         save_original_input: Save the unquantized input for the backward pass; not with delayed scaling.
         name: Layer name in reports and debugging output.
 
+    Attributes:
+        in_features: Columns of this rank's weight; `te.ops.Linear` has the size over all ranks instead.
+        out_features: Rows of this rank's weight.
+        weight: Parameter [out_features, in_features], or several parameters with `parameters_split`.
+        bias: Parameter [out_features]; an empty tensor without a bias.
+
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: A size is not positive, or a sharded size is not divisible by tp_size.
     """
 
-    build = staticmethod(linear_spec_of_call)
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     # Types for the properties that `@configure_class` defines.
     in_features: int
@@ -218,9 +180,7 @@ class Linear(ProductsModule):
             sharded=parallel_mode is not None,
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`,
-            # and the tensors that it reads in addition to the input.
-            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
+            # Names of the tensors that `forward` reads in addition to the input, for checks and messages.
             _tensors=("weight", "bias"),
         )
         self.ub_name = ub_name
@@ -261,19 +221,17 @@ class Linear(ProductsModule):
             RuntimeError: A parameter is on the meta device.
             NotImplementedError: The DTensor placements are unsupported.
         """
-        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
-        if not (
-            fp8_output is False and fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES
-        ):
-            _, fp8_output, fp8_grad = options = call_switches(*options)
+        switches = NO_SWITCHES
+        if not (is_first_microbatch is None and fp8_output is False and fp8_grad is False):
+            switches = call_switches(is_first_microbatch, fp8_output, fp8_grad)
         if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output, fp8_grad)
+            return self.onnx_forward(inp, switches.fp8_output, switches.fp8_grad)
         # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
         is_special = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
         if is_special or getattr(weight, "is_distributed_weight", False):
-            return self._output_of_special_tensors(options, inp, weight, bias)
-        return self._compute_output(options, inp, weight, bias)
+            return self._output_of_special_tensors(switches, inp, weight, bias)
+        return self._compute_output(switches, inp, weight, bias)
 
     if TYPE_CHECKING:  # type checkers see the parameters of `forward` in calls of the layer
 
@@ -281,47 +239,83 @@ class Linear(ProductsModule):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of_special_tensors(
-        self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
+        self, switches: CallSwitches, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Call `_compute_output` for an input or weight that is a DTensor, a quantized tensor, or a shard to gather."""
         if is_distributed(weight) or is_distributed(inp):
-            return output_of_shards(self, options, inp, weight, bias)
+            return output_of_shards(self, switches, inp, weight, bias)
         if not getattr(weight, "is_distributed_weight", False):
-            return self._compute_output(options, inp, weight, bias)
+            return self._compute_output(switches, inp, weight, bias)
         fused = self._config.fuse_wgrad_accumulation
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
-            return self._compute_output(options, inp, full_weight, bias)
+            return self._compute_output(switches, inp, full_weight, bias)
 
     def _compute_output(
-        self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
+        self, switches: CallSwitches, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Compute `forward` for tensors that are complete on this rank, unquantized or quantized.
 
         Args:
-            options: (is_first_microbatch, fp8_output, fp8_grad), converted.
+            switches: Switches of the call.
             inp: Input [.., in_features].
             weight: Weight [out_features, in_features] on this rank.
             bias: Bias [out_features], or None.
         """
         config = self._config
-        is_first_microbatch, _, _ = options
-        # Creates the quantizers and scaling states in the first call under a recipe.
-        spec = self.spec(inp, (weight, bias), options)
-        product = _linear_by_name if _replaced.names else linear
+        is_first_microbatch = switches.is_first_microbatch
+        spec = self.spec(inp, (weight, bias), switches)
         if is_first_microbatch is not None:
-            # if True, the next gradient overwrites main_grad
+            # The next gradient overwrites main_grad if True, and the weight is quantized once for all microbatches.
             self.begin_microbatch(is_first_microbatch)
-            # The weight is quantized once for all microbatches in a step.
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             # Autograd casts db back. The product casts the weight, and returns dw in `spec.grad_weight_dtype`.
             bias = bias.to(spec.dtype)
-        product_bias = None if config.adds_bias_late else bias
-        y = product(inp, weight, product_bias, spec)
+        adds_bias_late = config.adds_bias_late
+        product = _linear_by_name if _replaced.names else linear
+        y = product(inp, weight, None if adds_bias_late else bias, spec)
         if config.return_bias:
             return y, bias
         # A row-parallel layer adds the bias once, to the sum over ranks.
-        return y if product_bias is not None or bias is None else y + bias
+        return y + bias if bias is not None and adds_bias_late else y
+
+    @staticmethod
+    def build(call: Call) -> LinearSpec:
+        """Compute the settings for all calls that equal `call`.
+
+        Args:
+            call: Layer configuration and recipe, call switches, and tensor metadata: `weight` and
+                `bias` below are `Facts`, such as shape and dtype, not tensors.
+
+        Raises:
+            TypeError: The input dtype is unsupported.
+            ValueError: The tensors do not fit the layer or each other.
+        """
+        config: LinearConfig = call.config
+        weight, bias = call.parameters
+        assert weight is not None
+        in_features = weight.shape[1]  # the local size, if the parameters are DTensors
+        check_call(call, in_features)
+        parallel = config.parallel()
+        (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
+        # The bias that `_compute_output` passes to the product.
+        product_bias = None if config.adds_bias_late else bias
+        needs = (
+            call.records and call.input.requires_grad,
+            call.records and weight.requires_grad,
+            call.records and product_bias is not None and product_bias.requires_grad,
+        )
+        spec = product_spec(
+            call,
+            quantizers=quantizers,
+            parallel=parallel,
+            needs=needs,
+            update=scale_update(call, any(needs)),
+            weight=weight,
+            results=(call.switches.fp8_output, call.switches.fp8_grad),
+            local_rows=rows_of_shard(call, parallel),
+        )
+        return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         """Return the number of columns of the weight, or of its shard if the parameters are DTensors."""
@@ -337,12 +331,14 @@ class Linear(ProductsModule):
         """
         weight, bias = weight_and_bias(self)
         shapes = ((self.in_features, weight.shape[0]),)
-        options = (None, fp8_output, fp8_grad)
-        dtype, (quantizers,) = export_products(self, inp, (weight, bias), options, shapes)
+        switches = call_switches(None, fp8_output, fp8_grad)
+        dtype, (quantizers,) = export_products(self, inp, (weight, bias), switches, shapes)
         # The bias is never added late: export rejects sharded layers.
         product_bias = None if self._config.return_bias else bias
         y = exported.linear(inp.to(dtype), weight, product_bias, quantizers)
-        return (y, None if bias is None else bias.to(dtype)) if self._config.return_bias else y
+        if self._config.return_bias:
+            return y, None if bias is None else bias.to(dtype)
+        return y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -34,7 +34,7 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
-from .arguments import overlap_flags
+from .arguments import NO_SWITCHES, CallSwitches, overlap_flags
 from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configure_class
 from .numerics import trace_call, traced_update
@@ -43,7 +43,7 @@ from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
 from .specs import (
     Call,
-    built,
+    build_from_key,
     check_call,
     count_repeated_facts,
     metadata_facts,
@@ -52,7 +52,6 @@ from .specs import (
 )
 
 Tensors = tuple["Tensor | None", ...]  # parameters, named by `config._tensors`
-Options = tuple[Any, ...]  # switches of `forward`, named by `config._options`
 _MAX_SPECS = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
 
@@ -62,7 +61,6 @@ class ProductsConfig(ModuleConfig):
     """Settings in every layer that consists of linear products.
 
     Attributes:
-        _options: Names of the `forward` switches, in order; is_first_microbatch is the first.
         _tensors: Tensor names that `forward` reads in addition to the input, in order.
         _weights: Parameter names that make up each product's weight.
         _shares_input: The module that computes the input saves its values for its own backward pass.
@@ -76,7 +74,6 @@ class ProductsConfig(ModuleConfig):
     symmetric_ar_type: str | None = None
     _overlap: OverlapFlags = NO_FLAGS
     use_bias: bool = True
-    _options: tuple[str, ...] = ("is_first_microbatch",)
     _tensors: tuple[str, ...] = ()
     _weights: tuple[tuple[str, ...], ...] = ()
     _shares_input: bool = False
@@ -209,7 +206,9 @@ class ProductsModule(TransformerEngineBaseModule):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         if self.build is not None:
-            self._specs: Memory[tuple[Any, ...], Any] = Memory(built, _MAX_SPECS, type(self).build)
+            self._specs: Memory[tuple[Any, ...], Any] = Memory(
+                build_from_key, _MAX_SPECS, type(self).build
+            )
 
     def _configure_from(
         self, arguments: Mapping[str, Any], tp_size: int, sharded: bool, **settings: Any
@@ -297,27 +296,29 @@ class ProductsModule(TransformerEngineBaseModule):
     output_quantizer_role = _role("_output_role")
     grad_input_quantizer_role = _role("_grad_input_role")
 
-    def spec(self, inp: Tensor, tensors: Tensors, options: Options, any_rows: bool = False) -> Any:
+    def spec(
+        self, inp: Tensor, tensors: Tensors, switches: CallSwitches, any_rows: bool = False
+    ) -> Any:
         """Return the cached build(call); the first call under a recipe also creates quantizers and scaling states.
 
         Args:
             inp: The input.
             tensors: The parameters, named by `config._tensors`.
-            options: The forward switches, named by `config._options`.
+            switches: Switches of the call.
             any_rows: The spec does not depend on the row count. The call then has one entry for consecutive
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """
         if export_mode.onnx or _is_compiling():
-            return self._traced_spec(inp, tensors, options)
+            return self._traced_spec(inp, tensors, switches)
         thread = eager_thread_state()
         state, numerics, config = thread.state, self.numerics, self._config
         grad = torch.is_grad_enabled() or (None if gradients_expected(self.training) else False)
         before = numerics.state_without_gradients
         if not grad or (before is not None and before is not state):
             self.check_repetition(state)
-        active = numerics.of_call(self, state, (inp, tensors, options))
+        active = numerics.of_call(self, state, (inp, tensors, switches))
         if active.has_state and (thread.recomputes or is_backward_pass()):
-            return self._spec_of_pass(inp, tensors, options, active)
+            return self._spec_of_pass(inp, tensors, switches, active)
         numerics.state = state
         store = self.wgrad_store
         targets = self._targets() if store is not None or config.fuse_wgrad_accumulation else None
@@ -329,10 +330,10 @@ class ProductsModule(TransformerEngineBaseModule):
                 facts = tuple([None if t is None else tensor_facts(t) for t in tensors])
             autocast = autocast_dtype(inp.device.type) if autocast_is_active() else None
             environment = env.generation()
-            fields = (
+            key = (
                 config,
                 active,
-                options,
+                switches,
                 grad,
                 autocast,
                 environment,
@@ -343,14 +344,14 @@ class ProductsModule(TransformerEngineBaseModule):
                 counts,
             )
             # Computed again if an observer records the choices.
-            return built(type(self).build, fields) if interventions else self._specs[fields]
+            return build_from_key(type(self).build, key) if interventions else self._specs[key]
         except (AttributeError, TypeError) as error:
             stumbled = error
-        self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault
+        self._check_call(inp, tensors, switches)  # raises a clearer error if the input is at fault
         raise stumbled
 
     def _build_uncached_call(
-        self, inp: Tensor, tensors: Tensors, options: Options, active: ModuleRecipe
+        self, inp: Tensor, tensors: Tensors, switches: CallSwitches, active: ModuleRecipe
     ) -> Call:
         """Return a call whose spec is not cached; raise TypeError if the input is not a tensor."""
         floating("the input", inp)
@@ -359,38 +360,38 @@ class ProductsModule(TransformerEngineBaseModule):
         return Call(
             self._config,
             active,
-            options,
+            switches,
             torch.is_grad_enabled()
             or (None if not compiling and gradients_expected(self.training) else False),
             autocast_dtype(inp.device.type),
             0 if compiling else env.generation(),
             self.wgrad_store,
             self._targets() if accumulates else None,
-            metadata_facts(inp),  # pyright: ignore[reportArgumentType]
-            tuple([metadata_facts(tensor) for tensor in tensors]),
+            metadata_facts(inp),
+            tuple([None if tensor is None else metadata_facts(tensor) for tensor in tensors]),
             traced=compiling,
         )
 
     def _spec_of_pass(
-        self, inp: Tensor, tensors: Tensors, options: Options, active: ModuleRecipe
+        self, inp: Tensor, tensors: Tensors, switches: CallSwitches, active: ModuleRecipe
     ) -> Any:
         """Return the spec for a call in a recomputed function, with its first run's scales, or in a backward pass."""
-        self._check_call(inp, tensors, options)
+        self._check_call(inp, tensors, switches)
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
         return type(self).build(
-            self._build_uncached_call(inp, tensors, options, active)._replace(
+            self._build_uncached_call(inp, tensors, switches, active)._replace(
                 make_update=update_at_end_of_pass
             )
         )
 
-    def _traced_spec(self, inp: Tensor, tensors: Tensors, options: Options) -> Any:
+    def _traced_spec(self, inp: Tensor, tensors: Tensors, switches: CallSwitches) -> Any:
         """Return the spec for a call that a compiler traces; raise NotImplementedError in an export to ONNX."""
         if export_mode.onnx:
             raise NotImplementedError(
                 f"{type(self).__name__} cannot be exported to ONNX; {page('export')} lists the layers that can"
             )
-        self._check_call(inp, tensors, options)
+        self._check_call(inp, tensors, switches)
         state = current()
         active = trace_call(self, self.tracing_key, state)
         if state.enabled or state.calibrating:
@@ -399,21 +400,21 @@ class ProductsModule(TransformerEngineBaseModule):
             active = repeatable(type(self).__name__, self.tracing_key, active)
         make_update = functools.partial(traced_update, self, self.tracing_key, state.group)
         return type(self).build(
-            self._build_uncached_call(inp, tensors, options, active)._replace(
+            self._build_uncached_call(inp, tensors, switches, active)._replace(
                 make_update=make_update
             )
         )
 
     def check_call_under(
-        self, recipe: Recipe, inp: Any, tensors: Tensors, options: Options
+        self, recipe: Recipe, inp: Any, tensors: Tensors, switches: CallSwitches
     ) -> None:
         """Raise the errors of `check_call`, and an error if a recipe does not support the parameters."""
-        self._check_call(inp, tensors, options)
+        self._check_call(inp, tensors, switches)
         self._check_parameter_recipe(recipe)
 
-    def _check_call(self, inp: Any, tensors: Tensors, options: Options) -> None:
+    def _check_call(self, inp: Any, tensors: Tensors, switches: CallSwitches) -> None:
         """Raise TypeError, ValueError or RuntimeError for a call that the layer does not support."""
-        call = self._build_uncached_call(inp, tensors, options, unquantized(self.num_products))
+        call = self._build_uncached_call(inp, tensors, switches, unquantized(self.num_products))
         check_call(call, self._input_features(tensors))
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
@@ -429,7 +430,8 @@ class ProductsModule(TransformerEngineBaseModule):
     ) -> tuple[ProductQuantizers, ...]:
         """Return the quantizers for an input's products, given (in_features, out_features) per product weight."""
         return quantizers_of_call(
-            self._build_uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
+            self._build_uncached_call(inp, (), NO_SWITCHES, self.numerics.of_call(self, state)),
+            shapes,
         )
 
     def pack_outputs(self, y: Tensor, bias: Tensor | None, norm_output: Tensor | None) -> Any:
@@ -466,7 +468,9 @@ class ProductsModule(TransformerEngineBaseModule):
         self, key: str, weight: Tensor, spec: LinearSpec, first: bool
     ) -> LinearSpec:
         """Return the spec with the weight as quantized for the first microbatch of the step."""
-        cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
+        cached = self.numerics.cached_weight(
+            key, weight, spec.weight_quantizer, spec.needs_grad_input, first
+        )
         if cached is None:
             return spec
         parts = tuple([part for part in cached.flatten()[0] if part is not None])

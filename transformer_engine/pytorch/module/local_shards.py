@@ -22,6 +22,7 @@ from torch import Tensor
 from ..runtime.autograd import Function
 from ..runtime.checks import is_distributed
 from ..runtime.double_backward import once_differentiable
+from .arguments import CallSwitches
 
 
 class _SummedGradient(Function):
@@ -218,7 +219,7 @@ def local_linear(
 
 def output_of_shards(
     module: Any,
-    options: tuple[bool | None, ...],
+    switches: CallSwitches,
     x: Any,
     weight: Any,
     bias: Any,
@@ -227,8 +228,8 @@ def output_of_shards(
     """Return the output from a layer with DTensor parameters: y, or (y, bias) with return_bias.
 
     Args:
-        module: Layer whose `_compute_output(options, x, weight, bias, *norm parameters)` computes with local tensors.
-        options: is_first_microbatch, fp8_output and fp8_grad.
+        module: Layer whose `_compute_output(switches, x, weight, bias, *norm parameters)` computes with local tensors.
+        switches: Switches of the call.
         x: Input; the remaining arguments as in `local_linear`.
         weight: Weight.
         bias: Bias, or None.
@@ -240,8 +241,8 @@ def output_of_shards(
     """
     kind, config = type(module).__name__, module._config
     unsupported = {
-        "fp8_output": options[1],
-        "fp8_grad": options[2],
+        "fp8_output": switches.fp8_output,
+        "fp8_grad": switches.fp8_grad,
         "parallel_mode": config.is_sharded and config.parallel_mode,
         "fuse_wgrad_accumulation": config.fuse_wgrad_accumulation,
         "delay_wgrad_compute": module.wgrad_store is not None,
@@ -256,7 +257,7 @@ def output_of_shards(
             )
 
     def compute(x: Tensor, *parameters: Tensor | None) -> Tensor:
-        results = module._compute_output(options, x, *parameters)
+        results = module._compute_output(switches, x, *parameters)
         return results[0] if config.return_bias else results
 
     y = local_linear(kind, compute, x, weight, None if config.return_bias else bias, norm)

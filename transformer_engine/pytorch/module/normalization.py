@@ -10,35 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...common import env
-from ...common.numbers import to_int
 from ..compat.argument_orders import declare_call
 from ..functions import exported
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
-from ..ops.basic.normalization import NormalizationOperation
+from ..ops.basic.normalization import (
+    NormalizationOperation,
+    accept_margin,
+    environment_margins,
+    margins_by_stage,
+)
 from ..runtime.checks import is_distributed, same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.tracing import export_mode
-from ..runtime.warn_once import warn_once
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
 from .config import Config, configure_class
 from .loading import EXTRA_STATE
 from .local_shards import normalized_shards
 from .parameters import ParameterInit, get_parameter_value
-
-_STAGES = ("forward", "backward", "inference")
-_VARIABLES = (
-    "NVTE_FWD_LAYERNORM_SM_MARGIN",
-    "NVTE_BWD_LAYERNORM_SM_MARGIN",
-    "NVTE_INF_LAYERNORM_SM_MARGIN",
-)
-
-
-def environment_margins() -> dict[str, int]:
-    """Return the margin per stage from the environment; 0 if it is not set."""
-    return {stage: int(env.get(name) or 0) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,25 +48,6 @@ def _write_setting(module: Normalization, name: str, value: Any) -> None:
         module._mark_parameters()
 
 
-def _accept_margin(name: str, value: Any) -> int | dict[str, int]:
-    """Return a multiprocessor count, or one per stage, with a warning that any but 0 has no effect."""
-    if isinstance(value, Mapping):
-        if set(value) != set(_STAGES):
-            raise ValueError(f"{name}={dict(value)}; give an int or all of {', '.join(_STAGES)}")
-        found: int | dict[str, int] = {
-            stage: to_int(f"{name}[{stage!r}]", margin, 0) for stage, margin in value.items()
-        }
-    else:
-        found = to_int(name, value, 0)
-    if any(found.values()) if isinstance(found, dict) else found:
-        warn_once(
-            name,
-            f"{name}={value!r} has no effect: the kernels of LayerNorm and RMSNorm use all multiprocessors, with the "
-            "same results. Leave it 0",
-        )
-    return found
-
-
 def margin_property(stage: str) -> property:
     """Return a property for one sm_margin stage, under the attribute name from earlier releases."""
 
@@ -84,7 +55,7 @@ def margin_property(stage: str) -> property:
         return self._sm_margins[stage]
 
     def write(self: Normalization, margin: int) -> None:
-        self._sm_margins[stage] = _accept_margin("sm_margin", {**self._sm_margins, stage: margin})[  # pyright: ignore[reportIndexIssue]
+        self._sm_margins[stage] = accept_margin("sm_margin", {**self._sm_margins, stage: margin})[  # pyright: ignore[reportIndexIssue]
             stage
         ]
 
@@ -111,7 +82,7 @@ class Normalization(NormalizationOperation):
     zero_centered_gamma: bool
     sequence_parallel: bool | None
 
-    @accepts(hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=_accept_margin)
+    @accepts(hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=accept_margin)
     def __init__(
         self,
         normalized_shape: int | Iterable[int] | None = None,
@@ -139,23 +110,8 @@ class Normalization(NormalizationOperation):
             sequence_parallel=sequence_parallel,
         )
         self._norm = Norm(self.kind, eps, zero_centered_gamma)
-        # One margin per stage; an environment variable that is not 0 takes precedence.
-        margins: Mapping[str, int] = (
-            sm_margin if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
-        )
-        from_environment = {
-            stage: margin for stage, margin in environment_margins().items() if margin
-        }
-        self._sm_margins: dict[str, int] = {**margins, **from_environment}
-        allocation = {
-            "device": canonical_device(device),
-            "dtype": dtype or torch.get_default_dtype(),
-        }
-        self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
-        if self.has_bias:
-            self.bias = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
-        else:
-            self.register_parameter("bias", None)
+        self._sm_margins = margins_by_stage(sm_margin)
+        self._create_parameters(canonical_device(device), dtype)
         self._mark_parameters()
         if not self.weight.is_meta:
             self.reset_parameters()
@@ -181,17 +137,8 @@ class Normalization(NormalizationOperation):
             )
         if defer_init:
             return
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                values = torch.empty_like(parameter, device=canonical_device("cuda"))
-                allocated = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-                vars(allocated).update(vars(parameter))
-                self.register_parameter(name, allocated)
+        super().reset_parameters()
         self._mark_parameters()
-        with torch.no_grad():
-            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-            if self.bias is not None:
-                self.bias.zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         # The original's norms keep an empty extra state.
@@ -243,9 +190,6 @@ class Normalization(NormalizationOperation):
                     f"the parameters of {name} are on the meta device; call reset_parameters() first"
                 )
             same_device("the input", input, f"{name}.weight", weight.device)
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
     fwd_ln_sm_margin = margin_property("forward")
     bwd_ln_sm_margin = margin_property("backward")

@@ -233,18 +233,14 @@ class Numerics:
         count = slots * owner.num_products
         previous = self.meta.get(key)
         before = () if previous is None else previous.delayed_states
-        # later steps write to it; inference tensors are read-only
-        with torch.inference_mode(False):
-            state = RecipeState.renew(
-                previous,
-                recipe,
-                mode=mode,
-                num_quantizers=count,
-                device=owner._state_device(),
-                roles=owner.get_quantizer_roles(fwd=forward, num_quantizers=count),
-            )
-        for replaced in () if previous is state else before:
-            delayed_scaling.unregister(replaced)
+        state = RecipeState.renew(
+            previous,
+            recipe,
+            mode=mode,
+            num_quantizers=count,
+            device=owner._state_device(),
+            roles=owner.get_quantizer_roles(fwd=forward, num_quantizers=count),
+        )
         self.meta[key] = state
         quantizers = state.make_quantizers()
         self.quantizers[key] = Slots(self.cached, quantizers)

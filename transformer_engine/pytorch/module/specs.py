@@ -37,6 +37,7 @@ from ..quantization.delayed_scaling import histories_agree
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+from .arguments import CallSwitches
 from .products import ModuleRecipe
 
 
@@ -59,11 +60,9 @@ tensor_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "req
 _is_given = functools.partial(operator.is_not, None)
 
 
-def metadata_facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """`tensor_facts` in a form that torch.compile can trace; None for an absent tensor."""
-    if tensor is None:
-        return None
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+def metadata_facts(tensor: Tensor) -> Facts:
+    """`Facts` of a tensor, in a form that torch.compile can trace."""
+    return Facts(type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def count_repeated_facts(
@@ -87,15 +86,14 @@ class Call(NamedTuple):
     Attributes:
         config: Module settings.
         active: Module quantizers, and the recipe.
-        options: `forward` switches, named by `config._options`.
+        switches: Switches of the call.
         gradients: Whether autograd records; None if it does not, but a second run of the call may record.
         autocast: torch.autocast dtype, if it is active.
         environment: `env.generation()`.
         store: Delayed weight gradient queue, or None.
         targets: Parameters in each product's weight, compared by identity, if gradients are accumulated into them.
-        x: `Facts` fields of the input.
-        tensors: The same for the parameters named by `config._tensors`; None for absent parameters.
-        counts: Consecutive parameter count per entry in `tensors`; None: one each.
+        input: Input metadata.
+        parameters: Metadata of the parameters named by `config._tensors`; None for absent parameters.
         make_update: Returns the scale update after a backward pass that does not update all scales: in a traced
             graph, or for a call within a backward pass. The spec for such a call is not cached.
         traced: Whether a compiler is tracing.
@@ -103,37 +101,21 @@ class Call(NamedTuple):
 
     config: Any
     active: ModuleRecipe
-    options: tuple[Any, ...]
+    switches: CallSwitches
     gradients: bool | None
     autocast: torch.dtype | None
     environment: int
     store: WeightGradStore | None
     targets: tuple[tuple[torch.nn.Parameter, ...], ...] | None
-    x: tuple[Any, ...]
-    tensors: tuple[tuple[Any, ...] | None, ...]
-    counts: tuple[int, ...] | None = None
+    input: Facts
+    parameters: tuple[Facts | None, ...]
     make_update: Callable[[], ScaleUpdate | None] | None = None
     traced: bool = False
 
     @property
-    def input(self) -> Facts:
-        return Facts._make(self.x)
-
-    @property
-    def parameters(self) -> list[Facts | None]:
-        facts = [None if facts is None else Facts._make(facts) for facts in self.tensors]
-        if self.counts is None:
-            return facts
-        return [fact for fact, count in zip(facts, self.counts, strict=True) for _ in range(count)]
-
-    @property
-    def device(self) -> torch.device:
-        return self.x[3]
-
-    @property
     def rows(self) -> int:
         """Row count: the product of all input dimensions but the last."""
-        shape = self.x[1]
+        shape = self.input.shape
         rows = 1
         for size in shape[:-1]:
             rows = rows * size
@@ -147,17 +129,24 @@ class Call(NamedTuple):
     @property
     def needs_grad(self) -> bool:
         """Whether the input or a parameter requires a gradient."""
-        return self.records and (
-            self.x[4] or any(facts is not None and facts[4] for facts in self.tensors)
+        return self.records and any(
+            facts is not None and facts.requires_grad for facts in (self.input, *self.parameters)
         )
 
 
-def built(build: Callable[[Call], Any], fields: tuple[Any, ...]) -> Any:
-    """Build the spec for an eager call from its first `Call` fields.
+def build_from_key(build: Callable[[Call], Any], key: tuple[Any, ...]) -> Any:
+    """Build the spec for an eager call from the key of the cache, which is faster to create than a `Call`.
 
-    The cache key is the tuple of these fields, because a tuple is faster to create than a `Call`.
+    Args:
+        build: A layer's `build`.
+        key: The first fields of `Call`, up to `targets`; then `tensor_facts` of the input; then these of the
+            parameters, or None for absent ones; and the number of parameters per entry, or None for one each.
     """
-    return build(Call(*fields))
+    *settings, x, tensors, counts = key
+    facts = [None if fields is None else Facts._make(fields) for fields in tensors]
+    if counts is not None:
+        facts = [fact for fact, count in zip(facts, counts, strict=True) for _ in range(count)]
+    return build(Call._make((*settings, Facts._make(x), tuple(facts), None, False)))
 
 
 def check_call(call: Call, features: int) -> None:
@@ -186,7 +175,7 @@ def check_call(call: Call, features: int) -> None:
             raise ValueError(
                 f"the input is on {x.device}, parameter {name} on {parameter.device}; move one of them with .to()"
             )
-    for name, value in zip(call.config._options, call.options, strict=True):
+    for name, value in zip(CallSwitches._fields, call.switches, strict=True):
         switch(name, value)
     for name in ("return_bias", "return_layernorm_output"):
         switch(name, getattr(call.config, name))
@@ -239,7 +228,7 @@ def quantizers_of_call(
     rows = call.rows
     if parallel is not None and parallel.gathers_input:
         rows = rows * parallel.size
-    estimated = estimates(call.device, call.traced, call.config.primary_weights_in_fp8)
+    estimated = estimates(call.input.device, call.traced, call.config.primary_weights_in_fp8)
     recipe = active.recipe if estimated else None
     warn = functools.partial(_warn_of_high_precision, call)
     for product, (k, n) in zip(active.products, shapes, strict=True):
@@ -331,39 +320,40 @@ def weight_gradient(call: Call, product: int) -> WeightGradient:
     return WeightGradient(
         call.targets[product],
         call.config.fuse_wgrad_accumulation,
-        bool(call.options[0]),
+        bool(call.switches.is_first_microbatch),
         call.store,
     )
 
 
 def product_spec(
     call: Call,
-    number: int,
+    *,
     quantizers: ProductQuantizers,
     parallel: TensorParallel,
     needs: tuple[bool, bool, bool],
     update: ScaleUpdate | None,
     weight: Facts,
+    number: int = 0,
     results: tuple[Any, Any] = (False, False),
-    shard: int | None = None,
+    local_rows: int | None = None,
 ) -> LinearSpec:
     """Settings for one product in a call.
 
     Args:
         call: The call.
-        number: Product number in its layer.
         quantizers: Its quantizers.
         parallel: Its boundary to the tensor-parallel group.
         needs: Which gradients are needed: for its input, its weight and the bias that it adds.
         update: What delayed scaling updates after the backward pass.
         weight: Facts of the weight, or of one weight in a group.
+        number: Product number in its layer.
         results: Which results are quantized: its output and its input's gradient.
-        shard: Rows in its sharded matrix on this rank, with sequence parallelism.
+        local_rows: Rows in its sharded matrix on this rank, with sequence parallelism.
     """
-    output, grad_input = quantized_results(quantizers, *results)
-    if not call.traced and call.device.type == "cuda":
-        run_backward_on_calling_thread()
+    output_quantizer, grad_input_quantizer = quantized_results(quantizers, *results)
     active, inp = call.active, call.input
+    if not call.traced and inp.device.type == "cuda":
+        run_backward_on_calling_thread()
     spec = build_linear_spec(
         computing_dtype(call),
         quantizers,
@@ -371,31 +361,33 @@ def product_spec(
         parallel,
         weight_gradient(call, number),
         needs,
-        output=output,
-        grad_input=grad_input,
+        output_quantizer=output_quantizer,
+        grad_input_quantizer=grad_input_quantizer,
         grad_weight_dtype=weight.dtype,
         keep_input=keeps_input(call),
         scale_update=update,
         traced=call.traced,
-        plain=(quantizers is UNQUANTIZED and not (weight.is_quantized or inp.is_quantized)),
+        is_unquantized=(
+            quantizers is UNQUANTIZED and not (weight.is_quantized or inp.is_quantized)
+        ),
         may_run_again=call.gradients is None,
     )
     is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1
     is_shared = call.config._shares_input and not inp.is_quantized
-    caches = call.options[0] is not None  # is_first_microbatch
+    caches = call.switches.is_first_microbatch is not None
     spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared, caches)
-    if shard is None or not (spec.communicates and parallel.sequence):
+    if local_rows is None or not (spec.communicates and parallel.sequence):
         return spec
     agree = (
         active.follows_history
         and parallel.group is not None
         and histories_agree(active.recipe, active.group, parallel.group)
     )
-    return with_gathering(spec, shard, inp.kind if inp.is_quantized else None, agree)
+    return with_gathering(spec, local_rows, inp.kind if inp.is_quantized else None, agree)
 
 
 def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> Any:
     """The layer spec with its compiled passes, if the call may be repeated."""
     if call.make_update is not None:
         return spec
-    return replace_fields(spec, compiled=compile_layer(functions, spec, call.device))
+    return replace_fields(spec, compiled=compile_layer(functions, spec, call.input.device))

@@ -51,7 +51,7 @@ def get_cpu_offload_context(
         offload_weights: Option from earlier releases; weights are never offloaded.
         double_buffering: Option from earlier releases, without effect.
 
-    Without a GPU nothing is offloaded. With NVTE_CPU_OFFLOAD_V1=1 the results follow the original's
+    Without a GPU nothing is offloaded. With NVTE_CPU_OFFLOAD_V1=1 the results follow NVIDIA's
     first version.
     """
     enabled, offload_weights = (

@@ -1,6 +1,6 @@
 """Contexts that pass the saved tensors of a layer to a synchronizer, by torch's saved-tensor hooks.
 
-The classes at the end are the original's first version (NVTE_CPU_OFFLOAD_V1=1): a layer ends where its group
+The classes at the end are NVIDIA's first version (NVTE_CPU_OFFLOAD_V1=1): a layer ends where its group
 is committed. The schedule follows `DefaultOffloadSynchronizer`; a graph node after each layer starts its
 steps instead of a hook on the layer's last node, so that the layer's output may come from any operation.
 """

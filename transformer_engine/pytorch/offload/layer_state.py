@@ -39,7 +39,15 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class _View:
-    """Layout of a saved tensor as a view of the copied tensor with that number."""
+    """Layout of a saved tensor as a view of the copied tensor with that number.
+
+    Attributes:
+        number: Number of the copied tensor.
+        shape: Shape of the view.
+        stride: Strides of the view.
+        offset: Storage offset of the view.
+        read_late: Whether the tensor has the mark READ_LATE; see `marks`.
+    """
 
     number: int
     shape: torch.Size
@@ -133,8 +141,8 @@ class OffloadableLayerState:
             self.fwd_gpu_tensor_group.events.append(ready_moment(tensor, self.link))
             self._devices.append(memory.device)
         offset = int(tensor.storage_offset()) - int(memory.storage_offset())
-        late = getattr(tensor, READ_LATE, False)
-        self._views.append(_View(number, tensor.shape, tensor.stride(), offset, late))
+        read_late = getattr(tensor, READ_LATE, False)
+        self._views.append(_View(number, tensor.shape, tensor.stride(), offset, read_late))
         return len(self._views) - 1
 
     def pop_tensor(self, tensor_or_tensor_id: Any) -> Tensor:

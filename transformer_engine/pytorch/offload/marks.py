@@ -27,7 +27,7 @@ from ...common.checks import described, switch
 from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from ..tensor.quantizer import Matrix
+from ..tensor.quantizer import TransposedValues
 
 # Copying fewer elements costs more time than their memory is worth.
 SMALLEST = 256 * 1024
@@ -190,14 +190,14 @@ def list_tensors(saved: Any) -> list[Tensor]:
         return [tensor for member in saved for tensor in list_tensors(member)]
     if isinstance(saved, GroupedOperand):
         return [tensor for tensor in saved.tensors() if tensor is not None]
-    values = saved.values if isinstance(saved, Matrix) else saved
+    values = saved.values if isinstance(saved, TransposedValues) else saved
     return [values] if isinstance(values, Tensor) else []
 
 
 def mark_activation_offload(
     *tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True
 ) -> None:
-    """Accept the original's call: every saved activation is offloaded, unless `offload` is False.
+    """Accept NVIDIA's call: every saved activation is offloaded, unless `offload` is False.
 
     Args:
         tensors: Tensors, quantized tensors or None.

@@ -264,14 +264,14 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         """Begin to copy the layer's tensors back, before its backward."""
         self._state(layer_id, "start_reload_layer", OFFLOAD_FINISHED).start_reload()
 
-    def _state(self, layer: Any, step: str, needed: str) -> OffloadableLayerState:
+    def _state(self, layer: Any, step: str, prerequisite: str) -> OffloadableLayerState:
         whole("layer_id", layer, 0)
         if layer >= self.num_layers:
             raise ValueError(f"layer_id={layer}; there are layers 0 to {self.num_layers - 1}")
         state = self.layer_states[layer]
-        if state.state != needed:
+        if state.state != prerequisite:
             raise RuntimeError(
-                f"Invalid state: {step}({layer}) finds the layer {state.state}, not {needed}; call "
+                f"Invalid state: {step}({layer}) finds the layer {state.state}, not {prerequisite}; call "
                 "start_offload_layer, release_activation_forward_gpu_memory and start_reload_layer in this order"
             )
         return state

@@ -44,20 +44,17 @@ from .passes.contract import (
 )
 from .passes.patterns import BACKWARD_PAIRS, FORWARD_PAIRS
 
-_SHAPES = (tuple, torch.Size)  # saved values that are not tensors
-
 
 class PassState(NamedTuple):
     """State that the forward pass of an operation stores in its context in addition to tensors.
 
     Attributes:
         passes: The passes of the operation in this call.
-        forms, shapes: See `pack_values`.
+        forms: Non-tensor parts of the saved operands (`saving.pack`).
     """
 
     passes: OperationPasses
     forms: list[Any]
-    shapes: dict[int, Any]
 
 
 _unfused_blocks = 0  # open `unfused` block count
@@ -178,8 +175,7 @@ def _forward(
             del result
         if offloads and not passes[i].linears():  # a product marks its operands itself
             for tensor in saved[i]:
-                if type(tensor) not in _SHAPES:
-                    mark_ready(tensor)
+                mark_ready(tensor)
     returned: dict[int, Any] = {}
     output = _return_value(value, returned)
     extra_outputs = [
@@ -245,7 +241,7 @@ def _backward(
         saved[i] = ()
         # a product waits for each operand before it reads it
         if offloading.used and not passes[i].linears():
-            wait_for_saved(*[value for value in operands[1:] if type(value) not in _SHAPES])
+            wait_for_saved(*operands[1:])
         result: BackwardResult | None = None
         if fuse and remaining:
             earlier = remaining[-1]
@@ -324,10 +320,10 @@ def run_forward(
 
 
 def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
-    """Save values in a context: tensors by `save_for_backward`, forms and shapes in `pass_state`."""
-    tensors, forms, shapes = pack_values(saved)
+    """Save values in a context: tensors by `save_for_backward`, forms in `pass_state`."""
+    tensors, forms = pack(*saved)
     ctx.save_for_backward(*copy_in_traces(tensors))
-    ctx.pass_state = PassState(passes, forms, shapes)
+    ctx.pass_state = PassState(passes, forms)
 
 
 def copy_in_traces(tensors: Sequence[Any]) -> Sequence[Any]:
@@ -341,26 +337,6 @@ def copy_in_traces(tensors: Sequence[Any]) -> Sequence[Any]:
         tensor.clone() if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter else tensor
         for tensor in tensors
     ]
-
-
-def pack_values(saved: Sequence[Any]) -> tuple[list[Any], list[Any], dict[int, Any]]:
-    """Take saved forward-pass values apart for `save_for_backward`.
-
-    Returns:
-        The tensors in all values; by value the non-tensor part of an operand (`saving.pack`); {index: shape} for
-        values that are shapes.
-    """
-    shapes = {i: value for i, value in enumerate(saved) if type(value) in _SHAPES}
-    tensors, forms = pack(*[None if i in shapes else value for i, value in enumerate(saved)])
-    return tensors, forms, shapes
-
-
-def unpack_values(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, Any]) -> list[Any]:
-    """Invert `pack_values`."""
-    values = unpack(tensors, forms)
-    for i, shape in shapes.items():
-        values[i] = shape
-    return values
 
 
 def run_backward(
@@ -386,7 +362,7 @@ def run_backward(
                 "fuser_backward needs the state that fuser_forward of the same operation saves, and this context has "
                 "none; call fuser_forward of the basic operations with their contexts in the forward pass"
             )
-        saved.append(unpack_values(ctx.saved_tensors, ctx.pass_state.forms, ctx.pass_state.shapes))
+        saved.append(unpack(ctx.saved_tensors, ctx.pass_state.forms))
         ctx.saved_tensors = None
     dy = [grad_output]
     del grad_output

@@ -1,44 +1,46 @@
 """OperationFuser: runs a chain of operations as one differentiable function.
 
-A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself.
-These steps, in order, decide what a call computes:
+A chain is a list of consecutive operations in a `Sequential` (`sequential.py`), or a single operation that is called by
+itself (`FusibleOperation.forward`). The fuser replaces each fused operation, such as `Linear`, by its basic operations.
 
-1. `Sequential._find_parts` (`sequential.py`) finds sequences of operations that may fuse. Each sequence is the chain of
-   one `OperationFuser`.
-2. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
-3. The recipe of the autocast state is applied to the basic operations (`applied_recipe.py`).
-4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s, in both passes or in one
-   of them (`fusions.py`). They are considered for each new key of a prepared chain (step 5) and in each call in
-   segments, and called only if the registered functions, `first_with_backward` or the recipe differ from those of the
-   last results (`_fusions`). A replacement by a user in the forward pass only may leave the basic operations without
-   the state that their own backward passes read: see `ChainRun._save_missing_state`.
-5. The chain runs in one of two ways.
+**A call** (`OperationFuser.__call__`) runs in one of two ways:
 
-   - Prepared (`_find_prepared`): one forward and one backward pass. The passes are built once per key, which
-     describes the shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them
-     (`prepared_chain.py`).
-   - In segments (`_run_segments`): the chain is divided into segments anew in each call. Consecutive operations of
-     this package form a segment, unless a channel connects them. An operation whose methods a user wrote is a segment
-     that runs these methods (`chain_run.py`).
+| | prepared (`prepared_chain.py`) | in segments (`chain_run.py`) |
+| --- | --- | --- |
+| passes | one forward and one backward pass for the whole chain | a forward and a backward pass for each segment |
+| built | once for each key, which describes the shapes, dtypes and settings of a call (`call_key.py`) | in each call |
+| when | usually | if there is a reason not to run prepared |
 
-   A call runs prepared unless one of three functions returns a reason: `_reason_for_all_calls` for all calls of the
-   chain, `_reason_for_call` for one call, and `build_chain` (`prepared_chain.py`) for all calls with one key, for
-   example because a user wrote the methods of a replacement.
+A segment is either several consecutive operations of this package, or one operation whose methods a user wrote; a
+segment of the second kind runs these methods. A channel between two operations separates their segments.
 
-   Within `te.explain` every chain runs in segments, because an observer must see each choice. The report therefore
-   names why a chain would run in segments without `te.explain`: the reasons of the first two functions. It lacks those
-   of `build_chain`, which is not called then, and a forced backend (`te.use_backend`).
+Three functions return reasons to run in segments:
 
-6. Within a prepared chain or a segment, `chain.py` computes two neighboring operations together if the pair is in a
-   table (`passes/patterns.py`). Otherwise the kernel of a norm, an activation or a bias gradient may quantize its
-   result for the next operation. The result of a matrix product is quantized by its reader.
+| function | reason for | examples |
+| --- | --- | --- |
+| `_reason_for_all_calls` | all calls of the chain | methods of a user, channels |
+| `_reason_for_call` | one call | keyword arguments, torch.compile, te.explain |
+| `build_chain` (`prepared_chain.py`) | all calls with one key | a registered fusion with methods of a user |
 
-While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
-checkpoints, raise an error for such side effects.
+**What is computed together** is decided in `chain.py`, the next file to read, for prepared chains and segments alike.
+Two neighboring operations in a table (`passes/patterns.py`) are one step. Otherwise the kernel of a norm, an activation
+or a bias gradient may quantize its result for the next operation.
 
 `first_with_backward`, in this file and others, is the index of the first basic operation that the backward pass
 reaches: the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients
 are disabled, the index is the number of basic operations.
+
+**Registered fusions.** Users register functions that replace basic operations by `FusedOperation`s, in both passes or
+in one of them (`fusions.py`). They are applied for each new key, and in each call in segments, unless nothing that they
+depend on has changed (`_update_fusions`). A user's replacement in the forward pass only may leave the basic operations
+without the state that their own backward passes read: see `ChainRun._save_missing_state`.
+
+**te.explain** must see each choice of a backend, so within it every chain runs in segments. It reports the reasons of
+the first two functions above, for which the chain would run in segments without `te.explain`. The reasons of
+`build_chain`, which is not called then, and a forced backend (`te.use_backend`) are not reported.
+
+While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
+checkpoints, raise an error for such side effects.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ from .links import Links, check_options_count, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_passes, initialize_operations
-from .prepared_chain import PreparedChain, Unprepared, build_chain
+from .prepared_chain import PreparedChain, build_chain
 
 # Beside the fuser, original names that other libraries import from here.
 __all__ = [
@@ -83,12 +85,11 @@ __all__ = [
     "register_forward_fusion",
 ]
 
-# Reason for a call within `te.use_backend` or `te.explain`. `__call__` does not report it: within `te.explain` it
-# always holds. A forced backend is therefore not reported either.
+# Reason for a call within `te.use_backend` or `te.explain`. Not reported, because it always holds within `te.explain`.
 _INTERVENTION = (
     "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 )
-# Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
+# Prepared chains per fuser. A full cache is cleared. It fills if shapes vary: then each call builds its passes.
 _MAX_PREPARED = 64
 
 
@@ -96,15 +97,14 @@ class OperationFuser:
     """Runs consecutive operations as one differentiable function.
 
     Args:
-        ops: The operations in order. Of a fused operation the fuser runs the basic operations, not its own
-            `fuser_forward` and `fuser_backward`.
+        ops: The operations in order.
         channels: Channel names that connect these operations with other parts of the container. The caller
             passes and receives the tensors of these channels as extra inputs and outputs (see `Links`).
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller passes.
         forward_fusion_functions: Functions from `register_forward_fusion`. All fusers share this list and the next
-            two, which change by registration only.
+            two, which change by registration only (`fusions.py`).
         backward_fusion_functions: Functions from `register_backward_fusion`.
         forward_backward_fusion_functions: Functions from `register_forward_backward_fusion`.
     """
@@ -123,15 +123,15 @@ class OperationFuser:
         self.channels = channels
         self._links = Links(self._basic_ops, channels)
         # Reason why all calls run in segments, or None.
-        self._reason_never_prepared = _reason_for_all_calls(self._basic_ops, self._links)
+        self._reason_against_preparing = _reason_for_all_calls(self._basic_ops, self._links)
         self.num_extra_inputs: int = len(self._links.public_inputs)
-        # A fuser that is created in a graph is discarded after the trace, so its operations stay changeable.
+        # A fuser that is created in a graph is discarded after the trace, so channels may still change.
         if not torch.compiler.is_compiling():
             for op in self._basic_ops:
                 op.fix_channels()
 
         # Operations whose `pre_first_fuser_forward` has not run yet: all until the first call in eager mode, then none.
-        self._uninitialized: Sequence[FusibleOperation] = list(ops)
+        self._ops_to_initialize: Sequence[FusibleOperation] = list(ops)
         # The recipe that the operations use from one call to the next.
         self._applied_recipe = AppliedRecipe(self._basic_ops)
 
@@ -142,7 +142,8 @@ class OperationFuser:
         # Prepared chains by key. A key contains the recipe indirectly: each recipe gives the operations quantizers with
         # another `_quantizers_version`.
         self._keys = CallKeys(self._basic_ops)
-        self._prepared: dict[tuple[Any, ...], PreparedChain | Unprepared] = {}
+        # Value for a key whose calls run in segments: the reason.
+        self._prepared: dict[tuple[Any, ...], PreparedChain | str] = {}
         # The fusion functions, copied, with which the chains in `_prepared` were built.
         self._functions_of_prepared = _copy_lists(self._fusion_functions)
 
@@ -177,22 +178,18 @@ class OperationFuser:
         # Check and convert the values; clone a tensor that must not be written in place.
         if extra_inputs:
             extra_inputs = self._links.convert_extra_inputs(input, extra_inputs)
-        if self._uninitialized:
-            initialize_operations(self._uninitialized)
+        if self._ops_to_initialize:
+            initialize_operations(self._ops_to_initialize)
             if not torch.compiler.is_compiling():
-                self._uninitialized = ()
-        # Must come first: it may change `_applied_recipe.stateful`, which `_reason_for_call` reads, and the operations'
-        # `_quantizers_version`, which the key in `_find_prepared` contains.
+                self._ops_to_initialize = ()
+        # Creates the quantizers, on which the reason (`_applied_recipe.stateful`) and the key of the chain depend.
         state = self._apply_recipe()
         reason = self._reason_for_call(basic_op_kwargs)
         if reason is None:
-            found, inputs = self._find_prepared(state, input, extra_inputs)
-            if isinstance(found, PreparedChain):
-                # A chain found in the cache did not go through `_update_fusions`; `_forward_ops` and similar
-                # properties must show this call.
-                self._fusions = found.fusions
-                return found(inputs)
-            # `found` is `Unprepared`: calls with this key run in segments. `te.explain` never gets here.
+            chain, inputs = self._find_prepared(state, input, extra_inputs)
+            if isinstance(chain, PreparedChain):
+                self._fusions = chain.fusions  # for `_forward_ops` and similar properties
+                return chain(inputs)
         elif is_explaining() and reason is not _INTERVENTION:
             names = ", ".join([type(op).__name__ for op in self._basic_ops])
             note(f"the chain {names} runs in segments: {reason}")
@@ -226,9 +223,9 @@ class OperationFuser:
         return state
 
     def _reason_for_call(self, options: list[dict[str, Any]] | None) -> str | None:
-        """Reason why a call runs in segments; None if it runs prepared, unless `build_chain` rejects its key."""
-        if self._reason_never_prepared is not None:
-            return self._reason_never_prepared
+        """Reason why a call runs in segments; None if it runs prepared, unless `build_chain` returns a reason."""
+        if self._reason_against_preparing is not None:
+            return self._reason_against_preparing
         if options is not None and any(options):
             return "the call has keyword arguments"
         if torch.compiler.is_compiling():
@@ -246,7 +243,7 @@ class OperationFuser:
 
     def _find_prepared(
         self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> tuple[PreparedChain | Unprepared, list[Any]]:
+    ) -> tuple[PreparedChain | str, list[Any]]:
         """Look up the prepared chain for a call; the first call with a key builds the chain.
 
         Returns:
@@ -257,10 +254,10 @@ class OperationFuser:
             self._prepared.clear()
             self._functions_of_prepared = _copy_lists(self._fusion_functions)
         key, inputs = self._keys.key_and_inputs(state, x, extra_inputs)
-        found = self._prepared.get(key)
-        if found is None:
+        chain = self._prepared.get(key)
+        if chain is None:
             parameters = self._read_parameters()
-            found = build_chain(
+            chain = build_chain(
                 self._basic_ops,
                 self._update_fusions(state, x, parameters, extra_inputs),
                 x,
@@ -270,8 +267,8 @@ class OperationFuser:
             )
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            self._prepared[key] = found
-        return found, inputs
+            self._prepared[key] = chain
+        return chain, inputs
 
     def _run_segments(
         self,
@@ -331,11 +328,9 @@ class OperationFuser:
         if x.requires_grad:
             return 0
         extra_by_operation = self._links.by_operation(extra_inputs)
-        for index, (own_parameters, own_extra) in enumerate(
-            zip(parameters, extra_by_operation, strict=True)
-        ):
-            tensors = [*own_parameters, *[tensor for tensor in own_extra if tensor is not None]]
-            if any(tensor.requires_grad for tensor in tensors):
+        for index, tensors in enumerate(zip(parameters, extra_by_operation, strict=True)):
+            own_tensors = [tensor for group in tensors for tensor in group if tensor is not None]
+            if any(tensor.requires_grad for tensor in own_tensors):
                 return index
         return len(self._basic_ops)
 

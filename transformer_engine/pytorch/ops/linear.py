@@ -5,26 +5,24 @@
 | None, "column", or any mode with one rank | `BasicLinear`, `Bias` |
 | "row" with several ranks | `BasicLinear`, `Bias`, `AllReduce` (with sequence parallelism `ReduceScatter`) |
 
-This file chooses the operations, owns their parameters and translates state-dict keys; the operations compute y and the
-gradients:
+This file chooses the operations, owns their parameters and translates state-dict keys. `forward` is inherited
+(`operation.py`): alone, the layer runs as a chain of its own; in a `Sequential`, as a part of the container's chain
+(`fuser.py`). A call has three steps:
 
-1. `BasicLinear` owns the quantizers of the recipe (`recipe_slots.py`).
-2. `BasicLinear.passes` (`basic/basic_linear.py`) returns a `LinearPasses`, and `Bias.passes` a `BiasPasses`. Such an
-   object holds the forward and the backward function of one operation (`passes/linear.py`, `passes/bias.py`).
-3. If both follow each other, `passes/patterns.py` adds the bias in the epilogue of the product.
-4. `LinearPasses` calls `functions/linear.py`, which quantizes the operands (`functions/linear_operands.py`) and
-   computes the product.
+1. The method `passes` of each operation returns its forward and backward function for one kind of call: `LinearPasses`
+   (`passes/linear.py`) and `BiasPasses` (`passes/bias.py`). The recipe's quantizers belong to `BasicLinear`
+   (`recipe_slots.py`).
+2. `passes/patterns.py` adds the bias in the epilogue of the product.
+3. `LinearPasses` calls `functions/linear.py`, which quantizes the operands and multiplies.
 
 `Linear` owns the parameters that these operations read (`lent_parameters.py`), so that torch's tools find
-`weight` and `bias` as in torch.nn.Linear. State dicts use the keys of NVIDIA's Transformer Engine, which
-contain the index of the operation ("basic_ops.0.weight"). The keys of torch.nn.Linear ("weight", "bias") can
-be loaded too.
+`weight` and `bias` as in torch.nn.Linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,22 +40,8 @@ _OPERATION_INDEX = {"weight": 0, "bias": 1}
 _FSDP_PREFIX = "_fsdp_wrapped_module."
 
 
-class _ParameterKeys(NamedTuple):
-    """State-dict keys for a parameter of `Linear`.
-
-    Attributes:
-        name: Parameter name, such as "weight".
-        own: Key by the parameter name: prefix + "weight".
-        saved: Key by the basic operation: prefix + "basic_ops.0.weight".
-    """
-
-    name: str
-    own: str
-    saved: str
-
-
 class Linear(PassFusedOperation):
-    """y = x @ weight.T + bias over the last dimension of x.
+    """Compute y [.., out_features] = x [.., in_features] @ weight.T + bias.
 
     State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" can be loaded
     too. Within torch.distributed.fsdp.FullyShardedDataParallel, which looks parameters up by their names, the
@@ -74,8 +58,8 @@ class Linear(PassFusedOperation):
         in_features: Size of the last input dimension, over all ranks.
         out_features: Size of the last output dimension, over all ranks.
         bias: Add a bias.
-        device: Parameter device, by default the GPU if there is one. With "meta" the first forward pass
-            allocates the parameters.
+        device: Parameter device, by default the GPU if there is one, unlike torch.nn. With "meta" the first forward
+            pass allocates the parameters.
         dtype: Parameter dtype, by default torch's default dtype.
         tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
@@ -102,7 +86,7 @@ class Linear(PassFusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        # Checks the arguments and says which mode is in effect. `BasicLinear` and `Bias` derive the same from them.
+        # Raises an error for invalid arguments. `parallel.mode` is None with one rank.
         parallel = create_tensor_parallel(
             tensor_parallel_mode,
             tensor_parallel_group,
@@ -111,7 +95,6 @@ class Linear(PassFusedOperation):
             out_features,
         )
         has_bias = to_bool("bias", bias)
-        # Not the argument `tensor_parallel_mode`: with one rank `parallel` has no mode.
         is_row_parallel = parallel.mode == "row"
         linear_options: dict[str, Any] = {
             "device": device,
@@ -195,14 +178,22 @@ class Linear(PassFusedOperation):
         super().register_parameter(name, param)
 
     def _check_bias(self, name: str, value: Any) -> None:
-        """Raise ValueError if no operation would add the bias. `_has_bias` is unset during construction."""
+        """Raise ValueError if no operation would add the bias.
+
+        `_has_bias` is unset during construction, when `self._has_bias` would raise an error.
+        """
         if name == "bias" and value is not None and not self.__dict__.get("_has_bias", True):
             raise ValueError("this Linear has no bias; construct it with bias=True")
 
-    def _parameter_keys(self, prefix: str) -> list[_ParameterKeys]:
-        """State-dict keys for each parameter that `Linear` owns."""
+    def _parameter_keys(self, prefix: str) -> dict[str, str]:
+        """State-dict keys of the parameters that `Linear` owns.
+
+        Returns:
+            {key as in torch.nn.Linear, prefix + "weight": key with the index of the basic operation,
+            prefix + "basic_ops.0.weight"}.
+        """
         operations = self.basic_operations()
-        keys: list[_ParameterKeys] = []
+        keys: dict[str, str] = {}
         for name, index in _OPERATION_INDEX.items():
             # A parametrization removes the name from `_parameters`. None means that there is no bias.
             is_none = name in self._parameters and self._parameters[name] is None
@@ -210,11 +201,8 @@ class Linear(PassFusedOperation):
                 continue
             # A user may have replaced the operation, for example `linear.basic_ops[0] = LoRA(..)`. If the new
             # one owns a parameter of this name, it saves and loads the parameter itself.
-            if name in operations[index]._parameters:
-                continue
-            keys.append(
-                _ParameterKeys(name, f"{prefix}{name}", f"{prefix}basic_ops.{index}.{name}")
-            )
+            if name not in operations[index]._parameters:
+                keys[f"{prefix}{name}"] = f"{prefix}basic_ops.{index}.{name}"
         return keys
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -223,9 +211,9 @@ class Linear(PassFusedOperation):
         # FullyShardedDataParallel looks the entries up by parameter name (class docstring), so they keep these keys.
         if _FSDP_PREFIX in prefix:
             return
-        for keys in self._parameter_keys(prefix):
-            if keys.own in destination:
-                destination[keys.saved] = destination.pop(keys.own)
+        for torch_key, indexed_key in self._parameter_keys(prefix).items():
+            if torch_key in destination:
+                destination[indexed_key] = destination.pop(torch_key)
 
     def _load_from_state_dict(
         self,
@@ -242,30 +230,29 @@ class Linear(PassFusedOperation):
         Raises:
             RuntimeError: The state dict has a parameter under both keys.
         """
-        all_keys = self._parameter_keys(prefix)
+        keys = self._parameter_keys(prefix)
         moved: dict[str, str] = {}
-        for keys in all_keys:
-            if keys.saved not in state_dict:
+        for torch_key, indexed_key in keys.items():
+            if indexed_key not in state_dict:
                 continue
-            parameter = self._parameters.get(keys.name)  # None if parametrized
-            # Two entries are an error, unless the one under `keys.own` is the parameter itself:
+            parameter = self._parameters.get(torch_key.removeprefix(prefix))  # None if parametrized
+            # Two entries are an error, unless the one under `torch_key` is the parameter itself:
             # torch.distributed.checkpoint.state_dict adds this entry.
-            if keys.own in state_dict and state_dict[keys.own] is not parameter:
+            if torch_key in state_dict and state_dict[torch_key] is not parameter:
                 raise RuntimeError(
-                    f"the state dict has {keys.own} and {keys.saved}, which are the same parameter of Linear; remove "
+                    f"the state dict has {torch_key} and {indexed_key}, which are the same parameter of Linear; remove "
                     "one of them"
                 )
             # `load_state_dict` passes a shallow copy. Without `pop`, `BasicLinear` would report the key as unexpected.
-            state_dict[keys.own] = _sharded_as(parameter, state_dict.pop(keys.saved))
-            moved[keys.own] = keys.saved
+            state_dict[torch_key] = _sharded_as(parameter, state_dict.pop(indexed_key))
+            moved[torch_key] = indexed_key
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         # Report keys as the state dict had them, and missing ones as `_save_to_state_dict` writes them.
         unexpected_keys[:] = [moved.get(key, key) for key in unexpected_keys]
         if _FSDP_PREFIX not in prefix:
-            reported = {keys.own: keys.saved for keys in all_keys}
-            missing_keys[:] = [reported.get(key, key) for key in missing_keys]
+            missing_keys[:] = [keys.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -274,9 +261,9 @@ class Linear(PassFusedOperation):
 def _sharded_as(parameter: Any, value: Any) -> Any:
     """Shard a full value like a DTensor parameter, without communication.
 
-    `torch.distributed.checkpoint.state_dict` shards a value only if its key is the parameter's name, so not one under
-    `_ParameterKeys.saved`. A value that is a DTensor already, or whose
-    parameter is a plain tensor, is returned unchanged.
+    `torch.distributed.checkpoint.state_dict` shards a value only if its key is the parameter's name, so not one that
+    contains "basic_ops". A value that is a DTensor already, or whose parameter is a plain tensor, is returned
+    unchanged.
     """
     if (
         not is_distributed(parameter)

@@ -366,11 +366,7 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
-        if self.num_extra_inputs or self.num_extra_outputs:
-            raise RuntimeError(
-                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
-                "outputs, which op_forward cannot pass; override fuser_forward and fuser_backward"
-            )
+        reject_extra_tensors(self, "op_forward", "override fuser_forward and fuser_backward")
         output = self.op_forward(
             basic_op_ctxs[0],
             input_,
@@ -387,11 +383,7 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
-        if self.num_extra_inputs or self.num_extra_outputs:
-            raise RuntimeError(
-                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
-                "outputs, which op_backward cannot pass; override fuser_forward and fuser_backward"
-            )
+        reject_extra_tensors(self, "op_backward", "override fuser_forward and fuser_backward")
         returned: Any = self.op_backward(basic_op_ctxs[0], grad_output)
         pair = isinstance(returned, (tuple, list)) and len(returned) == 2
         if not pair or not isinstance(returned[1], Iterable) or isinstance(returned[1], Tensor):
@@ -407,6 +399,15 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
                 "the parameters), with () for no parameters"
             )
         return returned[0], [returned[1]], [()]
+
+
+def reject_extra_tensors(op: BasicOperation, method: str, remedy: str) -> None:
+    """Raise RuntimeError if an operation has extra inputs or outputs, which a method cannot pass."""
+    if op.num_extra_inputs or op.num_extra_outputs:
+        raise RuntimeError(
+            f"{type(op).__name__}.{method} cannot pass {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} "
+            f"extra outputs; {remedy}"
+        )
 
 
 class FusedOperation(FusibleOperation):

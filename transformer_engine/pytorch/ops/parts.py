@@ -62,7 +62,7 @@ class ContainerPart:
         if self.is_fused_chain:
             return self.runner(x, *extra_inputs, basic_op_kwargs=options if any(options) else None)
         # The connection outlives the call, because a checkpoint repeats `forward` in the backward pass. `disconnect`
-        # ends it.
+        # ends it. A compiler that traces a checkpoint rejects this side effect, unless the connection exists already.
         self.runner.connect(self.channels)
         if not any(options):
             return self.runner(x, *extra_inputs)

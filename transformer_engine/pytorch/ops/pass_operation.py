@@ -13,7 +13,13 @@ from ..runtime.device import canonical_device
 from ..runtime.tracing import constant_while_tracing
 from ..tensor.quantizer import Quantizer
 from .chain import run_backward, run_forward
-from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .operation import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    OperationContext,
+    reject_extra_tensors,
+)
 from .passes.contract import InputFacts, OperationCall, OperationPasses
 from .recipe_slots import operations_by_name
 
@@ -81,13 +87,13 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
         next_op_input_quantizer: Quantizer | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        _reject_extra_tensors(self, "op_forward", "fuser_forward")
+        reject_extra_tensors(self, "op_forward", "call fuser_forward")
         return run_forward([self], [ctx], input_, [()], [kwargs])[0]
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
-        _reject_extra_tensors(self, "op_backward", "fuser_backward")
+        reject_extra_tensors(self, "op_backward", "call fuser_backward")
         grad_input, parameters, _ = run_backward([ctx], grad_output, [()])
         return grad_input, parameters[0]
 
@@ -125,14 +131,6 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
             return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
         return super().fuser_backward(
             basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
-        )
-
-
-def _reject_extra_tensors(op: BasicOperation, method: str, instead: str) -> None:
-    if op.num_extra_inputs or op.num_extra_outputs:
-        raise RuntimeError(
-            f"{type(op).__name__}.{method} cannot pass {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} "
-            f"extra outputs; call {instead}"
         )
 
 

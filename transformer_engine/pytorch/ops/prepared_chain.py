@@ -18,12 +18,12 @@ from torch import Tensor
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
-from ..functions.saving import save_tensors, take_saved
+from ..functions.saving import pack, save_tensors, take_saved, unpack
 from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
+from .chain import backward, build_passes, forward, fusion_enabled
 from .chain_run import clone_shared_quantized, create_contexts, distinct
 from .fusions import FusionResults
 from .operation import BasicOperation, FusibleOperation
@@ -148,16 +148,6 @@ class PreparedChain:
             return self(inputs, gathered=True)
 
 
-class Unprepared(NamedTuple):
-    """Result of `build_chain` for a key whose calls run in segments.
-
-    Attributes:
-        reason: Why they do.
-    """
-
-    reason: str
-
-
 def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: FusionResults,
@@ -165,7 +155,7 @@ def build_chain(
     extra_inputs: Sequence[Sequence[Any]],
     parameters: Sequence[Sequence[Any]],
     updates_scales: bool,
-) -> PreparedChain | Unprepared:
+) -> PreparedChain | str:
     """Prepare a chain whose basic operations all have passes.
 
     Args:
@@ -183,9 +173,7 @@ def build_chain(
     for direction, indexed in (("forward", fusions.forward), ("backward", fusions.backward)):
         for op, _ in indexed:
             if not has_pass(op, direction):
-                return Unprepared(
-                    f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
-                )
+                return f"a user wrote the methods of {type(op).__name__}, which a fusion function inserted"
     for op, indices in fusions.forward:
         op.pre_fuser_forward(requires_grad=indices[-1] >= first_with_backward)
     contexts = create_contexts(len(basic_ops), first_with_backward, x)
@@ -195,9 +183,7 @@ def build_chain(
     for op, read, own in zip(basic_ops, read_parameters, parameters, strict=True):
         # Gradients are returned in the order of `own_tensors`.
         if len(read) != len(own) or any(a is not b for a, b in zip(read, own, strict=True)):
-            return Unprepared(
-                f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
-            )
+            return f"the passes of {type(op).__name__} read other parameters than its own_tensors returns"
     # Checks that every call repeats, because they depend on more than the key (main_grad).
     checks = [
         partial(op.pre_fuser_forward, requires_grad=i >= first_with_backward)
@@ -232,19 +218,19 @@ def _forward_pass(
     outputs = (y, *itertools.chain(*extra))
     start = chain.first_with_backward
     if start == len(chain.passes):
-        return outputs, ([], {}, ())
+        return outputs, ([], ())
     saved[:start] = [()] * start
-    parts, forms, shapes = pack_values(list(itertools.chain(*saved)))
-    return (*outputs, *parts), (forms, shapes, tuple(map(len, saved)))
+    parts, forms = pack(*itertools.chain(*saved))
+    return (*outputs, *parts), (forms, tuple(map(len, saved)))
 
 
 def _backward_pass(
     tensors: list[Any], chain: PreparedChain, ctx: Any
 ) -> tuple[tuple[Any, ...], None]:
     """Forward-input gradients from the output gradients and the saved tensors."""
-    forms, shapes, lengths = ctx.forms
+    forms, lengths = ctx.forms
     gradients = tensors[: chain.outputs]
-    values = iter(unpack_values(tensors[chain.outputs :], forms, shapes))
+    values = iter(unpack(tensors[chain.outputs :], forms))
     tensors.clear()
     start = chain.first_with_backward
     saved: list[Sequence[Any]] = [

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from ...common.recipe import Recipe, is_unchanged, recipe_revision
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
-from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
+from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState
 from ..quantization.autocast import AutocastState
 from ..quantization.extra_state import (
     check_extra_state,
@@ -204,18 +204,14 @@ class RecipeSlots:
             return
         meta = self._fp8_metas[mode]
         previous = None if meta is None else meta.get(KEYS[mode])
-        with torch.inference_mode(False):  # later steps write to the state
-            state = RecipeState.renew(
-                previous,
-                recipe,
-                mode=mode,
-                num_quantizers=count,
-                device=self._state_device(),
-                roles=self.get_quantizer_roles(mode),
-            )
-        if previous is not None and previous is not state:
-            for replaced in previous.delayed_states:
-                delayed_scaling.unregister(replaced)
+        state = RecipeState.renew(
+            previous,
+            recipe,
+            mode=mode,
+            num_quantizers=count,
+            device=self._state_device(),
+            roles=self.get_quantizer_roles(mode),
+        )
         self._fp8_metas[mode] = {"recipe": recipe, "fp8_group": group, KEYS[mode]: state}
         self._quantizers[mode] = state.make_quantizers()
 

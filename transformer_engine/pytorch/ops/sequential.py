@@ -2,21 +2,22 @@
 
 A container divides its modules into parts (`parts.py`) and calls the parts in order. A part is one of two kinds:
 
-- A fused chain: one or more consecutive operations. `fuser.py` runs the chain, and `chain.py` decides which operations
-  a kernel computes together.
+- A fused chain: one or more consecutive operations. An `OperationFuser` runs the chain (`fuser.py`, the next file to
+  read).
 - A single module: a module that is not an operation, such as torch.nn.Linear, or an operation that must be called as a
   module, for example because it has a hook (`intercepted_calls.py`).
 
-Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
-extra input, or an earlier operation provides it through a channel, a name that both operations set.
+`Sequential.forward` runs a call, and `_find_parts` returns its parts. An operation is either basic, or it consists of
+basic operations, such as `te.ops.Linear` of a product and a bias. For example, a container of Linear, GELU,
+torch.nn.Dropout and Linear has three parts: the chain of BasicLinear, Bias and GELU; the module Dropout; and the chain
+of BasicLinear and Bias.
 
-Within `autocast`, operations and modules of this package use the recipe given to `autocast`.
+Besides the main input and output, operations may have extra inputs and outputs. The caller passes an extra input,
+unless a channel provides it (`channels.py`): after `a.set_extra_output_channel(0, "s")` and
+`b.set_extra_input_channel(0, "s")`, operation b reads the extra output of the earlier operation a.
 
-torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
-attributes of existing objects: higher-order operators such as checkpoints raise an error for such side effects. One
-exception: `FusibleOperation.connect` stores in an operation which of its channels lead to other parts, when it runs as
-a single module (`ContainerPart.call`), and clears this when it joins a chain (`disconnect`). If it has such channels,
-the container's first call after a hook is added or removed can therefore not be traced within a checkpoint.
+torch.compile sees the same parts. After a hook is added to or removed from an operation with channels, run the
+container once before a compiler traces it within a checkpoint (`ContainerPart.call`).
 """
 
 from __future__ import annotations
@@ -37,46 +38,6 @@ from .operation import BasicOperation, FusedOperation, FusibleOperation
 from .parts import ContainerPart, call_parts, connecting_channels, disconnect
 
 
-class _CacheKey(NamedTuple):
-    """Everything that the division of a Sequential into parts depends on.
-
-    Channels are left out, because `_find_parts` makes them unchangeable.
-
-    Attributes:
-        modules: All modules of the container, in order (the values of `_modules`).
-        ops_and_basic_ops: The container's operations and their basic operations. The latter are included so that
-            replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
-        fusing_ops: The container's operations that fuse: nothing intercepts their calls or those of their basic
-            operations.
-    """
-
-    modules: list[torch.nn.Module | None]
-    ops_and_basic_ops: list[FusibleOperation]
-    fusing_ops: list[FusibleOperation]
-
-    def equals(self, other: _CacheKey) -> bool:
-        """Compare one list after the other: in torch 2.11, Dynamo cannot trace the comparison of tuples of lists."""
-        return (
-            self.modules == other.modules
-            and self.ops_and_basic_ops == other.ops_and_basic_ops
-            and self.fusing_ops == other.fusing_ops
-        )
-
-
-class _CachedParts(NamedTuple):
-    """Division of a Sequential into parts, valid for calls whose key is equal.
-
-    Attributes:
-        key: Key of the call that divided the container.
-        operations: Subset of `key.modules` that are operations.
-        parts: Fused chains and single modules, in order.
-    """
-
-    key: _CacheKey
-    operations: list[FusibleOperation]
-    parts: list[ContainerPart]
-
-
 class Sequential(CheckedLoading, torch.nn.Sequential):
     """Runs modules one after another, as `torch.nn.Sequential`, and fuses consecutive operations.
 
@@ -84,18 +45,20 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     `forward` takes the extra inputs that no channel provides. After the main output, it returns the extra
     outputs, except those that are set to `output_to_caller=False` (`set_extra_output_channel`).
 
-    The list methods differ from those of `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does
-    not rename the remaining modules, `append` uses the number after the highest one as the name, and `insert` renames
-    all modules and, as `list.insert`, accepts an index outside of the list. `*` repeats the same modules, which share
-    their parameters. A child is None after `chain.name = None` or `add_module(name, None)`:
-    iteration and calls skip it, indices and `len` count it.
+    State dicts are checked before they are loaded (`CheckedLoading`). The list methods are those of the `Sequential`
+    in NVIDIA's Transformer Engine, with whose checkpoints the names of modules must agree. They differ from
+    `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does not rename the remaining modules,
+    `append` uses the number after the highest one as the name, and `insert` renames all modules and, as
+    `list.insert`, accepts an index outside of the list. `*` repeats the same modules, which share their parameters.
+    A child is None after `chain.name = None` or `add_module(name, None)`: iteration and calls skip it, indices and
+    `len` count it.
 
     Args:
         *args: Modules in order, or one dict {name: module}.
     """
 
-    # Division for the last call in eager mode. Written by `_find_parts`; no copy or pickle contains it.
-    _cached_parts: _CachedParts | None = None
+    # Division for the last call in eager mode. `_find_parts` writes it, `__getstate__` leaves it out of copies.
+    _division: _Division | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
@@ -105,6 +68,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         else:
             for module in args:
                 self.append(_check_module(module))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for copies and pickles, without the division; a copy computes its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_division"}
 
     if TYPE_CHECKING:
         # Declared as Tensor, the usual result; with extra outputs it is a tuple (`forward`).
@@ -126,9 +93,9 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         Args:
             input: The main input.
             *extra_inputs: Extra inputs that no channel provides, in the order of the operations.
-            op_kwargs: {basic operation: dict of keyword arguments}. The operation is a child of the container or
-                one of the `basic_ops` of a child. A child that is a basic operation may be given by its index. If
-                two keys name one operation, the later one counts.
+            op_kwargs: {basic operation: dict of keyword arguments}. The operation is a child of the container, which
+                may also be given by its index, or one of the `basic_ops` of a child. If two keys name one operation,
+                the later one counts.
 
         Returns:
             The output, or a tuple (output, *extra outputs).
@@ -139,16 +106,18 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 operation in this container, or the operation does not accept a keyword argument.
         """
         parts = self._find_parts()
+        if is_explaining():
+            self._note_unfused()
         # The usual case, without the time that `call_parts` takes for extra tensors between parts.
         if len(parts) == 1 and parts[0].is_fused_chain and op_kwargs is None:
             return parts[0].runner(input, *extra_inputs)
-        return call_parts(parts, input, extra_inputs, self._options_by_id(op_kwargs))
+        return call_parts(parts, input, extra_inputs, _options_by_operation(self, op_kwargs))
 
     def _find_parts(self) -> list[ContainerPart]:
-        """Parts for this call, from the cache if the key is equal.
+        """Parts for this call, from the cached division if nothing has changed.
 
-        The key is computed in each call, because torch does not tell a container about new hooks, `compile()` or
-        changes within a child.
+        This is checked in each call, because torch does not tell a container about new hooks, `compile()` or changes
+        within a child.
 
         An operation fuses unless something intercepts its calls (`any_intercepted`): a hook, `compile()`, or a
         replaced `forward` or `__call__`. A fused chain calls no module, so it would skip the interception. The same
@@ -158,21 +127,23 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         operations = self._list_operations(modules)
         ops_and_basic_ops = list_interceptable(operations)
         fusing_ops = _without_intercepted(operations, ops_and_basic_ops)
-        if is_explaining():
-            self._note_unfused()
-        # Modules compare by identity. An equal key therefore means: the same objects, in the same order, and the same
-        # of them intercepted.
-        key = _CacheKey(modules, ops_and_basic_ops, fusing_ops)
-        cached = self._cached_parts
-        if cached is not None and cached.key.equals(key):
+        # Modules compare by identity: the same objects in the same order, and the same of them intercepted. In torch
+        # 2.11, Dynamo cannot trace the comparison of tuples of lists.
+        cached = self._division
+        if (
+            cached is not None
+            and cached.modules == modules
+            and cached.ops_and_basic_ops == ops_and_basic_ops
+            and cached.fusing_ops == fusing_ops
+        ):
             return cached.parts
         parts = self._build_parts(fusing_ops)
         if not torch.compiler.is_compiling():  # no side effects while tracing
+            # Parts depend on the channels, which can therefore not change after the first call.
             for part in parts:
                 for operation in part.basic_ops:
-                    # For single modules; a fuser has fixed the channels of its own operations.
                     operation.fix_channels()
-            self._cached_parts = _CachedParts(key, operations, parts)
+            self._division = _Division(modules, operations, ops_and_basic_ops, fusing_ops, parts)
         return parts
 
     def _list_operations(self, modules: list[torch.nn.Module | None]) -> list[FusibleOperation]:
@@ -180,8 +151,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         Cached with the parts: isinstance with an abstract class would take time in each call.
         """
-        cached = self._cached_parts
-        if cached is not None and cached.key.modules == modules:
+        cached = self._division
+        if cached is not None and cached.modules == modules:
             return cached.operations
         return [module for module in modules if isinstance(module, FusibleOperation)]
 
@@ -201,7 +172,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             else:
                 groups.append([module])
         ops_by_group = [
-            [operation for module in group for operation in _basic_operations(module)]
+            [operation for module in group for operation in _basic_ops_in(module)]
             for group in groups
         ]
         channels_by_group = connecting_channels(ops_by_group)
@@ -225,8 +196,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         NVIDIA's Transformer Engine uses this name. The value is None until the first forward pass in eager
         mode, and after a change of modules until the next forward pass.
         """
-        cached = self._cached_parts
-        if cached is None or cached.key.modules != list(self._modules.values()):
+        cached = self._division
+        if cached is None or cached.modules != list(self._modules.values()):
             return None
         return [part.runner for part in cached.parts]
 
@@ -238,57 +209,6 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 note(
                     f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}"
                 )
-
-    def _options_by_id(
-        self, op_kwargs: Mapping[Any, dict[str, Any]] | None
-    ) -> dict[int, dict[str, Any]]:
-        """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
-
-        Raises:
-            TypeError: `op_kwargs`, or the value of a key, is not a dict.
-            ValueError: A key names no basic operation that is a child or a basic operation of a child.
-        """
-        if op_kwargs is None:
-            return {}
-        if not isinstance(op_kwargs, Mapping):
-            raise TypeError(
-                f"op_kwargs={op_kwargs!r} is {with_article(type(op_kwargs))}; give a dict {{basic operation, or the "
-                "index of one: dict of keyword arguments}"
-            )
-        basic_ids = {id(operation) for module in self for operation in _basic_operations(module)}
-        result: dict[int, dict[str, Any]] = {}
-        for target, options in op_kwargs.items():
-            if not isinstance(options, Mapping):
-                raise TypeError(
-                    f"op_kwargs contains {options!r}, which is {with_article(type(options))}; give a dict of keyword "
-                    "arguments"
-                )
-            if isinstance(target, int) and not -len(self) <= target < len(self):
-                raise ValueError(
-                    f"op_kwargs names operation {target} of a Sequential of {len(self)} modules"
-                )
-            op = self[target] if isinstance(target, int) else target
-            if not isinstance(op, BasicOperation):
-                remedy = (
-                    "; use one of its basic_ops as the key"
-                    if isinstance(op, FusedOperation)
-                    else ""
-                )
-                raise ValueError(
-                    f"op_kwargs names {with_article(type(op))}, but only basic operations take keyword arguments"
-                    f"{remedy}"
-                )
-            if id(op) not in basic_ids:
-                raise ValueError(
-                    f"op_kwargs names {with_article(type(op))} that is neither in this Sequential nor in one of its "
-                    "fused operations"
-                )
-            result[id(op)] = dict(options)
-        return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles, without the cached parts; a copy computes its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
     # List methods; see the class docstring for the differences from torch.nn.Sequential.
 
@@ -306,7 +226,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return self._modules[self._module_name(index)]
 
     def __setitem__(self, index: int, module: torch.nn.Module) -> None:
-        self._modules[self._module_name(index)] = _check_module(module)
+        setattr(self, self._module_name(index), _check_module(module))
 
     def __delitem__(self, index: int | slice) -> None:
         keys = (
@@ -362,7 +282,74 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return product
 
 
-def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
+def _options_by_operation(
+    container: Sequential, op_kwargs: Mapping[Any, dict[str, Any]] | None
+) -> dict[int, dict[str, Any]]:
+    """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
+
+    Raises:
+        TypeError: `op_kwargs`, or the value of a key, is not a dict.
+        ValueError: A key names no basic operation that is a child or a basic operation of a child.
+    """
+    if op_kwargs is None:
+        return {}
+    if not isinstance(op_kwargs, Mapping):
+        raise TypeError(
+            f"op_kwargs={op_kwargs!r} is {with_article(type(op_kwargs))}; give a dict {{basic operation, or the "
+            "index of one: dict of keyword arguments}"
+        )
+    basic_ids = {id(operation) for module in container for operation in _basic_ops_in(module)}
+    result: dict[int, dict[str, Any]] = {}
+    for target, options in op_kwargs.items():
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"op_kwargs contains {options!r}, which is {with_article(type(options))}; give a dict of keyword "
+                "arguments"
+            )
+        if isinstance(target, int) and not -len(container) <= target < len(container):
+            raise ValueError(
+                f"op_kwargs names operation {target} of a Sequential of {len(container)} modules"
+            )
+        op = container[target] if isinstance(target, int) else target
+        if not isinstance(op, BasicOperation):
+            remedy = (
+                "; use one of its basic_ops as the key" if isinstance(op, FusedOperation) else ""
+            )
+            raise ValueError(
+                f"op_kwargs names {with_article(type(op))}, but only basic operations take keyword arguments"
+                f"{remedy}"
+            )
+        if id(op) not in basic_ids:
+            raise ValueError(
+                f"op_kwargs names {with_article(type(op))} that is neither in this Sequential nor in one of its "
+                "fused operations"
+            )
+        result[id(op)] = dict(options)
+    return result
+
+
+class _Division(NamedTuple):
+    """Division of a Sequential into parts, and what it depends on.
+
+    Channels are left out, because the first call fixes them (`fix_channels`).
+
+    Attributes:
+        modules: All modules of the container, in order (the values of `_modules`).
+        operations: Those that are operations.
+        ops_and_basic_ops: The operations and their basic operations. The latter are included so that
+            replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
+        fusing_ops: The operations that fuse: nothing intercepts their calls or those of their basic operations.
+        parts: Fused chains and single modules, in order.
+    """
+
+    modules: list[torch.nn.Module | None]
+    operations: list[FusibleOperation]
+    ops_and_basic_ops: list[FusibleOperation]
+    fusing_ops: list[FusibleOperation]
+    parts: list[ContainerPart]
+
+
+def _basic_ops_in(module: torch.nn.Module) -> list[BasicOperation]:
     """Basic operations of a module; empty if the module is not an operation.
 
     A user may replace a basic operation of a fused operation by another module, which is left out.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.multi_tensor import halves, join_halves
+from ..primitives.multi_tensor.block_states import FIRST, SECOND, BlockFormat, block_count
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .checks import check_saved
@@ -16,6 +17,7 @@ from .multi_tensor_apply import like, local_part
 from .states import CopiedWhole
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
+BLOCK_FORMATS = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
 
 
 class AdamStates(CopiedWhole):
@@ -24,6 +26,7 @@ class AdamStates(CopiedWhole):
     capturable: bool
     master_weights: bool
     store_param_remainders: bool
+    block_scaled_states: bool
     name_to_dtype_map: dict[str, torch.dtype]
     _scales: dict[Tensor, dict[str, Tensor]]
     _dummy_overflow_buf: Tensor
@@ -54,7 +57,9 @@ class AdamStates(CopiedWhole):
         if skip_unscale:
             return state
         local = local_part(state)
-        numbers = states.unscale(local, self._scale(param, state_name))
+        numbers = states.unscale(
+            local, self._scale(param, state_name), self._block_format(state_name)
+        )
         return state if numbers is local else like(param, numbers)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
@@ -70,13 +75,34 @@ class AdamStates(CopiedWhole):
         state = local_part(self.state[param][state_name])
         with torch.no_grad():
             states.store(
-                values.view(state.shape).to(state.device), state, self._scale(param, state_name)
+                values.view(state.shape).to(state.device),
+                state,
+                self._scale(param, state_name),
+                self._block_format(state_name),
             )
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Create the moments of a parameter, filled with zeros, and its master weight if `master_weights` is set."""
         self.state[param] = {}
         self._complete(param, store_param_remainders)
+
+    def state_bytes(self) -> int:
+        """Bytes of the states of all parameters on this rank, whether they exist yet or not."""
+        return sum(
+            self._bytes_of(local_part(parameter).detach(), self._keeps_remainder(parameter))
+            for parameter in self._parameters()
+        )
+
+    def _bytes_of(self, local: Tensor, keeps_remainder: bool) -> int:
+        names = NAMES if self.master_weights and not _is_own(local) else NAMES[:2]
+        total = 0
+        for name in names:
+            halved = name == "master_param" and keeps_remainder
+            dtype = torch.int16 if halved else self.name_to_dtype_map[name]
+            total += local.numel() * dtype.itemsize
+            if self._block_format(name) is not None:
+                total += block_count(local.numel())
+        return total
 
     def _complete(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Create the missing states of a parameter."""
@@ -132,16 +158,20 @@ class AdamStates(CopiedWhole):
         local = local_part(param).detach()
         dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[state_name]
         is_own_master = state_name == "master_param" and _is_own(local)
-        values = local if is_own_master else states.zeros(local, dtype)
+        of = self._block_format(state_name)
+        values = local if is_own_master else states.zeros(local, dtype, of)
         if dtype in states.RANGES and not is_own_master:
-            one = torch.ones(1, dtype=torch.float32, device=local.device)
-            self._scales.setdefault(param, {})[state_name] = one
+            self._scales.setdefault(param, {})[state_name] = states.zero_scale(local, of)
         self.state[param][state_name] = like(param, values)
 
     def _keeps_remainder(self, param: Tensor) -> bool:
         local = local_part(param)
         plain = local.dtype == torch.bfloat16 and not isinstance(local, QuantizedTensor)
         return self.store_param_remainders and self.master_weights and plain
+
+    def _block_format(self, state_name: str) -> BlockFormat | None:
+        """Format of a block-scaled moment; None for other states."""
+        return BLOCK_FORMATS.get(state_name) if self.block_scaled_states else None
 
     def _scale(self, param: Tensor, state_name: str) -> Tensor | None:
         return self._scales.get(param, {}).get(state_name)

@@ -30,10 +30,11 @@ class CheckedAdamStep:
 
     Args:
         held: The gradients are `.grad` attributes with one dtype.
+        block_scaled: The moments are block-scaled.
     """
 
-    def __init__(self, held: bool) -> None:
-        self.held = held
+    def __init__(self, held: bool, block_scaled: bool) -> None:
+        self.held, self.block_scaled = held, block_scaled
         self.known: list[Sequence[Tensor]] = []
         self.addresses: list[list[int]] = []
         self.places: list[int] | None = None
@@ -51,7 +52,7 @@ class CheckedAdamStep:
         unchanged = unchanged and _addresses(state_lists) == self.addresses
         if not (unchanged and self.held and all(map(Tensor.is_contiguous, local))):
             lists = choose_tensors(tensor_lists)
-            adam_checked(noop_flag, lists)
+            adam_checked(noop_flag, lists, self.block_scaled)
             sizes = map(Tensor.numel, local)
             places = [index for index, size in enumerate(sizes) if size]
             self.places = None if len(places) == len(local) else places
@@ -173,8 +174,12 @@ def group_into_buckets(
     states: Mapping[Tensor, dict[str, Tensor]],
     keeps_remainder: Callable[[Tensor], bool],
     plain_grads: bool,
+    block_scaled: bool,
 ) -> list[Bucket]:
-    """Group the parameters that have gradients by device, dtypes and state kind; plain_grads: see CheckedAdamStep."""
+    """Group the parameters that have gradients by device, dtypes and state kind.
+
+    The last two arguments are described in `CheckedAdamStep`.
+    """
     members: dict[tuple[Any, ...], list[int]] = {}
     for index, (parameter, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:
@@ -191,7 +196,7 @@ def group_into_buckets(
         quantized = isinstance(parameters[0], QuantizedTensor)
         is_own_master = not quantized and parameters[0].itemsize == 4
         states_of_bucket = [states[parameter] for parameter in of_bucket]
-        step = CheckedAdamStep(plain_grads)
+        step = CheckedAdamStep(plain_grads, block_scaled)
         buckets.append(
             Bucket(
                 tuple(places),

@@ -21,7 +21,9 @@ _MASTERS = (torch.float32, torch.float16)
 _MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
 
-def check_dtypes(master_weights: bool, master: Any, first: Any, second: Any) -> None:
+def check_dtypes(
+    master_weights: bool, master: Any, first: Any, second: Any, block_scaled: bool
+) -> None:
     """Raise RuntimeError for dtypes that are unsupported for states."""
     if master_weights and master not in _MASTERS:
         raise RuntimeError(
@@ -32,6 +34,10 @@ def check_dtypes(master_weights: bool, master: Any, first: Any, second: Any) -> 
             raise RuntimeError(
                 f"{name}={described(dtype)}; give torch.float32, torch.float16, torch.bfloat16 or torch.uint8 (FP8)"
             )
+        if block_scaled and dtype != torch.uint8:
+            raise RuntimeError(
+                f"{name}={dtype} with block_scaled_states=True, which is for FP8 moments; give torch.uint8 for both"
+            )
 
 
 def check_capturable(
@@ -40,14 +46,15 @@ def check_capturable(
     first: torch.dtype,
     second: torch.dtype,
     remainders: bool,
+    block_scaled: bool,
 ) -> None:
     """Raise RuntimeError for states that a captured step does not support."""
     if master_weights and master != torch.float32:
         raise RuntimeError(f"capturable=True with master_weight_dtype={master}; give torch.float32")
-    if first != second or first not in (torch.float32, torch.bfloat16):
+    if not block_scaled and (first != second or first not in (torch.float32, torch.bfloat16)):
         raise RuntimeError(
             f"capturable=True with exp_avg_dtype={first} and exp_avg_sq_dtype={second}; give torch.float32 for both, "
-            "or torch.bfloat16"
+            "torch.bfloat16, or torch.uint8 with block_scaled_states=True"
         )
     if remainders:
         raise RuntimeError("capturable=True keeps no remainders; use store_param_remainders=False")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..primitives.multi_tensor import adam_rates, copy_to_device
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .adam_states import NAMES, AdamStates, float_values
+from .backward_steps import step_in_backward
 from .buckets import Bucket, BucketKey, GroupBuckets, group_into_buckets
 from .checks import (
     NUMBERS,
@@ -62,12 +64,16 @@ class FusedAdam(AdamStates):
         capturable: Keep lr and the step on the device, for CUDA graphs; an overflow skips the step.
         master_weights: Update high-precision masters of 16-bit and quantized parameters; the parameters copy them.
         master_weight_dtype: float32, or float16 with one scale per tensor.
-        exp_avg_dtype: First moment dtype: float32, bfloat16, or float16 and uint8 (FP8) with one scale.
+        exp_avg_dtype: First moment dtype: float32, bfloat16, or float16 and uint8 (FP8) with one scale per tensor.
         exp_avg_sq_dtype: Second moment dtype, like exp_avg_dtype.
         use_decoupled_grad: Read parameter.decoupled_grad instead of .grad.
         store_param_remainders: Store only the lower 16 bits of the masters for bfloat16 parameters.
             Both halves are the float32 number, and the parameter is that number, rounded half up.
         set_grad_none: Deprecated; use `zero_grad(set_to_none=...)`.
+        block_scaled_states: FP8 moments (both dtypes uint8) have one exponent per 128 values instead of one scale per
+            tensor, and one launch reads, updates and writes them.
+        stochastic_rounding: Round block-scaled moments, and bfloat16 parameters without masters, up or down at
+            random, with the exact mean. The random bits depend on the step and the position only.
 
     Raises:
         RuntimeError: The option combination is unsupported.
@@ -84,6 +90,8 @@ class FusedAdam(AdamStates):
         "dtype_to_range_map",
         "use_decoupled_grad",
         "store_param_remainders",
+        "block_scaled_states",
+        "stochastic_rounding",
         "fuse_unscale",
         "set_grad_none",
         "_scales",
@@ -112,6 +120,8 @@ class FusedAdam(AdamStates):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
+        block_scaled_states: bool = False,
+        stochastic_rounding: bool = False,
     ):
         if amsgrad:
             raise RuntimeError("FusedAdam has no AMSGrad; use torch.optim.AdamW(amsgrad=True)")
@@ -121,13 +131,26 @@ class FusedAdam(AdamStates):
         use_decoupled_grad = to_bool("use_decoupled_grad", use_decoupled_grad)
         store_param_remainders = to_bool("store_param_remainders", store_param_remainders)
         master_weight_dtype = master_weight_dtype or torch.float32
-        check_dtypes(master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
+        self.block_scaled_states = to_bool("block_scaled_states", block_scaled_states)
+        self.stochastic_rounding = to_bool("stochastic_rounding", stochastic_rounding)
+        check_dtypes(
+            master_weights,
+            master_weight_dtype,
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
+            self.block_scaled_states,
+        )
         halves_masters = bool(
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
         )
         if capturable:
             check_capturable(
-                master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, halves_masters
+                master_weights,
+                master_weight_dtype,
+                exp_avg_dtype,
+                exp_avg_sq_dtype,
+                halves_masters,
+                self.block_scaled_states,
             )
         self.adam_w_mode = int(to_bool("adam_w_mode", adam_w_mode))
         self.capturable = capturable
@@ -151,6 +174,7 @@ class FusedAdam(AdamStates):
             )
         self._scales = {}
         self._layouts: dict[int, GroupBuckets] = {}
+        self._backward_buckets: dict[Tensor, GroupBuckets] = {}
         self._known_states: list[dict[str, Tensor]] = []
         self._checked = GroupChecks(NUMBERS, check_numbers)
         defaults = {
@@ -172,7 +196,7 @@ class FusedAdam(AdamStates):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the attributes of a copy or pickle; caches start empty."""
         super().__setstate__(state)
-        self._layouts, self._known_states = {}, []
+        self._layouts, self._backward_buckets, self._known_states = {}, {}, []
         self._checked = GroupChecks(NUMBERS, check_numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -210,13 +234,7 @@ class FusedAdam(AdamStates):
                 inverse = torch.ones_like(scale, dtype=torch.float32).view(1)
             else:
                 inverse = scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
-        cached = self._known_states
-        if len(self.state) != len(cached) or not all(map(is_, self.state.values(), cached)):
-            # The caller has replaced the state dictionaries since the last step.
-            self._layouts.clear()
-            if cached and not self.state:  # all states were cleared: their steps no longer count
-                for group in self.param_groups:
-                    group.pop("step", None)
+        self._forget_replaced_states()
         grads: list[list[Tensor | None]] = [
             [getattr(parameter, "decoupled_grad", None) for parameter in group["params"]]
             if self.use_decoupled_grad
@@ -230,29 +248,68 @@ class FusedAdam(AdamStates):
             for of_group, layout in zip(grads, layouts, strict=True)
         ]
         for group, of_group, layout in zip(self.param_groups, lists, layouts, strict=True):
-            if self.capturable:  # int32 [1] on the flag's device, unchanged if the flag is set
-                steps = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=flag.device)
-                group["step"] = steps.reshape(-1)[:1].add_((flag != 1).to(torch.int32))
-            else:
-                group["step"] = int(group.get("step", 0)) + 1
             devices = {bucket.parameters[0].device for bucket in layout.buckets}
-            # The ten `adam_step` numbers for a group step, on each device.
-            betas, eps = read_pair(group["betas"]), float(group["eps"])
-            step: Any = group["step"]
-            rest = (
-                to_bool("bias_correction", group["bias_correction"]),
-                float(group["weight_decay"]),
-            )
-            if not self.capturable:
-                numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
-                rates = {device: copy_to_device(numbers, device) for device in devices}
-            else:
-                lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
-                values = device_rates(lr, betas, eps, step, *rest, inverse)
-                rates = {device: values.to(device) for device in devices}
+            rates = self._advance(group, devices, inverse)
             for bucket, of_bucket in zip(layout.buckets, of_group, strict=True):
                 self._step_bucket(bucket, of_bucket, rates, may_skip=inverse is not None)
         return loss
+
+    def step_in_backward(self) -> AbstractContextManager[None]:
+        """Step each parameter as soon as a backward pass has accumulated its gradient, and free the gradient.
+
+        The gradients of a model then never exist together, and `step` is not called. If all parameters have gradients,
+        the bits are equal to those of `loss.backward(); optimizer.step()`. Gradients of backward passes before the
+        context are added. Gradients that appear only after the backward pass, as with FSDP2, are stepped at
+        the end of the context. The norm of all gradients is unknown before the first step and cannot be clipped.
+
+        Example:
+            with optimizer.step_in_backward():
+                loss.backward()
+
+        Raises:
+            RuntimeError: With use_decoupled_grad; or a parameter gets two gradients in one context, as from two
+                backward passes or from two reentrant checkpoints that share it.
+        """
+        return step_in_backward(self)
+
+    def _forget_replaced_states(self) -> None:
+        """Clear the layouts if the caller has replaced the state dictionaries since the last step."""
+        cached = self._known_states
+        if len(self.state) == len(cached) and all(map(is_, self.state.values(), cached)):
+            return
+        self._layouts.clear()
+        if cached and not self.state:  # all states were cleared: their steps no longer count
+            for group in self.param_groups:
+                group.pop("step", None)
+
+    def _advance(
+        self, group: dict[str, Any], devices: set[torch.device], inverse: Tensor | None
+    ) -> dict[torch.device, Tensor]:
+        """Count a step of a group, and return the numbers for `adam_step` on each device.
+
+        Args:
+            group: The group.
+            devices: Devices of its parameters.
+            inverse: With capturable: factor of the gradients, float32 [1]; None: 1.
+        """
+        flag = self._dummy_overflow_buf
+        if self.capturable:  # int32 [1] on the flag's device, unchanged if the flag is set
+            steps = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=flag.device)
+            group["step"] = steps.reshape(-1)[:1].add_((flag != 1).to(torch.int32))
+        else:
+            group["step"] = int(group.get("step", 0)) + 1
+        betas, eps = read_pair(group["betas"]), float(group["eps"])
+        step: Any = group["step"]
+        rest = (
+            to_bool("bias_correction", group["bias_correction"]),
+            float(group["weight_decay"]),
+        )
+        if not self.capturable:
+            numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
+            return {device: copy_to_device(numbers, device) for device in devices}
+        lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
+        values = device_rates(lr, betas, eps, step, *rest, inverse)
+        return {device: values.to(device) for device in devices}
 
     def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
         """Return the stored [gradients, parameters, moments, moments(, masters)], checked."""
@@ -263,6 +320,11 @@ class FusedAdam(AdamStates):
         )
         try:
             state_lists = [[state[name] for state in bucket.states] for name in self._names(bucket)]
+            if self.block_scaled_states:
+                state_lists[2:2] = [
+                    [self._scales[parameter][name] for parameter in bucket.params]
+                    for name in NAMES[:2]
+                ]
         except KeyError as missing:
             raise RuntimeError(
                 f"the state of a parameter has no {missing.args[0]} any more; delete its whole entry of "
@@ -281,14 +343,23 @@ class FusedAdam(AdamStates):
     ) -> None:
         """Step the parameters of a bucket; may_skip: the overflow flag may be set."""
         names, device = self._names(bucket), bucket.parameters[0].device
-        how = (rates[device], Adam(decoupled=bool(self.adam_w_mode)), self.capturable)
-        if not bucket.quantized and all(
-            self.name_to_dtype_map[name] not in states.RANGES for name in names
-        ):
+        settings = Adam(bool(self.adam_w_mode), self.block_scaled_states, self.stochastic_rounding)
+        how = (rates[device], settings, self.capturable)
+        converts = [
+            self.name_to_dtype_map[name] in states.RANGES and self._block_format(name) is None
+            for name in names
+        ]
+        if not bucket.quantized and not any(converts):
             multi_tensor_applier(bucket.step, self._dummy_overflow_buf.to(device), lists, *how)
             return
         grads, stepped, *state_lists = lists
-        read = [self._read(bucket.params, *state) for state in zip(state_lists, names, strict=True)]
+        exponents = state_lists[2:4] if self.block_scaled_states else []
+        if self.block_scaled_states:
+            del state_lists[2:4]
+        read = [
+            self._read(bucket.params, stored, name) if converted else stored
+            for converted, stored, name in zip(converts, state_lists, names, strict=True)
+        ]
         moments, masters = read[:2], read[2:]
         if bucket.quantized:
             stepped = (
@@ -297,11 +368,11 @@ class FusedAdam(AdamStates):
         multi_tensor_applier(
             bucket.step,
             self._dummy_overflow_buf.to(device),
-            [grads, stepped, *moments, *masters],
+            [grads, stepped, *moments, *exponents, *masters],
             *how,
         )
-        for state, name, values in zip(state_lists, names, read, strict=True):
-            if self.name_to_dtype_map[name] in states.RANGES:  # float32 numbers from `_read`
+        for state, name, values, converted in zip(state_lists, names, read, converts, strict=True):
+            if converted:  # float32 numbers from `_read`
                 for parameter, stored, numbers in zip(bucket.params, state, values, strict=True):
                     states.store(numbers, local_part(stored), self._scale(parameter, name))
         if bucket.quantized:
@@ -347,11 +418,21 @@ class FusedAdam(AdamStates):
         for index in new:
             for parameter in groups[index]:
                 self._complete(parameter)
-            how = (self.state, self._keeps_remainder, not self.use_decoupled_grad)
             self._layouts[index] = GroupBuckets(
-                facts[index], group_into_buckets(groups[index], grads[index], *how)
+                facts[index], self._buckets(groups[index], grads[index])
             )
         return [self._layouts[index] for index in range(len(facts))]
+
+    def _buckets(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Bucket]:
+        """Group parameters with complete states into buckets."""
+        return group_into_buckets(
+            params,
+            grads,
+            self.state,
+            self._keeps_remainder,
+            not self.use_decoupled_grad,
+            self.block_scaled_states,
+        )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients (with use_decoupled_grad, decoupled ones) to None, or with set_to_none=False to zeros."""

@@ -93,7 +93,9 @@ class FusedMuon(CopiedWhole):
             gate and up, (heads / groups * d, d, d) for queries, keys and values in groups. The pattern
             repeats along the rows. With tensor parallelism these are the rows on one rank.
         master_weights: Update float32 masters of 16-bit and quantized parameters; the parameters copy them.
-        ns_dtype: Iteration dtype: torch.bfloat16 or torch.float32.
+        ns_dtype: Iteration dtype. torch.bfloat16 and torch.float32 compute general products, as torch.optim.Muon does;
+            torch.float16 computes products of symmetric matrices, of which half is multiplied, with smaller errors
+            than bfloat16. None: float16 where a kernel computes these products, otherwise bfloat16.
         tp_group: Tensor-parallel process group.
 
     Raises:
@@ -118,12 +120,12 @@ class FusedMuon(CopiedWhole):
         *,
         split: Sequence[int] | None = None,
         master_weights: bool = False,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | None = None,
         tp_group: dist_group_type | None = None,
     ) -> None:
-        if ns_dtype not in (torch.bfloat16, torch.float32):
+        if ns_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(
-                f"ns_dtype={described(ns_dtype)}; give torch.bfloat16 or torch.float32"
+                f"ns_dtype={described(ns_dtype)}; give torch.float16, torch.bfloat16, torch.float32 or None"
             )
         self.master_weights = to_bool("master_weights", master_weights)
         self.ns_dtype, self.tp_group = ns_dtype, tp_group

@@ -26,6 +26,7 @@ from ..primitives.multi_tensor import (
     sgd_step,
     squares_of_all,
 )
+from ..primitives.multi_tensor.block_states import block_count
 from ..primitives.quantize import QuantizeSpec, quantize, scale_from_amax
 from ..primitives.quantize.encodings import e8m0_from_float
 from ..runtime.checks import tensor
@@ -260,7 +261,7 @@ def device_rates(
     weight_decay: float,
     inv_scale: Tensor | None,
 ) -> Tensor:
-    """Return the ten numbers of `adam_step`, computed on the device of lr from values on that device."""
+    """Return the numbers for `adam_step`, computed on the device of lr from values on that device."""
     for name, value in (("lr", lr), ("step", step)):
         tensor(name, value)
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
@@ -275,6 +276,8 @@ def device_rates(
             1.0
         )
     rates[9].fill_(1.0) if inv_scale is None else rates[9].copy_(_factor("inv_scale", inv_scale)[0])
+    rates[10].copy_(steps)
+    rates[11].fill_(0.0)
     return rates
 
 
@@ -294,15 +297,33 @@ def sgd_checked(noop_flag: Any, tensor_lists: Any) -> bool:
     return checked(noop_flag, tensor_lists, _VALUES, _VALUES, optional=_VALUES)
 
 
-def adam_checked(noop_flag: Any, tensor_lists: Any) -> bool:
+def adam_checked(noop_flag: Any, tensor_lists: Any, block_scaled: bool = False) -> bool:
     """Return `checked` for the lists in an Adam step; only bfloat16 parameters have remainders."""
     last = (*_VALUES, torch.int16)
-    has_work = checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=last)
-    if has_work and len(tensor_lists) == 5 and tensor_lists[4][0].dtype == torch.int16:
-        parameters = tensor_lists[1][0].dtype
+    moments = (torch.uint8,) if block_scaled else _MOMENTS
+    lists = [*tensor_lists[:4], *tensor_lists[6:]] if block_scaled else tensor_lists
+    has_work = checked(noop_flag, lists, _VALUES, _VALUES, moments, moments, optional=last)
+    if has_work and block_scaled:
+        _check_exponents(tensor_lists)
+    if has_work and len(lists) == 5 and lists[4][0].dtype == torch.int16:
+        parameters = lists[1][0].dtype
         if parameters != torch.bfloat16:
             raise TypeError(f"parameters beside remainders are {parameters}; give bfloat16 ones")
     return has_work
+
+
+def _check_exponents(tensor_lists: Lists) -> None:
+    """Raise ValueError unless lists 4 and 5 hold one exponent per block of the moments."""
+    for place in (4, 5):
+        for index, (exponents, codes) in enumerate(
+            zip(tensor_lists[place], tensor_lists[2], strict=True)
+        ):
+            blocks = block_count(codes.numel())
+            if exponents.dtype != torch.uint8 or exponents.numel() != blocks:
+                raise ValueError(
+                    f"tensor {index} of list {place} is {exponents.dtype} {list(exponents.shape)}; a moment of "
+                    f"{codes.numel()} values has uint8 [{blocks}]"
+                )
 
 
 def checked(

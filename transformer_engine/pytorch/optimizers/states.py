@@ -4,6 +4,7 @@
 * bfloat16: rounded.
 * float16: x / scale, scale = max|x| / 32752: half the largest float16, so that a sum of two still fits.
 * uint8: FP8 (E4M3) codes of x / scale, scale = max|x| / 448.
+* uint8, block-scaled: FP8 codes with one exponent per 128 values; see `primitives/multi_tensor/block_states.py`.
 * int16: the lower 16 bits of float32 numbers; the bfloat16 parameter is the number, rounded half up.
 """
 
@@ -15,14 +16,21 @@ import torch
 from torch import Tensor
 
 from ..constants import DType
+from ..primitives.multi_tensor.block_states import (
+    LEAST_EXPONENT,
+    BlockFormat,
+    block_count,
+    decode,
+    encode,
+)
 from ..tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 RANGES = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
 
 
-def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a zero state with the shape of a tensor."""
-    if dtype == torch.uint8:
+def zeros(like: Tensor, dtype: torch.dtype, of: BlockFormat | None = None) -> Tensor:
+    """Return a zero state with the shape of a tensor; of: format of block-scaled codes."""
+    if dtype == torch.uint8 and of is None:
         nothing = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
         return Float8Tensor.from_storage(_writer(like.device).encode(nothing, True, False))
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
@@ -39,8 +47,18 @@ def _writer(device: torch.device) -> Float8Quantizer:
     return Float8Quantizer(one, torch.zeros_like(one), DType.kFloat8E4M3, columnwise=False)
 
 
-def unscale(state: Tensor, scale: Tensor | None) -> Tensor:
+def zero_scale(like: Tensor, of: BlockFormat | None) -> Tensor:
+    """Return the scale of a zero state: float32 [1], or the exponents of its blocks."""
+    if of is None:
+        return torch.ones(1, dtype=torch.float32, device=like.device)
+    exponents = torch.empty(block_count(like.numel()), dtype=torch.uint8, device=like.device)
+    return exponents.fill_(LEAST_EXPONENT)
+
+
+def unscale(state: Tensor, scale: Tensor | None, of: BlockFormat | None = None) -> Tensor:
     """Return the values of a state in float32; float32 and int16 states are returned unchanged."""
+    if of is not None and scale is not None:
+        return decode(state, scale, of)
     if isinstance(state, Float8Tensor):
         return state.dequantize(dtype=torch.float32)
     if state.dtype in (torch.float32, torch.int16):
@@ -49,8 +67,15 @@ def unscale(state: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else values * scale.view(())
 
 
-def store(values: Tensor, state: Tensor, scale: Tensor | None) -> None:
-    """Write float32 numbers into a state, and their scale into scale."""
+def store(
+    values: Tensor, state: Tensor, scale: Tensor | None, of: BlockFormat | None = None
+) -> None:
+    """Write float32 numbers into a state, rounded to nearest, and their scale into scale."""
+    if of is not None and scale is not None:
+        codes, exponents = encode(values, of)
+        state.copy_(codes)
+        scale.copy_(exponents)
+        return
     if scale is None:
         state.copy_(values)
         return

@@ -6,7 +6,7 @@ import torch
 
 from ...common import dispatch
 from ...common.recipe import living
-from ..runtime.tracing import specialized
+from ..runtime.tracing import specialize
 
 dispatch.trace_when(torch.compiler.is_compiling)
-living.set_specialization(specialized)
+living.set_specialization(specialize)

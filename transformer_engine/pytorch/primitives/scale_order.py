@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...common.formats import round_up
-from ...common.kernels.launch import missing
+from ...common.kernels.launch import unavailable_reason
 from ..runtime.device import current_hardware
 from ..runtime.launching import run
 from .operand import Operand
@@ -28,8 +28,8 @@ def swizzled(scale: Tensor) -> Tensor:
     rows, columns = scale.shape
     scale = scale.view(torch.uint8)
     shape = swizzled_shape(rows, columns)
-    if scale.is_cuda and missing(current_hardware()) is None:
-        from ...common.kernels.swizzled_scales import swizzle  # it imports triton
+    if scale.is_cuda and unavailable_reason(current_hardware()) is None:
+        from ...common.kernels.swizzled_scales import swizzle
 
         down, along = scale.stride()
         (result,) = run(swizzle(rows, columns, (down, along)), (scale,))

@@ -49,10 +49,10 @@ def write_transposed(codes: Tensor, out: Tensor) -> None:
     """Write codes [M, K] transposed to out [K, M], contiguous, of the same dtype."""
     request = (codes.shape, codes.dtype, codes.device, codes.is_contiguous(), type(codes) is Tensor)
     if TABLE.name_of(request) == TRITON.name:
-        from ...common.kernels import transpose  # it imports triton
+        from ...common.kernels import transpose
 
-        given, written = codes.view(torch.uint8), out.view(torch.uint8)
-        run_into(transpose.transpose((codes.shape[0], codes.shape[1])), (given,), [written])
+        code_bytes, out_bytes = codes.view(torch.uint8), out.view(torch.uint8)
+        run_into(transpose.transpose((codes.shape[0], codes.shape[1])), (code_bytes,), [out_bytes])
     else:
         out.copy_(codes.t())
 
@@ -94,7 +94,7 @@ def unsupported_reason(request: TransposeRequest) -> str | None:
 
 def _bind_triton(request: TransposeRequest) -> Callable[[Tensor], Tensor]:
     """Bind a kernel that reaches 3.7 TB/s on an H200."""
-    from ...common.kernels import transpose  # it imports triton
+    from ...common.kernels import transpose
 
     launch, dtype = transpose.transpose(request.shape), request.dtype
     return lambda codes: run(launch, (codes.view(torch.uint8),))[0].view(dtype)

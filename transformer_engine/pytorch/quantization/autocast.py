@@ -20,7 +20,7 @@ from ...common.numbers import to_bool
 from ...common.recipe import Recipe
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none
-from ..runtime.tracing import export_mode, hidden_from_selective_checkpoints, warn_deprecated
+from ..runtime.tracing import export_mode, hide_from_selective_checkpoints, warn_deprecated
 from . import delayed_scaling
 from .support import check_batch_invariance, check_block, check_recipe_support, default_recipe
 
@@ -250,7 +250,7 @@ def _update_scales(holder: _ThreadState, state: AutocastState, traced: bool) -> 
         return
     # The first run of a reentrant checkpoint has gradients off although its second run will train.
     if holder.recomputes and not traced:
-        with hidden_from_selective_checkpoints():
+        with hide_from_selective_checkpoints():
             delayed_scaling.update_all(forward=True)
     elif torch.is_grad_enabled() or holder.recomputes:
         delayed_scaling.update_all(forward=True)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..runtime.tracing import hidden_from_selective_checkpoints
+from ..runtime.tracing import hide_from_selective_checkpoints
 
 
 class _Run:
@@ -94,7 +94,7 @@ class compiled_run(AbstractContextManager):
     def __exit__(self, *exception: object) -> None:
         _thread.runs.pop()
         _thread.active = self._before
-        with torch.no_grad(), hidden_from_selective_checkpoints():
+        with torch.no_grad(), hide_from_selective_checkpoints():
             self._run.restore()
 
 

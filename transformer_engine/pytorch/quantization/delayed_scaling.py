@@ -46,7 +46,7 @@ from .compiled_runs import is_second_run
 Algorithm = str | Callable[..., Tensor]
 
 
-_default_sf_compute = next_scale  # the original's name
+_default_sf_compute = next_scale  # NVIDIA's name
 
 
 # (group, forward, columns, device) for a maxima reduction. `before_reductions` alone appends.

@@ -109,7 +109,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
 def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | None:
     """Return the encoded dict; None for an empty state. Raise ExtraStateError if it is damaged or not harmless.
 
-    Reads what any version of the original wrote: bytes in a uint8 tensor, or an io.BytesIO from torch.save.
+    Reads what any version of NVIDIA's engine wrote: bytes in a uint8 tensor, or an io.BytesIO from torch.save.
     An absent state is None, or the placeholder of torch.distributed.checkpoint for a state that the
     checkpoint lacks.
     """
@@ -189,22 +189,22 @@ def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
             tensor = decoded.get(f"{name}_{direction}")
             if tensor is None:
                 continue
-            found = f"{name}_{direction} of the checkpoint is {tensor.dtype} of shape {tuple(tensor.shape)}"
+            loaded = f"{name}_{direction} of the checkpoint is {tensor.dtype} of shape {tuple(tensor.shape)}"
             if not tensor.is_floating_point():
                 raise ExtraStateError(
-                    f"{found}; it must be floating-point numbers: save it again from the module it is of"
+                    f"{loaded}; it must be floating-point numbers: save it again from the module it is of"
                 )
             if tensor.dim() != dimensions:
                 shape = "[quantizers]" if dimensions == 1 else "[history length, quantizers]"
                 raise ExtraStateError(
-                    f"{found}; it must be {shape}: save it again from the module it is of"
+                    f"{loaded}; it must be {shape}: save it again from the module it is of"
                 )
             if tensor.shape[-1] != count:
                 raise ExtraStateError(
-                    f"{found}; the module has {count} quantizers; load it into one with as many products"
+                    f"{loaded}; the module has {count} quantizers; load it into one with as many products"
                 )
             if tensor.shape[0] == 0:
-                raise ExtraStateError(f"{found}, without a row; it must have one at least")
+                raise ExtraStateError(f"{loaded}, without a row; it must have one at least")
 
 
 def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:

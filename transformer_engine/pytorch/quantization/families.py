@@ -37,7 +37,7 @@ from .recipe_state import (
     get_fp8_te_dtype,
 )
 
-# The states, and what this machine computes, by the original's names: written out for type checkers.
+# The states, and what this machine computes, by NVIDIA's names: written out for type checkers.
 __all__ = [
     "Float8BlockScalingRecipeState",
     "Float8CurrentScalingRecipeState",

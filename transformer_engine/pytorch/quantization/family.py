@@ -18,7 +18,13 @@ from ..tensor.quantizer import Quantizer
 
 
 class Requirement(NamedTuple):
-    """Hardware that supports a format kind: a capability in the hardware table, and a CUDA version."""
+    """Hardware that supports a format kind: a capability in the hardware table, and a CUDA version.
+
+    Attributes:
+        title: Name in messages.
+        capability: Capability in the hardware table.
+        cuda: First CUDA version.
+    """
 
     title: str
     capability: Capability

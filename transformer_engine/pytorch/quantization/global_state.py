@@ -1,4 +1,4 @@
-"""FP8GlobalStateManager: the original's interface to autocast state and delayed-scaling buffers."""
+"""FP8GlobalStateManager: NVIDIA's interface to autocast state and delayed-scaling buffers."""
 
 from __future__ import annotations
 

@@ -108,6 +108,8 @@ class RecipeState:
     ) -> RecipeState:
         """Return previous if recipe and device are the same, else a state that continues its scales and histories.
 
+        The previous state then takes part in no scale update any more.
+
         place: mode and device, as in `create`.
         """
         as_many = previous is not None and previous.num_quantizers == num_quantizers
@@ -119,9 +121,14 @@ class RecipeState:
         ):
             previous.roles = roles
             return previous
-        state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)
-        if previous is not None and as_many:
-            state.inherit(previous)
+        with torch.inference_mode(
+            False
+        ):  # later steps write to the state; inference tensors are read-only
+            state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)
+            if previous is not None and as_many:
+                state.inherit(previous)
+        for replaced in () if previous is None else previous.delayed_states:
+            unregister(replaced)
         return state
 
     @property
@@ -294,14 +301,14 @@ class CustomRecipeState(RecipeState):
             elif answer is None:
                 answers[slot] = IdentityQuantizer()  # leave the tensor in high precision
             elif not isinstance(answer, Quantizer):
-                found = (
+                quantizers = (
                     f"the class {answer.__name__}"
                     if isinstance(answer, type)
                     else with_article(type(answer))
                 )
                 raise TypeError(
-                    f"the qfactory of CustomRecipe returned {found} for {roles[slot]!r}; return a quantizer object, a "
-                    "DelayedScalingRequest, or None for high precision"
+                    f"the qfactory of CustomRecipe returned {quantizers} for {roles[slot]!r}; return a "
+                    "quantizer object, a DelayedScalingRequest, or None for high precision"
                 )
         before = self._delayed
         self._delayed = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.tracing import hidden_from_selective_checkpoints
+from ..runtime.tracing import hide_from_selective_checkpoints
 from ..tensor.quantizer import Quantizer
 from .autocast import here, reinstate, snapshot
 from .compiled_runs import compiled_run
@@ -189,19 +189,19 @@ def replay_values(
     Raises:
         RuntimeError: The second run calls the module more often than the first one.
     """
-    found: CallStates | None = None
-    with hidden_from_selective_checkpoints():
+    states: CallStates | None = None
+    with hide_from_selective_checkpoints():
         for run in runs():
             if run.again:
-                found = run.next(module)
-                if found is None:
+                states = run.next(module)
+                if states is None:
                     raise RuntimeError(_MORE_OFTEN.format(kind))
             else:
-                copies = values if found is None else found
+                copies = values if states is None else states
                 run.states.keep(
                     module, [tuple([tensor.clone() for tensor in state]) for state in copies]
                 )
-    return found
+    return states
 
 
 _MORE_OFTEN = (
@@ -227,7 +227,7 @@ def replay_quantizers(
     """
     if torch.compiler.is_compiling():
         return products
-    with hidden_from_selective_checkpoints():
+    with hide_from_selective_checkpoints():
         for run in runs():
             if not run.again:
                 run.states.keep(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..runtime.tracing import hidden_from_selective_checkpoints
+from ..runtime.tracing import hide_from_selective_checkpoints
 from .compiled_runs import is_recomputed, replay_scale
 
 
@@ -40,7 +40,7 @@ def _scale_snapshot(scale: Tensor) -> Tensor:
     """Copy the present scale, which a compiled graph saves."""
     meta = torch.fx.traceback.current_meta
     before = meta.get("recompute")
-    with hidden_from_selective_checkpoints() as hidden:
+    with hide_from_selective_checkpoints() as hidden:
         if not hidden and before is None:
             return _copy_scale(scale)
         meta["recompute"] = CheckpointPolicy.MUST_SAVE

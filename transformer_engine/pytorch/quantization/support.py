@@ -28,7 +28,14 @@ _BF16 = Requirement("BF16", "bf16 recipe")
 
 @dataclass(frozen=True)
 class Support:
-    """Whether this machine runs a format: on its hardware, by emulation, or not at all, for the reason `reason`."""
+    """Whether this machine runs a format: on its hardware, by emulation, or not at all, for the reason `reason`.
+
+    Attributes:
+        kind: Name of the format.
+        native: Whether the hardware computes the format.
+        emulated: Whether the format is emulated.
+        reason: Reason why the format is not native; empty if it is.
+    """
 
     kind: str
     native: bool
@@ -149,7 +156,7 @@ def _check(kind: str) -> tuple[bool, str]:
 def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     """Return (available, reason) for the formats of a recipe; a custom recipe is always available.
 
-    A recipe that the original does not offer on this GPU is available, with a warning, if a backend
+    A recipe that NVIDIA's engine does not offer on this GPU is available, with a warning, if a backend
     multiplies all its formats natively: MXFP8 on compute capability 12.x, 1x128 and 128x128 blocks on 8.9.
     """
     kind = find_family(recipe).kind

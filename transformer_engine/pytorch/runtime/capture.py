@@ -143,10 +143,8 @@ _INVALIDATED = (
 
 def _is_invalidation(error: BaseException) -> bool:
     """Return whether CUDA stopped a capture because of work outside the captured stream."""
-    messages = (
-        "during capture",
-        "depend on a capturing blocking stream",
-    )  # the second: on the default stream
+    # The second message is about work on the default stream.
+    messages = ("during capture", "depend on a capturing blocking stream")
     return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 

@@ -25,10 +25,8 @@ from ...common import env
 Rule = Callable[..., None]
 
 _switch = env.watch_in_eager_mode("TE_CHECK")
-_PLAIN = (
-    Tensor,
-    torch.nn.Parameter,
-)  # tracer classes are excluded, because their tensors hold no numbers
+# Classes whose tensors hold numbers; tensors of tracer classes do not.
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Waiting(NamedTuple):
@@ -70,7 +68,7 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
     if not plain:
         return
     if level == "1":
-        _settle(wait=False)
+        _run_arrived_checks(wait=False)
         numbers: list[Tensor | None] = []
         for tensor in tensors:
             if tensor is not None:
@@ -92,7 +90,7 @@ def check() -> None:
     With TE_CHECK=1, sequence lengths, positions and pages on a GPU are checked after the call that received them; with
     TE_CHECK=2, by the call itself.
     """
-    _settle(wait=True)
+    _run_arrived_checks(wait=True)
 
 
 def collect(waiting: Waiting) -> None:
@@ -105,7 +103,7 @@ def collect(waiting: Waiting) -> None:
         _waiting.append(waiting)
 
 
-def _settle(wait: bool) -> None:
+def _run_arrived_checks(wait: bool) -> None:
     """Run the rules whose numbers have been copied, or with `wait` all rules, the oldest first."""
     while True:
         with _lock:
@@ -125,6 +123,6 @@ def _settle(wait: bool) -> None:
 def _print_pending() -> None:
     """Print the errors of pending checks: at process end, no caller could catch an exception."""
     try:
-        _settle(wait=True)
+        _run_arrived_checks(wait=True)
     except ValueError as error:
         print(f"transformer_engine: {error}", file=sys.stderr)

@@ -153,10 +153,10 @@ def replay(
         views = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
         outputs = program(*views)
         differentiable = [tensor for tensor in views if tensor is not None and tensor.requires_grad]
-        found: Iterable[Tensor | None] = torch.autograd.grad(
+        gradients: Iterable[Tensor | None] = torch.autograd.grad(
             outputs, differentiable, grads, create_graph=True, allow_unused=True
         )
-    remaining = iter(found)
+    remaining = iter(gradients)
     return [
         next(remaining) if tensor is not None and tensor.requires_grad else None for tensor in views
     ]

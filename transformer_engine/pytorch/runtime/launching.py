@@ -17,9 +17,9 @@ from ...common.kernels.launch import (
     Launch,
     Output,
     check_memory,
-    missing,
     start,
     starter,
+    unavailable_reason,
 )
 from ...common.kernels.program import Program
 from ..fast.symbols import Symbol, TensorLayout
@@ -102,22 +102,22 @@ class Performed:
         self.index = device.index
         self.may_be_elsewhere = device.type == "cuda"
         self.launches, self.makers, self.zeroed, places, results = _plan_program(program, device)
-        self.picks = tuple(_taking(of_step) for of_step in places)
-        self.results = _taking(results)
+        self.picks = tuple(_index_getter(of_step) for of_step in places)
+        self.results = _index_getter(results)
         self.starters: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
-        if type(given[0]) is Symbol:
-            return self._listed(given[0], given)
+    def __call__(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        if type(tensors[0]) is Symbol:
+            return self._listed(tensors[0], tensors)
         if self.may_be_elsewhere and not is_current_device(self.index):
             with torch.cuda.device(self.device):
-                return self(*given)
+                return self(*tensors)
         addresses: list[int | None] = [None]
         key: list[
             Any
         ] = []  # all properties on which Triton specializes and which the records do not fix
         address_bits = 0
-        for tensor in given:
+        for tensor in tensors:
             if tensor is None:
                 addresses.append(None)
                 key.append(None)
@@ -134,7 +134,7 @@ class Performed:
         if self.zeroed:
             outputs += numbers(self.device, self.zeroed)
         addresses += [tensor.data_ptr() for tensor in outputs]
-        buffers = (None, *given, *outputs)
+        buffers = (None, *tensors, *outputs)
         starters = self.starters.get(tuple(key))
         if starters is None:
             # The starter of every step, and the function that selects its arguments.
@@ -212,7 +212,7 @@ def _plan_program(program: Program, device: torch.device) -> _Planned:
     )
 
 
-def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _index_getter(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Return the function that returns the elements of a sequence at these indices."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -247,9 +247,9 @@ def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
         return functools.partial(torch.full, shape, begins, dtype=_DTYPES[dtype], device=device)
     if output.transposed:
         rows, columns = shape
-        seen, strides = (columns, rows), (1, columns)
+        view_shape, strides = (columns, rows), (1, columns)
     else:
-        seen, strides = (
+        view_shape, strides = (
             shape,
             tuple(
                 prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))
@@ -257,7 +257,7 @@ def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
         )
     # On the host: 0.8 us, torch.empty takes 1.2 us.
     return functools.partial(
-        torch.empty_strided, seen, strides, dtype=_DTYPES[dtype], device=device
+        torch.empty_strided, view_shape, strides, dtype=_DTYPES[dtype], device=device
     )
 
 
@@ -286,11 +286,11 @@ def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str |
     """Return the reason why a Triton kernel on 16- and 32-bit floats is unsupported on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    if (reason := missing(current_hardware())) is not None:
+    if (reason := unavailable_reason(current_hardware())) is not None:
         return reason
     for dtype in dtypes:
         if dtype not in DTYPE_NAMES:
-            return f"a tensor is {dtype}; it takes float32, float16 and bfloat16"
+            return f"a tensor is {dtype}; supported: float32, float16 and bfloat16"
     return current_hardware().lacks("triton kernels")
 
 
@@ -298,10 +298,10 @@ def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why Triton casts to a dtype do not match the reference's bits on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
-    if (reason := missing(current_hardware())) is not None:
+    if (reason := unavailable_reason(current_hardware())) is not None:
         return reason
     if dtype not in DTYPE_NAMES:
-        return f"it takes bfloat16, float16 and float32, not {dtype}"
+        return f"{dtype}; supported: bfloat16, float16 and float32"
     return current_hardware().lacks("cast kernels")
 
 

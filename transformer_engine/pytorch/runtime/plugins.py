@@ -25,7 +25,7 @@ REMOVED = {
 EXTENSION = "transformer_engine_torch"
 ALIAS = f"{EXTENSION}_nv"
 _ROOT = str(Path(__file__).parents[3])
-# Names in a plugin's extension that replace attention in the original.
+# Names in a plugin's extension that replace attention in NVIDIA's engine.
 _REPLACEMENTS = ("flash_attention", "get_attention_backend")
 
 
@@ -104,7 +104,7 @@ def load_plugin() -> None:
 
 
 def warn_removed() -> None:
-    """Warn about variables that the original no longer has since release 2.20."""
+    """Warn about variables that NVIDIA's engine no longer has since release 2.20."""
     for name, reason in REMOVED.items():
         if name in os.environ:
             warnings.warn(

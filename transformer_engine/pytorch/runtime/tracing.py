@@ -16,12 +16,12 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from ...common.tracing import constant_while_tracing
 
-F = TypeVar("F", bound=Callable)
+_F = TypeVar("_F", bound=Callable)
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class _ExportMode(threading.local):
-    """Whether layers of this thread compute in operators that ONNX can express; `te.onnx_export` sets `onnx`."""
+    """Thread-local flag: layers use only operators that ONNX supports. `te.onnx_export` sets `onnx`."""
 
     onnx = False
 
@@ -29,14 +29,16 @@ class _ExportMode(threading.local):
 export_mode = _ExportMode()
 
 
-def run_eagerly(reason: str) -> Callable[[F], F]:
-    """Decorate a function that ends a compiled graph and runs in eager mode, without importing the compiler.
+def run_eagerly(reason: str) -> Callable[[_F], _F]:
+    """Decorate a function to run in eager mode, with a graph break in compiled code.
+
+    Unlike `torch.compiler.disable`, decorating does not import Dynamo.
 
     Args:
         reason: Why a graph cannot contain the function, for the compiler's messages.
     """
 
-    def decorate(function: F) -> F:
+    def decorate(function: _F) -> _F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -44,14 +46,14 @@ def run_eagerly(reason: str) -> Callable[[F], F]:
                 return torch.compiler.disable(function)(*args, **kwargs)
             return function(*args, **kwargs)
 
-        return cast(F, run)
+        return cast(_F, run)
 
     return decorate
 
 
 @contextmanager
-def hidden_from_selective_checkpoints() -> Iterator[bool]:
-    """Hide operators from selective checkpoints; yields whether one is active.
+def hide_from_selective_checkpoints() -> Iterator[bool]:
+    """Hide operators from selective checkpoints; yield whether a selective checkpoint is active.
 
     Selective checkpointing matches operators between a function's two runs by their order.
     Operators on state that only one run copies or updates would shift that order.
@@ -69,25 +71,25 @@ def hidden_from_selective_checkpoints() -> Iterator[bool]:
 
 
 def warn_deprecated(name: str, instead: str) -> None:
-    """Issue a DeprecationWarning at the caller of the function with that name; none while a compiler traces."""
+    """Issue a DeprecationWarning at the caller of the function with that name, except while torch.compile traces."""
     if not torch.compiler.is_compiling():
         warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
 
 
-def result_as(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return y in a dtype, for autograd function results; while a compiler traces, always a distinct tensor.
+def cast_result(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast the result y of an autograd function; while torch.compile traces, always to a copy.
 
-    torch 2.11 loses the gradient for a traced function's result that it knows under two names, as
-    it would y if the dtype is y's.
+    In torch 2.11, a traced autograd function that returns the same tensor under two names loses its gradient. Without
+    the copy, y itself would be returned if it has the dtype already.
     """
     return y.to(dtype, copy=torch.compiler.is_compiling())
 
 
 def reshape_result(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return y in another shape, for autograd function results: not a view for autograd, because y is not one.
+    """Reshape the result y of an autograd function, without making it a view for autograd.
 
-    A view that is created within an autograd function cannot be written in place. The result shares y's memory but not
-    its version counter: everything else that saves y must save the result instead. A compiler tracks views by itself.
+    A view that is created within an autograd function cannot be written in place. The reshaped tensor shares y's memory
+    but not its version counter: the function must save the reshaped tensor, not y. torch.compile tracks views itself.
     """
     if torch.compiler.is_compiling():
         return y.view(shape)
@@ -95,22 +97,22 @@ def reshape_result(y: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @constant_while_tracing
-def number_while_tracing(text: str) -> float:
-    """Return the number from a `float.hex` text.
+def float_constant(hex_text: str) -> float:
+    """Return the number of a `float.hex` text as a graph constant.
 
-    In a graph with dynamic shapes a float is a symbol, on which no choice can depend.
+    With dynamic shapes, a float argument is symbolic, and Python code cannot branch on it.
     """
-    return float.fromhex(text)
+    return float.fromhex(hex_text)
 
 
-def specialized(value: Any) -> Any:
-    """Return the number of a symbol, for which the compiler then specializes the graph; other values unchanged.
+def specialize(value: Any) -> Any:
+    """Guard a symbolic number to its current value and return it; other values are returned unchanged.
 
     For settings that decide how a graph is built, such as a softcap or recipe fields. Eager mode
     returns every value unchanged.
 
     Raises:
-        TypeError: The value is a tensor, whose number is unknown while a compiler traces.
+        TypeError: The value is a tensor, whose number is unknown while torch.compile traces.
     """
     if not torch.compiler.is_compiling():
         return value
@@ -125,7 +127,7 @@ def specialized(value: Any) -> Any:
 
 
 def distinct_tensors(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return the tensors with views for repeated ones: Dynamo traces no autograd function with a repeated tensor."""
+    """Replace repeated tensors by views: Dynamo cannot trace an autograd function that receives a tensor twice."""
     distinct: list[Tensor | None] = []
     for x in tensors:
         repeated = any(x is other for other in distinct)

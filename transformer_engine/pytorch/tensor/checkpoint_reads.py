@@ -22,8 +22,10 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage
 aten = torch.ops.aten
 Offsets = tuple[int, ...]
 
-READS = "_reads_shards"  # attribute of the tensor that a checkpoint narrows: the tensor that the shards are read into
-COLLECTED = "_collected_shards"  # attribute of the tensor that is read into, until it is complete
+# Name of the attribute on the alias that a checkpoint narrows: the tensor into which the shards are read.
+READ_TARGET_ATTR = "_reads_shards"
+# Name of the attribute on that tensor with the shards that have been read, until all have been.
+COLLECTED_SHARDS_ATTR = "_collected_shards"
 
 
 class ShardTarget(Tensor):
@@ -78,19 +80,19 @@ def narrow_part(
         )
     dim %= part.dim()
     first, stop, _ = slice(start, end).indices(part.shape[dim])
-    moved = (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :])
+    shifted = (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :])
     return ShardTarget.of(
-        full, moved, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :])
+        full, shifted, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :])
     )
 
 
 def collect(full: Any, offsets: Offsets, source: Tensor) -> None:
-    """Keep a saved shard, or write the tensor if the kept shards cover it."""
-    shards: dict[Offsets, Tensor] = vars(full).setdefault(COLLECTED, {})
+    """Collect a saved shard; write the tensor once the collected shards cover it."""
+    shards: dict[Offsets, Tensor] = vars(full).setdefault(COLLECTED_SHARDS_ATTR, {})
     shards[offsets] = source.detach().clone()
     if sum(shard.numel() for shard in shards.values()) < full.numel():
         return
-    delattr(full, COLLECTED)
+    delattr(full, COLLECTED_SHARDS_ATTR)
     storage = _join_shards(full, shards)
     with torch.no_grad():
         if storage is not None:

@@ -90,9 +90,8 @@ def restore_from_func_ctx(
             "ctx.tensor_objects is not set; assign the objects of prepare_for_saving in forward"
         )
     restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
-    ctx.tensor_objects = (
-        None  # the objects hold the tensors from here on, and would outlive the backward
-    )
+    # The objects hold the tensors from here on, and would outlive the backward.
+    ctx.tensor_objects = None
     return restored
 
 

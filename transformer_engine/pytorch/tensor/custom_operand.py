@@ -134,7 +134,7 @@ def list_attributes(quantized: Any) -> tuple[str, ...]:
     """Return the attributes in TENSORS; for a class of another library without it, all attributes with a tensor."""
     if hasattr(quantized, "TENSORS"):
         return tuple(quantized.TENSORS)
-    found = tuple(name for name, value in vars(quantized).items() if isinstance(value, Tensor))
+    names = tuple(name for name, value in vars(quantized).items() if isinstance(value, Tensor))
     # all are None while the tensors are saved elsewhere
-    quantized._found = found or getattr(quantized, "_found", ())
+    quantized._found = names or getattr(quantized, "_found", ())
     return quantized._found

@@ -108,9 +108,9 @@ def read(leaf: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _mark_cut(values: Tensor, source: _Whole) -> CutView:
-    cut = Tensor._make_subclass(CutView, values)
-    cut._whole, cut._plain = source, values
-    return cut
+    view = Tensor._make_subclass(CutView, values)
+    view._whole, view._plain = source, values
+    return view
 
 
 def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:

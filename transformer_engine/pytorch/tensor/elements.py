@@ -82,7 +82,7 @@ def nominal_dtype(fake_dtype: torch.dtype | None, dtype: torch.dtype | None) -> 
     """Return the dtype that a storage presents; None if neither name is given.
 
     Args:
-        fake_dtype: The dtype under the original's keyword.
+        fake_dtype: The dtype under NVIDIA's keyword.
         dtype: The dtype under this package's keyword.
 
     Raises:

@@ -51,8 +51,10 @@ def code_directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
 def _operands(
     quantized: Quantized, dtype: torch.dtype, rowwise: bool = True, columnwise: bool = True
 ) -> Operands:
-    """Operands from codes in the directions of `code_directions`; without transposed codes, a view of the row-wise
-    codes."""
+    """Operands from codes in the directions of `code_directions`.
+
+    Without transposed codes, the column-wise operand is a view of the row-wise codes.
+    """
     codes, scale, codes_t, scale_t, _, _ = quantized
     if codes_t is None and codes is not None and columnwise and reads_all_layouts():
         codes_t, scale_t = codes.t(), scale
@@ -224,7 +226,9 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         columnwise: bool = True,
     ) -> Float8Quantizer:
         """Return a quantizer for slot `index` of a state, which reads the state's tensors at every use."""
-        self = cls(None, None, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self = cls(
+            scale=None, amax=None, fp8_dtype=fp8_dtype, rowwise=rowwise, columnwise=columnwise
+        )
         self._state = state
         self._index = index
         return self

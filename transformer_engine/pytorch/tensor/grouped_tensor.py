@@ -306,10 +306,10 @@ class StackQuantizer(Quantizer):
             )
             return GroupedTensorStorage.around(shapes, data, self)
         members = []
-        for quantizer, one in zip(self.quantizers, shapes, strict=True):
+        for quantizer, member_shape in zip(self.quantizers, shapes, strict=True):
             quantizer = quantizer.copy()
             quantizer.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
-            members.append(quantizer.empty(one, dtype, device, False))
+            members.append(quantizer.empty(member_shape, dtype, device, False))
         group = GroupedTensorStorage.of(members, self, dtype)
         return group.mapped(Tensor.pin_memory) if pin_memory else group  # pyright: ignore[reportReturnType]
 
@@ -320,8 +320,10 @@ class StackQuantizer(Quantizer):
     def unsupported_shape_reason(
         self, shape: Sequence[int], rowwise: bool, columnwise: bool
     ) -> str | None:
-        for quantizer, one in zip(self.quantizers or (), self._shapes(shape), strict=False):
-            reason = quantizer.unsupported_shape_reason(one, rowwise, columnwise)
+        for quantizer, member_shape in zip(
+            self.quantizers or (), self._shapes(shape), strict=False
+        ):
+            reason = quantizer.unsupported_shape_reason(member_shape, rowwise, columnwise)
             if reason is not None:
                 return reason
         return None

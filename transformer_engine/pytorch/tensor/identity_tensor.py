@@ -11,7 +11,7 @@ from torch import Tensor
 from ..primitives.operand import plain
 from ..runtime.checks import values_dtype
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Matrix, Operands, Quantizer
+from .quantizer import Operands, Quantizer, TransposedValues
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -74,7 +74,7 @@ class IdentityQuantizer(Quantizer):
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         matrix = self._converted(matrix)
-        return Operands(plain(matrix), Matrix(matrix))
+        return Operands(plain(matrix), TransposedValues(matrix))
 
     def empty(
         self,

@@ -1,6 +1,6 @@
 """First values of a quantized parameter, in high precision: how an optimizer gets at them, and how a pickle holds them.
 
-The accessors are methods bound to the parameter, as the original's are. A pickle holds the values instead, None once
+The accessors are methods bound to the parameter, as NVIDIA's are. A pickle holds the values instead, None once
 they are cleared, and binds the accessors to the tensor that it makes: a bound method's pickle names an attribute.
 """
 

@@ -236,9 +236,8 @@ def _write_run(codes: Tensor, shard: Shard, direction: int, data: Tensor, packin
     if target is not None:
         target.view(-1).copy_(codes)
         return
-    flat = data.reshape(
-        -1
-    )  # a view, except for column-wise MXFP8 codes, which are stored transposed
+    # A view, except for column-wise MXFP8 codes, which are stored transposed.
+    flat = data.reshape(-1)
     flat[shard.start // packing : shard.stop // packing].copy_(codes)
     if flat.data_ptr() != data.data_ptr():
         data.copy_(flat.view(data.shape))

@@ -69,7 +69,7 @@ def load_plain_state_dict(
         else:
             state[name] = tensor
     for name, payload in payloads.items():
-        state[name] = _together(name, current.get(name), payload)
+        state[name] = _assemble_tensor(name, current.get(name), payload)
     return module.load_state_dict(state, strict=strict)
 
 
@@ -91,10 +91,10 @@ def _kind(tensor: QuantizedTensor) -> str:
 
 def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
     parts = {part: getattr(tensor, part) for part in tensor.TENSORS}
-    return {part: held for part, held in parts.items() if held is not None}
+    return {part: value for part, value in parts.items() if value is not None}
 
 
-def _together(name: str, current: Any, payload: dict[str, Tensor]) -> Any:
+def _assemble_tensor(name: str, current: Any, payload: dict[str, Tensor]) -> Any:
     """Return a tensor like the module's current one, with this payload."""
     kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
     expected = _kind(current) if isinstance(current, QuantizedTensor) else "plain"
@@ -106,9 +106,17 @@ def _together(name: str, current: Any, payload: dict[str, Tensor]) -> Any:
     tensors = {key.partition(_BETWEEN)[2]: tensor for key, tensor in payload.items()}
     parts = _parts(current)
     for part, current_part in parts.items():
-        found = tensors.get(part)
-        if found is None or found.shape != current_part.shape or found.dtype != current_part.dtype:
-            described = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+        part_tensor = tensors.get(part)
+        if (
+            part_tensor is None
+            or part_tensor.shape != current_part.shape
+            or part_tensor.dtype != current_part.dtype
+        ):
+            described = (
+                "missing"
+                if part_tensor is None
+                else f"{part_tensor.dtype} {list(part_tensor.shape)}"
+            )
             raise ValueError(
                 f"{name}: {part} is {described}, the module's is {current_part.dtype} "
                 f"{list(current_part.shape)}; save the "

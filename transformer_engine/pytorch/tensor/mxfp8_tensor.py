@@ -114,8 +114,8 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         storage = MXFP8TensorStorage(
             data.view(torch.uint8),
             scale_inv,
-            None,
-            None,
+            columnwise_data=None,
+            columnwise_scale_inv=None,
             quantizer=self,
             dtype=fake_dtype,
             **constants,

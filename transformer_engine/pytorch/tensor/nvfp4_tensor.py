@@ -221,7 +221,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         )
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        # As in the original: callers such as a gather then quantize the whole tensor.
+        # As in NVIDIA's engine: callers such as a gather then quantize the whole tensor.
         return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:

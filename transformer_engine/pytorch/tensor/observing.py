@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.operand import COLUMNWISE, ROWWISE, Operand, OwnedOperand
-from .quantizer import Matrix, Operands, Quantizer
+from .quantizer import Operands, Quantizer, TransposedValues
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
 
 Record = Callable[[Tensor, Operand | None], None]
@@ -49,17 +49,21 @@ class Observing(Quantizer):
         return encoded
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        made = self.quantizer.operands(matrix, rowwise, columnwise)
+        quantized = self.quantizer.operands(matrix, rowwise, columnwise)
         if not torch.compiler.is_compiling():
-            self._show(matrix, made)
-        return made
+            self._show(matrix, quantized)
+        return quantized
 
     def _show(self, matrix: Tensor, operands: Operands) -> None:
         """Record one direction, rows if present: transformed columns cannot be compared with values."""
         rows, columns = operands
         if rows is not None:
             self.record(matrix, _comparable(rows))
-        elif columns is not None and not isinstance(columns, Matrix) and self.column_signs is None:
+        elif (
+            columns is not None
+            and not isinstance(columns, TransposedValues)
+            and self.column_signs is None
+        ):
             self.record(matrix.t(), _comparable(columns))
         else:
             self.record(matrix, None)

@@ -18,7 +18,7 @@ from ...common.numbers import with_article
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
-from .checkpoint_reads import READS
+from .checkpoint_reads import READ_TARGET_ATTR
 from .construction import (
     StraightThroughDequantize,
     check_keywords,
@@ -29,7 +29,7 @@ from .construction import (
     restore_from_saved,
 )
 from .elements import nominal_dtype
-from .row_writes import OUT_OF_DATE, remake_columns
+from .row_writes import STALE_COLUMNS_ATTR, update_columns
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -108,7 +108,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             dtype: Nominal dtype; float32 by default.
             requires_grad: As for `torch.Tensor`.
             device: Checked only; the tensor is on the device of its payload.
-            fake_dtype: The nominal dtype under the original's keyword.
+            fake_dtype: The nominal dtype under NVIDIA's keyword.
             stride: Nominal strides; contiguous by default. The payload has its own layout.
             storage_offset: Nominal storage offset.
             payload: Storage class keywords, such as `data` and `fp8_scale_inv`.
@@ -296,13 +296,13 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             name: copy.deepcopy(getattr(self, name), memo)
             for name in (*self.TENSORS, *self.CONSTANTS)
         }
-        twin = aten.like(
+        twin = aten.wrap_storage(
             self, QuantizedTensorStorage.flatten(self)[1]([payload[name] for name in self.TENSORS])
         )
         memo[id(self)] = twin
         for name in self.CONSTANTS:
             setattr(twin, name, payload[name])
-        for name, value in aten.attributes(self).items():
+        for name, value in aten.user_attributes(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
         if isinstance(self, torch.nn.Parameter):
             twin._is_param = True  # how torch marks parameters with other tensor classes
@@ -320,7 +320,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         is_parameter = isinstance(self, torch.nn.Parameter)
         if self.requires_grad or is_parameter:
             arguments = _rebuild_trained, (*arguments, self.requires_grad, is_parameter)
-        state = initial_values.pickle_attributes(aten.attributes(self))
+        state = initial_values.pickle_attributes(aten.user_attributes(self))
         state = {name: value for name, value in state.items() if name != DerivedTensors.NAME}
         return (*arguments, state) if state else arguments
 
@@ -346,8 +346,10 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
 
     @classmethod
     def __metadata_guard__(cls, expected: dict[str, Any], found: dict[str, Any]) -> bool:
-        """Return whether code compiled for one tensor is valid for another; quantizers have guards where they are
-        used."""
+        """Return whether code compiled for one tensor is valid for another.
+
+        Quantizers are not compared: they have their own guards.
+        """
         return all(expected[name] == found[name] for name in expected if name != "_quantizer")
 
     def fsdp_pre_all_gather(
@@ -394,15 +396,15 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return an alias for torch.distributed.checkpoint, which saves it, or reads shards into parts of it."""
         alias = self.detach()
-        setattr(alias, READS, self)
+        setattr(alias, READ_TARGET_ATTR, self)
         return alias
 
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
         """Create or drop directions in place; None leaves a direction unchanged."""
-        if OUT_OF_DATE in vars(self) and (columnwise_usage or rowwise_usage is False):
-            remake_columns(self)
+        if STALE_COLUMNS_ATTR in vars(self) and (columnwise_usage or rowwise_usage is False):
+            update_columns(self)
         derived = vars(self).get(DerivedTensors.NAME)
         before = None if derived is None else QuantizedTensorStorage._tensors_by_name(self)
         QuantizedTensorStorage.update_usage(self, rowwise_usage, columnwise_usage)

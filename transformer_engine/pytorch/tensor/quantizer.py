@@ -33,7 +33,7 @@ is_compiling = torch.compiler.is_compiling
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
 
-class Matrix(NamedTuple):
+class TransposedValues(NamedTuple):
     """Unquantized values [M, K] that a product reads transposed, as a view [K, M]."""
 
     values: Tensor
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
     """Both directions of a matrix [M, K]; None for a direction that was not requested."""
 
     rowwise: Operand | None
-    columnwise: Operand | Matrix | None
+    columnwise: Operand | TransposedValues | None
 
 
 class Quantizer(EncodesGroups, DescribesTensors):
@@ -61,9 +61,8 @@ class Quantizer(EncodesGroups, DescribesTensors):
     """
 
     TENSOR: ClassVar[Any] = None  # the tensor class that `wrap` returns; None: bare storages
-    RECIPE: ClassVar[type[recipes.Recipe] | None] = (
-        None  # the recipe for whose weights it is made; None: any
-    )
+    # The recipe for whose weights it is made; None: any.
+    RECIPE: ClassVar[type[recipes.Recipe] | None] = None
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
     stateful: bool = False  # `encode` depends on scales that change between calls
@@ -250,10 +249,10 @@ class Quantizer(EncodesGroups, DescribesTensors):
             )
         usages = dst.get_usages()
         with torch.no_grad():
-            fresh = self.encode(
+            encoded = self.encode(
                 src.detach(), usages["rowwise"], usages["columnwise"], noop_flag=noop_flag
             )
-            dst.copy_from_storage(fresh, noop_flag=noop_flag)
+            dst.copy_from_storage(encoded, noop_flag=noop_flag)
         return dst
 
     def make_empty(
@@ -415,7 +414,7 @@ class Calibrating(Quantizer):
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         self.quantizer.calibrate(matrix)
-        return Operands(plain(matrix), Matrix(matrix))
+        return Operands(plain(matrix), TransposedValues(matrix))
 
     def is_requantization_safe(self) -> bool:
         return False  # a second call would record a second tensor

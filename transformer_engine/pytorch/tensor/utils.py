@@ -12,7 +12,7 @@ from .float8_tensor import Float8Tensor
 from .initial_values import forget_initial_values
 from .master_weights import Shard, write_shards
 from .quantized_tensor import QuantizedTensor
-from .row_writes import mark_columns, remake_columns
+from .row_writes import mark_columns, update_columns
 
 __all__ = [
     "cast_master_weights_to_fp8",
@@ -127,7 +127,7 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     with torch.no_grad():
         for weight in _weights(model_weights):
             if weight.transposable:
-                remake_columns(weight)
+                update_columns(weight)
 
 
 def _weights(weights: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:

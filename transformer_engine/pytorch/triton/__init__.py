@@ -1,4 +1,4 @@
-"""The original's paths for functions on Triton kernels, computed by the primitives of this package on any device.
+"""NVIDIA's paths for functions on Triton kernels, computed by the primitives of this package on any device.
 
 | module | functions |
 | --- | --- |
@@ -9,7 +9,7 @@
 | `mhc` | manifold-constrained hyper-connections |
 
 Layers do not use these modules: they call `transformer_engine.pytorch.permutation` and the like, which check their
-arguments. The functions here take sizes as the original's do, and check little.
+arguments. The functions here take sizes as NVIDIA's do, and check little.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def group_sums(x: Tensor, offsets: Tensor, num_groups: int, *, out: Tensor | Non
 
 
 def check_float32(name: str, value: Tensor | None, shape: Sequence[int]) -> None:
-    """Raise AssertionError, as the original does, unless a buffer is None or float32 with the shape."""
+    """Raise AssertionError, as NVIDIA's engine does, unless a buffer is None or float32 with the shape."""
     if value is not None and (value.dtype != torch.float32 or tuple(value.shape) != tuple(shape)):
         raise AssertionError(
             f"{name} is {value.dtype} {list(value.shape)}; give float32 {list(shape)}, or None"

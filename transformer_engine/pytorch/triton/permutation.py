@@ -1,4 +1,4 @@
-"""Token permutation by mask and by chunks, with the original's Triton wrapper arguments.
+"""Token permutation by mask and by chunks, with NVIDIA's Triton wrapper arguments.
 
 `transformer_engine.pytorch.permutation` has the differentiable functions, which check their arguments.
 """

@@ -144,15 +144,15 @@ def _attention(case: Case, device: torch.device) -> Workload:
 @contextmanager
 def _attention_precision(recipe: recipes.Recipe | None, fp8_backward: bool) -> Iterator[None]:
     """Select by environment variable whether an attention's backward pass is in FP8 too; its forward pass decides."""
-    before = os.environ.get("NVTE_FP8_DPA_BWD")
+    previous = os.environ.get("NVTE_FP8_DPA_BWD")
     if recipe is not None:
         os.environ["NVTE_FP8_DPA_BWD"] = str(int(fp8_backward))
     try:
         with _precision(recipe):
             yield
     finally:
-        if before is not None:
-            os.environ["NVTE_FP8_DPA_BWD"] = before
+        if previous is not None:
+            os.environ["NVTE_FP8_DPA_BWD"] = previous
         else:
             os.environ.pop("NVTE_FP8_DPA_BWD", None)
 
@@ -350,9 +350,9 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
     call = kernel_call(a["kernel"], a["rows"], a["width"], limits)
     operands = [
         None
-        if one is None
-        else torch.randn(*one[0], device=device, dtype=getattr(torch, one[1])).abs()
-        for one in call.given
+        if operand is None
+        else torch.randn(*operand[0], device=device, dtype=getattr(torch, operand[1])).abs()
+        for operand in call.given
     ]
     return Workload(lambda *x: launching.perform(call.program, operands), ())
 

@@ -196,18 +196,18 @@ def _kernel(case: Case, device: torch.device) -> JaxWorkload | None:
     a = case.arguments
     if device.type != "cuda":
         return None
-    found = processors()
-    limits = GpuLimits(found.count, found.shared_memory)
+    processor_count = processors()
+    limits = GpuLimits(processor_count.count, processor_count.shared_memory)
     started = kernel_call(a["kernel"], a["rows"], a["width"], limits)
     operands = tuple(
-        jnp.abs(jax.random.normal(jax.random.key(index), one[0], jnp.dtype(one[1])))
-        for index, one in enumerate(started.given)
-        if one is not None
+        jnp.abs(jax.random.normal(jax.random.key(index), operand[0], jnp.dtype(operand[1])))
+        for index, operand in enumerate(started.given)
+        if operand is not None
     )
 
     def function(params: Any, state: Any, *arrays: Array) -> list[Array]:
         remaining = iter(arrays)
-        inputs = [None if one is None else next(remaining) for one in started.given]
+        inputs = [None if operand is None else next(remaining) for operand in started.given]
         return [result for result in perform(started.program, inputs) if result is not None]
 
     return JaxWorkload(function, operands)

@@ -282,13 +282,13 @@ def _router(case: Case, device: torch.device) -> Workload:
 
     def weights(logits: Tensor) -> Tensor:
         if a["score"] == "softmax":
-            values, chosen = logits.topk(a["places"], dim=1)
+            values, expert_ids = logits.topk(a["places"], dim=1)
             values = values.softmax(1)
         else:
-            values, chosen = logits.sigmoid().topk(a["places"], dim=1)
+            values, expert_ids = logits.sigmoid().topk(a["places"], dim=1)
             values = values / (values.sum(1, keepdim=True) + 1e-20)
-        mask = torch.zeros_like(logits, dtype=torch.int32).scatter(1, chosen, 1).bool()
-        return torch.zeros_like(logits).scatter(1, chosen, values) * mask
+        mask = torch.zeros_like(logits, dtype=torch.int32).scatter(1, expert_ids, 1).bool()
+        return torch.zeros_like(logits).scatter(1, expert_ids, values) * mask
 
     return Workload(weights, (torch.randn(a["tokens"], a["experts"], device=device),))
 

@@ -31,6 +31,7 @@ _CURVES = {
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.elements == 0:
         return "an array without elements"
     name = "ActLuPrimitive" if request.operation == "forward" else "DActLuDBiasQuantizePrimitive"
@@ -68,7 +69,7 @@ class ActivationForward(ActivationKernel):
         return (jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation  # it imports triton
+        from ....common.kernels import activation
 
         (x,) = arrays
         rows, parts, width = x.shape
@@ -91,7 +92,7 @@ class ActivationBackward(ActivationKernel):
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation  # it imports triton
+        from ....common.kernels import activation
 
         dy, x = arrays
         rows, parts, width = x.shape

@@ -11,7 +11,7 @@ from ....common.dispatch import Table
 from ..activation import ActivationParams, ActivationRequest
 from ..kernels import sums_dtype
 from ..platforms import compute
-from ..quantize import Cast, Quantized, Request
+from ..quantize import OutputCast, Quantized, QuantizeRequest
 from . import separate, triton
 from .separate import ActivationCodesRequest, CodedActivation
 
@@ -23,7 +23,7 @@ TABLE: Table[ActivationCodesRequest] = Table(
 
 
 def activation_codes(
-    x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams
+    x: Array, cast: OutputCast, names: tuple[str, ...], params: ActivationParams
 ) -> Quantized:
     """Quantize y [*rows, F] rounded to x's dtype; see `Quantized`.
 
@@ -43,7 +43,7 @@ def activation_codes(
 def activation_backward_codes(
     dy: Array,
     x: Array,
-    cast: Cast,
+    cast: OutputCast,
     names: tuple[str, ...],
     params: ActivationParams,
     sums: Any | None,
@@ -62,10 +62,12 @@ def activation_backward_codes(
 
 
 def _request(
-    operation: str, x: Array, cast: Cast, coded: CodedActivation, platform: str
+    operation: str, x: Array, cast: OutputCast, coded: CodedActivation, platform: str
 ) -> ActivationCodesRequest:
     width = x.shape[-1] * (len(coded.names) if operation == "backward" else 1)
     shape, has_multiplier = (prod(x.shape[:-2]), width), cast.multiplier is not None
-    cast_request = Request(cast.spec, shape, x.dtype, platform, has_multiplier, max(x.ndim - 2, 1))
+    cast_request = QuantizeRequest(
+        cast.spec, shape, x.dtype, platform, has_multiplier, max(x.ndim - 2, 1)
+    )
     activation = ActivationRequest(operation, coded.names, x.dtype, x.size, platform)
     return ActivationCodesRequest(activation, cast_request, x.shape[-1], coded.sums is not None)

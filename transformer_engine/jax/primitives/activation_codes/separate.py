@@ -16,7 +16,7 @@ from ..activation import (
     activation_backward,
     activation_forward,
 )
-from ..quantize import Quantized, QuantizeSpec, Request, quantize
+from ..quantize import Quantized, QuantizeRequest, QuantizeSpec, quantize
 from ..several_axes import with_rows
 
 
@@ -48,7 +48,7 @@ class ActivationCodesRequest(NamedTuple):
     """
 
     activation: ActivationRequest
-    cast: Request
+    cast: QuantizeRequest
     width: int
     sums: bool = False
 

@@ -25,7 +25,7 @@ from ..activation import triton as activation
 from ..activation.triton import ActivationKernel
 from ..launching import perform, run
 from ..partitioning import Extent, ShardingRule, extent
-from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, jax_dtype
+from ..quantize import FORMATS, Quantized, QuantizeRequest, QuantizeSpec, jax_dtype
 from ..quantize import triton as quantization
 from ..quantize.spec import QuantizeInputs
 from ..several_axes import call_on_axes, with_rows
@@ -36,6 +36,7 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def unsupported_reason(request: ActivationCodesRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     reason = activation.unsupported_reason(request.activation)
     reason = reason or quantization.unsupported_in_producer(request.cast)
     if reason is not None:
@@ -120,7 +121,7 @@ class ActivationCodes(_ActivationCodes):
         return code_shapes(self.spec, x.shape[0], x.shape[2])
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation_codes  # it imports triton
+        from ....common.kernels import activation_codes
 
         x, *multiplier = arrays
         rows, parts, width = x.shape
@@ -158,19 +159,19 @@ class GradientCodes(_ActivationCodes):
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[1].shape
         per_direction = 2 if self.spec.format.block else 1
-        made = []
-        for index, one in enumerate(code_shapes(self.spec, rows, parts * width)):
-            shape = one.shape
+        descriptions = []
+        for index, code in enumerate(code_shapes(self.spec, rows, parts * width)):
+            shape = code.shape
             # The axis n * width becomes two: row-wise [.., n, ..], column-wise [n, .., ..].
             if index < per_direction:
                 shape = (shape[0], parts, shape[1] // parts)
             elif index < 2 * per_direction and self.spec.columnwise:
                 shape = (parts, shape[0] // parts, shape[1])
-            made.append(jax.ShapeDtypeStruct(shape, one.dtype))
-        return (*made, *_sums(parts, width, self.sums))
+            descriptions.append(jax.ShapeDtypeStruct(shape, code.dtype))
+        return (*descriptions, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation_codes  # it imports triton
+        from ....common.kernels import activation_codes
 
         dy, x, *multiplier = arrays
         rows, parts, width = x.shape
@@ -226,7 +227,7 @@ class MeasuredActivation(ActivationKernel):
         return (_ONE, values, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation_cast, column_sums  # they import triton
+        from ....common.kernels import activation_cast, column_sums
 
         x = arrays[-1]
         rows, parts, width = x.shape
@@ -293,7 +294,9 @@ def _run_coded(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tup
     return tuple(array for array in (*arrays, *rest) if array is not None)
 
 
-def forward(x: Array, scale: Array | None, coded: CodedActivation, cast: Request) -> Quantized:
+def forward(
+    x: Array, scale: Array | None, coded: CodedActivation, cast: QuantizeRequest
+) -> Quantized:
     """See `activation_codes`."""
     x, count = with_rows(x, 2)
     counts = {"r": count}
@@ -309,7 +312,7 @@ def forward(x: Array, scale: Array | None, coded: CodedActivation, cast: Request
 
 
 def backward(
-    dy: Array, x: Array, scale: Array | None, coded: CodedActivation, cast: Request
+    dy: Array, x: Array, scale: Array | None, coded: CodedActivation, cast: QuantizeRequest
 ) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
     (x, count), (dy, _) = with_rows(x, 2), with_rows(dy, 1)
@@ -330,15 +333,15 @@ def backward(
 
 
 def _quantized(
-    arrays: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]
+    arrays: Sequence[Array], spec: QuantizeSpec, cast: QuantizeRequest, shape: tuple[int, ...]
 ) -> Quantized:
     """Pack arrays in `code_shapes` order into a record; codes have the given shape, scales the matrix shape."""
     if spec.format.block:
         flat = code_shapes(spec, *cast.shape)
         codes = Quantized(
-            *(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays))
+            *(array.reshape(flat[i].shape) if i % 2 else array for i, array in enumerate(arrays))
         )
-        return codes.with_axes(shape, cast.axis)
+        return codes.reshaped(shape, cast.axis)
     codes, *codes_t, scale, amax = arrays
     if not codes_t:
         return Quantized(codes, scale, amax=amax)

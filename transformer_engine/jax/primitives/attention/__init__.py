@@ -66,11 +66,8 @@ def attention(request: AttentionRequest, call: AttentionOperands) -> Array:
     if on_cuda is on_cpu:
         return on_cpu(call)
     dense = request.rows == request.tokens == "whole" and not request.layout.is_thd()
-    closures = (
-        call.draw,
-        call.dropped,
-        call.modified,
-    )  # they close over arrays for dropout and for a score_mod
+    # Functions that close over arrays for dropout and for a score_mod.
+    closures = (call.draw, call.dropped, call.modified)
     if (
         not dense
         or any(closure is not None for closure in closures)

@@ -40,8 +40,10 @@ class AlignShardings(Kernel):
     def rule(self) -> ShardingRule:
         # Factors that are not sharded have other names in the results: Shardy propagates shardings between equal names.
         outputs = (
-            re.sub(r"\w+", lambda name: name[0] if name[0] in _SHARDED else f"{name[0]}o", one)
-            for one in self.axes
+            re.sub(
+                r"\w+", lambda name: name[0] if name[0] in _SHARDED else f"{name[0]}o", axis_names
+            )
+            for axis_names in self.axes
         )
         text = f"{', '.join(self.axes)} -> {', '.join(outputs)}"
         replicated = tuple(sorted(set(re.findall(r"\w+", text)).difference(_SHARDED)))

@@ -24,6 +24,7 @@ _WIDE_HEAD_DIM, _WIDE_TRAINING = 256, 91900
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := spread_unsupported_reason(request)) is not None:
         return reason
     if request.platform != "cuda":
@@ -35,7 +36,7 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
     if request.training and not env.flag(_VARYING):
         return f"gradients that differ from run to run, where {_VARYING}=0; jax asks cuDNN for no others"
     if request.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{request.dtype}; it takes bfloat16 and float16"
+        return f"{request.dtype}; supported: bfloat16 and float16"
     if request.softmax is not AttnSoftmaxType.VANILLA_SOFTMAX:
         return f"a sink ({request.softmax.name}); jax.nn has none"
     if request.bias is AttnBiasType.PRE_SCALE_BIAS:
@@ -58,7 +59,7 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
         wide = cudnn_packed.library_version() >= _WIDE_TRAINING
     most = _WIDE_HEAD_DIM if wide else _HEAD_DIM
     if request.head_dim % 8 or request.head_dim > most:
-        return f"head_dim={request.head_dim}; it takes multiples of 8 up to {most}"
+        return f"head_dim={request.head_dim}; supported: multiples of 8 up to {most}"
     if request.modified:
         return "a score_mod; jax.nn does not support it"
     if request.max_logit:

@@ -70,17 +70,19 @@ def attend(
     """Compute out [b, q, h, d]; bounds: see `SequenceDescriptor.bounds`. Tokens outside any sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
     visible = (
-        _inside(starts_q, lengths_q, query.shape[1]),
-        _inside(starts_kv, lengths_kv, key.shape[1]),
+        _sequence_mask(starts_q, lengths_q, query.shape[1]),
+        _sequence_mask(starts_kv, lengths_kv, key.shape[1]),
     )
     # cuDNN reads -1 as an absent sequence; starts have one more entry, the last sequence's end.
-    lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
+    lengths = [jnp.where(lengths_q > 0, row_lengths, -1) for row_lengths in (lengths_q, lengths_kv)]
     starts = [
-        jnp.pad(jnp.where(lengths_q > 0, one, -1), ((0, 0), (0, 1)), constant_values=-1)
-        for one in (starts_q, starts_kv)
+        jnp.pad(jnp.where(lengths_q > 0, row_lengths, -1), ((0, 0), (0, 1)), constant_values=-1)
+        for row_lengths in (starts_q, starts_kv)
     ]
-    query, key, value, _, given = align(query, key, value, None, (*lengths, *starts, *visible))
-    return isolate(_packed(query, key, value, given, float(scale), causal), key.shape[2])
+    query, key, value, _, packed_bounds = align(
+        query, key, value, None, (*lengths, *starts, *visible)
+    )
+    return isolate(_packed(query, key, value, packed_bounds, float(scale), causal), key.shape[2])
 
 
 PackedBounds = tuple[
@@ -92,8 +94,9 @@ PackedBounds = tuple[
 def _packed(
     query: Array, key: Array, value: Array, bounds: PackedBounds, scale: float, causal: bool
 ) -> Array:
-    """Call cuDNN, and clear the tokens outside any sequence, which it leaves uninitialized in the result and in
-    gradients.
+    """Call cuDNN, and clear the tokens outside any sequence in the result and in gradients.
+
+    cuDNN leaves these tokens uninitialized.
 
     The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
     uncleared result, which must not be overwritten.
@@ -257,7 +260,7 @@ def _gradients(
     return dq, dk, dv
 
 
-def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
+def _sequence_mask(starts: Array, lengths: Array, tokens: int) -> Array:
     """Mask bool [b, tokens]: whether a token belongs to a sequence."""
     index = jnp.arange(tokens, dtype=jnp.int32)
     begins = starts[:, :, None]
@@ -289,7 +292,7 @@ class ClearUnseen(Kernel):
         return (jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import packed_sequences  # it imports triton
+        from ....common.kernels import packed_sequences
 
         x, visible = arrays
         (result,) = run(packed_sequences.zero_unseen(visible.size, prod(x.shape[2:])), [x, visible])

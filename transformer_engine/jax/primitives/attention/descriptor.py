@@ -18,7 +18,14 @@ Pair = tuple[Array, Array]
 
 
 class Segments(NamedTuple):
-    """For queries and keys: every token's sequence number [b, s], 0 for padding, and its position in the sequence."""
+    """For queries and keys: every token's sequence number [b, s], 0 for padding, and its position in the sequence.
+
+    Attributes:
+        query: Sequence number of each query token.
+        key: Sequence number of each key token.
+        query_position: Position of each query token in its sequence.
+        key_position: Position of each key token in its sequence.
+    """
 
     query: Array
     key: Array
@@ -102,10 +109,10 @@ class SequenceDescriptor:
                 "segment_pos=None; give the position of every token in its sequence, [b, s]"
             )
         ids, positions = _pair("segment_ids", segment_ids), _pair("segment_pos", segment_pos)
-        for one, other in zip(ids, positions, strict=True):
-            if one.shape != other.shape:
+        for one, token_positions in zip(ids, positions, strict=True):
+            if one.shape != token_positions.shape:
                 raise ValueError(
-                    f"segment_pos has shape {other.shape}; segment_ids has {one.shape}, both must agree"
+                    f"segment_pos has shape {token_positions.shape}; segment_ids has {one.shape}, both must agree"
                 )
         return cls(_empty(), _empty(), ids, positions)
 
@@ -169,14 +176,14 @@ class SequenceDescriptor:
                 for part in (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos)
             )
             if ids.size:
-                _fits("segment_ids", ids.shape, (batch, tokens))
+                _check_shape("segment_ids", ids.shape, (batch, tokens))
                 results.append((ids, positions))
                 continue
             if offsets.size:
-                _fits("seqlens", lengths.shape[:1], (batch,))
+                _check_shape("seqlens", lengths.shape[:1], (batch,))
                 results.append(_packed(lengths, offsets, tokens))
                 continue
-            _fits("seqlens", lengths.shape, (batch,))
+            _check_shape("seqlens", lengths.shape, (batch,))
             place_of = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
             results.append(((place_of < lengths[:, None]).astype(jnp.int32), place_of))
         return Segments(results[0][0], results[1][0], results[0][1], results[1][1])
@@ -225,16 +232,16 @@ class SequenceDescriptor:
             self.segment_ids, self.seqlens, self.seq_offsets, (queries, keys), strict=True
         ):
             if ids.size:
-                _fits("segment_ids", ids.shape, (batch, tokens))
+                _check_shape("segment_ids", ids.shape, (batch, tokens))
                 pairs.append(_runs(ids, most))
             elif offsets.size:
-                _fits("seqlens", lengths.shape[:1], (batch,))
+                _check_shape("seqlens", lengths.shape[:1], (batch,))
                 begins = offsets[:, :-1]
                 lengths = _limit_lengths(lengths, tokens - begins)
                 real = (begins >= 0) & (lengths > 0)
                 pairs.append((jnp.where(real, lengths, 0), jnp.where(real, begins, 0)))
             else:
-                _fits("seqlens", lengths.shape, (batch,))
+                _check_shape("seqlens", lengths.shape, (batch,))
                 pairs.append(
                     (_limit_lengths(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32))
                 )
@@ -268,9 +275,9 @@ def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -
     return most
 
 
-def _fits(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise ValueError(f"{name} has shape {found}; these queries and keys need {expected}")
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ValueError(f"{name} has shape {shape}; these queries and keys need {expected}")
 
 
 def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:

@@ -132,7 +132,10 @@ def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
         attn_mask_type: Mask name, such as "padding_causal".
     """
     if not isinstance(attn_mask_type, str) or attn_mask_type not in _MASKS:
-        names = [next(name for name, one in _MASKS.items() if one is mask) for mask in AttnMaskType]
+        names = [
+            next(name for name, mask_type in _MASKS.items() if mask_type is mask)
+            for mask in AttnMaskType
+        ]
         raise ValueError(
             f"attn_mask_type={described(attn_mask_type)}; choose one of {', '.join(names)} (padding, causal and "
             "bottom_right may be in any order)"

@@ -71,10 +71,10 @@ def attend(
     weights = weights.reshape(batch, groups, heads // groups, queries, key.shape[1])
     out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value, preferred_element_type=jnp.float32)
     out = out.reshape(batch, queries, heads, value.shape[-1]).astype(query.dtype)
-    return (out, _largest(scores, hidden).astype(query.dtype)) if max_logit else out
+    return (out, _max_logits(scores, hidden).astype(query.dtype)) if max_logit else out
 
 
-def _largest(scores: Array, hidden: Array | None) -> Array:
+def _max_logits(scores: Array, hidden: Array | None) -> Array:
     """Each head's largest visible score [h], from scores [b, h, q, k]; -inf for a head without a visible key."""
     visible = scores if hidden is None else jnp.where(hidden, -jnp.inf, scores)
     return lax.stop_gradient(visible).max(axis=(0, 2, 3))
@@ -92,7 +92,7 @@ def largest_logits(call: AttentionOperands) -> Array:
     scores = scores * call.scale
     if call.bias is not None and call.bias_type is AttnBiasType.POST_SCALE_BIAS:
         scores = scores + call.bias.astype(jnp.float32)
-    return _largest(scores, call.hidden()).astype(query.dtype)
+    return _max_logits(scores, call.hidden()).astype(query.dtype)
 
 
 def run(call: AttentionOperands, max_logit: bool = False) -> Any:

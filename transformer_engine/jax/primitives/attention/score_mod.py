@@ -1,6 +1,6 @@
 """score_mod: scores [b, h, q, k] -> scores, a function in jnp operations between the scaled product and the softmax.
 
-Its required parameters determine the contract: (scores, tensors), the original's (graph, score, tensors), whose
+Its required parameters determine the contract: (scores, tensors), NVIDIA's (graph, score, tensors), whose
 operations `ScoreGraph` computes, or (score, b, h, q, kv, **tensors).
 """
 
@@ -139,10 +139,10 @@ def modifier(
         if contract == _SCORES:
             result = score_mod(scores, tensors)
         elif contract == _GRAPH:
-            graph = ScoreGraph(jnp, _places(scores))
+            graph = ScoreGraph(jnp, _score_indices(scores))
             result = score_mod(graph, scores, _broadcast("score_mod_tensors", tensors, scores))
         else:
-            result = score_mod(scores, *_places(scores), **tensors)
+            result = score_mod(scores, *_score_indices(scores), **tensors)
         return _like("score_mod", result, scores)
 
     if score_mod_bprop is None:
@@ -154,11 +154,11 @@ def modifier(
         elif contract == _GRAPH:
             # score_mod_bprop may read arrays that score_mod computed, as in one graph
             apply(scores, tensors)
-            graph = ScoreGraph(jnp, _places(scores))
+            graph = ScoreGraph(jnp, _score_indices(scores))
             arrays = _broadcast("score_mod_bprop_tensors", bprop_tensors, scores)
             result = score_mod_bprop(graph, gradient, arrays)
         else:
-            result = score_mod_bprop(gradient, scores, *_places(scores), **bprop_tensors)
+            result = score_mod_bprop(gradient, scores, *_score_indices(scores), **bprop_tensors)
         return _like("score_mod_bprop", result, scores)
 
     # Arrays are arguments to the custom derivative, which must not close over traced arrays; other leaves stay static.
@@ -181,7 +181,7 @@ def modifier(
     return lambda scores: modified(scores, arrays)
 
 
-def _places(scores: Array) -> tuple[Array, ...]:
+def _score_indices(scores: Array) -> tuple[Array, ...]:
     """Batch, head, query and key indices, int32, which broadcast with scores [b, h, q, k]."""
     return tuple(
         jnp.arange(size, dtype=jnp.int32).reshape(

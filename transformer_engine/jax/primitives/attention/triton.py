@@ -27,12 +27,13 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := spread_unsupported_reason(request)) is not None:
         return reason
     if (reason := platform_failure(request.platform, "FusedAttnFwdPrimitive")) is not None:
         return reason
     if request.dtype not in _DTYPES:
-        return f"{request.dtype}; it takes bfloat16, float16 and float32"
+        return f"{request.dtype}; supported: bfloat16, float16 and float32"
     if max(request.head_dim, request.value_dim) > _LARGEST_HEAD:
         return f"a head of {max(request.head_dim, request.value_dim)} elements > {_LARGEST_HEAD}"
     if request.modified:
@@ -82,7 +83,12 @@ def backward_part(
 def _part(scale: float, mask: AttnMaskType, window: Window | None) -> AttentionOptions:
     left, right = (-1, -1) if window is None else window
     return AttentionOptions(
-        float(scale), False, (left, 0 if mask.is_causal() else right), False, 0.0, False
+        float(scale),
+        False,
+        (left, 0 if mask.is_causal() else right),
+        bottom_right=False,
+        dropout=0.0,
+        packed=False,
     )
 
 

@@ -121,7 +121,7 @@ class _AttentionKernel(Kernel):
         self, more: Sequence[str], outputs: Sequence[str], summed: tuple[int, ...] = ()
     ) -> ShardingRule:
         """Build the sharding rule of a kernel with `more` operands after the optional ones, and these outputs."""
-        present = [one for one in self.factors if one is not None]
+        present = [factor for factor in self.factors if factor is not None]
         operands = (f"b s {head_factors(*self.heads)} d", "b t g d", "b t g e", *present, *more)
         text = f"{', '.join(operands)} -> {', '.join(outputs)}"
         never = {"s", "t", "d", "e", "r", "n", "w"} | ({"g"} if self.options.dropout else set())
@@ -138,10 +138,10 @@ class _AttentionKernel(Kernel):
     def given(self, arrays: tuple[Array, ...]) -> tuple[OptionalOperands, tuple[Array, ...]]:
         """Split arrays into the optional operands and the arrays after them."""
         remaining = iter(arrays)
-        found = OptionalOperands(
-            *(None if one is None else next(remaining) for one in self.factors)
+        operands = OptionalOperands(
+            *(None if factor is None else next(remaining) for factor in self.factors)
         )
-        return found, tuple(remaining)
+        return operands, tuple(remaining)
 
     def sources(
         self, q: Array, k: Array, v: Array, operands: OptionalOperands
@@ -234,7 +234,7 @@ class AttentionForward(_AttentionKernel):
         return out, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import attention  # it imports triton
+        from ....common.kernels import attention
 
         q, k, v, *rest = arrays
         operands, _ = self.given(tuple(rest))
@@ -271,7 +271,7 @@ class AttentionBackward(_AttentionKernel):
         q, k, v, *rest = operands
         given, _ = self.given(tuple(rest))
         likes = [q, k, v] if given.bias is None else [q, k, v, given.bias]
-        shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in likes]
+        shapes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in likes]
         if given.sink is not None:
             shapes.append(jax.ShapeDtypeStruct((q.shape[0], q.shape[2]), jnp.float32))
         return tuple(shapes)
@@ -330,7 +330,7 @@ class AttentionBackward(_AttentionKernel):
         if operands.bias is not None:
             dbias = outputs["dbias"]
             sizes = zip(dbias.shape, operands.bias.shape, strict=True)
-            axes = tuple(axis for axis, (found, expected) in enumerate(sizes) if found != expected)
+            axes = tuple(axis for axis, (size, expected) in enumerate(sizes) if size != expected)
             grads.append(
                 dbias.sum(axis=axes, keepdims=True).astype(operands.bias.dtype) if axes else dbias
             )

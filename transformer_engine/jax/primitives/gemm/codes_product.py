@@ -91,7 +91,7 @@ class CodesProduct(Kernel):
         (m, k), n = arrays[0].shape, arrays[1].shape[0]
         if not self.by_groups or (unfit(m, n, k) or idle(m, n)) is not None:
             return (self._run_as_one_group(*arrays),)
-        from ....common.kernels.block_product import product  # it imports triton
+        from ....common.kernels.block_product import product
 
         launch = product(
             m, n, k, self.dtype.name, by_row=self.blocks == 1, processors=processors().count
@@ -102,7 +102,7 @@ class CodesProduct(Kernel):
 
     def _run_as_one_group(self, a: Array, b: Array, scale_a: Array, scale_b: Array) -> Array:
         """Run the grouped_gemm.py kernels on one row group."""
-        from ....common.kernels import grouped_gemm as kernels  # it imports triton
+        from ....common.kernels import grouped_gemm as kernels
 
         (m, k), n = a.shape, b.shape[0]
         machine = {
@@ -147,9 +147,8 @@ def unfit(m: int, n: int, k: int) -> str | None:
 def idle(m: int, n: int) -> str | None:
     """Reason why the tiles in block_product.py leave too much of the GPU idle, or None."""
     # H200, microseconds for the other kernel and for this kernel, by tiles. With square b blocks: 64 tiles 26.0 and
-    # 33.5,
-    # 96: 46.5 and 34.1, 128: 44.0 and 31.2, 160: 61.0 and 55.6, 192: 62.8 and 54.4, 200: 74.2 and 55.3. With scales per
-    # row: 24.9 and 37.8, 47.7 and 38.1, 49.0 and 38.7, 72.0 and 71.6, 72.0 and 72.6, 85.1 and 72.3.
+    # 33.5, 96: 46.5 and 34.1, 128: 44.0 and 31.2, 160: 61.0 and 55.6, 192: 62.8 and 54.4, 200: 74.2 and 55.3. With
+    # scales per row: 24.9 and 37.8, 47.7 and 38.1, 49.0 and 38.7, 72.0 and 71.6, 72.0 and 72.6, 85.1 and 72.3.
     tiles, count = ceil_div(m, 2 * _BLOCK) * ceil_div(n, _BLOCK), processors().count
     if 10 * tiles < 7 * ceil_div(tiles, count) * count:
         return f"{tiles} tiles of 256 x 128 leave more than 3 in 10 of {count} multiprocessors idle"
@@ -166,6 +165,7 @@ def one_group(rows: int) -> Array:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := request.hardware.lacks("fp8 products")) is not None:
@@ -182,7 +182,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if 0 in (request.m, request.n, request.k):
         return "a product without elements"
     if request.dtype not in _RESULTS:
-        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+        return f"a result in {request.dtype}; supported: bfloat16, float16 and float32"
     return None
 
 
@@ -196,6 +196,7 @@ TRITON = Backend[GemmRequest]("triton", unsupported_reason=unsupported_reason, b
 
 
 def gluon_unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the Gluon kernel does not support the request, or None."""
     if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := gluon_missing(request.hardware)) is not None:
@@ -207,7 +208,7 @@ def gluon_unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := unfit(request.m, request.n, request.k) or idle(request.m, request.n)) is not None:
         return reason
     if request.dtype not in _RESULTS:
-        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+        return f"a result in {request.dtype}; supported: bfloat16, float16 and float32"
     return None
 
 

@@ -27,6 +27,7 @@ from .request import GemmRequest
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return _platform_failure(request.platform) or block_scales.unsupported_reason(request)
 
 

@@ -56,6 +56,7 @@ def _warn() -> None:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := disabled_reason("GemmPrimitive")) is not None:
@@ -66,7 +67,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         if form is None:
             return "an operand is not quantized"
         if form != FLOAT8:
-            return f"block scales ({form.name}); it takes one scale per tensor"
+            return f"block scales ({form.name}); supported: one scale per tensor"
     if request.a_element == request.b_element == jnp.float8_e5m2:
         return "both operands are E5M2; cuBLASLt takes at most one"
     if 0 in (request.m, request.n, request.k):

@@ -83,6 +83,7 @@ def with_second_level(product: Array, a: Operand, b: Operand) -> Array:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.a_format is not None or request.b_format is not None:
         return "an operand is quantized"
     return None

@@ -4,10 +4,10 @@ dot_scaled: the kernels in `scaled_product.py` and `promoted_product.py` in comm
 GPUs whose tensor cores read their scales, codes with float32 scales per 128 elements on every GPU with FP8 tensor
 cores, in any pair and extent.
 
-scaled_matmul: XLA's operation behind `jax.nn.scaled_matmul`, which it hands to cuDNN. XLA dequantizes what it cannot
-hand over, without a message. The Triton kernels, whose instructions are known, are therefore preferred. The operation
-is
-called directly: the function of JAX partitions its operands itself, which it cannot do within a primitive.
+scaled_matmul: XLA's operation behind `jax.nn.scaled_matmul`, which it hands to cuDNN. XLA dequantizes what it
+cannot hand over, without a message. The Triton kernels, whose instructions are known, are therefore preferred. The
+operation is called directly: the function of JAX partitions its operands itself, which it cannot do within a
+primitive.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DotScaledProduct(BlockScaledProduct):
     packs = True
 
     def product(self, a: Operand, b: Operand) -> Array:
-        from ....common.kernels import promoted_product, scaled_product  # they import triton
+        from ....common.kernels import promoted_product, scaled_product
         from ....common.kernels.product_parts import is_swapped
 
         assert (
@@ -92,7 +92,7 @@ class DotScaledProduct(BlockScaledProduct):
 
 def _tma_options(pitch: int, result_pitch: int) -> TmaOptions:
     """Tensors that TMA moves, by their row bytes; all arrays are aligned to 16 bytes."""
-    from ....common.kernels.product_parts import TmaOptions  # it imports triton
+    from ....common.kernels.product_parts import TmaOptions
 
     engine = hardware().has("tensor memory")
     return TmaOptions(
@@ -102,7 +102,7 @@ def _tma_options(pitch: int, result_pitch: int) -> TmaOptions:
 
 def _side(operand: Operand) -> Side:
     """Describe a contiguous operand as `product_parts.Side`."""
-    from ....common.kernels.product_parts import Side  # it imports triton
+    from ....common.kernels.product_parts import Side
 
     assert operand.format is not None and operand.scale is not None
     rows, width = operand.codes.shape
@@ -115,7 +115,7 @@ def _side(operand: Operand) -> Side:
 
 def _swizzle(scale: Array) -> Array:
     """Swizzle one-byte scales uint8 [R, C]; see `swizzled_scales.swizzle`."""
-    from ....common.kernels.swizzled_scales import swizzle  # it imports triton
+    from ....common.kernels.swizzled_scales import swizzle
 
     rows, columns = scale.shape
     (result,) = run(swizzle(rows, columns, (columns, 1)), [scale])
@@ -124,6 +124,7 @@ def _swizzle(scale: Array) -> Array:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := _unsupported_pair(request)) is not None:
@@ -133,7 +134,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         if reason is not None:
             return reason
     if request.dtype not in _RESULTS:
-        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+        return f"a result in {request.dtype}; supported: bfloat16, float16 and float32"
     return None
 
 
@@ -191,6 +192,7 @@ def _with_codes(operand: Operand) -> Operand:
 
 
 def matmul_unsupported_reason(request: GemmRequest) -> str | None:
+    """Return why XLA's scaled_matmul does not support the request, or None."""
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := disabled_reason("GemmPrimitive") or _unsupported_pair(request)) is not None:
@@ -205,7 +207,7 @@ def matmul_unsupported_reason(request: GemmRequest) -> str | None:
             f"M={request.m} or N={request.n} is not a multiple of 16, or K={request.k} of {length}"
         )
     if request.dtype not in _RESULTS:
-        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+        return f"a result in {request.dtype}; supported: bfloat16, float16 and float32"
     return optional.failure("jax.nn", "scaled_matmul")  # which XLA's operation came with
 
 

@@ -11,7 +11,7 @@ from jax import Array
 from ....common.dispatch import Backend, Table
 from ..platforms import compute
 from . import blocks, reference, triton
-from .blocks import BlockTensor, GroupedBlockRequest, row_multiple
+from .blocks import BlockTensor, GroupedBlockRequest, group_alignment
 from .reference import GroupedGemmRequest, Scales
 
 __all__ = [
@@ -21,11 +21,11 @@ __all__ = [
     "GroupedBlockRequest",
     "GroupedGemmRequest",
     "Scales",
+    "group_alignment",
     "grouped_block_contraction",
     "grouped_block_gemm",
     "grouped_contraction",
     "grouped_gemm",
-    "row_multiple",
 ]
 
 TABLE: Table[GroupedGemmRequest] = Table("jax_grouped_gemm", (triton.BACKEND, reference.BACKEND))
@@ -160,8 +160,15 @@ def grouped_block_gemm(
     def request(platform: str) -> GroupedBlockRequest:
         rows, stack = _shapes(a, b)
         (groups, n, k), m = stack.codes.shape, a.shape[0]
-        padded = rows.codes.shape[0] != m
-        return _request(rows, stack, (groups, m, n, k), dtype, False, padded, platform)
+        return _request(
+            rows,
+            stack,
+            (groups, m, n, k),
+            dtype,
+            contracts_rows=False,
+            has_unreadable_padding=rows.codes.shape[0] != m,
+            platform=platform,
+        )
 
     dtype = jnp.dtype(dtype)
     return compute(
@@ -185,7 +192,13 @@ def grouped_block_contraction(
         left, right = _shapes(a, b)
         (k, rows), n = left.codes.shape, right.codes.shape[0]
         return _request(
-            left, right, (group_sizes.shape[0], rows, n, k), dtype, True, False, platform
+            left,
+            right,
+            (group_sizes.shape[0], rows, n, k),
+            dtype,
+            contracts_rows=True,
+            has_unreadable_padding=False,
+            platform=platform,
         )
 
     dtype = jnp.dtype(dtype)
@@ -203,13 +216,19 @@ def _request(
     extents: tuple[int, int, int, int],
     dtype: jnp.dtype,
     contracts_rows: bool,
-    padded: bool,
+    has_unreadable_padding: bool,
     platform: str,
 ) -> GroupedBlockRequest:
     """Build the request for two operands; extents: groups, m, n and k."""
     assert a.format is not None and b.format is not None
-    elements = jnp.dtype(a.codes.dtype), jnp.dtype(b.codes.dtype)
-    transformed = a.hadamard, b.hadamard
     return GroupedBlockRequest(
-        *extents, a.format, b.format, elements, dtype, contracts_rows, padded, transformed, platform
+        *extents,
+        a_format=a.format,
+        b_format=b.format,
+        code_dtypes=(jnp.dtype(a.codes.dtype), jnp.dtype(b.codes.dtype)),
+        result_dtype=dtype,
+        contracts_rows=contracts_rows,
+        has_unreadable_padding=has_unreadable_padding,
+        transformed=(a.hadamard, b.hadamard),
+        platform=platform,
     )

@@ -58,7 +58,7 @@ _IN_FLOAT32: Any = {"precision": lax.Precision.HIGHEST, "preferred_element_type"
 _Transpose = Callable[[Array, Array, Array], Array]
 
 
-def of_rows(
+def multiply_rows(
     a: Array,
     b: Array,
     group_sizes: Array,
@@ -67,7 +67,7 @@ def of_rows(
     features_first: bool,
     exact: bool,
 ) -> Array:
-    """See `grouped_gemm`; every sum is in float32."""
+    """Multiply grouped rows by the matrix of their group, with float32 sums; see `grouped_gemm`."""
     if features_first:
         b = jnp.swapaxes(b, 1, 2)
     if scales is not None:
@@ -76,8 +76,10 @@ def of_rows(
     return _product(_rows, a, b, group_sizes).astype(dtype)
 
 
-def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype) -> Array:
-    """See `grouped_contraction`."""
+def contract_rows(
+    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype
+) -> Array:
+    """Contract two operands over the rows of each group; see `grouped_contraction`."""
     if scales is not None:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     product = _product(_contraction, a, b, group_sizes)
@@ -166,5 +168,5 @@ _define(
 
 
 BACKEND = Backend[GroupedGemmRequest](
-    "ragged_dot", bind=lambda request: over_rows if request.contracts_rows else of_rows
+    "ragged_dot", bind=lambda request: contract_rows if request.contracts_rows else multiply_rows
 )

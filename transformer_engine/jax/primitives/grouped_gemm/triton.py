@@ -38,7 +38,7 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if 0 in (request.groups, request.m, request.n, request.k):
         return "a product without elements"
     if request.result not in _RESULTS:
-        return f"a result in {request.result}; it writes bfloat16, float16 and float32"
+        return f"a result in {request.result}; the kernels write bfloat16, float16 and float32"
     if max(request.n, request.k) >= LARGEST_EXTENT:
         return f"an extent of {max(request.n, request.k)} reaches {LARGEST_EXTENT}"
     odd = [extent for extent in (request.n, request.k) if extent % 16]
@@ -184,7 +184,7 @@ def layout_of_rows(sizes: Array, rows: int) -> Array:
     return layout
 
 
-def of_rows(
+def multiply_rows(
     a: Array,
     b: Array,
     group_sizes: Array,
@@ -193,13 +193,15 @@ def of_rows(
     features_first: bool,
     exact: bool,
 ) -> Array:
-    """See `grouped_gemm`."""
+    """Multiply grouped rows by the matrix of their group; see `grouped_gemm`."""
     kernel = GroupedRowsProduct(jnp.dtype(dtype), features_first, scales is not None, exact)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
 
-def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype) -> Array:
-    """See `grouped_contraction`."""
+def contract_rows(
+    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype
+) -> Array:
+    """Contract two operands over the rows of each group; see `grouped_contraction`."""
     kernel = GroupedContraction(jnp.dtype(dtype), scales is not None)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
@@ -207,5 +209,5 @@ def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp
 BACKEND = Backend[GroupedGemmRequest](
     "triton",
     unsupported_reason=unsupported_reason,
-    bind=lambda request: over_rows if request.contracts_rows else of_rows,
+    bind=lambda request: contract_rows if request.contracts_rows else multiply_rows,
 )

@@ -54,7 +54,7 @@ def quantize_rows(
     element: Element,
     power_of_two: bool = False,
     epsilon: float = 0.0,
-    over: tuple[str, ...] = (),
+    mesh_axes: tuple[str, ...] = (),
 ) -> RowCodes:
     """Quantize rows in groups: codes [M, K] = saturate(x [M, K] * the row's group multiplier), and the maxima.
 
@@ -65,8 +65,8 @@ def quantize_rows(
         element: Code element type.
         power_of_two: Whether derived multipliers are powers of two.
         epsilon: Least maximum for derived multipliers.
-        over: Manual mesh axes over which the rows of the groups are sharded: derived multipliers follow from the maxima
-            over all rows. With given multipliers, the maxima cover this device only.
+        mesh_axes: Manual mesh axes over which the rows of the groups are sharded: derived multipliers follow from
+            the maxima over all rows. With given multipliers, the maxima cover this device only.
     """
     rows, columns = x.shape
     multiplier32 = None if multiplier is None else multiplier.astype(jnp.float32)
@@ -80,5 +80,5 @@ def quantize_rows(
         multiplier32,
         element=element,
         scaling=(power_of_two, float(epsilon)),
-        over=over,
+        mesh_axes=mesh_axes,
     )

@@ -202,16 +202,16 @@ def quantize_rows(
     multiplier: Array | None,
     element: Element,
     scaling: tuple[bool, float],
-    over: tuple[str, ...],
+    mesh_axes: tuple[str, ...],
 ) -> RowCodes:
     """See `quantize_rows`."""
     if multiplier is not None:
         return RowCodes(
             *call(GroupedRowsCast(element, scaling, "multiplier"), x, group_sizes, multiplier)
         )
-    if not over:
+    if not mesh_axes:
         return RowCodes(*call(GroupedRowsCast(element, scaling, None), x, group_sizes))
-    amax = exact.maximum_over_axes(call(GroupMaxima(), x, group_sizes)[0], over)
+    amax = exact.maximum_over_axes(call(GroupMaxima(), x, group_sizes)[0], mesh_axes)
     codes, scale = call(GroupedRowsCast(element, scaling, "amax"), x, group_sizes, amax)
     return RowCodes(codes, scale, amax)
 

@@ -21,6 +21,7 @@ from .reference import NormRequest
 
 
 def unsupported_reason(request: NormRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.rows == 0:
         return "an array without rows"
     name = "NormFwdPrimitive" if request.operation == "forward" else "NormBwdPrimitive"
@@ -53,7 +54,7 @@ class NormForward(_NormKernel):
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(statistic,) * (2 if self.centered else 1))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import norm  # it imports triton
+        from ....common.kernels import norm
 
         x, gamma, *offsets = arrays
         beta = offsets[0] if offsets else None
@@ -91,7 +92,7 @@ class NormBackward(_NormKernel):
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(gradient,) * (2 if self.centered else 1))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import norm  # it imports triton
+        from ....common.kernels import norm
 
         dy, x, *others = arrays
         add = others[0] if self.adds else None
@@ -142,8 +143,8 @@ def backward(
     """See `norm_backward`."""
     (of_rows, count), (gradient, _) = with_rows(x, 1), with_rows(dy, 1)
     added = () if add is None else (with_rows(add, 1)[0],)
-    found = (rstdev,) if mean is None else (mean, rstdev)
-    statistics = (one.reshape(of_rows.shape[:-1]) for one in found)
+    saved_statistics = (rstdev,) if mean is None else (mean, rstdev)
+    statistics = (statistic.reshape(of_rows.shape[:-1]) for statistic in saved_statistics)
     kernel = NormBackward(mean is not None, zero_centered, dtype, add is not None)
     gradients = call_on_axes(kernel, {"r": count}, gradient, of_rows, *added, gamma, *statistics)
     dbeta = gradients[2] if mean is not None else jnp.zeros_like(gradients[1])

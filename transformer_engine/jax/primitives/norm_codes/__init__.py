@@ -9,7 +9,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..norm import NormRequest
 from ..platforms import compute
-from ..quantize import Cast, Quantized, Request
+from ..quantize import OutputCast, Quantized, QuantizeRequest
 from . import separate, triton
 from .separate import CodedNorm, NormCodesRequest
 
@@ -22,13 +22,14 @@ def norm_codes(
     x: Array,
     gamma: Array,
     beta: Array | None,
-    cast: Cast,
+    cast: OutputCast,
     centered: bool,
     zero_centered: bool,
     epsilon: float,
 ) -> tuple[Quantized, Array | None, Array]:
-    """Quantize y [*rows, width] rounded to x's dtype, see `Quantized`; also return mean (None unless centered) and
-    rstdev.
+    """Normalize x and quantize the result y [*rows, width]; also return mean and rstdev.
+
+    y is rounded to x's dtype before it is quantized; see `Quantized`. The mean is None unless the norm is centered.
 
     On a GPU the kernel that computes y writes the codes, and y is not stored. With one scale from the maximum of y, the
     kernel stores y and finds the maximum, and a second kernel writes the codes. See `norm_forward` for the arguments.
@@ -36,7 +37,7 @@ def norm_codes(
     shape = (prod(x.shape[:-1]), x.shape[-1])
 
     def request(platform: str) -> NormCodesRequest:
-        cast_request = Request(
+        cast_request = QuantizeRequest(
             cast.spec, shape, x.dtype, platform, cast.multiplier is not None, max(x.ndim - 1, 1)
         )
         return NormCodesRequest(NormRequest.of("forward", x, platform), cast_request, centered)

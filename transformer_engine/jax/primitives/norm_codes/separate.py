@@ -9,13 +9,20 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..norm import NormRequest, norm_forward
-from ..quantize import Quantized, QuantizeSpec, Request, quantize
+from ..quantize import Quantized, QuantizeRequest, QuantizeSpec, quantize
 from ..several_axes import with_rows
 
 
 @dataclass(frozen=True)
 class CodedNorm:
-    """A norm and the quantization of its result; see `norm_codes`."""
+    """A norm and the quantization of its result; see `norm_codes`.
+
+    Attributes:
+        centered: Whether the mean is subtracted (LayerNorm).
+        zero_centered: Whether the norm multiplies by 1 + gamma instead of gamma.
+        epsilon: Number added to the variance.
+        spec: How the result is quantized.
+    """
 
     centered: bool
     zero_centered: bool
@@ -33,7 +40,7 @@ class NormCodesRequest(NamedTuple):
     """
 
     norm: NormRequest
-    cast: Request
+    cast: QuantizeRequest
     centered: bool
 
 

@@ -21,7 +21,7 @@ from ..kernels import Kernel
 from ..launching import perform, run
 from ..norm import triton as norm
 from ..partitioning import ShardingRule
-from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, jax_dtype
+from ..quantize import FORMATS, Quantized, QuantizeRequest, QuantizeSpec, jax_dtype
 from ..quantize import triton as quantization
 from ..quantize.spec import QuantizeInputs
 from ..several_axes import call_on_axes, with_rows
@@ -36,6 +36,7 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def unsupported_reason(request: NormCodesRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     reason = norm.unsupported_reason(request.norm) or quantization.unsupported_in_producer(
         request.cast
     )
@@ -81,7 +82,7 @@ class _CodedNormKernel(Kernel):
 
     def rows(self, x: Array) -> NormRows:
         """The norm in the form that the kernels take."""
-        from ....common.kernels.norm import NormRows  # it imports triton
+        from ....common.kernels.norm import NormRows
 
         rows, width = x.shape
         norms = (self.epsilon, self.zero_centered, self.centered)
@@ -107,7 +108,7 @@ class ScaledNormCodes(_CodedNormKernel):
         return self.with_statistics(x, *codes, _ONE, _ONE)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import norm_codes  # it imports triton
+        from ....common.kernels import norm_codes
 
         x, gamma, *beta, multiplier = arrays
         program = norm_codes.one_scale(self.rows(x), quantization.one_scale(self.spec))
@@ -131,7 +132,7 @@ class MeasuredNorm(_CodedNormKernel):
         return self.with_statistics(x, _ONE, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import norm  # it imports triton
+        from ....common.kernels import norm
 
         x, gamma, *beta = arrays
         results = run(
@@ -157,7 +158,7 @@ class BlockNormCodes(_CodedNormKernel):
         return self.with_statistics(x, codes, scales)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import norm_codes  # it imports triton
+        from ....common.kernels import norm_codes
 
         x, gamma, *beta = arrays
         program = norm_codes.row_blocks(self.rows(x), quantization.blocks(self.spec, x.dtype))
@@ -166,7 +167,12 @@ class BlockNormCodes(_CodedNormKernel):
 
 
 def run_codes(
-    x: Array, gamma: Array, beta: Array | None, scale: Array | None, coded: CodedNorm, cast: Request
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    scale: Array | None,
+    coded: CodedNorm,
+    cast: QuantizeRequest,
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
     options, spec = (coded.centered, coded.zero_centered, coded.epsilon), coded.spec

@@ -23,15 +23,15 @@ from .elements import (
 )
 from .formats import FORMATS
 from .hadamard import hadamard_transform, inverse_transform
-from .spec import Cast, Quantized, QuantizeInputs, QuantizeSpec, Request, jax_dtype
+from .spec import OutputCast, Quantized, QuantizeInputs, QuantizeRequest, QuantizeSpec, jax_dtype
 
 __all__ = [
     "FORMATS",
     "TABLE",
-    "Cast",
+    "OutputCast",
+    "QuantizeRequest",
     "QuantizeSpec",
     "Quantized",
-    "Request",
     "absolute_maximum",
     "cast",
     "decoded",
@@ -46,7 +46,7 @@ __all__ = [
     "unpack_e2m1",
 ]
 
-TABLE: Table[Request] = Table("jax_quantize", (triton.BACKEND, reference.BACKEND))
+TABLE: Table[QuantizeRequest] = Table("jax_quantize", (triton.BACKEND, reference.BACKEND))
 _VALUES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -59,7 +59,7 @@ def quantize(
     amax_t: Array | None = None,
     random: tuple[Array, Array | None] | None = None,
     axis: int | None = None,
-    over: tuple[str, ...] = (),
+    mesh_axes: tuple[str, ...] = (),
 ) -> Quantized:
     """Quantize x [*M, *K] in the directions that spec requests.
 
@@ -76,8 +76,8 @@ def quantize(
             transpose.
         axis: Where K begins; None for a matrix. Codes keep the axes of x, [*M, *K] and [*K, *M], so that any axis may
             be sharded.
-        over: FLOAT8, NVFP4: manual mesh axes over which the matrix is sharded; x is one shard. Measured maxima cover
-            all shards. A block must not cross shards.
+        mesh_axes: FLOAT8, NVFP4: manual mesh axes over which the matrix is sharded; x is one shard. Measured maxima
+            cover all shards. A block must not cross shards.
 
     Returns:
         Codes and scales.
@@ -104,14 +104,14 @@ def quantize(
             random[0].reshape(x.shape),
             None if random[1] is None else random[1].reshape(turned_shape),
         )
-    per_tile = any(one is not None and one.ndim == 2 for one in (amax, amax_t))
+    per_tile = any(maximum is not None and maximum.ndim == 2 for maximum in (amax, amax_t))
     return compute(
         TABLE,
-        lambda platform: Request(
+        lambda platform: QuantizeRequest(
             spec, shape, x.dtype, platform, multiplier is not None, axis, per_tile
         ),
         x,
-        QuantizeInputs(multiplier, amax, amax_t, random, over),
+        QuantizeInputs(multiplier, amax, amax_t, random, mesh_axes),
     )
 
 
@@ -145,6 +145,7 @@ def _check(
     multiplier: Array | None,
     random: tuple[Array, Array | None] | None,
 ) -> None:
+    """Raise TypeError or ValueError for inputs that do not fit the spec or the matrix."""
     if x.dtype not in _VALUES:
         raise TypeError(
             f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it"
@@ -154,7 +155,7 @@ def _check(
             f"a multiplier was given for format {spec.format.name}, which has one per block; give none, or use FLOAT8"
         )
     rows, depth = matrix_shape(x.shape, axis)
-    if (check := FORMATS[spec.format.name].check) is not None:
+    if (check := FORMATS[spec.format.name].check_shape) is not None:
         check(rows, depth, spec)
     if spec.stochastic:
         sides = (x.shape[:axis], x.shape[axis:])
@@ -169,9 +170,12 @@ def _check(
         for index, (numbers, ((rows, columns), read)) in enumerate(
             zip(random, expected, strict=True)
         ):
-            found = None if numbers is None else numbers.shape
-            if read and found not in ((*rows, *columns), matrix := (prod(rows), prod(columns))):
-                shape = None if found is None else list(found)
+            numbers_shape = None if numbers is None else numbers.shape
+            if read and numbers_shape not in (
+                (*rows, *columns),
+                matrix := (prod(rows), prod(columns)),
+            ):
+                shape = None if numbers_shape is None else list(numbers_shape)
                 raise ValueError(
                     f"random[{index}] is {shape}; draw one number an element, {list(matrix)}"
                 )

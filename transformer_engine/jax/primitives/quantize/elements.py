@@ -69,8 +69,9 @@ def nonzero_multiplier(multiplier: Array) -> Array:
 
 
 def cast(x: Array, element: Element) -> Array:
-    """Round float32 x to the nearest codes, ties to even; infinity becomes the maximum, NaN becomes 0x7F whatever its
-    sign.
+    """Round float32 x to the nearest codes, ties to even.
+
+    Infinity becomes the maximum, and NaN of either sign becomes 0x7F.
 
     0x7F is NVIDIA's canonical NaN for both formats, which the kernels' conversion instruction produces.
     """

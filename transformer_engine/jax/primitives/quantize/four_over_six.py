@@ -22,7 +22,7 @@ Coding = tuple[Array, Array, Array]  # tile codes, their scales, each tile's err
 
 
 def encode(
-    cut: Array,
+    blocks: Array,
     axis: int,
     measure: str,
     largest: float,
@@ -30,10 +30,10 @@ def encode(
     encode_scale: Array,
     multiplier_of: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Encode the tiles `cut` to codes and e4m3 scales.
+    """Encode the tiles `blocks` to codes and e4m3 scales.
 
     Args:
-        cut: Tiles [.., R, r, .., K, c] as `tiles.cut` makes them; `axis` is the matrix's.
+        blocks: Tiles [.., R, r, .., K, c] as `tiles.cut` makes them; `axis` is the matrix's.
         axis: First column axis of the matrix.
         measure: A `BLOCK_ERRORS` entry.
         largest: 6 times the largest block scale.
@@ -42,10 +42,10 @@ def encode(
         multiplier_of: Maps E4M3 block scales to value multipliers.
     """
     base = exact.multiply(
-        exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale
+        exact.divide(tiles.tile_amax(blocks, axis), jnp.float32(E2M1.maximum)), encode_scale
     )
     six, four = (
-        _encode_candidate(cut, axis, ideal, measure, largest, amax, encode_scale, multiplier_of)
+        _encode_candidate(blocks, axis, ideal, measure, largest, amax, encode_scale, multiplier_of)
         for ideal in (base, exact.multiply(base, 1.5))
     )
     takes_four = four[2] < six[2]
@@ -56,7 +56,7 @@ def encode(
 
 
 def _encode_candidate(
-    cut: Array,
+    blocks: Array,
     axis: int,
     ideal: Array,
     measure: str,
@@ -65,13 +65,14 @@ def _encode_candidate(
     encode_scale: Array,
     multiplier_of: Callable[[Array], Array],
 ) -> Coding:
+    """Encode blocks with one candidate scale; also return the error of each block."""
     scale = cast(ideal, E4M3)
-    scale, multiplier = tiles.settle_scales((scale, multiplier_of(scale)))
-    codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
+    scale, multiplier = tiles.materialize_scales((scale, multiplier_of(scale)))
+    codes = encode_e2m1(blocks.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
     # At most 6 significant bits, from 2^-10 on: exact.
     product = jnp.abs(codes.astype(jnp.float32)) * tiles.spread(scale.astype(jnp.float32), axis)
     # A code has its value's sign, so that magnitude differences equal value differences.
-    values = exact.bits_to_float(exact.magnitude_bits(cut))
+    values = exact.bits_to_float(exact.magnitude_bits(blocks))
     of_tiles = tiles.spread(amax, axis), tiles.spread(encode_scale, axis)
     if measure in (FAST_MAE, FAST_MSE):
         difference = jnp.abs(product - exact.multiply(values, of_tiles[1]))

@@ -12,12 +12,12 @@ from ....common.dispatch import Backend
 from ..operand import turned
 from . import tiles
 from .formats import FORMATS
-from .spec import Quantized, QuantizeInputs, QuantizeSpec, Request
+from .spec import Quantized, QuantizeInputs, QuantizeRequest, QuantizeSpec
 
 
 # Compiled as one program also in eager mode, where it would take seconds operation by operation.
 @functools.partial(jax.jit, static_argnames=("spec", "axis"))
-def run(x: Array, given: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Quantized:
+def run(x: Array, inputs: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Quantized:
     """Quantize x [*M, *K] in the directions that spec requests."""
     form = FORMATS[spec.format.name]
     if spec.format.block is not None:
@@ -27,8 +27,8 @@ def run(x: Array, given: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Q
         split_shape, at = tiles.split_axes(
             x.shape, axis, (max(down, along) if spec.columnwise else down, along)
         )
-        return form.quantize(x.reshape(split_shape), spec, given, at).with_axes(x.shape, axis)
-    result = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given, axis)
+        return form.quantize(x.reshape(split_shape), spec, inputs, at).reshaped(x.shape, axis)
+    result = form.quantize(x, replace(spec, rowwise=True, columnwise=False), inputs, axis)
     assert result.codes is not None
     return Quantized(
         codes=result.codes if spec.rowwise else None,
@@ -39,6 +39,6 @@ def run(x: Array, given: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Q
     )
 
 
-BACKEND = Backend[Request](
+BACKEND = Backend[QuantizeRequest](
     "reference", bind=lambda request: functools.partial(run, spec=request.spec, axis=request.axis)
 )

@@ -1,4 +1,4 @@
-"""Quantization records: request, inputs, results, the cast of an operation's own result, and format rows."""
+"""Records of quantization: request, inputs, results, fused output casts, and the format table's rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ....common.quantize_spec import QuantizeSpec
 from ..operand import Operand
 
 __all__ = [
-    "Cast",
     "FormatRow",
+    "OutputCast",
     "QuantizeInputs",
+    "QuantizeRequest",
     "QuantizeSpec",
     "Quantized",
-    "Request",
     "jax_dtype",
 ]
 
@@ -33,12 +33,12 @@ def jax_dtype(element: Element) -> jnp.dtype:
     return jnp.dtype(_DTYPES[element.name])
 
 
-class Cast(NamedTuple):
+class OutputCast(NamedTuple):
     """How an operation quantizes its own result.
 
     Attributes:
-        spec: Code format.
-        multiplier: FLOAT8: multiplier [1], where 0 is read as 1; None derives it from the absolute maximum.
+        spec: How the result is quantized.
+        multiplier: FLOAT8: multiplier [1], where 0 is read as 1. None: derived from the absolute maximum.
     """
 
     spec: QuantizeSpec
@@ -48,31 +48,41 @@ class Cast(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["multiplier", "amax", "amax_t", "random"],
-    meta_fields=["over"],
+    meta_fields=["mesh_axes"],
 )
 @dataclass(frozen=True)
 class QuantizeInputs:
-    """Optional quantization inputs; see `quantize`."""
+    """Optional inputs of a quantization; None where the caller passes no value.
+
+    Attributes:
+        multiplier: FLOAT8: multiplier [1] of the values before rounding, where 0 is read as 1.
+        amax: FLOAT8 and NVFP4: absolute maximum from which the rowwise scale is derived.
+        amax_t: NVFP4: the same for the columnwise scale.
+        random: Random numbers for stochastic rounding of the codes, and of the transposed codes if requested.
+        mesh_axes: Manual mesh axes over which the matrix is sharded; measured maxima are reduced over them.
+    """
 
     multiplier: Array | None = None
     amax: Array | None = None
     amax_t: Array | None = None
     random: tuple[Array, Array | None] | None = None
-    over: tuple[str, ...] = ()
+    mesh_axes: tuple[str, ...] = ()
 
 
 class Quantized(NamedTuple):
-    """Codes and scales for a matrix [M, K]; None for a direction that was not requested.
+    """Codes and scales for a matrix [M, K].
 
-    Codes have the axes of the quantized array, [*M, *K] and [*K, *M].
+    The fields of a direction that was not requested are None. M and K may be several axes each: codes have the axes of
+    the quantized array, [*M, *K] and [*K, *M].
 
     Attributes:
         codes: Codes [M, K].
         scale: Scales for [M, K]; see `Operand`.
         codes_t: Transposed codes [K, M].
         scale_t: Scales for [K, M].
-        amax: FLOAT8 and NVFP4: the absolute maximum, float32 [1], that scaled the row direction.
-        amax_t: NVFP4: the same for the column direction, after the Hadamard transform if any.
+        amax: FLOAT8 and NVFP4: absolute maximum from which the rowwise scale was derived, float32 [1], or [M] with
+            scales per row.
+        amax_t: NVFP4: absolute maximum of the columnwise direction, after the Hadamard transform if any.
     """
 
     codes: Array | None = None
@@ -82,8 +92,8 @@ class Quantized(NamedTuple):
     amax: Array | None = None
     amax_t: Array | None = None
 
-    def with_axes(self, shape: tuple[int, ...], axis: int) -> Quantized:
-        """Reshape the codes for an array with this shape, whose columns begin at axis."""
+    def reshaped(self, shape: tuple[int, ...], axis: int) -> Quantized:
+        """Reshape `codes` to an array's shape, whose columns begin at axis, and `codes_t` to its transpose."""
         codes_t = (
             None if self.codes_t is None else self.codes_t.reshape(*shape[axis:], *shape[:axis])
         )
@@ -93,16 +103,16 @@ class Quantized(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class QuantizeRequest:
     """Quantization properties that determine the backend.
 
     Attributes:
-        spec: Code format.
+        spec: How the matrix is quantized.
         shape: Matrix shape.
         dtype: Matrix dtype.
         platform: Platform of the program, "cpu" or "cuda".
         multiplier_given: Whether the caller passes a multiplier.
-        axis: Where the columns of the array begin; its rows and columns may be several axes each.
+        axis: First column axis of the array, whose rows and columns may be several axes each.
         maxima_per_tile: Whether the caller passes one maximum per NVFP4 tile.
     """
 
@@ -117,19 +127,19 @@ class Request:
 
 @dataclass(frozen=True)
 class FormatRow:
-    """The maths of one format.
+    """Implementation of one format; a row of the table `FORMATS`.
 
     Attributes:
         format: Format description.
-        quantize: Reference: codes for x [*M, *K], whose K begins at an axis, by float32 operations on any device. With
-            one scale for all elements, x has any shape and the codes have the same shape, whatever the direction.
-        dequantize: (operand, its scales along its axes) -> values [*rows, *K] in float32.
-        quantize_by_kernels: Computes a request for an array with kernels.
-        check: (rows, depth, spec) raises ValueError if the shape is unsupported; None supports all shapes.
+        quantize: Reference implementation in float32 on any device: (x [*M, *K], spec, inputs, first axis of K) ->
+            codes and scales. With one scale for all elements, the codes have x's shape in both directions.
+        dequantize: (operand, scales broadcast to the operand's axes) -> values [*rows, *K] in float32.
+        quantize_by_kernels: Triton kernels: (x, inputs, request) -> codes and scales.
+        check_shape: (M, K, spec); raises ValueError if the shape is unsupported. None supports all shapes.
     """
 
     format: TensorFormat
     quantize: Callable[[Array, QuantizeSpec, QuantizeInputs, int], Quantized]
     dequantize: Callable[[Operand, Array], Array]
-    quantize_by_kernels: Callable[[Array, QuantizeInputs, Request], Quantized]
-    check: Callable[[int, int, QuantizeSpec], None] | None = None
+    quantize_by_kernels: Callable[[Array, QuantizeInputs, QuantizeRequest], Quantized]
+    check_shape: Callable[[int, int, QuantizeSpec], None] | None = None

@@ -86,7 +86,7 @@ def matrix_of_scales(
     return scale.reshape(matrix_shape(scale.shape, axis))
 
 
-def settle_scales(scales: Scales) -> Scales:
+def materialize_scales(scales: Scales) -> Scales:
     """Keep scales computed once: XLA would recompute them for every element that they multiply."""
     return lax.platform_dependent(scales, cpu=_sort_into_place, default=lax.optimization_barrier)
 

@@ -19,7 +19,7 @@ from ...runtime.platform import hardware
 from ..launching import platform_failure
 from .elements import value_for_inf
 from .formats import FORMATS
-from .spec import Quantized, QuantizeInputs, QuantizeSpec, Request
+from .spec import Quantized, QuantizeInputs, QuantizeRequest, QuantizeSpec
 
 if TYPE_CHECKING:
     from ....common.kernels.block_cast import Blocks
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 _NAMES = ("QuantizePrimitive", "DBiasQuantizePrimitive")
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: QuantizeRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     for name in _NAMES:
         if (reason := platform_failure(request.platform, name)) is not None:
             return reason
@@ -46,19 +47,19 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def run(x: Array, inputs: QuantizeInputs, request: Request) -> Quantized:
+def run(x: Array, inputs: QuantizeInputs, request: QuantizeRequest) -> Quantized:
     """Compute a request with the kernels of its format."""
     return FORMATS[request.spec.format.name].quantize_by_kernels(x, inputs, request)
 
 
-BACKEND: Backend[Request] = Backend(
+BACKEND: Backend[QuantizeRequest] = Backend(
     "triton",
     unsupported_reason=unsupported_reason,
     bind=lambda request: functools.partial(run, request=request),
 )
 
 
-def unsupported_in_producer(request: Request) -> str | None:
+def unsupported_in_producer(request: QuantizeRequest) -> str | None:
     """Reason why no kernel that produces values can quantize them, or None."""
     if request.spec.format not in (FLOAT8, BLOCK_1D, BLOCK_2D):
         return f"format {request.spec.format.name}; kernels make codes of FLOAT8 and of blocks where values are made"
@@ -69,22 +70,22 @@ def unsupported_in_producer(request: Request) -> str | None:
 
 def one_scale(spec: QuantizeSpec) -> OneScale:
     """Build a kernel spec for a given multiplier, where 0 is read as 1; the maximum is a result."""
-    from ....common.kernels.cast import OneScale  # it imports triton
+    from ....common.kernels.cast import OneScale
 
     return OneScale(
         spec.element,
         spec.columnwise,
-        True,
-        False,
-        spec.power_of_two,
-        spec.epsilon,
+        given=True,
+        records=False,
+        power_of_two=spec.power_of_two,
+        epsilon=spec.epsilon,
         zero_is_one=True,
     )
 
 
 def blocks(spec: QuantizeSpec, dtype: jnp.dtype) -> Blocks:
     """Build a kernel spec with block scales, for a result that is rounded to dtype."""
-    from ....common.kernels.block_cast import Blocks  # it imports triton
+    from ....common.kernels.block_cast import Blocks
 
     square = spec.format == BLOCK_2D
     scaling = (spec.power_of_two, spec.epsilon, value_for_inf(dtype))

@@ -17,6 +17,7 @@ from .reference import RopeRequest
 
 
 def unsupported_reason(request: RopeRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if 0 in request.shape:
         return "an array without elements"
     return platform_failure(request.platform, "RotaryPrimitive")
@@ -24,7 +25,14 @@ def unsupported_reason(request: RopeRequest) -> str | None:
 
 @dataclass(frozen=True)
 class RotationKernel(Kernel):
-    """(x [outer, inner, heads, features], angles [positions, features]) -> y"""
+    """(x [outer, inner, heads, features], angles [positions, features]) -> y
+
+    Attributes:
+        interleaved: Whether the features of a pair are adjacent; otherwise they are half the rotated features
+            apart.
+        sequence_first: Whether the sequence axis precedes the batch axis.
+        back: Whether the kernel rotates by the negative angles (backward pass).
+    """
 
     interleaved: bool
     sequence_first: bool
@@ -39,7 +47,7 @@ class RotationKernel(Kernel):
         return (jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import rope  # it imports triton
+        from ....common.kernels import rope
 
         x, angles = arrays
         outer, inner, heads, features = x.shape
@@ -87,7 +95,7 @@ class PackedRotationKernel(RotationKernel):
         return (jax.ShapeDtypeStruct((*x.shape[:2], heads, self.width), x.dtype),) * 3
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import rope_packed  # it imports triton
+        from ....common.kernels import rope_packed
 
         *values, angles = arrays
         x = values[0]

@@ -74,11 +74,11 @@ def advance_scales(
     reference = steps.max(axis=1) if algorithm == "max" else steps[:, 0]
     new_scales = next_scale(exact.bits_to_float(reference), scales, maxima, margin)
     cleared = jnp.zeros_like(latest)
-    moved = (
+    advanced = (
         cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
     )
     # Computed once per step, not once for every scale reader.
-    return lax.optimization_barrier((exact.bits_to_float(moved), new_scales))
+    return lax.optimization_barrier((exact.bits_to_float(advanced), new_scales))
 
 
 def run(
@@ -92,11 +92,11 @@ def run(
     shape, groups = histories[0].shape, scales[0].shape[0]
     rows = jnp.concatenate([history.reshape(groups, -1) for history in histories])
     of_rows = tuple(maximum for maximum in maxima for _ in range(groups))
-    moved, updated = advance_scales(
+    advanced, updated = advance_scales(
         rows, jnp.concatenate(scales), jnp.concatenate(amaxes), algorithm, of_rows, margin
     )
     parts = (slice(index * groups, (index + 1) * groups) for index in range(len(states)))
-    return tuple((moved[part].reshape(shape), updated[part]) for part in parts)
+    return tuple((advanced[part].reshape(shape), updated[part]) for part in parts)
 
 
 BACKEND = Backend[ScaleUpdateRequest]("reference", bind=lambda request: run)

@@ -24,6 +24,7 @@ _STATES = 6  # per launch: `delayed_scaling.STATES`, whose file imports triton
 
 
 def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.length > _LONGEST:
         return f"a history of {request.length} steps; the kernel holds up to {_LONGEST}"
     return platform_failure(request.platform, "QuantizePrimitive")
@@ -58,7 +59,7 @@ class AdvanceScales(Kernel):
         return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in old)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import delayed_scaling  # it imports triton
+        from ....common.kernels import delayed_scaling
 
         states, length = len(self.maxima), arrays[0].shape[-1]
         groups = arrays[states].shape[0]

@@ -30,15 +30,15 @@ def run(scores: Array, hidden: Array | None, sink: Array | None) -> Array:
     """See `masked_softmax`."""
     if hidden is not None:
         scores = jnp.where(hidden, -jnp.inf, scores)
-    greatest = scores.max(axis=-1, keepdims=True, initial=-jnp.inf)
+    row_max = scores.max(axis=-1, keepdims=True, initial=-jnp.inf)
     if sink is not None:
-        greatest = jnp.maximum(greatest, sink)
+        row_max = jnp.maximum(row_max, sink)
     # The shift does not change the result and has no gradient. A row without visible keys has no greatest score.
-    greatest = lax.stop_gradient(jnp.where(jnp.isfinite(greatest), greatest, 0.0))
-    weights = jnp.exp(scores - greatest)
+    row_max = lax.stop_gradient(jnp.where(jnp.isfinite(row_max), row_max, 0.0))
+    weights = jnp.exp(scores - row_max)
     total = weights.sum(axis=-1, keepdims=True)
     if sink is not None:
-        total = total + jnp.exp(sink - greatest)
+        total = total + jnp.exp(sink - row_max)
     return weights / jnp.where(total == 0, 1.0, total)
 
 

@@ -19,10 +19,11 @@ _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
 
 def unsupported_reason(request: SoftmaxRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.sink:
         return "a sink; the kernel has none"
     if len(request.shape) != 4 or 0 in request.shape:
-        return f"scores of shape {request.shape}; it takes [b, h, q, k] with elements"
+        return f"scores of shape {request.shape}; supported: [b, h, q, k] with elements"
     batch, heads, queries, _ = request.shape
     if batch * heads * queries >= _LIMIT:
         return f"{request.shape} has {_LIMIT} rows or more"
@@ -50,7 +51,7 @@ class SoftmaxForward(Kernel):
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import softmax  # it imports triton
+        from ....common.kernels import softmax
 
         x, *masks = arrays
         hidden = masks[0] if masks else None
@@ -71,7 +72,7 @@ class SoftmaxBackward(Kernel):
         return (jax.ShapeDtypeStruct(p.shape, p.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import softmax  # it imports triton
+        from ....common.kernels import softmax
 
         dp, p = arrays
         launch = softmax.backward(p.shape, p.dtype.name, 1.0, None)  # pyright: ignore

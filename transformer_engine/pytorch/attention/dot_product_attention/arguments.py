@@ -16,7 +16,7 @@ from ...module.arguments import Rule, checked, limit
 from ...primitives.attention.call import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionCall
 from ...primitives.attention.mask import canonical_name, window_pair
 from ...runtime import checks
-from ...runtime.tracing import specialized
+from ...runtime.tracing import specialize
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .settings import AttentionArguments, AttentionConfig, TensorFacts
@@ -130,7 +130,7 @@ def settle_arguments(config: AttentionConfig, a: AttentionArguments) -> Attentio
     if a.num_splits is not None and (type(a.num_splits) is not int or a.num_splits < 0):
         a = a._replace(num_splits=to_int("num_splits", a.num_splits, 0))
     if a.softcap is not None and (type(a.softcap) is not float or not 0.0 <= a.softcap < math.inf):
-        a = a._replace(softcap=limit("softcap", specialized(a.softcap)))
+        a = a._replace(softcap=limit("softcap", specialize(a.softcap)))
     if (
         a.cu_seqlens_kv is None
         and a.cu_seqlens_kv_padded is not None

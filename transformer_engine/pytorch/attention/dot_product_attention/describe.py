@@ -149,10 +149,10 @@ def whole_sequence(
     axis = 1 if tensor_format == "bshd" else 0
     tokens = qkv[0].shape[axis] if len(qkv[0].shape) > 1 else 0
     tensors = tuple(_lengthen_axis(x, axis, context.size) if len(x.shape) > 1 else x for x in qkv)
-    given = {"core_attention_bias": a.core_attention_bias}
+    bias_argument = {"core_attention_bias": a.core_attention_bias}
     if mask_name(config, a) == "arbitrary":
-        given["attention_mask"] = a.attention_mask  # pyright: ignore[reportArgumentType]
-    for name, x in given.items():
+        bias_argument["attention_mask"] = a.attention_mask  # pyright: ignore[reportArgumentType]
+    for name, x in bias_argument.items():
         if not is_tensor(x) or len(x.shape) < 2 or x.shape[-2] == 1 or tensor_format == "thd":  # pyright: ignore[reportOptionalMemberAccess]
             continue
         if x.shape[-2] != tokens:  # pyright: ignore[reportOptionalMemberAccess]

@@ -68,8 +68,9 @@ def _divide_groups(layer: Any, name: str, value: Any) -> None:
 
 @configure_class(AttentionConfig, written=_divide_groups, rules=RULES)
 class DotProductAttention(TransformerEngineBaseModule):
-    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys; 0 for a
-    query without any. The other arguments are as in `Linear`.
+    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys.
+
+    The output is 0 for a query without visible keys. Arguments that are not listed are as in `Linear`.
 
     Args:
         num_attention_heads: Query heads on all ranks of tp_group.

@@ -1,6 +1,6 @@
 """last_choice["use_fused_attention"] and similar keys: the backend used by the last attention call in this process.
 
-The values follow the original's dictionary with that name, computed when they are read: a call
+The values follow NVIDIA's dictionary with that name, computed when they are read: a call
 stores two references only. Calls inside compiled code store none.
 """
 
@@ -37,9 +37,8 @@ class LastChoice(Mapping[str, Any]):
     def __init__(self) -> None:
         self.seen: tuple[Any, ...] | None = None
         self.renewals = 0
-        self._requested_after: Any = (
-            None  # `seen` when the new choice was requested; None: not requested
-        )
+        # `seen` when the new choice was requested; None: not requested.
+        self._requested_after: Any = None
         self._described: tuple[Any, ...] | None = None
         self._values: dict[str, Any] = dict.fromkeys(_KEYS)
 

@@ -193,7 +193,7 @@ def check_arguments(
             )
     upcoming = cached = None
     if a.inference_params is not None:
-        upcoming, cached = _upcoming(config, a, tensor_format, qkv, tracing)
+        upcoming, cached = _upcoming_keys_values(config, a, tensor_format, qkv, tracing)
     elif tensor_format == "thd" and (a.max_seqlen_q is None or a.max_seqlen_kv is None):
         # Finding the longest sequence lengths waits for the device.
         tensors = sequence_tensors(describe_sequences(config, qkv(), a, None, same_lengths)[1], a)
@@ -214,7 +214,7 @@ def check_arguments(
     return CheckedArguments(a, facts, same_lengths, upcoming, cached)
 
 
-def _upcoming(
+def _upcoming_keys_values(
     config: AttentionConfig,
     a: AttentionArguments,
     tensor_format: str,

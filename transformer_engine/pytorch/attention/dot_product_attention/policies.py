@@ -114,6 +114,7 @@ def check_policies(
 
 
 def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.device) -> Policy:
+    """Check the ids, mask type and window of one policy; raise ValueError or TypeError."""
     name = f"thd_attention_policies[{index}]"
     if not isinstance(policy, dict):
         raise ValueError(
@@ -371,7 +372,7 @@ def _gathered(
     def gathered(side: _Packed) -> tuple[Tensor, Tensor]:
         ids, tokens = policy.ids.long(), side.tensors[0].shape[0]
         position = torch.arange(tokens, device=ids.device)
-        chosen = torch.zeros_like(side.lengths, dtype=torch.bool).index_fill(0, ids, True)
+        is_gathered = torch.zeros_like(side.lengths, dtype=torch.bool).index_fill(0, ids, True)
         starts = side.starts.long()
         sequence = (torch.searchsorted(starts, position, right=True) - 1).clamp(
             0, starts.shape[0] - 2
@@ -379,7 +380,7 @@ def _gathered(
         real = (position >= starts[sequence]) & (
             position < starts[sequence] + side.lengths[sequence]
         )
-        return (real & chosen[sequence]).nonzero().flatten(), cumulative(side.lengths[ids])
+        return (real & is_gathered[sequence]).nonzero().flatten(), cumulative(side.lengths[ids])
 
     places, bounds_q = gathered(queries)
     same = keys.starts is queries.starts and keys.lengths is queries.lengths

@@ -155,11 +155,11 @@ class _WithGradient(Function):
 
 def _index_tensors(tensors: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:
     """Return the elements of tensors [1 | b, 1 | h, 1 | q, 1 | k] at some places; one element belongs to all places."""
-    found: dict[str, Tensor] = {}
+    index_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         tensor = tensor.to(places[0].device)
         if tensor.numel() == 1:
-            found[name] = tensor.reshape(())
+            index_tensors[name] = tensor.reshape(())
         elif tensor.dim() != 4:
             raise ValueError(
                 f"score_mod_tensors[{name!r}] is {list(tensor.shape)}; give one element, or 4 dimensions that "
@@ -170,8 +170,8 @@ def _index_tensors(tensors: Mapping[str, Tensor], places: Places) -> dict[str, T
                 0 if size == 1 else position
                 for size, position in zip(tensor.shape, places, strict=True)
             ]
-            found[name] = tensor[tuple(index)]
-    return found
+            index_tensors[name] = tensor[tuple(index)]
+    return index_tensors
 
 
 def bound_score_mod(

@@ -107,8 +107,12 @@ def parse_sequences(
     if not padding or cu_q is not None:
         masked = (None, None)
     same = same and (cu_q is None) == (cu_kv is None) and (masked[0] is None) == (masked[1] is None)
-    queries = _side("q", q, tensor_format, masked[0], cu_q, starts_q, a.max_seqlen_q, padding)
-    keys = _side("kv", k, tensor_format, masked[1], cu_kv, starts_kv, a.max_seqlen_kv, padding)
+    queries = _describe_side(
+        "q", q, tensor_format, masked[0], cu_q, starts_q, a.max_seqlen_q, padding
+    )
+    keys = _describe_side(
+        "kv", k, tensor_format, masked[1], cu_kv, starts_kv, a.max_seqlen_kv, padding
+    )
     if same and queries.lengths is not None and keys.lengths is not None:
         keys = keys._replace(lengths="queries")
     if queries.batch != keys.batch:
@@ -137,7 +141,7 @@ def parse_sequences(
 def are_same(a: AttentionArguments) -> bool:
     """Return whether query and key lengths, where both are given, are the same memory; masks count without lengths."""
     cu_q, cu_kv = a.cu_seqlens_q, a.cu_seqlens_kv
-    if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
+    if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _is_same_memory(cu_q, cu_kv)):
         return False
     mask: Any = a.attention_mask
     return (
@@ -145,7 +149,7 @@ def are_same(a: AttentionArguments) -> bool:
         or cu_q is not None
         or not is_pair(mask)
         or len(mask) != 2
-        or _same(mask[0], mask[1])
+        or _is_same_memory(mask[0], mask[1])
     )
 
 
@@ -273,7 +277,7 @@ def _extents(x: Any, tensor_format: str) -> tuple[int, int]:
     return (x.shape[1], x.shape[0]) if tensor_format == "sbhd" else (x.shape[0], x.shape[1])
 
 
-def _side(
+def _describe_side(
     name: str,
     x: Any,
     tensor_format: str,
@@ -365,7 +369,7 @@ def _starts(
     return cumulative(lengths)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_memory(a: Any, b: Any) -> bool:
     """Return whether two tensors are the same memory; values are not compared."""
     if a is b:
         return True

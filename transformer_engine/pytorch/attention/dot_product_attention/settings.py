@@ -14,7 +14,7 @@ from ...constants import CPLoadBalancingStrategy
 from ...functions.attention.context_parallel.groups import ContextGroups, context_groups
 from ...module.base import ModuleConfig
 from ...primitives.attention.mask import canonical_name
-from ...runtime.tracing import number_while_tracing, specialized
+from ...runtime.tracing import float_constant, specialize
 from ..inference import InferenceParams
 
 
@@ -82,18 +82,14 @@ class AttentionConfig(ModuleConfig):
     def scale_and_dropout(self, training: bool) -> tuple[float, float]:
         """Return softmax_scale and the dropout in force; constants in a graph, whose compiler would use symbols."""
         if torch.compiler.is_compiling():
-            dropout = number_while_tracing(self._dropout_text) if training else 0.0
-            return number_while_tracing(self._scale_text), dropout
+            dropout = float_constant(self._dropout_text) if training else 0.0
+            return float_constant(self._scale_text), dropout
         return self.softmax_scale, self.attention_dropout if training else 0.0
 
     def softcap_of_call(self, softcap: float | None) -> float:
         """Return a call's softcap, by default the layer's; a constant in a graph."""
         if torch.compiler.is_compiling():
-            return (
-                number_while_tracing(self._softcap_text)
-                if softcap is None
-                else specialized(softcap)
-            )
+            return float_constant(self._softcap_text) if softcap is None else specialize(softcap)
         return self.softcap if softcap is None else softcap
 
 
@@ -189,7 +185,14 @@ def describe_arguments(facts: tuple[Any, ...]) -> AttentionArguments:
 
 
 class TensorFacts(NamedTuple):
-    """Tensor metadata, for checks before the tensor exists."""
+    """Tensor metadata, for checks before the tensor exists.
+
+    Attributes:
+        shape: Tensor shape.
+        dtype: Tensor dtype.
+        device: Tensor device.
+        requires_grad: Whether autograd needs the tensor's gradient.
+    """
 
     shape: torch.Size
     dtype: torch.dtype

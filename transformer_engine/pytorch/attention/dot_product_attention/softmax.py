@@ -1,4 +1,4 @@
-"""Softmax over attention scores with a scale, a mask or a causal mask, under the class names of the original.
+"""Softmax over attention scores with a scale, a mask or a causal mask, under the class names of NVIDIA's engine.
 
 Each class has one method, `apply`, as an autograd function has; the gradient reaches the scores alone.
 """

@@ -1,4 +1,4 @@
-"""UnfusedDotProductAttention: the reference backend as a module, under the original's name."""
+"""UnfusedDotProductAttention: the reference backend as a module, under NVIDIA's name."""
 
 from __future__ import annotations
 

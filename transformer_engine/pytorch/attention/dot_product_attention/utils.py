@@ -1,4 +1,4 @@
-"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in the original's terms.
+"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in NVIDIA's terms.
 
 "flash" is an installed flash-attn package, "unfused" the reference backend, and "fused" (16-bit,
 "F16_arbitrary_seqlen") every other backend, PyTorch's FlashAttention included.
@@ -65,7 +65,7 @@ _SAME = {
 
 @dataclass
 class AttentionParams:
-    """The settings that the original's selection reads; `request` converts them to an AttentionCall.
+    """The settings that NVIDIA's selection reads; `request` converts them to an AttentionCall.
 
     Attributes:
         core_attention_bias_shape: Bias shape, or its pattern such as "1hss"; by default [1, h, s, s].
@@ -121,12 +121,14 @@ class AttentionParams:
         if not isinstance(other, AttentionParams):
             return NotImplemented
         names = [f.name for f in fields(self) if f.name != "fp8_meta"]
-        mine, theirs = ((p.fp8_meta or {}).get("recipe") for p in (self, other))
-        return mine == theirs and all(getattr(self, name) == getattr(other, name) for name in names)
+        recipe, other_recipe = ((p.fp8_meta or {}).get("recipe") for p in (self, other))
+        return recipe == other_recipe and all(
+            getattr(self, name) == getattr(other, name) for name in names
+        )
 
     @classmethod
     def of(cls, call: AttentionCall, fp8: bool = False) -> AttentionParams:
-        """Return a call in the original's terms."""
+        """Return a call in NVIDIA's terms."""
         kv_format = call.kv_format
         return cls(
             **{theirs: getattr(call, ours) for theirs, ours in _SAME.items()},
@@ -249,20 +251,20 @@ def get_attention_backend(
     verdicts = TABLE.explain(request)
     for verdict in verdicts:
         logger.debug("%s: %s", verdict.backend, verdict.reason or "selected")
-    takes = [b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None]
+    supported = [b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None]
     versions = {name: find() for name, find in FLASH.items()}
-    flash = [name for name in takes if name in versions]
-    fused = [name for name in takes if name not in versions and name != "reference"]
+    flash = [name for name in supported if name in versions]
+    fused = [name for name in supported if name not in versions and name != "reference"]
     if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.switches.fused:
         fused = []
-    unfused = "reference" in takes
-    chosen = next((name for name in takes if name in (*flash, *fused, "reference")), None)
+    unfused = "reference" in supported
+    backend_name = next((name for name in supported if name in (*flash, *fused, "reference")), None)
     return (
-        chosen in flash,
-        versions[flash[0]] if chosen in flash else None,
-        chosen in fused,
-        NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if chosen in fused else None,
-        chosen == "reference",
+        backend_name in flash,
+        versions[flash[0]] if backend_name in flash else None,
+        backend_name in fused,
+        NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if backend_name in fused else None,
+        backend_name == "reference",
         [bool(flash), bool(fused), unfused],
     )
 
@@ -354,17 +356,17 @@ class AttentionLogging:
     def setup_logging() -> None:
         """Set level and handler of the log from the environment."""
         level = env.get("NVTE_DEBUG_LEVEL") if env.get("NVTE_DEBUG") else 0
-        chosen = {0: logging.WARNING, 1: logging.INFO}.get(int(level or 0), logging.DEBUG)
-        AttentionLogging._log_level = chosen
+        log_level = {0: logging.WARNING, 1: logging.INFO}.get(int(level or 0), logging.DEBUG)
+        AttentionLogging._log_level = log_level
         AttentionLogging._stream_handler.setFormatter(AttentionLogging._formatter)
-        logger.setLevel(chosen)
+        logger.setLevel(log_level)
         if AttentionLogging._stream_handler not in logger.handlers:
             logger.addHandler(AttentionLogging._stream_handler)
         AttentionLogging._is_logging_setup = True
 
 
 class FlashAttentionUtils:
-    """Installed versions of flash-attn packages 2, 3 and 4, under the original's names."""
+    """Installed versions of flash-attn packages 2, 3 and 4, under NVIDIA's names."""
 
     version_required = Version("2.1.1")
     version_required_blackwell = Version("2.7.3")
@@ -398,7 +400,7 @@ class FlashAttentionUtils:
         """
         if version is None:
             return False
-        found = Version(str(version))
+        release = Version(str(version))
         if minimum is not None:
-            return found >= Version(str(minimum))
-        return flash2.is_supported(str(found))
+            return release >= Version(str(minimum))
+        return flash2.is_supported(str(release))

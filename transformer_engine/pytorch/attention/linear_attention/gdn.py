@@ -89,11 +89,11 @@ class GatedDeltaNetAttention(LinearAttentionBase):
                 value_layer,
                 g,
                 beta,
-                None,
-                None,
-                None,
-                initial_state,
-                cu_seqlens,
+                w=None,
+                a_log=None,
+                dt_bias=None,
+                initial_state=initial_state,
+                cu_seqlens=cu_seqlens,
             )
             options = {
                 Option.FINAL_STATE: active["output_final_state"],

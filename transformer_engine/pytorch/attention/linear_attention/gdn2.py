@@ -108,10 +108,10 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
                 g,
                 beta,
                 w,
-                None,
-                None,
-                initial_state,
-                cu_seqlens,
+                a_log=None,
+                dt_bias=None,
+                initial_state=initial_state,
+                cu_seqlens=cu_seqlens,
             )
             options = {
                 Option.FINAL_STATE: active["output_final_state"],

@@ -100,9 +100,8 @@ class GatedDeltaProductAttention(LinearAttentionBase):
         Raises:
             TypeError: A tensor has an unsupported dtype.
             ValueError: A gate is missing, keys or values have another dtype than the queries, a tensor has another
-                shape or device than they require,
-                `allow_neg_eigval` without `use_beta_sigmoid_in_kernel`, another `gate_domain`, `safe_gate` with
-                "linear", or `a_log` or `dt_bias` without `safe_gate`.
+                shape or device than they require, `allow_neg_eigval` without `use_beta_sigmoid_in_kernel`, another
+                `gate_domain`, `safe_gate` with "linear", or `a_log` or `dt_bias` without `safe_gate`.
             RuntimeError: `tp_size` > 1, and no tensor-parallel group was set.
         """
         self.prepare_forward(query_layer, allow_non_contiguous=True)

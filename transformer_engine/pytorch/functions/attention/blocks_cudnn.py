@@ -11,6 +11,7 @@ from ...primitives.attention.backends import cudnn_blocks
 from ...primitives.attention.backends.cudnn_blocks import BlockCodes
 from ...primitives.attention.call import AttentionInputs, Gradients
 from ...primitives.operand import Operand
+from ...primitives.quantize import dequantize
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
 from .fp8_attention import FP8Attention, Rounded
@@ -39,6 +40,22 @@ def _values(attention: FP8Attention, inputs: AttentionInputs) -> list[Tensor]:
     return [x.decode(dtype) if isinstance(x, QuantizedTensorStorage) else x for x in inputs[:3]]
 
 
+def quantized_values(attention: FP8Attention, inputs: AttentionInputs) -> list[Tensor]:
+    """Return q, k and v in the call's dtype, rounded to the codes that the forward pass reads."""
+    formats = (attention.call.q_format, attention.call.kv_format, attention.call.kv_format)
+    quantizer, rounded = attention.quantizers.qkv, []
+    for x, tensor_format, along_tokens in zip(
+        _values(attention, inputs), formats, (False, False, True), strict=True
+    ):
+        matrix = cudnn_blocks.as_matrix_of_tokens(x, tensor_format)
+        operands = quantizer.operands(matrix, not along_tokens, along_tokens)
+        operand = operands[along_tokens]
+        assert isinstance(operand, Operand)
+        values = dequantize(operand)
+        rounded.append((values.t() if along_tokens else values).reshape(x.shape))
+    return rounded
+
+
 def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     """Compute o in 16 bits from MXFP8 codes for q, k and v."""
     call, quantizers = attention.call, attention.quantizers
@@ -51,7 +68,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     codes = (
         quantizers.output.encode(output.flatten(-2), True, False) if attention.fp8_output else None
     )
-    return Rounded(None, None, None, codes, output, lse, None, None)  # pyright: ignore[reportArgumentType]
+    return Rounded(None, None, None, codes, output, lse)
 
 
 def backward(

@@ -27,7 +27,6 @@ from ...primitives.attention.call import (
 from ...primitives.attention.choose import choose_passes
 from ...primitives.attention.operators import passes_when_traced
 from ...primitives.attention.passes import Passes
-from ...tensor.quantized_tensor import QuantizedTensorStorage
 from . import blocks_cudnn, fp8_cudnn, fp8_emulation
 from .fp8_attention import AttentionQuantizers, FP8Attention, FP8Passes, Rounded, dequantize_heads
 
@@ -119,7 +118,7 @@ def _unsupported_cudnn_blocks_backward(request: BackwardRequest) -> str | None:
 
 
 def _unsupported_high_precision(request: BackwardRequest) -> str | None:
-    # The emulated backward pass reads codes by rows, which the forward pass with block scales does not save.
+    # The emulated backward pass reads codes by rows, which the forward pass with block scales does not return.
     return (
         "NVTE_FP8_DPA_BWD=1 asks for FP8"
         if request.requested and request.forward != cudnn_blocks.NAME
@@ -130,13 +129,21 @@ def _unsupported_high_precision(request: BackwardRequest) -> str | None:
 def high_precision(
     attention: FP8Attention, inputs: AttentionInputs, rounded: Rounded, grad_output: Tensor
 ) -> Gradients:
-    """Compute the gradients from the tensors before quantization, with the forward-pass statistics."""
+    """Compute the gradients in the call's dtype from the quantized q, k and v, whose statistics the forward pass has.
+
+    The probabilities are exp(s - lse). With logits s from the values before quantization, whose rounding error grows
+    with the logits, they would not have the sum 1.
+    """
     call = attention.call
-    q, k, v = (
-        x.decode(call.dtype) if isinstance(x, QuantizedTensorStorage) else x for x in inputs[:3]
-    )
-    output = rounded.output
+    if rounded.q is None or rounded.k is None or rounded.v is None:
+        q, k, v = blocks_cudnn.quantized_values(attention, inputs)
+    else:
+        q = dequantize_heads(rounded.q, call.dtype, call.heads)
+        k = dequantize_heads(rounded.k, call.dtype, call.groups)
+        v = dequantize_heads(rounded.v, call.dtype, call.groups)
+    output = rounded.output if rounded.unrounded is None else rounded.unrounded
     if output is None:
+        assert rounded.codes is not None
         output = dequantize_heads(rounded.codes, call.dtype, call.heads)
     attended = Attended(output, rounded.lse, rounded.rng_state)
     inputs = inputs._replace(q=q, k=k, v=v)
@@ -213,7 +220,13 @@ def _choose_passes(key: PassesKey) -> FP8Passes:
         plain = cudnn.bind(call)
     if not isinstance(plain, Passes):
         plain = choose_passes(call)
-    return FP8Passes(forward, backward, plain, backward in (high_precision, blocks_cudnn.backward))
+    return FP8Passes(
+        forward,
+        backward,
+        plain,
+        high_precision=backward in (high_precision, blocks_cudnn.backward),
+        quantizes_again=forward is blocks_cudnn.forward,
+    )
 
 
 _FORWARD_NAMES: dict[Any, str] = {

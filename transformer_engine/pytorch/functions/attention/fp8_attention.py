@@ -63,13 +63,16 @@ class FP8Passes(NamedTuple):
     Attributes:
         forward, backward: The passes.
         plain: Passes in the call's own dtype, for emulation and for high-precision gradients.
-        high_precision: The backward pass reads the tensors before quantization.
+        high_precision: The backward pass reads o in the call's dtype, not its codes.
+        quantizes_again: The backward pass reads q, k and v before quantization; the forward pass returns no codes
+            for them.
     """
 
     forward: Callable[[FP8Attention, AttentionInputs], Rounded]
     backward: Callable[[FP8Attention, AttentionInputs, Rounded, Tensor], Gradients]
     plain: Passes
     high_precision: bool
+    quantizes_again: bool = False
 
 
 # torch 2.11's compiler hashes an instance before its attributes exist
@@ -109,22 +112,40 @@ class FP8Attention:
     def result(self, rounded: Rounded) -> Tensor:
         """Return the output of a forward pass as the caller receives it."""
         if self.fp8_output:
+            assert rounded.codes is not None
             return self.quantizers.output.wrap(rounded.codes)
         assert rounded.output is not None
         return rounded.output.flatten(-2)
 
 
 class Rounded(NamedTuple):
-    """Forward-pass results: q, k, v as codes, o [.., h, d_v] as values and as codes, its statistics."""
+    """Forward-pass results: q, k, v as codes, o [.., h, d_v] as codes and as values, its statistics.
 
-    q: QuantizedTensorStorage
-    k: QuantizedTensorStorage
-    v: QuantizedTensorStorage
-    codes: QuantizedTensorStorage
+    Attributes:
+        q, k, v: Codes; None if the backward pass quantizes the values again.
+        codes: o as codes; None if it has none.
+        output: o as values; None if the caller takes the codes.
+        unrounded: o before it was quantized, if the forward pass has it. The gradients need the sum of do * o over
+            d, and the error of o's codes in this sum moves all logits of a row.
+    """
+
+    q: QuantizedTensorStorage | None
+    k: QuantizedTensorStorage | None
+    v: QuantizedTensorStorage | None
+    codes: QuantizedTensorStorage | None
     output: Tensor | None
     lse: Tensor | None
-    rng_state: Tensor | None
-    max_logit: Tensor | None
+    rng_state: Tensor | None = None
+    max_logit: Tensor | None = None
+    unrounded: Tensor | None = None
+
+    def for_backward(self, passes: FP8Passes) -> Rounded:
+        """Return the results that the backward pass reads, with o in one form."""
+        if not passes.high_precision:
+            return self._replace(output=None, unrounded=None)
+        if self.unrounded is not None:
+            return self._replace(codes=None, output=None)
+        return self if self.output is None else self._replace(codes=None)
 
 
 def quantize_heads(x: Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
@@ -150,7 +171,9 @@ def _launchable(codes: Tensor | None) -> bool:
     if codes is None or not codes.is_cuda or torch.compiler.is_compiling():
         return False
     return (
-        launch.missing(current_hardware()) is None and codes.is_contiguous() and codes.numel() > 0
+        launch.unavailable_reason(current_hardware()) is None
+        and codes.is_contiguous()
+        and codes.numel() > 0
     )
 
 
@@ -177,11 +200,8 @@ class _FP8Attention(Function):
         inputs = AttentionInputs(*tensors)
         rounded = attention.passes.forward(attention, inputs)
         ctx.attention = attention
-        if attention.passes.high_precision:
-            codes = rounded.codes if rounded.output is None else None
-            saved = (*inputs, None, None, None, codes, rounded.output, *rounded[5:])
-        else:
-            saved = (None, None, None, *inputs[3:], *rounded[:4], None, *rounded[5:])
+        values = inputs[:3] if attention.passes.quantizes_again else (None, None, None)
+        saved = (*values, *inputs[3:], *rounded.for_backward(attention.passes))
         ctx.forms, flat = _flatten_values(saved)
         ctx.save_for_backward(*flat)
         if rounded.max_logit is not None:

@@ -45,7 +45,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     """Compute o from q, k and v codes in FP8."""
     if (
         attention.state is not None
-        and launch.missing(current_hardware()) is None
+        and launch.unavailable_reason(current_hardware()) is None
         and not any(
             isinstance(x, QuantizedTensorStorage) or not x.is_contiguous() for x in inputs[:3]
         )
@@ -72,7 +72,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     if attention.scaling == "delayed":
         _record(attention, done.amax)
     output = None if attention.fp8_output else dequantize_heads(codes, call.dtype, call.heads)
-    return Rounded(q, k, v, codes, output, done.lse, None, None)
+    return Rounded(q, k, v, codes, output, done.lse)
 
 
 def _contiguous_codes(storage: Any) -> Any:
@@ -135,7 +135,7 @@ def _forward_of_state(attention: FP8Attention, inputs: AttentionInputs) -> Round
         )
     inverse = descales[:1]
     of_inputs = (_storage(x, inverse, quantizer, call.dtype) for x in codes)
-    return Rounded(*of_inputs, result, output, done.lse, None, None)  # pyright: ignore[reportCallIssue]
+    return Rounded(*of_inputs, result, output, done.lse)  # pyright: ignore[reportCallIssue]
 
 
 def backward(

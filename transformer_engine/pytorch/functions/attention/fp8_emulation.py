@@ -27,7 +27,17 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
         attended = attention.passes.plain.forward(call, values)
     codes = quantizers.output.encode(attended.output.flatten(-2), True, False)
     output = None if attention.fp8_output else dequantize_heads(codes, call.dtype, call.heads)
-    return Rounded(q, k, v, codes, output, attended.lse, attended.rng_state, attended.max_logit)
+    return Rounded(
+        q,
+        k,
+        v,
+        codes,
+        output,
+        attended.lse,
+        attended.rng_state,
+        attended.max_logit,
+        unrounded=attended.output,
+    )
 
 
 def round_inputs(call: AttentionCall, inputs: AttentionInputs, *codes: object) -> AttentionInputs:
@@ -49,11 +59,8 @@ def backward(
     grad_output = dequantize_heads(
         quantize_heads(grad_output, quantizers.grad_output), call.dtype, call.heads
     )
-    output = (
-        dequantize_heads(rounded.codes, call.dtype, call.heads)
-        if rounded.output is None
-        else rounded.output
-    )
+    assert rounded.codes is not None
+    output = dequantize_heads(rounded.codes, call.dtype, call.heads)
     attended = Attended(output, rounded.lse, rounded.rng_state)
     if attention.passes.plain.name == reference.PASSES.name:
         round_ds = (

@@ -84,11 +84,11 @@ def convert_hf(model: M, recipe: Recipe | None = None) -> M:
         ValueError: The family is not supported, or layers were modified; nothing is replaced.
     """
     check_block(True, recipe)
-    found = [(decoder, decoder_config(decoder)) for decoder in find_decoders(model)]
-    for decoder, config in found:
+    decoders = [(decoder, decoder_config(decoder)) for decoder in find_decoders(model)]
+    for decoder, config in decoders:
         check_decoder(decoder, config)
     register_te_attention()
-    for decoder, config in found:
+    for decoder, config in decoders:
         _convert(decoder, config, recipe)
     library = importlib.import_module("transformers.loss.loss_utils")
     converted: Any = model
@@ -149,7 +149,10 @@ def revert_hf(model: M) -> M:
             for name in REPLACED:
                 setattr(layer, name, getattr(stock, name).train(layer.training))
             layer.load_state_dict(state, assign=True)
-            wants = {theirs: ours not in frozen for ours, theirs in names.pairs()}
+            wants = {
+                original_name: engine_name not in frozen
+                for engine_name, original_name in names.pairs()
+            }
             for name, parameter in layer.named_parameters():
                 parameter.requires_grad_(wants.get(name, parameter.requires_grad))
         norm, stock = decoder.norm, decoder.layers[0].input_layernorm
@@ -193,9 +196,9 @@ def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerN
     theirs_by_name = dict(stock)
     names.to_ours(stock)
     frozen = {
-        ours
-        for ours, theirs in names.pairs()
-        if theirs in theirs_by_name and not theirs_by_name[theirs].requires_grad
+        engine_name
+        for engine_name, original_name in names.pairs()
+        if original_name in theirs_by_name and not theirs_by_name[original_name].requires_grad
     }
     place = factory_kwargs(layer.mlp.down_proj.weight)
     mlp = LayerNormMLP(

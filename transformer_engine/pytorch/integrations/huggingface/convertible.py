@@ -43,18 +43,18 @@ def find_decoders(model: Any) -> list[nn.Module]:
         )
     reject_adapters(model, "convert the model first, then give it to get_peft_model")
     named = {type(module): _model_type(module) for module in model.modules()}
-    found = [
+    decoders = [
         module
         for module in model.modules()
         if named[type(module)] in FAMILIES
         and {"layers", "norm", "rotary_emb"} <= {name for name, _ in module.named_children()}
     ]
-    if not found:
+    if not decoders:
         raise ValueError(
             f"{type(model).__name__} (model_type={_model_type(model)!r}) has no decoder of {', '.join(FAMILIES)}; "
             "inject_te_attention(model) serves the attention of other models"
         )
-    return found
+    return decoders
 
 
 def reject_adapters(model: nn.Module, remedy: str) -> None:
@@ -112,10 +112,10 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
                 "and gelu by tanh (gelu_pytorch_tanh)"
             )
         for name, parameter in layer.named_parameters(remove_duplicate=False):
-            mine = f"{name} of {location}"
-            if owners.setdefault(id(parameter), mine) != mine:
+            label = f"{name} of {location}"
+            if owners.setdefault(id(parameter), label) != label:
                 raise ValueError(
-                    f"{mine} is {owners[id(parameter)]}, and would become a separate weight; convert models whose "
+                    f"{label} is {owners[id(parameter)]}, and would become a separate weight; convert models whose "
                     "layers share none"
                 )
 

@@ -63,10 +63,12 @@ class LayerNames:
         for row in family_named(model_type).rows:
             for prefix, ours in _PLACES.items():
                 if row.ours.startswith(prefix):
-                    theirs = tuple(name.removeprefix(_THEIR_LAYER) for name in row.theirs)
+                    original_names = tuple(name.removeprefix(_THEIR_LAYER) for name in row.theirs)
                     matches.append(
                         LayerTensor(
-                            ours + row.ours.removeprefix(prefix), theirs, row.layout(decoder)
+                            ours + row.ours.removeprefix(prefix),
+                            original_names,
+                            row.layout(decoder),
                         )
                     )
                     break
@@ -75,27 +77,29 @@ class LayerNames:
     def to_ours(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
         """Replace their tensors by ours if all parts of a tensor are present."""
         for match in self._renamed():
-            theirs = [prefix + name for name in match.theirs]
-            if all(name in state for name in theirs):
-                state[prefix + match.ours] = match.layout.join([state.pop(name) for name in theirs])
+            original_names = [prefix + name for name in match.theirs]
+            if all(name in state for name in original_names):
+                state[prefix + match.ours] = match.layout.join(
+                    [state.pop(name) for name in original_names]
+                )
 
     def fill(
-        self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, found: LoadErrors
+        self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, errors: LoadErrors
     ) -> None:
         """Fill in the layer's own values for missing parts and parts with another shape, and report them."""
         parameters = dict(layer.named_parameters())
         for match in self._renamed():
-            theirs = [prefix + name for name in match.theirs]
+            original_names = [prefix + name for name in match.theirs]
             if match.ours not in parameters or prefix + match.ours in state:
                 continue
             with torch.no_grad():
                 parts = match.layout.split(_values(parameters[match.ours]))
-            for name, part in zip(theirs, parts, strict=True):
+            for name, part in zip(original_names, parts, strict=True):
                 value = state.get(name)
                 if value is None:
-                    found.missing.append(name)
+                    errors.missing.append(name)
                 elif value.shape != part.shape:
-                    found.errors.append(
+                    errors.errors.append(
                         f"size mismatch for {name}: its shape is {list(value.shape)} in the state dict, "
                         f"{list(part.shape)} in the model"
                     )

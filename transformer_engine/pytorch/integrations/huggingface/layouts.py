@@ -42,11 +42,11 @@ class HeadLayout:
 
 def module_layout(module: torch.nn.Module) -> HeadLayout | None:
     """Return the layout of an attention module; None for other modules and unknown projections."""
-    found = _separate_layout(module) or _fused_layout(module)
-    if found is None:
+    layout = _separate_layout(module) or _fused_layout(module)
+    if layout is None:
         return None
-    heads, groups, size, size_v = found
-    if min(found) < 1 or heads % groups:
+    heads, groups, size, size_v = layout
+    if min(layout) < 1 or heads % groups:
         return None
     scale = next(
         (s for name in _SCALE if isinstance(s := getattr(module, name, None), float)), None
@@ -75,9 +75,9 @@ def out_features(projection: object) -> int | None:
     if not isinstance(projection, torch.nn.Module):
         return None
     for name in ("out_features", "nf"):
-        stated = getattr(projection, name, None)
-        if isinstance(stated, int):
-            return stated
+        features = getattr(projection, name, None)
+        if isinstance(features, int):
+            return features
     for name in _WRAPPED:
         inner = projection._modules.get(name)
         if inner is not None:

@@ -108,11 +108,11 @@ def _recall_mask(mask: Tensor, batch: int) -> Masking | None:
     cached = _last.get(id(mask))
     if cached is not None and cached[0]() is mask and cached[1:3] == (mask._version, batch):
         return cached[3]
-    found = _recognize_mask(mask, batch)
+    masking = _recognize_mask(mask, batch)
     if len(_last) >= _MANY:
         _last.clear()
-    _last[id(mask)] = (weakref.ref(mask), mask._version, batch, found)
-    return found
+    _last[id(mask)] = (weakref.ref(mask), mask._version, batch, masking)
+    return masking
 
 
 def _recognize_mask(mask: Tensor, batch: int) -> Masking | None:
@@ -124,10 +124,10 @@ def _recognize_mask(mask: Tensor, batch: int) -> Masking | None:
         visible = rows == 0
         agrees = (visible | (rows < HIDDEN)).all()
         rows = visible
-    intervals = _read(rows)
+    intervals = _read_intervals(rows)
     facts = _judge_mask(intervals, agrees)
     if facts.everything:
-        return _everything(facts, intervals.begin, intervals.end, batch)
+        return _full_masking(facts, intervals.begin, intervals.end, batch)
     if facts.banded:
         return _band_masking(facts, intervals.begin, intervals.end, batch)
     return _packed(intervals.first, facts.longest, batch) if facts.longest else None
@@ -177,7 +177,7 @@ class _Facts:
         return self.begins[0] == self.begins[1] and self.ends[0] == self.ends[1]
 
 
-def _read(visible: Tensor) -> _Intervals:
+def _read_intervals(visible: Tensor) -> _Intervals:
     """Return the intervals in visible [b, q, keys]."""
     keys = visible.shape[-1]
     bits = visible.view(torch.uint8)
@@ -203,8 +203,8 @@ def _judge_mask(intervals: _Intervals, agrees: Tensor | None) -> _Facts:
     sees = (~blind).view(torch.uint8).argmax(1, keepdim=True)
     diagonal = (last.gather(1, sees) - sees).masked_fill(empty, -queries).amax()
     position = row + diagonal
-    cut = (first > low) & ~blind
-    window = (position + 1 - first).masked_fill(~cut, 0).amax()
+    hidden = (first > low) & ~blind
+    window = (position + 1 - first).masked_fill(~hidden, 0).amax()
     low = torch.where(window > 0, torch.maximum(low, position - window + 1), low)
     high = torch.minimum(position, high)
     banded = torch.where(blind, high < low, (first == low) & (last == high)).all()
@@ -256,7 +256,7 @@ def _packed(first: Tensor, longest: int, batch: int) -> Masking:
     return Masking("padding_causal", packed=True, arguments=arguments)
 
 
-def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
+def _full_masking(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
     """Return the masking for queries that see all keys in their sequence."""
     if facts.alike:
         unmasked = (facts.begins[0], facts.ends[0]) == (0, facts.keys)

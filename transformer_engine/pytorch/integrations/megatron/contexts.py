@@ -101,15 +101,15 @@ class PagedContext:
                 f"new_tokens={new_tokens}; give {len(self._pages)} numbers >= 0 that are not all 0"
             )
         lengths = [cached + new for cached, new in zip(self._lengths, new_tokens, strict=True)]
-        needed = [
+        pages_needed = [
             -(-length // self._page_size) - len(pages)
             for length, pages in zip(lengths, self._pages, strict=True)
         ]
-        if sum(needed) > len(self._free):
+        if sum(pages_needed) > len(self._free):
             raise ValueError(
-                f"{sum(needed)} more pages are needed, {len(self._free)} are free; make the context larger"
+                f"{sum(pages_needed)} more pages are needed, {len(self._free)} are free; make the context larger"
             )
-        for pages, count in zip(self._pages, needed, strict=True):
+        for pages, count in zip(self._pages, pages_needed, strict=True):
             pages += [self._free.pop(0) for _ in range(count)]
         positions = [range(end - new, end) for end, new in zip(lengths, new_tokens, strict=True)]
         slots = [

@@ -82,16 +82,16 @@ class _WithBias(torch.nn.Module):
 class ColumnLinear(_WithBias, Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Return (y, None) with y [.., output_size / ranks] = x @ weight.T + bias."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(
-            input_size, output_size, parallel_mode="column", **_arguments(config, **given)
+            input_size, output_size, parallel_mode="column", **_arguments(config, **options)
         )
 
 
 class NormColumnLinear(_WithBias, LayerNormLinear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Return (y, None) with y [.., output_size / ranks] = norm(x) @ weight.T + bias."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(
             input_size,
             output_size,
@@ -99,20 +99,20 @@ class NormColumnLinear(_WithBias, LayerNormLinear):  # pyright: ignore[reportInc
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             parallel_mode="column",
-            **_arguments(config, **given),
+            **_arguments(config, **options),
         )
 
 
 class RowLinear(_WithBias, Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Return (y, bias or None) with y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(
             input_size,
             output_size,
             parallel_mode="row",
-            return_bias=given["bias"],
-            **_arguments(config, **given),
+            return_bias=options["bias"],
+            **_arguments(config, **options),
         )
 
 

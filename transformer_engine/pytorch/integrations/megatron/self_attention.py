@@ -83,8 +83,13 @@ class SelfAttention(Attention):
     ) -> tuple[Any, ...]:
         mixed, _ = self.linear_qkv(hidden_states)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
-        each = self.num_attention_heads_per_partition // groups
-        sizes = [each * size, *([each * size] if self._gates else ()), size, size]
+        queries_per_group = self.num_attention_heads_per_partition // groups
+        sizes = [
+            queries_per_group * size,
+            *([queries_per_group * size] if self._gates else ()),
+            size,
+            size,
+        ]
         mixed = mixed.view(*mixed.shape[:-1], groups, sum(sizes))
         if not split_qkv:
             if self._gates:
@@ -114,17 +119,17 @@ class SelfAttention(Attention):
             for name in ("weight", "bias")
             if (parameter := getattr(norm, name, None)) is not None
         }
-        mine = torch.stack(list(parameters.values()))
+        local = torch.stack(list(parameters.values()))
         groups = {"tensor": self.pg_collection.tp, "data": getattr(self.pg_collection, "dp", None)}
         for kind, group in groups.items():
             if count_ranks(group) == 1:
                 continue
-            theirs = [torch.empty_like(mine) for _ in range(count_ranks(group))]
-            torch.distributed.all_gather(theirs, mine, group=group)
-            for rank, other in enumerate(theirs):
+            gathered = [torch.empty_like(local) for _ in range(count_ranks(group))]
+            torch.distributed.all_gather(gathered, local, group=group)
+            for rank, other in enumerate(gathered):
                 wrong = [
                     name
-                    for name, a, b in zip(parameters, mine, other, strict=True)
+                    for name, a, b in zip(parameters, local, other, strict=True)
                     if not torch.equal(a, b)
                 ]
                 if wrong:
@@ -150,26 +155,25 @@ class SelfAttention(Attention):
     def clip_qk(self) -> None:
         """Scale a group's queries and key down if a head's logits exceeded qk_clip_threshold, then reset the logits.
 
-        Queries are scaled by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight
-        (quantized
-        weights: their values are scaled and quantized again) and in the optimizer's copy (weight.main_param). Biases
-        are not scaled, as in Megatron-core.
+        With factor = threshold / logit, queries are scaled by factor^qk_clip_alpha and keys by
+        factor^(1 - qk_clip_alpha), in the weight and in the optimizer's copy (weight.main_param). A quantized weight is
+        dequantized, scaled and quantized again. Biases are not scaled, as in Megatron-core.
         """
         config = self.config
         if not config.qk_clip:
             raise ValueError(
                 "qk_clip=False in the config; set it, so that the core attention records logits"
             )
-        greatest = self.core_attention.current_max_attn_logits
-        if greatest is None:
+        max_logits = self.core_attention.current_max_attn_logits
+        if max_logits is None:
             raise ValueError("no logits are recorded; run a forward pass before clip_qk()")
-        if greatest.shape != (self.num_attention_heads_per_partition,):
+        if max_logits.shape != (self.num_attention_heads_per_partition,):
             raise ValueError(
-                f"logits are {list(greatest.shape)}, one per head would be [{self.num_attention_heads_per_partition}]; "
-                "record return_max_logit of this layer"
+                f"logits are {list(max_logits.shape)}, one per head would be "
+                f"[{self.num_attention_heads_per_partition}]; record return_max_logit of this layer"
             )
         groups = self.num_query_groups_per_partition
-        factor = config.qk_clip_threshold / greatest.view(groups, -1).amax(dim=1).clamp(
+        factor = config.qk_clip_threshold / max_logits.view(groups, -1).amax(dim=1).clamp(
             min=config.qk_clip_threshold
         )
         if bool((factor < 1).any()):
@@ -181,9 +185,12 @@ class SelfAttention(Attention):
 
     def _clip_linear_qkv(self, weight: Tensor, factor: Tensor) -> None:
         groups = self.num_query_groups_per_partition
-        each = self.num_attention_heads_per_partition // groups
+        queries_per_group = self.num_attention_heads_per_partition // groups
         heads = ProjectionHeads(
-            groups, each, each * self._gates, self.hidden_size_per_attention_head
+            groups,
+            queries_per_group,
+            queries_per_group * self._gates,
+            self.hidden_size_per_attention_head,
         )
         if not isinstance(weight, QuantizedTensor):
             clip_rows(weight, factor, self.config.qk_clip_alpha, heads)

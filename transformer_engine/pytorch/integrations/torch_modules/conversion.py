@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections import Counter
@@ -23,6 +24,13 @@ from .attention import (
     unsupported_module,
 )
 from .eligibility import Eligibility, Filter, candidates, check_filter, check_recipe, matches
+from .experts import (
+    compare_experts,
+    convert_experts,
+    has_engine_experts,
+    restore_experts,
+    unsupported_sizes,
+)
 from .layers import CONVERTED, Converter, restore_module
 from .sample import (
     Sample,
@@ -57,7 +65,7 @@ def convert(
     timed: bool | None = None,
     verbose: bool = True,
 ) -> M:
-    """Let the `nn.Linear`, `nn.LayerNorm`, `nn.RMSNorm` and attention in a model compute with this engine, in place.
+    """Let the linear layers, norms, attention and grouped experts in a model compute with this engine, in place.
 
     Modules, parameters, hooks and state-dict keys remain the same objects, so optimizers, checkpoints, FSDP2, adapters
     and `torch.compile` work as before. `restore` undoes the conversion; `conversion_table` returns the choices.
@@ -74,7 +82,8 @@ def convert(
         include: Module names to convert: a pattern ("layers.*.mlp.*"), several, or a function
             `include(name, module)`. None: all.
         exclude: Module names to leave, likewise.
-        convert_outputs: Also convert linear layers that compute an output of the model, or cross-entropy logits.
+        convert_outputs: Also convert linear layers that compute an output of the model, cross-entropy logits, or the
+            scores by which `topk` chooses experts.
         compiled: The model runs under `torch.compile`, which fuses norms with their neighbors:
             norms are not converted. None: whether the model, or any of its modules, was compiled
             already. Only then is the whole model timed compiled.
@@ -105,15 +114,19 @@ def convert(
     recorded = None if sample is None else record(model, sample, modules)
     chooser = _Chooser(Converter(recipe), recorded, timed, convert_outputs, compiled)
     rows = [chooser.choice(name, module, reasons[name]) for name, module in modules.items()]
-    rows += [*chooser.attention(model, include, exclude), *_list_stacked_experts(model)]
+    experts = chooser.experts(model, include, exclude)
+    rows += [*chooser.attention(model, include, exclude), *experts]
+    rows += _list_stacked_experts(model, {row.name for row in experts})
     before = _model_ms(model, sample) if timed else None
-    named = dict(model.named_modules())
-    for row in rows:
-        if row.choice != "torch":
-            _convert(named[row.name], row, chooser.converter)
-    table = ConversionTable(rows, _rule(timed, sample is not None))
-    if before is not None and any(row.choice != "torch" for row in rows):
-        _keep_if_faster(model, table, before, _model_ms(model, sample))
+    rule = _rule(timed, sample is not None)
+    if before is None:
+        # A model in shards is not timed, and may be limited by its host.
+        table = ConversionTable(_by_host_time(rows) if timed and not compiled else rows, rule)
+        _convert_rows(model, table.rows, chooser.converter)
+    else:
+        plans = [rows, _every_linear(rows) if compiled else _by_host_time(rows)]
+        table = _convert_to_fastest(model, sample, before, plans, chooser.converter)
+        table.summary = f"{rule}\n{table.summary}".rstrip()
     model.__dict__[_TABLE] = table
     if verbose:
         print(table)
@@ -158,13 +171,16 @@ def conversion_table(model: nn.Module) -> ConversionTable:
 
 
 def _is_converted(module: nn.Module) -> bool:
-    return _TABLE in vars(module) or isinstance(module, CONVERTED) or has_engine_attention(module)
+    injected = has_engine_attention(module) or has_engine_experts(module)
+    return _TABLE in vars(module) or isinstance(module, CONVERTED) or injected
 
 
 def _restore(model: nn.Module) -> None:
     for module in model.modules():
         if has_engine_attention(module):
             restore_attention(module)
+        if has_engine_experts(module):
+            restore_experts(module)
         if type(module) in CONVERTED:
             restore_module(module)
 
@@ -202,14 +218,20 @@ def _rule(timed: bool, sampled: bool) -> str:
     )
 
 
-def _convert(module: nn.Module, row: LayerChoice, converter: Converter) -> None:
-    if row.module == _ATTENTION:
-        convert_attention(module, converter.recipe)
-    else:
-        converter.convert(module)
+def _convert_rows(model: nn.Module, rows: list[LayerChoice], converter: Converter) -> None:
+    named = dict(model.named_modules())
+    for row in rows:
+        if row.choice == "torch":
+            continue
+        if row.module == _ATTENTION:
+            convert_attention(named[row.name], converter.recipe)
+        elif row.module == _EXPERTS:
+            convert_experts(named[row.name], converter.recipe)
+        else:
+            converter.convert(named[row.name])
 
 
-_ATTENTION = "scaled_dot_product_attention"
+_ATTENTION, _EXPERTS = "scaled_dot_product_attention", "grouped_mm"
 
 
 class _Chooser:
@@ -266,6 +288,8 @@ class _Chooser:
             return "not called by the sample"
         if linear and name in self.recorded.outputs and not self.convert_outputs:
             return "computes an output of the model; convert_outputs=True converts it"
+        if linear and name in self.recorded.routers and not self.convert_outputs:
+            return "chooses experts; convert_outputs=True converts it"
         return None
 
     def attention(self, model: nn.Module, include: Filter, exclude: Filter) -> list[LayerChoice]:
@@ -294,16 +318,54 @@ class _Chooser:
             rows.append(_time_choice(name, _ATTENTION, "te", self._compared[key]))
         return rows
 
+    def experts(self, model: nn.Module, include: Filter, exclude: Filter) -> list[LayerChoice]:
+        """Choices for the modules whose forward pass calls grouped_mm itself."""
+        if self.recorded is None:
+            return []
+        named = dict(model.named_modules())
+        rows = []
+        for name, calls in self.recorded.experts.items():
+            module = named[name]
+            reason = self._experts_reason(name, module, include, exclude)
+            if reason is not None:
+                rows.append(LayerChoice(name, _EXPERTS, "torch", reason))
+            elif not self.timed:
+                rows.append(LayerChoice(name, _EXPERTS, self.converted_name, "supported"))
+            else:
+                key = _EXPERTS, frozenset(calls.items())
+                if key not in self._compared:
+                    self._compared[key] = compare_experts(self.converter.recipe, calls)
+                row = _time_choice(name, _EXPERTS, self.converted_name, self._compared[key])
+                rows.append(row)
+        return rows
 
-def _list_stacked_experts(model: nn.Module) -> list[LayerChoice]:
-    """Rows for modules with experts in one parameter [experts, .., ..], which are not converted."""
+    def _experts_reason(
+        self, name: str, module: nn.Module, include: Filter, exclude: Filter
+    ) -> str | None:
+        assert self.recorded is not None
+        selected = include is None or matches(include, name, module)
+        if not selected or matches(exclude, name, module):
+            return "not selected"
+        if self.compiled:
+            return "torch.compile traces torch's grouped_mm"
+        if "forward" in vars(module):
+            return "its forward was replaced"
+        return self.recorded.experts_reasons.get(name) or unsupported_sizes(
+            self.converter.recipe, self.recorded.experts[name]
+        )
+
+
+def _list_stacked_experts(model: nn.Module, listed: set[str]) -> list[LayerChoice]:
+    """Rows for modules with experts in one parameter [experts, .., ..] that do not call grouped_mm in the sample."""
     reason = (
-        "its experts are one parameter; build them with te.GroupedLinear, or as nn.Linear in a loop"
+        "its experts are one parameter, and it does not call grouped_mm in a sample; transformers does with "
+        'experts_implementation="grouped_mm"'
     )
     return [
         LayerChoice(name, type(module).__name__, "torch", reason)
         for name, module in model.named_modules()
-        if any(
+        if name not in listed
+        and any(
             p is not None and p.dim() == 3 and min(p.shape) > 1 for p in module._parameters.values()
         )
         and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
@@ -326,7 +388,34 @@ def _compare_attention(calls: Counter[SampleCall]) -> Comparison:
 def _time_choice(name: str, module: str, converted: str, compared: Comparison) -> LayerChoice:
     ratio = compared.converted.ms / compared.original.ms
     choice = converted if ratio <= MARGIN else "torch"
-    return LayerChoice(name, module, choice, f"{ratio:.2f} of the time", compared)
+    return LayerChoice(name, module, choice, f"{ratio:.2f} of the time", compared, converted)
+
+
+def _by_host_time(rows: list[LayerChoice]) -> list[LayerChoice]:
+    """Rows without the layers that take longer than the original when the host's launches count."""
+
+    def kept(row: LayerChoice) -> LayerChoice:
+        if row.choice == "torch" or row.costs is None:
+            return row
+        ratio = row.costs.converted.host_ms / row.costs.original.host_ms
+        if ratio <= MARGIN:
+            return row
+        reason = f"{row.reason}, {ratio:.2f} with the host's launches"
+        return dataclasses.replace(row, choice="torch", reason=reason)
+
+    return [kept(row) for row in rows]
+
+
+def _every_linear(rows: list[LayerChoice]) -> list[LayerChoice]:
+    """Rows with every supported linear layer: a compiler fuses casts with neighbors, and shares them."""
+    return [
+        dataclasses.replace(
+            row, choice=row.converted, reason=f"{row.reason} alone; casts are fused"
+        )
+        if row.choice == "torch" and row.converted not in ("", "te") and row.module != _EXPERTS
+        else row
+        for row in rows
+    ]
 
 
 def _description(module: Any) -> str:
@@ -374,19 +463,53 @@ def _model_ms(model: nn.Module, sample: Any) -> float | None:
     return sorted(times[3:])[2]
 
 
-def _keep_if_faster(
-    model: nn.Module, table: ConversionTable, before: float, after: float | None
-) -> None:
-    """Add the whole-model comparison to the table, and restore a model that became slower."""
-    assert after is not None
-    table.summary += f"\nwhole model: {before:.3g} ms, converted {after:.3g} ms"
-    if after > before:
+def _convert_to_fastest(
+    model: nn.Module,
+    sample: Any,
+    before: float,
+    plans: list[list[LayerChoice]],
+    converter: Converter,
+) -> ConversionTable:
+    """Time the whole model under each plan, and leave it in the fastest; the originals if no plan is faster.
+
+    Args:
+        model: The model, not converted.
+        sample: The sample.
+        before: Milliseconds of the original.
+        plans: Choices to compare.
+        converter: The converter.
+    """
+    measured: list[tuple[float, list[LayerChoice]]] = []
+    for rows in plans:
+        choices = [row.choice for row in rows]
+        if set(choices) <= {"torch"} or any(
+            choices == [row.choice for row in earlier] for _, earlier in measured
+        ):
+            continue
+        if measured:
+            _restore(model)
+        _convert_rows(model, rows, converter)
+        after = _model_ms(model, sample)
+        assert after is not None
+        measured.append((after, rows))
+    if not measured:
+        return ConversionTable(plans[0])
+    ms, rows = min(measured, key=lambda pair: pair[0])
+    times = ", ".join(f"{after:.3g} ms" for after, _ in measured)
+    summary = f"whole model: {before:.3g} ms, converted {times}"
+    if len(measured) > 1:
+        summary += f" ({len(measured)} choices; the fastest is used)"
+    if ms > before:
         _restore(model)
         reason = "the whole model was slower converted"
-        table.rows = [
+        rows = [
             row
             if row.choice == "torch"
-            else LayerChoice(**{**vars(row), "choice": "torch", "reason": reason})
-            for row in table
+            else dataclasses.replace(row, choice="torch", reason=reason)
+            for row in rows
         ]
-        table.summary += f": {reason}, and was restored"
+        summary += f": {reason}, and was restored"
+    elif rows is not measured[-1][1]:
+        _restore(model)
+        _convert_rows(model, rows, converter)
+    return ConversionTable(rows, summary)

@@ -147,7 +147,7 @@ def format_reason(recipe: Recipe, in_features: int, out_features: int) -> str | 
     layer = Linear(in_features, out_features, bias=False, device="meta")
     state = AutocastState(enabled=True, recipe=recipe)
     (product,) = layer._product_quantizers(state)
-    return unsupported_product_reason(product, rows, in_features, out_features)
+    return unsupported_product_reason(product.operands, rows, in_features, out_features)
 
 
 def candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:

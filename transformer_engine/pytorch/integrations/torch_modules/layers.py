@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from ....common.recipe import Recipe
 from ...module import LayerNorm, Linear, RMSNorm
 from ...module.numerics import new_tracing_key
+from ...module.parameters import weight_and_bias
 from ...quantization.autocast import autocast
 from ...quantization.family import find_family
 from ...quantization.model_init import quantized_model_init
+from .traced import TracedRecipe, is_traced_as_torch, traced_linear, traced_recipe
 
 
 class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -38,6 +40,7 @@ class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleM
     recipe: Recipe | None
     row_alignment: int
     prototype: Linear | None
+    traced_recipe: TracedRecipe | None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -54,14 +57,19 @@ class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleM
         """Return y [.., out_features] for an input [.., in_features]."""
         if self.recipe is None:
             return Linear.forward(self, input)  # pyright: ignore[reportReturnType]
-        with autocast(recipe=self.recipe):
-            rows = input.numel() // input.shape[-1]
-            missing = -rows % self.row_alignment
-            if not missing:
-                return Linear.forward(self, input)  # pyright: ignore[reportReturnType]
-            padded = F.pad(input.reshape(rows, -1), (0, 0, 0, missing))
-            output: Any = Linear.forward(self, padded)
+        rows = input.numel() // input.shape[-1]
+        missing = -rows % self.row_alignment
+        if not missing:
+            return self._quantized(input)
+        output = self._quantized(F.pad(input.reshape(rows, -1), (0, 0, 0, missing)))
         return output[:rows].reshape(*input.shape[:-1], output.shape[-1])
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        """Compute y for an input whose row count is a multiple of the alignment."""
+        if self.traced_recipe is not None and is_traced_as_torch(x, self.weight):
+            return traced_linear(x, *weight_and_bias(self), self.traced_recipe)
+        with autocast(recipe=self.recipe):
+            return Linear.forward(self, x)  # pyright: ignore[reportReturnType]
 
 
 class _ConvertedNorm:
@@ -114,6 +122,7 @@ class Converter:
     def __init__(self, recipe: Recipe | None) -> None:
         self.recipe = recipe
         self.row_alignment = 1 if recipe is None else find_family(recipe).alignment(recipe)
+        self.traced_recipe = traced_recipe(recipe)
         self._prototypes: dict[tuple[int, int, bool], Linear] = {}
 
     def convert(self, module: nn.Module) -> None:
@@ -128,7 +137,7 @@ class Converter:
                 return
             ours, converted = norms[type(module)]
             engine = ours(module.normalized_shape, eps=module.eps, device="meta")
-        _become(module, converted, engine, {})
+        _change_class(module, converted, engine, {})
 
     def _convert_linear(self, module: nn.Linear) -> None:
         sizes = module.in_features, module.out_features, module.bias is not None
@@ -143,13 +152,14 @@ class Converter:
             "recipe": self.recipe,
             "row_alignment": self.row_alignment,
             "prototype": engine if shared else None,
+            "traced_recipe": self.traced_recipe,
         }
-        _become(module, ConvertedLinear, engine, attributes)
+        _change_class(module, ConvertedLinear, engine, attributes)
         if not shared:
             vars(module)["tracing_key"] = new_tracing_key(module)  # pyright: ignore[reportArgumentType]
 
 
-def _become(
+def _change_class(
     module: nn.Module, cls: type[nn.Module], engine: nn.Module, attributes: dict[str, Any]
 ) -> None:
     """Change a module's class, and add the attributes of an engine layer with the same settings."""

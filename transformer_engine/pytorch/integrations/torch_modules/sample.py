@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...runtime.checks import is_distributed
 from .attention import unsupported_call
+from .grouped_calls import GROUPED_PRODUCTS
+from .grouped_calls import unsupported_call as unsupported_experts
 
 # A model call, or its arguments.
 Sample = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Any]
@@ -49,13 +51,19 @@ class SampleCalls:
         calls: Calls to each module, by its name.
         attention: scaled_dot_product_attention calls in the innermost module that runs, by its name.
         attention_reasons: Reasons why the attention of a module cannot be replaced, by its name.
+        experts: grouped_mm calls in the innermost module that runs, by its name.
+        experts_reasons: Reasons why the grouped_mm of a module cannot be replaced, by its name.
         outputs: Names of modules whose output is a model output, or cross-entropy logits.
+        routers: Names of modules whose output chooses experts by `topk`.
     """
 
     calls: dict[str, Counter[SampleCall]] = field(default_factory=dict)
     attention: dict[str, Counter[SampleCall]] = field(default_factory=dict)
     attention_reasons: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, Counter[SampleCall]] = field(default_factory=dict)
+    experts_reasons: dict[str, str] = field(default_factory=dict)
     outputs: set[str] = field(default_factory=set)
+    routers: set[str] = field(default_factory=set)
 
 
 def run(model: nn.Module, sample: Sample) -> Any:
@@ -113,8 +121,8 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
@@ -137,7 +145,7 @@ class _SampleMode(TorchFunctionMode):
         self.model, self.modules = model, modules
         self.recorded = SampleCalls()
         self._running: list[str] = []
-        # The last output of each module, and its copies in other dtypes, such as float32 logits.
+        # The last output of each module, and its copies in other dtypes or as scores, such as float32 logits.
         self._last: dict[str, list[weakref.ref[Tensor]]] = {}
 
     @contextmanager
@@ -174,10 +182,16 @@ class _SampleMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._running:
             self._record_attention(*args, **kwargs)
+        elif func in GROUPED_PRODUCTS and self._running:
+            self._record_experts(*args, **kwargs)
         elif func is F.cross_entropy:
             self.mark_outputs(kwargs["input"] if "input" in kwargs else args[0])
+        elif func in _CHOICES:
+            self.recorded.routers |= self._sources(
+                kwargs["input"] if "input" in kwargs else args[0]
+            )
         result = func(*args, **kwargs)
-        if func in _CASTS and isinstance(result, Tensor):
+        if func in _FOLLOWED and args and isinstance(result, Tensor):
             for copies in self._last.values():
                 if _share_memory(copies, {_storage(args[0])} - {0}):
                     copies.append(weakref.ref(result))
@@ -202,15 +216,29 @@ class _SampleMode(TorchFunctionMode):
         if reason is not None:
             self.recorded.attention_reasons[name] = reason
 
+    def _record_experts(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        name = self._running[-1]
+        shapes = (tuple(x.shape), tuple(weight.shape))
+        call = SampleCall(shapes, x.dtype, x.device, _needs_grad(x))
+        self.recorded.experts.setdefault(name, Counter())[call] += 1
+        reason = unsupported_experts(x, weight, *args, **kwargs)
+        if reason is not None:
+            self.recorded.experts_reasons[name] = reason
+
     def mark_outputs(self, outputs: Any) -> None:
         """Record the modules whose last output shares memory with any of `outputs`."""
-        memory = {_storage(tensor) for tensor in iterate_tensors(outputs)} - {0}
-        self.recorded.outputs |= {
-            name for name, copies in self._last.items() if _share_memory(copies, memory)
-        }
+        self.recorded.outputs |= self._sources(outputs)
+
+    def _sources(self, tensors: Any) -> set[str]:
+        """Names of the modules whose last output, or a copy of it, shares memory with any of some tensors."""
+        memory = {_storage(tensor) for tensor in iterate_tensors(tensors)} - {0}
+        return {name for name, copies in self._last.items() if _share_memory(copies, memory)}
 
 
-_CASTS = (Tensor.float, Tensor.to, Tensor.type)
+_SCORES = (torch.softmax, F.softmax, Tensor.softmax, torch.sigmoid, F.sigmoid, Tensor.sigmoid)
+# Functions whose results count as copies of their arguments.
+_FOLLOWED = (Tensor.float, Tensor.to, Tensor.type, *_SCORES)
+_CHOICES = (torch.topk, Tensor.topk)
 
 
 def _share_memory(references: list[weakref.ref[Tensor]], memory: set[int]) -> bool:

@@ -23,6 +23,7 @@ class LayerChoice:
             caller's autocast, otherwise the recipe name.
         reason: Reason for the choice.
         costs: Costs for the original and the converted module in the sample; None: not timed.
+        converted: The choice that was compared with "torch"; "" if none was.
     """
 
     name: str
@@ -30,6 +31,7 @@ class LayerChoice:
     choice: str
     reason: str
     costs: Comparison | None = None
+    converted: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """Cells of a table row, in COLUMNS order."""

@@ -19,18 +19,24 @@ _SECONDS, _ROUNDS = 0.01, 5
 # Calls with other shapes beyond the most frequent ones are not timed.
 _SHAPES = 3
 _WARM_STEPS = 3  # the engine generates and compiles in the first two
+# At most this many steps per measurement: a GPU's queue holds about 1,000 launches.
+_REPEATS = 20
+_IDLE, _CYCLES_PER_SECOND = 1.3, 2e9  # idle time in units of the host's time, and the fastest clock
 
 
 class Cost(NamedTuple):
     """Cost of calls to a module: milliseconds, and bytes held between forward and backward pass.
 
     Attributes:
-        ms: Forward and backward passes.
+        ms: Forward and backward passes on the device, without waits for the host.
         held: Bytes in the input, the output and the saved tensors; None if the device does not count them.
+        host_ms: The same passes alone, from the first launch until the device has finished. It exceeds `ms` where
+            launches take longer than kernels.
     """
 
     ms: float
     held: int | None
+    host_ms: float = 0.0
 
 
 class Comparison(NamedTuple):
@@ -50,13 +56,14 @@ def compare(module: nn.Module, converter: Converter, calls: Counter[SampleCall])
     """
     copies = _copy(module), _copy(module)
     converter.convert(copies[1])
-    totals: list[list[Any]] = [[0.0, 0], [0.0, 0]]
+    totals: list[list[Any]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
     for call, count in calls.most_common(_SHAPES):
         for copy in copies:
             copy.requires_grad_(call.trains)
         for total, side in zip(totals, time_functions(copies, call), strict=True):
             total[0] += count * side.ms
             total[1] = None if side.held is None else total[1] + count * side.held
+            total[2] += count * side.host_ms
     return Comparison(Cost(*totals[0]), Cost(*totals[1]))
 
 
@@ -88,14 +95,21 @@ def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall)
         for _ in range(_WARM_STEPS):
             step()
     single = min(_time_steps(step, 1, device) for step in steps)
-    repeats = max(1, min(100, int(_SECONDS / max(single, 1e-6))))
-    times: list[list[float]] = [[] for _ in steps]
+    repeats = max(1, min(_REPEATS, int(_SECONDS / max(single, 1e-6))))
+    host: list[list[float]] = [[] for _ in steps]
+    kernels: list[list[float]] = [[] for _ in steps]
     for _ in range(_ROUNDS):
-        for step, measured in zip(steps, times, strict=True):
-            measured.append(_time_steps(step, repeats, device) / repeats)
+        for number, step in enumerate(steps):
+            seconds = _time_steps(step, repeats, device)
+            host[number].append(seconds / repeats)
+            kernels[number].append(_time_kernels(step, repeats, device, seconds) / repeats)
     return [
-        Cost(1e3 * statistics.median(measured), _count_held_bytes(function, inputs))
-        for measured, function in zip(times, functions, strict=True)
+        Cost(
+            1e3 * statistics.median(kernels[number]),
+            _count_held_bytes(function, inputs),
+            1e3 * statistics.median(host[number]),
+        )
+        for number, function in enumerate(functions)
     ]
 
 
@@ -121,6 +135,27 @@ def _time_steps(step: Callable[[], Any], repeats: int, device: torch.device) -> 
         step()
     wait_for_device(device)
     return time.perf_counter() - begin
+
+
+def _time_kernels(
+    step: Callable[[], Any], repeats: int, device: torch.device, seconds: float
+) -> float:
+    """Seconds of the device for some steps; on a CPU the steps' own seconds.
+
+    A kernel that idles for longer than the host takes for its launches precedes the steps, so that they follow each
+    other without gaps.
+    """
+    if device.type != "cuda":
+        return seconds
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(_IDLE * seconds * _CYCLES_PER_SECOND))
+        begin.record()
+        for _ in range(repeats):
+            step()
+        end.record()
+    wait_for_device(device)
+    return 1e-3 * begin.elapsed_time(end)
 
 
 def _count_held_bytes(function: Callable[..., Tensor], inputs: list[Tensor]) -> int | None:

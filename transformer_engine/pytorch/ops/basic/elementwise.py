@@ -45,7 +45,7 @@ class Reshape(PassOperation):
             )
         if -1 in shape:
             shape[shape.index(-1)] = total // product if product else 0
-        return ReshapePasses(self._shape), InputFacts(tuple(shape), x.dtype, x.device)
+        return ReshapePasses(self._shape, x.shape), InputFacts(tuple(shape), x.dtype, x.device)
 
 
 class ConstantScale(PassOperation):

@@ -41,8 +41,6 @@ from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.grouped import (
     GRAD_INPUT_BUFFER_KEY,
     OUTPUT_BUFFER_KEY,
-    GroupedKind,
-    GroupedParameters,
     GroupedPasses,
     accept_buffers,
 )
@@ -306,12 +304,15 @@ class GroupedLinear(PassOperation):
             "grad_bias_dtype": bias_dtype,
         }
         spec = self._spec(call, x, dtype, of_bias)
-        kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
-        stacks = self.single_grouped_weight, self.single_grouped_bias
-        parameters = GroupedParameters(self.parameter_names, *stacks)
-        buffers = accept_buffers(x, self.out_features, call.options, dtype)
         result = GroupedPasses(
-            kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers
+            spec,
+            x,
+            self.parameter_names,
+            self._weight_parameters,
+            bias_dtype,
+            self._scale_bias,
+            grad_bias,
+            accept_buffers(x, self.out_features, call.options, dtype),
         )
         return result, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
@@ -336,7 +337,9 @@ class GroupedLinear(PassOperation):
             groups.append(replace_fields(spec, **of_bias))
             if given is not None and enabled:
                 spec = linear_spec(call, dtype, None, *product, plain, first.dtype)
-                unquantized.append(replace_fields(spec, **of_bias, backward=groups[-1].backward))
+                unquantized.append(
+                    replace_fields(spec, **of_bias, backward_operands=groups[-1].backward_operands)
+                )
         quantizers, features = GroupedQuantizers(), self._features(call, groups[0])
         if enabled and forward and not call.traced:
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)
@@ -380,7 +383,7 @@ class GroupedLinear(PassOperation):
             QUANTIZED_PARAMETERS: any(issubclass(kind, QuantizedTensorStorage) for kind in kinds),
             OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter, *[torch.Tensor] * stacked},
             CALIBRATION: call.state.calibrating and not call.state.enabled,
-            OTHER_BACKWARD: group.backward != "quantized",
+            OTHER_BACKWARD: group.backward_operands != "quantized",
             SCALED_BIAS: self._scale_bias,
         }
         return tuple([feature for feature, used in found.items() if used])

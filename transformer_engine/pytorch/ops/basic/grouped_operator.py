@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,24 +158,22 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
         extra: Extra input count.
         states: Delayed-scaling states for the forward and the backward pass.
     """
-    kind, group, names = passes.kind, passes.kind.spec.groups[0], passes.parameters.names
+    group, names = passes.spec.groups[0], passes.names
     needs = {"weight": group.needs_grad_weight, "bias": passes.grad_bias}
     of_parameters = [needs["weight" if name.startswith("weight") else "bias"] for name in names]
-    of_scales = passes.scale_bias and kind.spec.needs_grad
+    of_scales = passes.scale_bias and passes.spec.needs_grad
     present = (group.needs_grad_input, *of_parameters, *(False, of_scales)[:extra])
     weights = [i for i, name in enumerate(names) if name.startswith("weight")]
-    fixed = replace(kind, weights=tuple)  # without a reference to the operation
     passes = copy.copy(passes)
-    passes.kind = fixed
+    passes.weights = tuple  # without a reference to the operation
 
     def call(spec: GroupedSpec, rows: Tensor, x: Tensor, tensors: Sequence[Tensor]) -> GroupedCall:
-        weight_tensors = [tensors[i] for i in weights]
-        total = x.numel() // max(x.shape[-1], 1)
-        return replace(
-            fixed, spec=spec, total=total, device=x.device, weights=lambda: weight_tensors
-        ).call(rows)
+        run = copy.copy(passes)
+        run.spec, run.weights = spec, lambda: [tensors[i] for i in weights]
+        run.total, run.device = x.numel() // max(x.shape[-1], 1), x.device
+        return run.bind_rows(rows)
 
-    def forward(call: GroupedCall, inputs: list[Any], compute_y: bool) -> ForwardResult:
+    def forward(call: GroupedCall, inputs: Sequence[Tensor], compute_y: bool) -> ForwardResult:
         tensors = OpTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
         return passes.with_call(call).fused_forward(Value(inputs[0]), tensors, compute_y=compute_y)
 
@@ -187,13 +184,12 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
         return [grad_input, *gradients.parameters, *extra_grads]
 
     return GroupedKernel(
-        spec=kind.spec,
+        spec=passes.spec,
         inference=lambda call, inputs: disable_autocast(forward)(
             call, inputs, True
         ).output.shaped(),
         again=lambda call, inputs: list(disable_autocast(forward)(call, inputs, False).saved),
         backward=disable_autocast(backward),
-        lists=None,
         present=present,
         call=call,
         states=states,

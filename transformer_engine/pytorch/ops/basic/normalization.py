@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,42 @@ from ..pass_operation import PassOperation
 from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.normalization import L2Passes, NormPasses
 
-_STAGES = ("forward", "backward", "inference")
+STAGES = ("forward", "backward", "inference")
 _VARIABLES = (
     "NVTE_FWD_LAYERNORM_SM_MARGIN",
     "NVTE_BWD_LAYERNORM_SM_MARGIN",
     "NVTE_INF_LAYERNORM_SM_MARGIN",
 )
+
+
+def environment_margins() -> dict[str, int]:
+    """Return the margin per stage from the environment; 0 if it is not set."""
+    return {stage: int(env.get(name) or 0) for stage, name in zip(STAGES, _VARIABLES, strict=True)}
+
+
+def accept_margin(name: str, value: Any) -> int | dict[str, int]:
+    """Return a multiprocessor count, or one per stage, with a warning that any but 0 has no effect."""
+    if isinstance(value, Mapping):
+        if set(value) != set(STAGES):
+            raise ValueError(f"{name}={dict(value)}; give an int or all of {', '.join(STAGES)}")
+        found: int | dict[str, int] = {
+            stage: to_int(f"{name}[{stage!r}]", margin, 0) for stage, margin in value.items()
+        }
+    else:
+        found = to_int(name, value, 0)
+    if any(found.values()) if isinstance(found, dict) else found:
+        warn_once(
+            name,
+            f"{name}={value!r} has no effect: the kernels of LayerNorm and RMSNorm use all multiprocessors, with the "
+            "same results. Leave it 0",
+        )
+    return found
+
+
+def margins_by_stage(margin: int | Mapping[str, int]) -> dict[str, int]:
+    """Return one margin per stage; an environment variable that is not 0 takes precedence."""
+    margins = dict(margin) if isinstance(margin, Mapping) else dict.fromkeys(STAGES, margin)
+    return margins | {stage: found for stage, found in environment_margins().items() if found}
 
 
 class NormalizationOperation(PassOperation):
@@ -55,6 +86,28 @@ class NormalizationOperation(PassOperation):
         result = NormPasses(norm, shape, convert, None if convert is None else x.dtype)
         return result, InputFacts(x.shape, dtype, x.device)
 
+    def _create_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Register uninitialized parameters."""
+        for name in self.parameter_names:
+            parameter = None
+            if name in self.required_parameters():
+                values = torch.empty(
+                    self.normalized_shape, device=device, dtype=dtype or torch.get_default_dtype()
+                )
+                parameter = torch.nn.Parameter(values)
+            self.register_parameter(name, parameter)
+
+    def reset_parameters(self) -> None:
+        """Allocate parameters on the meta device; set gamma to 1 and beta to 0."""
+        self.allocate_parameters()
+        with torch.no_grad():
+            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
 
 class _Normalization(NormalizationOperation):
     def __init__(
@@ -72,45 +125,11 @@ class _Normalization(NormalizationOperation):
         self.normalized_shape = tuple([to_int("normalized_shape", size, 1) for size in sizes])
         self.eps = to_float("eps", eps)
         self.zero_centered_gamma = to_bool("zero_centered_gamma", zero_centered_gamma)
-        self._sm_margins = _margins(sm_margin)
-        allocation = {
-            "device": torch.device("meta") if is_meta(device) else canonical_device(device),
-            "dtype": dtype or torch.get_default_dtype(),
-        }
-        self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
-        if self.has_bias:
-            self.bias = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
-        else:
-            self.register_parameter("bias", None)
+        self._sm_margins = margins_by_stage(accept_margin("sm_margin", sm_margin))
+        target_device = torch.device("meta") if is_meta(device) else canonical_device(device)
+        self._create_parameters(target_device, dtype)
         if not self.weight.is_meta:
             self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Allocate parameters on the meta device; set gamma to 1 and beta to 0."""
-        self.allocate_parameters()
-        with torch.no_grad():
-            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-            if self.bias is not None:
-                self.bias.zero_()
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
-
-
-def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """Return the margin per stage, from the environment where it names one; any but 0 warns, without effect."""
-    given = sm_margin if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
-    if set(given) != set(_STAGES):
-        raise ValueError(f"sm_margin={dict(given)}; give an int or all of {', '.join(_STAGES)}")
-    margins = {stage: to_int(f"sm_margin[{stage!r}]", margin, 0) for stage, margin in given.items()}
-    if any(margins.values()):
-        warn_once(
-            "sm_margin of an operation",
-            f"sm_margin={sm_margin!r} has no effect: the kernels use all multiprocessors, with the same results. "
-            "Leave it 0",
-        )
-    named = {stage: env.get(name) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
-    return margins | {stage: int(margin) for stage, margin in named.items() if margin}
 
 
 class LayerNorm(_Normalization):

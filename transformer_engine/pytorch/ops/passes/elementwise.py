@@ -27,14 +27,13 @@ class ReshapePasses(OperationPasses):
 
     listed = False
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
+    def __init__(self, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> None:
+        self.shape, self.input_shape = shape, input_shape
 
     def fused_forward(
         self, x: Value, tensors: OpTensors, request: ReaderCast | None = None
     ) -> ForwardResult:
-        data = x.shaped()
-        return ForwardResult(Value(data.reshape(self.shape)), (tuple(data.shape),))
+        return ForwardResult(Value(x.shaped().reshape(self.shape)))
 
     def fused_backward(
         self,
@@ -43,13 +42,12 @@ class ReshapePasses(OperationPasses):
         grads: Sequence[Any],
         request: ReaderCast | None = None,
     ) -> BackwardResult:
-        dy, shape = operands
-        operands.clear()
-        if isinstance(dy, QuantizedTensorStorage):
-            return BackwardResult(
-                Value((dy if isinstance(dy, Tensor) else plain_values(dy)).reshape(shape))
-            )
-        return BackwardResult(Value(Value(dy, leading).shaped().reshape(shape)))
+        dy = operands.pop()
+        if not isinstance(dy, QuantizedTensorStorage):
+            dy = Value(dy, leading).shaped()
+        elif not isinstance(dy, Tensor):
+            dy = plain_values(dy)
+        return BackwardResult(Value(dy.reshape(self.input_shape)))
 
 
 class ScalePasses(OperationPasses):

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.kernels import launch
-from ...distributed.recompute import is_fp8_activation_recompute_enabled
 from ...functions.caller_buffers import alias_buffer, check_buffers
-from ...functions.grouped_call import GroupedCall, GroupedSpec, stack_gradient, stack_members
+from ...functions.grouped_call import (
+    GroupedCall,
+    GroupedSpec,
+    groups_of_rows,
+    stack_gradient,
+    stack_members,
+)
 from ...functions.grouped_linear import grouped_linear_backward, grouped_linear_forward
 from ...functions.grouped_products import convert_weights
-from ...functions.grouped_request import (
-    IRREGULAR,
-    RECOMPUTATION,
-    UNASSIGNED_ROWS,
-    UNFIT_ROWS,
-    are_regular,
-    runs_together,
-)
+from ...functions.grouped_request import UNASSIGNED_ROWS, runs_together
 from ...functions.linear_spec import LinearSpec
 from ...functions.weight_gradient import WeightGradient
 from ...primitives.grouped_gemm import make_groups
 from ...runtime.device import current_hardware
+from ...runtime.warn_once import warn_once
 from .contract import (
     BackwardResult,
     ForwardResult,
@@ -38,29 +37,61 @@ from .contract import (
     ReaderCast,
     Value,
 )
-from .linear import fitting
 
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 OUTPUT_BUFFER_KEY = "output"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupedKind:
-    """A grouped linear call kind: everything but the per-group row counts.
+class GroupedPasses(OperationPasses):
+    """A grouped linear layer by the functions in `functions/grouped_linear.py`.
 
-    Attributes:
-        spec: The settings.
-        total: Input row count.
-        device: Input device.
+    Args:
+        spec: The settings, apart from the row counts of the groups.
+        x: Input metadata.
+        names: Parameter names in order: weight0, bias0, weight1, .., or stacks.
         weights: Function that returns the parameters that are weights.
+        bias_dtype: Bias dtype; None without biases.
+        scale_bias: Biases are multiplied by a scale per row, the second extra input.
+        grad_bias: Bias gradients are needed.
+        buffers: Caller-owned buffers for the output and the input gradient.
     """
 
-    spec: GroupedSpec
-    total: int
-    device: torch.device
-    weights: Callable[[], Sequence[Tensor]]
+    listed = False
 
-    def call(self, sizes: Tensor) -> GroupedCall:
+    def __init__(
+        self,
+        spec: GroupedSpec,
+        x: InputFacts,
+        names: tuple[str, ...],
+        weights: Callable[[], Sequence[Tensor]],
+        bias_dtype: torch.dtype | None,
+        scale_bias: bool,
+        grad_bias: bool,
+        buffers: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        self.spec, self.names, self.weights, self.buffers = spec, names, weights, buffers
+        self.total, self.device = math.prod(x.shape[:-1]), x.device
+        dtype = spec.groups[0].dtype
+        self.converts_to = None if x.dtype == dtype else dtype
+        self.gradient_dtype = None if x.dtype == dtype else x.dtype
+        self.has_bias, self.converts_bias = bias_dtype is not None, bias_dtype not in (None, dtype)
+        self.scale_bias, self.grad_bias = scale_bias and self.has_bias, grad_bias
+        self.call: GroupedCall | None = None
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.spec.groups
+
+    def bound(self, extra: Sequence[Tensor]) -> GroupedPasses:
+        """Passes for a call with the row counts in the first extra input."""
+        return self.with_call(self.bind_rows(extra[0]))
+
+    def with_call(self, call: GroupedCall) -> GroupedPasses:
+        """Passes for a call."""
+        result = copy.copy(self)
+        result.call = call
+        return result
+
+    def bind_rows(self, sizes: Tensor) -> GroupedCall:
         """Return the call with these row counts; they stay on a GPU if one launch serves all groups.
 
         Args:
@@ -73,9 +104,9 @@ class GroupedKind:
         on_gpus = (
             sizes.is_cuda
             and self.device.type == "cuda"
-            and launch.missing(current_hardware()) is None
+            and launch.unavailable_reason(current_hardware()) is None
         )
-        if on_gpus and self._runs_together(sizes, ()):
+        if on_gpus and self._runs_together(sizes):
             layout = make_groups(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
         rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
@@ -87,113 +118,19 @@ class GroupedKind:
         unassigned = self.total - sum(rows)
         # else the numbers have stayed on the GPU
         separate = not on_gpus or not spec.quantizers.fit(sizes)
-        if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
+        if separate and self._runs_together(rows, *[UNASSIGNED_ROWS] * (unassigned > 0)):
             return GroupedCall(spec, spec.groups, (), make_groups(rows, self.total, self.device))
-        return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
+        groups = groups_of_rows(spec, rows, self._warn_of_high_precision)
+        return GroupedCall(spec, groups, rows, unassigned=unassigned)
 
-    def _runs_together(self, splits: Sequence[int] | Tensor, features: tuple[str, ...]) -> bool:
+    def _runs_together(self, splits: Sequence[int] | Tensor, *features: str) -> bool:
         """Return whether all groups in a call with these features are computed in one launch per step."""
-        spec = self.spec
-        if spec.request is None:  # a compiler is tracing
-            return False
-        if spec.together:
-            if spec.quantizers.input is not None and is_fp8_activation_recompute_enabled():
-                features += (RECOMPUTATION,)
-            if not are_regular(self.weights()):
-                features += (IRREGULAR,)
-            if not spec.quantizers.fit(splits):
-                features += (UNFIT_ROWS,)
-        return runs_together(spec.request, spec.together, features, self.total > 0)
+        weights = self.weights() if self.spec.together else ()
+        return runs_together(self.spec, splits, weights, self.total > 0, features)
 
-    def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
-        """Return the group specs, in high precision where the format does not support a group's rows."""
-        groups, (n, k) = list(self.spec.groups), self.spec.extents
-        for i, unquantized in enumerate(self.spec.unquantized):
-            group = groups[i]
-            quantizers = (group.input, group.weight, group.grad_output)
-            if not fitting("GroupedLinear", quantizers, rows[i], k, n, group.traced):
-                groups[i] = unquantized
-        return tuple(groups)
-
-
-@dataclass(frozen=True)
-class GroupedParameters:
-    """The parameters of a grouped linear layer.
-
-    Attributes:
-        names: Their names in order: weight0, bias0, weight1, .., or stacks.
-        stacked_weight: All weights are one parameter.
-        stacked_bias: All biases are one parameter.
-    """
-
-    names: tuple[str, ...]
-    stacked_weight: bool
-    stacked_bias: bool
-
-    def of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
-        """The weights or biases: one stack, or a list with one per group."""
-        members = [
-            p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)
-        ]
-        return (
-            members[0]
-            if (self.stacked_weight if kind == "weight" else self.stacked_bias)
-            else members
-        )
-
-    def gradients(self, of_weights: Any, of_biases: Any) -> tuple[Any, ...]:
-        """The gradients in parameter order; an absent kind is None."""
-        made = {"weight": of_weights, "bias": of_biases}
-        lists = {kind: iter(grads) for kind, grads in made.items() if isinstance(grads, list)}
-        kinds = ["weight" if name.startswith("weight") else "bias" for name in self.names]
-        return tuple([next(lists[kind]) if kind in lists else made[kind] for kind in kinds])
-
-
-class GroupedPasses(OperationPasses):
-    """A grouped linear layer by the functions in `functions/grouped_linear.py`.
-
-    Args:
-        kind: Call kind.
-        parameters: The parameters.
-        x_dtype: Input dtype; the input is converted to the product dtype.
-        bias_dtype: Bias dtype; None without biases.
-        scale_bias: Biases are multiplied by a scale per row, the second extra input.
-        grad_bias: Bias gradients are needed.
-        buffers: Caller-owned buffers for the output and the input gradient.
-    """
-
-    listed = False
-
-    def __init__(
-        self,
-        kind: GroupedKind,
-        parameters: GroupedParameters,
-        x_dtype: torch.dtype,
-        bias_dtype: torch.dtype | None,
-        scale_bias: bool,
-        grad_bias: bool,
-        buffers: tuple[Tensor | None, Tensor | None],
-    ) -> None:
-        self.kind, self.parameters, self.buffers = kind, parameters, buffers
-        dtype = kind.spec.groups[0].dtype
-        self.converts_to = None if x_dtype == dtype else dtype
-        self.gradient_dtype = None if x_dtype == dtype else x_dtype
-        self.has_bias, self.converts_bias = bias_dtype is not None, bias_dtype not in (None, dtype)
-        self.scale_bias, self.grad_bias = scale_bias and self.has_bias, grad_bias
-        self.call: GroupedCall | None = None
-
-    def linears(self) -> tuple[LinearSpec, ...]:
-        return self.kind.spec.groups
-
-    def bound(self, extra: Sequence[Tensor]) -> GroupedPasses:
-        """Passes for a call with the row counts in the first extra input."""
-        return self.with_call(self.kind.call(extra[0]))
-
-    def with_call(self, call: GroupedCall) -> GroupedPasses:
-        """Passes for a call."""
-        result = copy.copy(self)
-        result.call = call
-        return result
+    def _warn_of_high_precision(self, reason: str) -> None:
+        if not self.spec.groups[0].traced:
+            warn_once(f"GroupedLinear {reason}", f"GroupedLinear runs in high precision: {reason}")
 
     def fused_forward(
         self,
@@ -206,17 +143,17 @@ class GroupedPasses(OperationPasses):
         call = self.call
         assert call is not None
         x = x.converted(self.converts_to).matrix()
-        weights = self.parameters.of_kind("weight", tensors.parameters)
+        weights = self._of_kind("weight", tensors.parameters)
         biases = converted = None
         if self.has_bias:
-            biases = self.parameters.of_kind("bias", tensors.parameters)
+            biases = self._of_kind("bias", tensors.parameters)
             converted = convert_weights(biases, call) if self.converts_bias else biases
         bias = None if self.scale_bias else converted
         saves = call.spec.needs_grad
         y, *saved = grouped_linear_forward(x.data, weights, bias, call, saves, compute_y)
         if self.scale_bias:
-            scales = tensors.extra[1].reshape(-1, 1)
-            saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
+            scales = tensors.extra[1]
+            saved = [*saved, scales, biases]
             if compute_y:
                 y = scaled_bias(y, converted, scales, call)
         if self.buffers[0] is not None:
@@ -237,9 +174,9 @@ class GroupedPasses(OperationPasses):
         extra: tuple[Value | None, ...] = (None,)
         of_biases = None
         if self.scale_bias:
-            scales, biases, shape = operands[3:]
+            scales, biases = operands[3:]
             of_biases, grad_scales = scaled_bias_backward(dy.data, biases, scales, call)
-            extra = (None, Value(grad_scales.reshape(shape)))
+            extra = (None, Value(grad_scales.reshape(scales.shape)))
         products = [dy.data, *operands[1:3]]
         operands.clear()
         leading = dy.leading
@@ -249,7 +186,7 @@ class GroupedPasses(OperationPasses):
             of_biases = sums
         elif not self.grad_bias:
             of_biases = None
-        parameters = self.parameters.gradients(of_weights, of_biases)
+        parameters = self._parameter_gradients(of_weights, of_biases)
         if dx is None:
             return BackwardResult(None, parameters, extra)
         if self.buffers[1] is not None:
@@ -257,10 +194,26 @@ class GroupedPasses(OperationPasses):
             dx = alias_buffer(self.buffers[1])
         return BackwardResult(Value(dx, leading).converted(self.gradient_dtype), parameters, extra)
 
+    def _of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
+        """The weights or biases: one stack, or a list with one per group."""
+        members = [
+            p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)
+        ]
+        stacked = self.spec.stacked_weight if kind == "weight" else self.spec.stacked_bias
+        return members[0] if stacked else members
+
+    def _parameter_gradients(self, of_weights: Any, of_biases: Any) -> tuple[Any, ...]:
+        """The gradients in parameter order; an absent kind is None."""
+        made = {"weight": of_weights, "bias": of_biases}
+        lists = {kind: iter(grads) for kind, grads in made.items() if isinstance(grads, list)}
+        kinds = ["weight" if name.startswith("weight") else "bias" for name in self.names]
+        return tuple([next(lists[kind]) if kind in lists else made[kind] for kind in kinds])
+
 
 def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Tensor:
     """y_g + scales_g * bias_g for each group g, in float32."""
-    parts = zip(call.rows_of(y), stack_members(biases), call.rows_of(scales), strict=True)
+    scale_rows = call.rows_of(scales.reshape(-1, 1))
+    parts = zip(call.rows_of(y), stack_members(biases), scale_rows, strict=True)
     return call.joined(
         [(part.float() + rows.float() * bias.float()).to(y.dtype) for part, bias, rows in parts]
     )
@@ -272,9 +225,8 @@ def scaled_bias_backward(
     """Bias gradients [N], and scale gradients [M, 1]."""
     grads: list[Tensor | None] = []
     grad_scales: list[Tensor] = []
-    for part, bias, rows in zip(
-        call.rows_of(dy), stack_members(biases), call.rows_of(scales), strict=True
-    ):
+    scale_rows = call.rows_of(scales.reshape(-1, 1))
+    for part, bias, rows in zip(call.rows_of(dy), stack_members(biases), scale_rows, strict=True):
         wide = part.float()
         grads.append((wide * rows.float()).sum(0).to(bias.dtype))
         grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))

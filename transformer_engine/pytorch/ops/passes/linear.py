@@ -49,7 +49,7 @@ class LinearPasses(OperationPasses):
         self.spec = spec
         self.converts_to = None if x_dtype == spec.dtype else spec.dtype
         self.gradient_dtype = None if x_dtype == spec.dtype else x_dtype
-        dequantizes = spec.backward == HIGH_PRECISION and spec.needs_grad_weight
+        dequantizes = spec.backward_operands == HIGH_PRECISION and spec.needs_grad_weight
         self.listed = self.converts_to is None and not dequantizes
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -57,11 +57,11 @@ class LinearPasses(OperationPasses):
 
     def input_request(self) -> ReaderCast | None:
         cast = input_cast(self.spec) if self.converts_to is None else None
-        return None if cast is None else ReaderCast(self.spec.input, cast)
+        return None if cast is None else ReaderCast(self.spec.input_quantizer, cast)
 
     def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
         cast = gradient_cast(self.spec)
-        return None if cast is None else ReaderCast(self.spec.grad_output, cast)
+        return None if cast is None else ReaderCast(self.spec.grad_output_quantizer, cast)
 
     def fused_forward(
         self,
@@ -73,7 +73,7 @@ class LinearPasses(OperationPasses):
     ) -> ForwardResult:
         """Compute the product; with a bias add it, with a total accumulate y into it (see `passes/patterns.py`)."""
         x = x.converted(self.converts_to)
-        if self.spec.plain:
+        if self.spec.is_unquantized:
             x = x.values()
         leading = x.leading_dimensions()
         y, *saved = linear_forward(x.data, tensors.parameters[0], bias, self.spec, total)
@@ -91,7 +91,7 @@ class LinearPasses(OperationPasses):
         """Compute both gradients; with a total accumulate dx into it."""
         if leading is None:
             leading = tuple(operands[0].shape[:-1])
-        dx, dw, _ = linear_backward(operands, self.spec, total)
+        dx, dw, _ = linear_backward(operands, self.spec, accumulate_into=total)
         return BackwardResult(
             None if dx is None else Value(dx, leading).converted(self.gradient_dtype), (dw,)
         )
@@ -156,7 +156,7 @@ def linear_spec(
         gradient,
         (*needs, False),
         traced=call.traced,
-        plain=plain,
+        is_unquantized=plain,
         grad_weight_dtype=grad_weight_dtype,
         may_run_again=not (call.traced or call.saves),
     )

@@ -1,7 +1,8 @@
 """Passes for normalizations.
 
 The kernel of a norm quantizes its output if the next operation requests a cast (`input_request`). Linear
-products do so under a recipe; `functions/norm_linear.py` lists the conditions.
+products do so under a recipe; `input_cast` (`functions/linear_operands.py`) lists the
+conditions.
 """
 
 from __future__ import annotations
@@ -79,8 +80,7 @@ class NormPasses(OperationPasses):
         y, mean, rstdev = self.norm.forward(
             rows, weight, None if bias is None else bias.reshape(-1)
         )
-        saved = (rows, mean, rstdev, weight, tuple(values.shape))
-        return ForwardResult(Value(y.reshape(values.shape)), saved)
+        return ForwardResult(Value(y.reshape(values.shape)), (values, mean, rstdev, weight))
 
     def fused_backward(
         self,
@@ -91,20 +91,20 @@ class NormPasses(OperationPasses):
         addend: Tensor | None = None,
     ) -> BackwardResult:
         """Compute the gradients; with an addend [M, N] dx is the sum with it (see `passes/patterns.py`)."""
-        dy, x, mean, rstdev, weight = operands[:5]
+        dy, x, mean, rstdev, weight = operands
+        operands.clear()
         dy = Value(dy, leading)
         if self.rows_only:
-            operands.clear()
             dy = dy.matrix()
             dx, *of_parameters = self.norm.backward(
                 plain_matrix(dy.data), plain_matrix(x), mean, rstdev, weight, addend
             )
             result = Value(dx, dy.leading)
         else:
-            shape = operands[5]
-            operands.clear()
-            rows = dy.shaped().reshape(-1, math.prod(self.shape))
-            dx, *of_parameters = self.norm.backward(rows, x, mean, rstdev, weight)
+            shape, columns = x.shape, math.prod(self.shape)
+            dx, *of_parameters = self.norm.backward(
+                dy.shaped().reshape(-1, columns), x.reshape(-1, columns), mean, rstdev, weight
+            )
             of_parameters = [
                 None if grad is None else grad.reshape(self.shape) for grad in of_parameters
             ]

@@ -197,8 +197,8 @@ _backward_operator = operator(
 def _make_operator(request: ActivationRequest) -> Operator:
     """Return the operator of the activation; a cast and column sums are separate operators."""
     limit, alpha, offset = request.constants
-    one = _backward_operator if request.backward else _forward_operator
-    alone = one.given(name=request.name, limit=limit, alpha=alpha, offset=offset)
+    operator = _backward_operator if request.backward else _forward_operator
+    alone = operator.given(name=request.name, limit=limit, alpha=alpha, offset=offset)
     if request.output is not None:
         rest = request._replace(output=None, encoded=False)
         value = _forward_operator.given(name=request.name, limit=limit, alpha=alpha, offset=offset)

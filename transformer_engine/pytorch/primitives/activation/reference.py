@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, requirements
-from ...runtime.tracing import result_as
+from ...runtime.tracing import cast_result
 from ..quantize import Cast, Quantized, dequantize, quantize, quantize_as
 from ..quantize.maximum import maximum
 from .request import ACTIVATIONS, ActivationRequest, Constants, MeasuredGradient
@@ -86,7 +86,7 @@ def value(name: str, x: Tensor, constants: Constants) -> Tensor:
     """y = f(x) for x [...], or y [..., F] = f(a) * b for x = [a, b] [..., 2F]."""
     x_wide = x.to(torch.float32)
     if not ACTIVATIONS[name].gated:
-        return result_as(_CURVES[name].value(x_wide), x.dtype)
+        return cast_result(_CURVES[name].value(x_wide), x.dtype)
     gate, linear = x_wide.chunk(2, dim=-1)
     if name == "clamped_swiglu":
         limit, alpha, offset = constants
@@ -94,7 +94,7 @@ def value(name: str, x: Tensor, constants: Constants) -> Tensor:
         y = gate * sigmoid(alpha * gate) * (linear + offset)
     else:
         y = _CURVES[name].value(gate) * linear
-    return result_as(y, x.dtype)
+    return cast_result(y, x.dtype)
 
 
 def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:

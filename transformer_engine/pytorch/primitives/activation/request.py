@@ -47,7 +47,13 @@ Constants = tuple[float, float, float]  # limit, alpha, offset
 
 @dataclass(frozen=True)
 class ActivationParams:
-    """Constants of clamped_swiglu; the other activations have none and ignore them."""
+    """Constants of clamped_swiglu; the other activations have none and ignore them.
+
+    Attributes:
+        limit: Bound at which gate and linear half are clamped.
+        alpha: Factor in the gate's sigmoid.
+        offset: Number added to the linear half.
+    """
 
     limit: float = 7.0
     alpha: float = 1.702
@@ -70,20 +76,20 @@ class ActivationParams:
                 f"activation_params={described(params)} is {with_article(type(params))}; give a dict of limit, alpha "
                 "and glu_linear_offset, or None"
             )
-        given = dict(params or {})
+        named = dict(params or {})
         aliases = {
             "limit": "limit",
             "alpha": "alpha",
             "glu_linear_offset": "offset",
             "offset": "offset",
         }
-        unknown = sorted(set(given) - set(aliases))
+        unknown = sorted(set(named) - set(aliases))
         if unknown:
             raise ValueError(
                 f"activation_params has no {unknown[0]!r}; choose from {', '.join(aliases)}"
             )
         values = {
-            key: to_float(f"activation_params[{key!r}]", value) for key, value in given.items()
+            key: to_float(f"activation_params[{key!r}]", value) for key, value in named.items()
         }
         for key, value in values.items():
             number(f"activation_params[{key!r}]", value)

@@ -23,6 +23,7 @@ _HALVES = 256  # two halves, each in whole blocks
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.dtype)
 
 
@@ -72,11 +73,11 @@ def recomputes(request: ActivationRequest) -> bool:
 
 
 def _forward(request: ActivationRequest) -> Callable[[Tensor], Tensor]:
-    shape, width = request.shape, _width(request)
+    shape, width = request.shape, _result_columns(request)
     out = torch.Size((*shape[:-1], width)) if shape else shape
     if shape.numel() == 0:
         return lambda x: x.new_empty(out)
-    from ....common.kernels import activation  # it imports triton
+    from ....common.kernels import activation
 
     rows, stride = _rows(shape, request.strides)
     launch = activation.forward(
@@ -94,10 +95,10 @@ def _forward(request: ActivationRequest) -> Callable[[Tensor], Tensor]:
 
 
 def _backward(request: ActivationRequest) -> Callable[[Tensor, Tensor], Tensor]:
-    shape, width = request.shape, _width(request)
+    shape, width = request.shape, _result_columns(request)
     if shape.numel() == 0:
         return lambda dy, x: x.new_empty(shape)
-    from ....common.kernels import activation  # it imports triton
+    from ....common.kernels import activation
 
     assert request.dy is not None
     rows, stride = _rows(shape, request.strides)
@@ -117,7 +118,7 @@ def _backward(request: ActivationRequest) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda dy, x: run(launch, (_matrix(dy), _matrix(x)))[0].view(shape)
 
 
-def _width(request: ActivationRequest) -> int:
+def _result_columns(request: ActivationRequest) -> int:
     """Return the number of columns of f(x)."""
     width = request.shape[-1] if request.shape else 1
     return width // 2 if request.gated else width
@@ -145,7 +146,7 @@ def _forward_codes(
     request: ActivationRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], Quantized]:
     """Return x [M, F] or [M, 2F] -> quantize(y [M, F])."""
-    from ....common.kernels import activation_codes  # it imports triton
+    from ....common.kernels import activation_codes
 
     shape, stride = request.made, _rows(request.shape, request.strides)[1]
     plain = (request.name, request.gated, shape, stride)
@@ -173,11 +174,11 @@ def _backward_codes(
     request: ActivationRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor | None]]:
     """Return the function that computes quantize(dx [M, N]) and its column sums [N]."""
-    from ....common.kernels import activation_codes  # it imports triton
+    from ....common.kernels import activation_codes
 
     assert request.dy is not None
     dy_strides, dy_dtype = request.dy
-    rows, width = request.shape[0], _width(request)
+    rows, width = request.shape[0], _result_columns(request)
     strides = (
         _rows(torch.Size((rows, width)), dy_strides)[1],
         _rows(request.shape, request.strides)[1],
@@ -212,11 +213,11 @@ def _backward_and_output(
     request: ActivationRequest,
 ) -> Callable[..., tuple[MeasuredGradient | Quantized, Quantized]]:
     """Return the function from `reference.with_output` as one kernel."""
-    from ....common.kernels import activation_recompute as kernels  # it imports triton
+    from ....common.kernels import activation_recompute as kernels
 
     assert request.dy is not None and request.output is not None
     shape, cast, spec = (
-        torch.Size((request.shape[0], _width(request))),
+        torch.Size((request.shape[0], _result_columns(request))),
         request.cast,
         request.output,
     )

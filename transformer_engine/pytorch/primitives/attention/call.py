@@ -155,7 +155,7 @@ class AttentionCall:
     @functools.cached_property
     def features(self) -> tuple[Feature, ...]:
         """Features that a backend must support, in the order in which they are reported as unsupported."""
-        return tuple(feature for feature, needed in _NEEDED.items() if needed(self))
+        return tuple(feature for feature, uses in _NEEDED.items() if uses(self))
 
     @property
     def demands_determinism(self) -> bool:
@@ -325,7 +325,15 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """A backend's backward-pass results, each in the shape and dtype of its input."""
+    """A backend's backward-pass results, each in the shape and dtype of its input.
+
+    Attributes:
+        q: Gradient of the queries.
+        k: Gradient of the keys.
+        v: Gradient of the values.
+        bias: Gradient of the bias, or None.
+        sink: Gradient of the softmax sink, or None.
+    """
 
     q: Tensor
     k: Tensor

@@ -114,7 +114,7 @@ logger = logging.getLogger("DotProductAttention")
 
 
 class NoBackend(Unsupported, ValueError):
-    """No backend supports an attention; also a ValueError, which the original's callers catch."""
+    """No backend supports an attention; also a ValueError, which callers of NVIDIA's engine catch."""
 
 
 def choose(call: AttentionCall) -> Bound:
@@ -144,8 +144,7 @@ def check(call: AttentionCall) -> None:
 
 
 def choose_passes(call: AttentionCall) -> Passes:
-    """Return the forward and backward functions from the first backend that supports the call and has both
-    separately."""
+    """Choose the first backend that supports the call and has separate forward and backward functions."""
     bound = TABLE.bind(call)
     if isinstance(bound, Passes):
         return bound

@@ -111,7 +111,7 @@ def get_qkv_layout(
 
     Tensors in no known layout are returned contiguous, as "sbhd_sbhd_sbhd" for example. With a cache
     (inference_params), keys and values are bshd: "thd_2bshd". A packed buffer that is recognized by its memory is a
-    DeprecationWarning, as in the original: `DotProductAttention` takes it as qkv_layer or kv_layer.
+    DeprecationWarning, as in NVIDIA's engine: `DotProductAttention` takes it as qkv_layer or kv_layer.
     """
     if inference_params is not None:
         layout = "bshd_bshd_bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"

@@ -1,4 +1,4 @@
-"""The two passes of an attention as a tracing compiler sees them: one operator each.
+"""Attention in compiled graphs: one operator for the forward pass and one for the backward pass.
 
 transformer_engine::attention_forward and attention_backward take the call as text and the backend by name, because an
 operator takes tensors, numbers and strings only.
@@ -27,8 +27,8 @@ from .passes import Bound, Passes
 BIAS = AttentionInputs._fields.index("bias")
 SINK = AttentionInputs._fields.index("sink")
 
-# Calls whose passes the operators cache.
-REMEMBERED = 1024
+# Number of calls whose bound passes the operators cache.
+CACHED_CALLS = 1024
 
 # Fields that are records themselves. score_mod, which is code, is not written.
 _NESTED = {"mask": Mask, "switches": Switches}
@@ -137,9 +137,10 @@ def operator_passes(name: str) -> Passes:
     """Return the passes of a backend as calls to the two operators."""
 
     def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-        found = torch.ops.transformer_engine.attention_forward(name, as_text(call), list(inputs))
+        results = torch.ops.transformer_engine.attention_forward(name, as_text(call), list(inputs))
         output, *rest = (
-            x if needed else None for x, needed in zip(found, _returned_fields(call), strict=True)
+            x if returned else None
+            for x, returned in zip(results, _returned_fields(call), strict=True)
         )
         assert output is not None
         return Attended(output, *rest)
@@ -147,12 +148,16 @@ def operator_passes(name: str) -> Passes:
     def backward(
         call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
-        found = torch.ops.transformer_engine.attention_backward(
+        gradients = torch.ops.transformer_engine.attention_backward(
             name, as_text(call), list(inputs), list(attended), grad_output
         )
         bias, sink = inputs.bias is not None, inputs.sink is not None
         return Gradients(
-            found[0], found[1], found[2], found[3] if bias else None, found[4] if sink else None
+            gradients[0],
+            gradients[1],
+            gradients[2],
+            gradients[3] if bias else None,
+            gradients[4] if sink else None,
         )
 
     return Passes(name, forward, backward)
@@ -171,7 +176,7 @@ def _passes_and_call(key: tuple[str, str]) -> tuple[Passes, AttentionCall]:
 
 
 _BY_TEXT: Memory[tuple[str, str], tuple[Passes, AttentionCall]] = Memory(
-    _passes_and_call, REMEMBERED
+    _passes_and_call, CACHED_CALLS
 )
 
 
@@ -186,8 +191,8 @@ def _forward_operator(name: str, text: str, tensors: list[Tensor | None]) -> tup
     nothing = attended.output.new_empty(0)
     pairs = zip(attended, _returned_fields(call), strict=True)
     return tuple(
-        value.contiguous() if needed and value is not None else nothing.clone()
-        for value, needed in pairs
+        value.contiguous() if returned and value is not None else nothing.clone()
+        for value, returned in pairs
     )
 
 
@@ -213,8 +218,8 @@ def _backward_operator(
 ) -> tuple[Tensor, ...]:
     inputs = AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
     passes, call = _BY_TEXT[name, text]
-    found = passes.backward(call, inputs, Attended(*attended), grad_output.contiguous())  # pyright: ignore[reportArgumentType]
-    return tuple(grad_output.new_empty(0) if x is None else x.contiguous() for x in found)
+    gradients = passes.backward(call, inputs, Attended(*attended), grad_output.contiguous())  # pyright: ignore[reportArgumentType]
+    return tuple(grad_output.new_empty(0) if x is None else x.contiguous() for x in gradients)
 
 
 def _backward_shapes(

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ....common.kernels.launch import Launch, missing
+from ....common.kernels.launch import Launch, unavailable_reason
 from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, run
 
@@ -52,7 +52,7 @@ def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tens
 
 def zero_padding(x: Tensor, starts: Tensor) -> None:
     """Set x[t, ..] = 0 in place for the tokens t >= starts[-1]; x is contiguous, starts int32 [b + 1]."""
-    if x.is_cuda and missing(current_hardware()) is None and x.dtype in DTYPE_NAMES:
+    if x.is_cuda and unavailable_reason(current_hardware()) is None and x.dtype in DTYPE_NAMES:
         run(_launch(x.shape[0], math.prod(x.shape[1:]), starts.shape[0] - 1), (x, starts))
         return
     tokens = torch.arange(x.shape[0], device=x.device)

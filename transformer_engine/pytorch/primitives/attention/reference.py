@@ -42,7 +42,7 @@ def backward(
     """Compute gradients by dense matrices, with recomputed probabilities."""
     assert attended.lse is not None
     q, k, v = layout.dense_qkv(call, inputs)
-    found = dense.backward(
+    gradients = dense.backward(
         layout.queries_to_bhsd(call, inputs, grad_output),
         layout.queries_to_bhsd(call, inputs, attended.output),
         layout.dense_rows(call, inputs, attended.lse),
@@ -52,16 +52,16 @@ def backward(
         _terms(call, inputs)._replace(round_p=round_p, round_ds=round_ds),
         attended.rng_state,
     )
-    grad_bias = found.bias
+    grad_bias = gradients.bias
     if call.bias == "pre_scale_bias":
         assert grad_bias is not None
         grad_bias = grad_bias * call.scale
     return Gradients(
-        layout.from_bhsd(call, inputs, found.q),
-        layout.keys_from_bhsd(call, inputs, found.k),
-        layout.keys_from_bhsd(call, inputs, found.v),
+        layout.from_bhsd(call, inputs, gradients.q),
+        layout.keys_from_bhsd(call, inputs, gradients.k),
+        layout.keys_from_bhsd(call, inputs, gradients.v),
         None if inputs.bias is None else grad_bias,
-        found.sink,
+        gradients.sink,
     )
 
 

@@ -17,8 +17,14 @@ def visible(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None:
     if call.mask.banded:
         parts.append(_band(call, inputs))
     if call.mask.padding:
-        parts.append(_real(inputs.masked_kv, inputs.lengths_kv, call.seqlen_kv)[:, None, None, :])
-        parts.append(_real(inputs.masked_q, inputs.lengths_q, call.seqlen_q)[:, None, :, None])
+        parts.append(
+            _is_sequence_token(inputs.masked_kv, inputs.lengths_kv, call.seqlen_kv)[
+                :, None, None, :
+            ]
+        )
+        parts.append(
+            _is_sequence_token(inputs.masked_q, inputs.lengths_q, call.seqlen_q)[:, None, :, None]
+        )
     if call.mask.arbitrary:
         assert inputs.masked is not None
         parts.append(~inputs.masked)
@@ -58,7 +64,7 @@ def _band(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
     return (lag >= -left) & (lag <= right)
 
 
-def _real(masked: Tensor | None, lengths: Tensor | None, size: int) -> Tensor:
+def _is_sequence_token(masked: Tensor | None, lengths: Tensor | None, size: int) -> Tensor:
     """Return whether token [b, s] belongs to its sequence, by the mask, otherwise by the length."""
     if masked is not None:
         return ~masked.reshape(-1, size)

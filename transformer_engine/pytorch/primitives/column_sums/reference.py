@@ -14,7 +14,16 @@ from ..quantize.fused_codes import cast_request
 
 
 class ColumnSumsRequest(NamedTuple):
-    """Column sums of a matrix [M, N]; result is the dtype of the sums."""
+    """Column sums of a matrix [M, N]; result is the dtype of the sums.
+
+    Attributes:
+        shape: Matrix shape (M, N).
+        strides: Matrix strides.
+        dtype: Matrix dtype.
+        result: Dtype of the sums.
+        device: Matrix device.
+        cast: How the matrix is quantized in the same operation, or None.
+    """
 
     shape: tuple[int, int]
     strides: tuple[int, int]

@@ -21,6 +21,7 @@ _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
 def unsupported_reason(request: ColumnSumsRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (
         reason := unsupported_elementwise(request.device, request.dtype, request.result)
     ) is not None:
@@ -37,7 +38,7 @@ def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
     cast = request.cast
     if cast is not None and cast.inside and request.strides[0] < LARGEST_EXTENT:
         return _with_codes(request, cast)
-    from ....common.kernels import column_sums as kernels  # it imports triton
+    from ....common.kernels import column_sums as kernels
 
     # Row strips, then the partial sums; torch's sum uses 128 MiB scratch memory at 4096 x 4096.
     dense = request.strides[1] == 1 and request.strides[0] < LARGEST_EXTENT
@@ -59,10 +60,11 @@ def _machine(request: ColumnSumsRequest) -> Machine:
 def _with_codes(
     request: ColumnSumsRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
+    """Bind the column sums together with a cast of the same matrix."""
     in_blocks = fused_codes.has_block_scales(cast.spec)
     if in_blocks or cast.given:
         # One pass: casting the gradient of the identity also sums the columns of its tiles.
-        from ....common.kernels import activation_codes  # it imports triton
+        from ....common.kernels import activation_codes
 
         stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
         plain = ("identity", False, request.shape, (stride, 0))
@@ -80,7 +82,7 @@ def _with_codes(
         ready = rows_dense
     else:
         # One pass for sums and maximum, then the cast, whose launch overlaps the end of the first.
-        from ....common.kernels import cast as kernels  # it imports triton
+        from ....common.kernels import cast as kernels
         from ....common.kernels import column_sums
 
         spec = cast.spec

@@ -78,7 +78,7 @@ def cross_entropy_rescaled(x: Tensor, factor: Tensor) -> Tensor:
     return TABLE.bound(key)(x, factor)
 
 
-_NO_LABELS = Labels(0, 0.0, 0, 0)
+_NO_LABELS = Labels(ignored=0, smoothing=0.0, first=0, total=0)
 _FACTS = "int ignored, float smoothing, int first, int total"
 
 

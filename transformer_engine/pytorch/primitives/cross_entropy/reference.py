@@ -70,25 +70,25 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
 def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     """Return [1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf if it is on another rank, sum(x / vocabulary)."""
     values = x.to(torch.float32)
-    greatest = values.amax(1)
-    base = torch.where(greatest == -torch.inf, 0.0, greatest)
+    row_max = values.amax(1)
+    base = torch.where(row_max == -torch.inf, 0.0, row_max)
     total = sum_rows(torch.exp(values - base[:, None]))
     position = targets - labels.first
-    mine = (position >= 0) & (position < x.shape[1])
-    chosen = values.gather(1, torch.where(mine, position, 0)[:, None])[:, 0]
-    chosen = torch.where(mine, chosen, -torch.inf)
+    in_shard = (position >= 0) & (position < x.shape[1])
+    target_logit = values.gather(1, torch.where(in_shard, position, 0)[:, None])[:, 0]
+    target_logit = torch.where(in_shard, target_logit, -torch.inf)
     mean = sum_rows(values / labels.total)  # the sum of large logits is infinite
-    return torch.stack((greatest, total, chosen, mean), dim=1)[None]
+    return torch.stack((row_max, total, target_logit, mean), dim=1)[None]
 
 
 def losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """Return (loss [rows], statistics [rows, 2]) from partials [strips, rows, 4]."""
-    greatest, total, chosen, means = partials.unbind(2)
-    highest = greatest.amax(0)
+    row_max, total, target_logit, means = partials.unbind(2)
+    highest = row_max.amax(0)
     base = torch.where(highest == -torch.inf, 0.0, highest)
-    sum_exp = (total * torch.exp(greatest - base)).sum(0)
+    sum_exp = (total * torch.exp(row_max - base)).sum(0)
     logarithm = torch.log(sum_exp)
-    loss = (highest - chosen.amax(0)) + logarithm
+    loss = (highest - target_logit.amax(0)) + logarithm
     if labels.smoothing:
         spread = (highest - means.sum(0)) + logarithm
         loss = (1.0 - labels.smoothing) * loss + labels.smoothing * spread
@@ -100,8 +100,8 @@ def gradient(
     x: Tensor, targets: Tensor, statistics: Tensor, factor: Tensor, labels: Labels, in_place: bool
 ) -> Tensor:
     """Return dx [rows, width] in x's dtype; with `in_place`, written to x."""
-    greatest, total = statistics[:, :1], statistics[:, 1:]
-    probability = torch.exp(x.to(torch.float32) - greatest) / total
+    row_max, total = statistics[:, :1], statistics[:, 1:]
+    probability = torch.exp(x.to(torch.float32) - row_max) / total
     column = torch.arange(x.shape[1], device=x.device)
     one_hot = (column == (targets - labels.first)[:, None]).to(torch.float32)
     target_probability = (1.0 - labels.smoothing) * one_hot + labels.smoothing / labels.total

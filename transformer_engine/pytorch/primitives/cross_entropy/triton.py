@@ -15,6 +15,7 @@ _LIMIT = 1 << 30  # rows and columns are numbered in 32 bits
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if max(request.rows, request.width) >= _LIMIT:
         return f"{request.rows} rows of {request.width} columns reach {_LIMIT}"
     if 0 in (request.rows, request.width):
@@ -24,7 +25,7 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
     """Return a callable with the same arguments and results as `reference.bind`."""
-    from ....common.kernels import cross_entropy as kernels  # it imports triton
+    from ....common.kernels import cross_entropy as kernels
 
     rows, width = request.rows, request.width
     labels = request.labels

@@ -47,7 +47,7 @@ def dropout_forward(
         seed: int64 [1] on x's device; None: draw_seed(generator).
         out: Buffer that receives y.
     """
-    return _forward(x, None, None, p, seed, generator, out)
+    return _forward(x, bias=None, residual=None, p=p, seed=seed, generator=generator, out=out)
 
 
 def bias_dropout_add_forward(
@@ -116,7 +116,9 @@ def _check_probability(p: float) -> None:
 _OPERATORS = {
     "forward": operator(
         "dropout_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p) -> (Tensor, Tensor)",
-        lambda x, bias, residual, seed, p: _forward(x, bias, residual, p, seed, None, None),
+        lambda x, bias, residual, seed, p: _forward(
+            x, bias, residual, p, seed, generator=None, out=None
+        ),
         empty_dropout,
     ),
     "bias_add": operator(

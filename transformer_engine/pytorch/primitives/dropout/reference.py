@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.tracing import result_as
+from ...runtime.tracing import cast_result
 
 _UNIT = 1 << 16
 
@@ -83,7 +83,7 @@ def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return result_as(x.to(wide) + y.to(wide), x.dtype)
+    return cast_result(x.to(wide) + y.to(wide), x.dtype)
 
 
 def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -95,7 +95,7 @@ def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
 
 def _scaled(x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return result_as(
+    return cast_result(
         torch.where(keep_mask.view(x.shape), x.to(wide) * keep_factor(p), 0.0), x.dtype
     )
 

@@ -15,6 +15,7 @@ _LIMIT = 1 << 35  # eight elements share a 32-bit counter
 
 
 def unsupported_reason(request: DropoutRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     size = request.shape.numel()
     if size >= _LIMIT:
         return f"{size} elements; it numbers fewer than {_LIMIT}"
@@ -28,7 +29,7 @@ def bind(request: DropoutRequest) -> Callable[..., Any]:
         if operation == "forward":
             return empty_dropout
         return lambda x, *_: x.new_empty(shape)
-    from ....common.kernels import dropout  # it imports triton
+    from ....common.kernels import dropout
 
     size, dtype = shape.numel(), DTYPE_NAMES[request.dtype]
     if operation == "backward":

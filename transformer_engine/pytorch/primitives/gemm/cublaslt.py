@@ -53,7 +53,11 @@ _SWIZZLED = 120_900  # first cuBLASLt version whose swizzled scales need no work
 
 def unsupported_reason(request: GemmRequest) -> str | None:
     """Return the reason why the library is not queried for an algorithm, or None."""
-    reason = request.unsupported_on_gpu or request.hardware.lacks("cublaslt") or library.missing()
+    reason = (
+        request.unsupported_on_gpu
+        or request.hardware.lacks("cublaslt")
+        or library.unavailable_reason()
+    )
     if reason is not None:
         return reason
     if requirements.batch_invariant:
@@ -75,11 +79,12 @@ def _unsupported_plain(request: GemmRequest) -> str | None:
     if request.a_layout.stride == 0 or request.b_layout.stride == 0:
         return "neither axis of an operand is contiguous"
     if request.dtype not in (request.a_element, torch.float32):
-        return f"the result of {request.a_element} operands is {request.dtype}; it writes their dtype or float32"
+        return f"the result of {request.a_element} operands is {request.dtype}; supported: their dtype or float32"
     return None
 
 
 def _unsupported_quantized(request: GemmRequest) -> str | None:
+    """Return why cuBLASLt does not support the quantized operands of a product, or None."""
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
@@ -90,7 +95,10 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
         BLOCK_1D,
         BLOCK_2D,
     ):
-        return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
+        return (
+            f"{formats[0].name} x {formats[1].name}; "
+            f"supported: one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
+        )
     if (formats[0] == FLOAT8) != (formats[1] == FLOAT8):
         return f"{formats[0].name} x {formats[1].name}; a tensor scale and block scales do not mix"
     if request.a_element == request.b_element == torch.float8_e5m2:
@@ -101,7 +109,7 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     if (reason := request.hardware.lacks(products)) is not None:
         return reason
     if request.dtype not in _WIDE:
-        return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
+        return f"the result is {request.dtype}; supported: float32, bfloat16 and float16"
     a_format, b_format = formats
     any_axis = a_format == FLOAT8 and request.hardware.has(_ALL_LAYOUTS)
     for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
@@ -139,15 +147,15 @@ def _unsupported_swizzled(request: GemmRequest) -> str | None:
         return reason
     version = library.bindings().get_version()
     if version < _SWIZZLED:
-        found = f"{version // 10_000}.{version // 100 % 100}"
-        return f"cuBLASLt {found} < 12.9; pip install --upgrade nvidia-cublas"
+        release = f"{version // 10_000}.{version // 100 % 100}"
+        return f"cuBLASLt {release} < 12.9; pip install --upgrade nvidia-cublas"
     if request.a_element == request.b_element == torch.float8_e5m2:
         return "cuBLASLt does not multiply two E5M2 operands"
     for form in (request.a_format, request.b_format):
         if form is not None and form.row_scaled:
             return "a second-level scale per row; cuBLASLt takes one per tensor"
     if request.dtype not in _WIDE:
-        return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
+        return f"the result is {request.dtype}; supported: float32, bfloat16 and float16"
     for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
         if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
             return (
@@ -164,7 +172,7 @@ def _unsupported_epilogue(request: GemmRequest) -> str | None:
     if request.bias is None:
         return None
     if request.bias not in _WIDE:
-        return f"the bias is {request.bias}; it takes float32, bfloat16 and float16"
+        return f"the bias is {request.bias}; supported: float32, bfloat16 and float16"
     if (
         request.a_format is not None
         and request.dtype == torch.float32
@@ -182,7 +190,7 @@ def reads_all_layouts() -> bool:
     hardware = current_hardware()
     return (
         hardware.has(_ALL_LAYOUTS)
-        and library.missing() is None
+        and library.unavailable_reason() is None
         and untested_reason(_ALL_LAYOUTS) is None
     )
 

@@ -34,6 +34,7 @@ _LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 p
 
 
 def unsupported_reason(request: FusedRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.forced is not None:
         return request.forced
     reason = cublaslt.unsupported_reason(request.product)
@@ -50,7 +51,7 @@ def _unsupported_activation(request: FusedRequest) -> str | None:
     product = request.product
     if product.dtype not in _SIXTEEN_BITS:
         return (
-            f"the result is {product.dtype}; the activation's input is kept in bfloat16 or float16"
+            f"the result is {product.dtype}; the activation's input is saved in bfloat16 or float16"
         )
     if product.a_format not in (None, FLOAT8) and not cublaslt.reads_bytes(product):
         return f"{product.a_format.name} operands; cuBLASLt adds no activation to products of block scales"
@@ -63,7 +64,7 @@ def _unsupported_activation(request: FusedRequest) -> str | None:
         # product takes 0.64 or 0.73 and the kernel after it 0.17.
         return "cuBLASLt's FP8 product with the gradient of GELU takes twice as long as a product and a kernel after it"
     if request.dtype != product.dtype:
-        return f"the activation's input is {request.dtype} and the result {product.dtype}; it takes one dtype"
+        return f"the activation's input is {request.dtype} and the result {product.dtype}; supported: one dtype"
     if not request.x.row_major or request.x.stride == 0 or request.x.stride % _AUX_ROWS:
         return f"the rows of the activation's input are not contiguous or not a multiple of {_AUX_ROWS} apart"
     return None
@@ -74,7 +75,7 @@ def _unsupported_codes(request: FusedRequest) -> str | None:
     if product.a_format != FLOAT8:
         return "FP8 results need FP8 operands with one scale per tensor"
     if request.dtype == torch.float8_e5m2 not in (product.a_element, product.b_element):
-        return "it writes E5M2 only if one of the operands is E5M2"
+        return "an E5M2 result needs an E5M2 operand"
     return None
 
 
@@ -104,14 +105,14 @@ def bind(request: FusedRequest) -> Callable[..., Any] | PlanFailure:
 
 
 def _gelu(
-    plan: CublasPlan, keeps: bool, a: Operand, b: Operand, epilogue: Epilogue
+    plan: CublasPlan, saves_input: bool, a: Operand, b: Operand, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor | None]:
     bias = _bias(epilogue)
     aligned = _align_plan(plan, a, b, bias)
     if aligned is None:
-        return composed.gelu(keeps, a, b, epilogue)
+        return composed.gelu(saves_input, a, b, epilogue)
     out = torch.empty((plan.problem.n, plan.problem.m), dtype=epilogue.dtype, device=a.codes.device)
-    x = torch.empty_like(out) if keeps else None
+    x = torch.empty_like(out) if saves_input else None
     a, b, scalars = cublaslt_swizzled.arguments(aligned.problem, a, b)
     aligned.run_attached(a, b, out, Attached(bias, x), scalars)
     return out, x

@@ -13,14 +13,13 @@ from ....common.memory import Memory
 from ...runtime.device import canonical_device
 from ...runtime.tracing import constant_while_tracing
 
-# NVIDIA's recommendation for compute capability 9.0; smaller GPUs need less
+# 32 MiB, as NVIDIA recommends for compute capability 9.0 and later.
 WORKSPACE_BYTES = 32 << 20
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t)
-HEURISTIC_BYTES = (
-    96  # sizeof(cublasLtMatmulHeuristicResult_t): the algorithm, then the workspace it needs
-)
+# sizeof(cublasLtMatmulHeuristicResult_t): the algorithm, then its workspace size.
+HEURISTIC_BYTES = 96
 
-# cudaDataType_t
+# torch dtype -> cudaDataType_t
 DATA_TYPES = {
     torch.float32: 0,
     torch.float16: 2,
@@ -35,13 +34,14 @@ COMPUTE_TF32 = 77
 
 
 @constant_while_tracing
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason why cuBLASLt cannot be called, or None."""
-    return _missing()
+    return _unavailable_reason()
 
 
+# Cached separately: Dynamo evaluates the function above as a constant, and does not trace the cache.
 @functools.cache
-def _missing() -> str | None:
+def _unavailable_reason() -> str | None:
     if not optional.installed("nvmath"):
         return f"nvmath-python is not installed ({optional.install_command('cuda')})"
     try:
@@ -61,32 +61,34 @@ def bindings() -> ModuleType:
 
 
 @functools.cache
-def handle(device: int) -> int:
+def get_handle(device_index: int) -> int:
     """Return the cuBLASLt handle of a CUDA device, which all threads share."""
-    with torch.cuda.device(device):
+    with torch.cuda.device(device_index):
         return bindings().create()
 
 
 _workspaces: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
 
-def workspace(device: int, stream: int) -> int:
+def workspace_address(device_index: int, stream: int) -> int:
     """Return the address of a stream's workspace. Products on one stream run in order, so they share it."""
-    found = _workspaces.get((device, stream))
-    if found is None:
-        memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=indexed_device(device))
-        found = _workspaces[device, stream] = (memory.data_ptr(), memory)
-    return found[0]
+    buffer = _workspaces.get((device_index, stream))
+    if buffer is None:
+        memory = torch.empty(
+            WORKSPACE_BYTES, dtype=torch.uint8, device=indexed_device(device_index)
+        )
+        buffer = _workspaces[device_index, stream] = (memory.data_ptr(), memory)
+    return buffer[0]
 
 
-def indexed_device(device: int) -> torch.device:
-    """Return the torch.device with this index."""
-    return torch.device("cuda", device)
+def indexed_device(device_index: int) -> torch.device:
+    """Return the CUDA device with this index."""
+    return torch.device("cuda", device_index)
 
 
-def current_stream(device: int) -> int:
-    """Return the handle for the device's current CUDA stream."""
-    return torch._C._cuda_getCurrentRawStream(device)
+def current_stream(device_index: int) -> int:
+    """Return the handle of the device's current CUDA stream."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def current_device() -> int:
@@ -94,19 +96,17 @@ def current_device() -> int:
     return torch._C._cuda_getDevice()
 
 
-_cublas_workspace = (
-    None  # not read here: callers of NVIDIA's engine assign their own workspace to this name
-)
-
-
+# For code written for NVIDIA's engine, which reads the next two names. Products here use `workspace_address`.
+_cublas_workspace = None
 _callers_workspaces: Memory[torch.device, Tensor] = Memory(
-    lambda device: torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), 8
+    lambda device: torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+    most=8,
 )
 
 
 def get_workspace() -> Tensor:
-    """Return scratch memory on the current device, uint8 [WORKSPACE_BYTES], for callers that pass it on to products.
+    """Return scratch memory on the current device, uint8 [WORKSPACE_BYTES].
 
-    This package's products do not use it: see `workspace`.
+    It is for callers that pass a workspace to a product, as NVIDIA's API requires.
     """
     return _callers_workspaces[canonical_device("cuda")]

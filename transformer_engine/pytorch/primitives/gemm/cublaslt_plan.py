@@ -103,7 +103,7 @@ class CublasPlan:
         self.problem = problem
         self.tuned = False
         lib = self._lib = library.bindings()
-        self._handle = library.handle(problem.device)
+        self._handle = library.get_handle(problem.device)
         self._alpha = ctypes.c_float(1.0)
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
         self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
@@ -228,7 +228,7 @@ class CublasPlan:
             result,
             layout,
             algorithm,
-            library.workspace(index, stream),
+            library.workspace_address(index, stream),
             library.WORKSPACE_BYTES,
             stream,
         )
@@ -248,7 +248,7 @@ class CublasPlan:
             layouts,
             self.problem.alignment,
             library.current_stream,
-            library.workspace,
+            library.workspace_address,
             library.WORKSPACE_BYTES,
         )
 
@@ -294,7 +294,7 @@ class CublasPlan:
             result,
             layout,
             self._constants[-1][-1],
-            library.workspace(index, stream),
+            library.workspace_address(index, stream),
             library.WORKSPACE_BYTES,
             stream,
         )
@@ -334,7 +334,7 @@ class CublasPlan:
         """Return the heuristic's first algorithms, the best first."""
         lib, problem = self._lib, self.problem
         results = ctypes.create_string_buffer(library.HEURISTIC_BYTES * count)
-        found = ctypes.c_int(0)
+        returned_count = ctypes.c_int(0)
         descriptor = self._make_descriptor()
         preference = lib.matmul_preference_create()
         try:
@@ -364,12 +364,12 @@ class CublasPlan:
                 preference,
                 count,
                 ctypes.addressof(results),
-                ctypes.addressof(found),
+                ctypes.addressof(returned_count),
             )
         finally:
             lib.matmul_preference_destroy(preference)
             lib.matmul_desc_destroy(descriptor.handle)
-        starts = range(0, found.value * library.HEURISTIC_BYTES, library.HEURISTIC_BYTES)
+        starts = range(0, returned_count.value * library.HEURISTIC_BYTES, library.HEURISTIC_BYTES)
         return [
             results.raw[start : start + library.ALGORITHM_BYTES]
             for start in starts
@@ -414,8 +414,8 @@ class CublasPlan:
             return False
         finally:
             self._lib.matmul_desc_destroy(descriptor.handle)
-        needed, status = struct.unpack_from("Ni", verdict, library.ALGORITHM_BYTES)
-        return status == 0 and needed <= library.WORKSPACE_BYTES
+        workspace_bytes, status = struct.unpack_from("Ni", verdict, library.ALGORITHM_BYTES)
+        return status == 0 and workspace_bytes <= library.WORKSPACE_BYTES
 
     def _make_descriptor(self) -> Descriptor:
         return make_descriptor(self._lib, self.problem, self._attributes)

@@ -160,12 +160,12 @@ def _make_operator(request: FusedRequest) -> Operator:
             functools.partial(composed.codes, request.second),
             functools.partial(_codes_results, request.second),
         )
-    shell, made = (
+    shell, operator = (
         (_gelu, _product_gelu) if request.kind == GELU else (_gelu_gradient, _product_gelu_gradient)
     )
     return Operator(
-        functools.partial(shell, made.call, request.second),
-        functools.partial(shell, made.results, request.second),
+        functools.partial(shell, operator.call, request.second),
+        functools.partial(shell, operator.results, request.second),
     )
 
 

@@ -50,7 +50,7 @@ class Epilogue(NamedTuple):
         bias: Bias [N], added in float32.
         out: Result buffer [M, N].
         accumulate: Add to `out`.
-        exact: Promote partial sums to float32 (the original's "split accumulator"). False allows
+        exact: Promote partial sums to float32 (NVIDIA's "split accumulator"). False allows
             the faster accumulation in Hopper's FP8 tensor cores, which keeps about 14 bits.
     """
 
@@ -117,7 +117,7 @@ class MatrixLayout(NamedTuple):
             return cls(True, columns if rows == 1 else down)
         if down == 1 and (along >= rows or columns == 1):
             return cls(False, rows if columns == 1 else along)
-        return cls(True, 0)
+        return cls(row_major=True, stride=0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import EXPONENTS, ceil_div, round_up
-from ....common.kernels.launch import missing
+from ....common.kernels.launch import unavailable_reason
 from ...runtime.device import current_hardware
 from ...runtime.launching import run
 from ..operand import Operand
@@ -25,8 +25,8 @@ def swizzle_operand_scale(operand: Operand) -> Tensor:
     if form.swizzled:
         return swizzled(scale)
     rows, columns = operand.rows, ceil_div(operand.depth, EXPONENTS.length)
-    if scale.is_cuda and missing(current_hardware()) is None:
-        from ....common.kernels.swizzled_scales import swizzle_exponents  # it imports triton
+    if scale.is_cuda and unavailable_reason(current_hardware()) is None:
+        from ....common.kernels.swizzled_scales import swizzle_exponents
 
         down, along = scale.stride()
         (result,) = run(swizzle_exponents(rows, columns, (down, along), form.block[0]), (scale,))

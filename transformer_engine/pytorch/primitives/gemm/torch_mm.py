@@ -97,11 +97,12 @@ def _unsupported_tensor_scales(request: GemmRequest) -> str | None:
     if reason := _unsupported_by_both(request):
         return reason
     if request.a_format != FLOAT8 or request.b_format != FLOAT8:
-        return f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale per tensor"  # pyright: ignore
+        return f"block scales ({request.a_format.name} x {request.b_format.name}); supported: one scale per tensor"  # pyright: ignore
     return request.hardware.lacks("fp8 products")
 
 
-def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+def run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Compute the product of two FP8 operands with one scale per tensor, in operations that torch.compile traces."""
     a_codes, b_codes = _pad(a.codes, 1, _ALIGNMENT), _pad(b.codes, _ALIGNMENT, _ALIGNMENT)
     fused = _fuses_bias(b, epilogue)
     assert a.scale is not None and b.scale is not None
@@ -124,7 +125,7 @@ def _unsupported_block_scales(request: GemmRequest) -> str | None:
         return reason
     formats = (request.a_format, request.b_format)
     if any(fmt not in (BLOCK_1D, BLOCK_2D) for fmt in formats):
-        return f"{formats[0].name} x {formats[1].name}; it takes 1x128 and 128x128 blocks"  # pyright: ignore
+        return f"{formats[0].name} x {formats[1].name}; supported: 1x128 and 128x128 blocks"  # pyright: ignore
     if formats == (BLOCK_2D, BLOCK_2D):
         return "cuBLASLt does not multiply two operands of 128x128 blocks"
     if torch.float8_e5m2 in (request.a_element, request.b_element):
@@ -253,7 +254,7 @@ def _backend(name: str, unsupported_reason: Any, run: Any, opaque: bool = False)
     )
 
 
-TENSOR_SCALES = _backend("scaled_mm", _unsupported_tensor_scales, _run_tensor_scales)
+TENSOR_SCALES = _backend("scaled_mm", _unsupported_tensor_scales, run_tensor_scales)
 # torch 2.11 cannot trace F.scaled_mm.
 BLOCK_SCALES = _backend(
     "scaled_mm_block", _unsupported_block_scales, _run_block_scales, opaque=True

@@ -49,7 +49,8 @@ NO_ACTIVATION = Activation()
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    reason = request.unsupported_on_gpu or launch.missing(request.hardware)
+    """Return why the backend does not support the request, or None."""
+    reason = request.unsupported_on_gpu or launch.unavailable_reason(request.hardware)
     if reason is not None:
         return reason
     needs = request.block_products
@@ -66,14 +67,14 @@ def unsupported_reason(request: GemmRequest) -> str | None:
 
 def _unsupported_result(request: GemmRequest) -> str | None:
     if request.dtype not in _RESULTS:
-        return f"the result is {request.dtype}; it writes bfloat16, float16 and float32"
+        return f"the result is {request.dtype}; supported: bfloat16, float16 and float32"
     if not request.out_layout.row_major or request.out_layout.stride == 0:
         return "the rows of `out` are not contiguous"
     return None
 
 
 def _unsupported_by_decode(request: GemmRequest) -> str | None:
-    reason = request.unsupported_on_gpu or launch.missing(request.hardware)
+    reason = request.unsupported_on_gpu or launch.unavailable_reason(request.hardware)
     if reason is not None:
         return reason
     for form in (request.a_format, request.b_format):
@@ -130,7 +131,7 @@ def run_scaled(
     tma: bool = False,
 ) -> Tensor:
     """Multiply MXFP8 or NVFP4 codes; tma: by TMA, where alignments permit it."""
-    from ....common.kernels import scaled_product  # it imports triton
+    from ....common.kernels import scaled_product
     from ....common.kernels.product_parts import NO_TMA, Side
 
     assert a.format is not None and b.format is not None and a.format.block is not None
@@ -166,7 +167,7 @@ def _tma_options(
     codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], results: tuple[Tensor | None, ...]
 ) -> TmaOptions:
     """Return the tensors of a product whose addresses and rows are aligned for TMA."""
-    from ....common.kernels.product_parts import TmaOptions  # it imports triton
+    from ....common.kernels.product_parts import TmaOptions
 
     operands = all(map(_is_aligned, codes)) and all(
         x.data_ptr() % launch.ALIGNMENT == 0 for x in scales
@@ -184,14 +185,14 @@ def run_blocks(
     a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION
 ) -> Tensor:
     """Multiply FP8 codes with float32 scales per 1x128 or 128x128 block."""
-    from ....common.kernels.promoted_product import block_product  # it imports triton
+    from ....common.kernels.promoted_product import block_product
 
     return _run_blocks(block_product, (), a, b, epilogue, activation)
 
 
 def run_decoded(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """Compute `run_blocks` by multiplying the codes' values in bfloat16, which represents them exactly."""
-    from ....common.kernels.promoted_product import block_product  # it imports triton
+    from ....common.kernels.promoted_product import block_product
 
     decoding = functools.partial(block_product, decodes=True)
     return _run_blocks(decoding, (), a, b, epilogue, NO_ACTIVATION, torch.uint8)
@@ -201,7 +202,7 @@ def run_exponents(
     a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION
 ) -> Tensor:
     """Multiply FP8 codes whose block scales are powers of two, by the MXFP8 instruction."""
-    from ....common.kernels.scaled_product import exponent_product  # it imports triton
+    from ....common.kernels.scaled_product import exponent_product
 
     return _run_blocks(exponent_product, (None, None), a, b, epilogue, activation)
 
@@ -215,7 +216,8 @@ def _run_blocks(
     activation: Activation,
     codes_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    from ....common.kernels.product_parts import Side  # it imports triton
+    """Multiply operands with float32 block scales."""
+    from ....common.kernels.product_parts import Side
 
     codes = rows_dense(a.codes), rows_dense(b.codes)
     sides, scales = [], (a.scale, b.scale)
@@ -237,13 +239,13 @@ def _run_blocks(
 
 def _swaps(a: Operand, b: Operand) -> bool:
     """Return whether the product computes the transposed result, whose tile depends on the number of rows of a."""
-    from ....common.kernels.product_parts import is_swapped  # it imports triton
+    from ....common.kernels.product_parts import is_swapped
 
     return not requirements.batch_invariant and is_swapped(a.rows, b.rows)
 
 
 def _after(epilogue: Epilogue, activation: Activation) -> ProductEpilogue:
-    from ....common.kernels.product_parts import ProductEpilogue  # it imports triton
+    from ....common.kernels.product_parts import ProductEpilogue
 
     accumulates = epilogue.accumulate and epilogue.out is not None
     return ProductEpilogue(accumulates, activation.name, activation.kept is not None)

@@ -19,6 +19,7 @@ from .request import Epilogue, MatrixLayout
 
 
 def unsupported_reason(request: FusedRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.forced is not None:
         return request.forced
     product = request.product

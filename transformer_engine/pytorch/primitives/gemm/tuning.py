@@ -33,9 +33,8 @@ CANDIDATES = 8
 _ROUNDS = 3
 _DUELS = 9  # of the fastest candidate with the heuristic's first
 _ROUND_SECONDS = 1e-3  # GPU time for one candidate in one round or duel
-_GAIN = (
-    0.98  # another algorithm than the heuristic's first must need at most this share of its time
-)
+# Another algorithm than the heuristic's first must need at most this share of its time.
+_GAIN = 0.98
 
 
 def tune_plan(plan: CublasPlan) -> Callable[[Operand, Operand, Epilogue], Tensor]:

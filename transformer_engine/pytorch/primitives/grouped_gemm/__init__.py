@@ -57,7 +57,7 @@ def tiles_columns(tensor_format: TensorFormat, count: int, device: torch.device)
     """
     if tensor_format not in (FLOAT8, BLOCK_1D) or count <= library.FEW or device.type != "cuda":
         return False
-    return gluon.missing() is None
+    return gluon.unavailable_reason() is None
 
 
 def product_of_rows(

@@ -23,7 +23,7 @@ _LARGEST_AXIS = 1 << 31  # the copy engine's coordinates have 32 bits
 
 
 @constant_while_tracing
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason why kernels in Gluon for Hopper do not run on the current GPU, or None."""
     return launch.gluon_missing(current_hardware())
 
@@ -31,7 +31,7 @@ def missing() -> str | None:
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
-    if (reason := missing()) is not None:
+    if (reason := unavailable_reason()) is not None:
         return reason
     weights = BLOCK_2D if request.along == "columns" else BLOCK_1D
     if (request.a_format, request.b_format) not in ((FLOAT8, FLOAT8), (BLOCK_1D, weights)):

@@ -102,7 +102,11 @@ def make_groups(splits: Sequence[int] | Tensor, total: int, device: torch.device
             raise ValueError(
                 f"splits is {splits.dtype} {list(splits.shape)}; give one integer per group, in one dimension"
             )
-        if splits.is_cuda and device.type == "cuda" and launch.missing(current_hardware()) is None:
+        if (
+            splits.is_cuda
+            and device.type == "cuda"
+            and launch.unavailable_reason(current_hardware()) is None
+        ):
             from ....common.kernels import grouped_layout
 
             count = splits.shape[0]

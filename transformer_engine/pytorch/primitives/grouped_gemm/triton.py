@@ -21,7 +21,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
-    if (reason := launch.missing(current_hardware())) is not None:
+    if (reason := launch.unavailable_reason(current_hardware())) is not None:
         return reason
     if torch.version.hip is not None:
         return "its tiles are for NVIDIA's tensor cores, this torch is built for ROCm"

@@ -24,7 +24,7 @@ _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
-    if (reason := launch.missing(current_hardware())) is not None:
+    if (reason := launch.unavailable_reason(current_hardware())) is not None:
         return reason
     a, b = request.a_format, request.b_format
     if (

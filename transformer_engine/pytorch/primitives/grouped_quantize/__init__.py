@@ -114,7 +114,7 @@ def row_sums(x: Tensor, groups: Groups) -> Tensor:
 
     The host waits for nothing on a GPU with Triton.
     """
-    if not x.is_cuda or launch.missing(current_hardware()) is not None:
+    if not x.is_cuda or launch.unavailable_reason(current_hardware()) is not None:
         return torch.stack([part.sum(0, dtype=torch.float32) for part in groups.split(x)])
     from ....common.kernels import grouped_gemm
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: CacheRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.new, request.cache)
 
 
@@ -45,7 +46,7 @@ def _round_length(longest: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _launch(request: CacheRequest) -> Launch:
-    from ....common.kernels import kv_cache  # it imports triton
+    from ....common.kernels import kv_cache
 
     (pages, length, heads, size_k), v_cache = request.caches
     columns, table_stride = (1, 0) if request.table is None else request.table

@@ -31,10 +31,8 @@ FUNCTIONS = {
     Rule.GDP: "gated_delta_product",
 }
 _SIZES = (64, 128)
-_RELEASES = (
-    (1, 29),
-    (2, 0),
-)  # from the first release with the module to the bound of the extra `cuda`
+# The first release with the module, and the upper bound of the extra `cuda`.
+_RELEASES = ((1, 29), (2, 0))
 
 
 def unsupported_reason(request: DeltaRequest) -> str | None:
@@ -45,7 +43,7 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
         return reason
     sizes = request.q[-1], request.v_size
     if not set(sizes) <= set(_SIZES):
-        return f"heads have sizes {sizes[0]} and {sizes[1]}; it takes 64 and 128"
+        return f"heads have sizes {sizes[0]} and {sizes[1]}; supported: 64 and 128"
     if not optional.installed("cudnn"):
         return f"nvidia-cudnn-frontend is not installed ({optional.install_command('cuda')})"
     if (reason := optional.release_problem("nvidia-cudnn-frontend", *_RELEASES)) is not None:

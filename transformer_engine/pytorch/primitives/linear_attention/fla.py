@@ -10,7 +10,7 @@ from typing import Any
 
 from ....common import optional
 from ....common.dispatch import Backend, always_depends
-from ....common.kernels.launch import missing
+from ....common.kernels.launch import unavailable_reason
 from .gates import erase_gate, log_decay
 from .library import differentiable_once, finish_results, unsupported_by_kernels
 from .request import (
@@ -39,12 +39,12 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
     if (reason := unsupported_by_kernels(request)) is not None:
         return reason
     if (
-        reason := missing(request.hardware) or request.hardware.lacks("triton kernels")
+        reason := unavailable_reason(request.hardware) or request.hardware.lacks("triton kernels")
     ) is not None:
         return reason
     size = request.q[-1]
     if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD:
-        return f"heads of queries and keys have size {size}; it takes {_SMALLEST_HEAD} to {_LARGEST_HEAD}"
+        return f"heads of queries and keys have size {size}; supported: {_SMALLEST_HEAD} to {_LARGEST_HEAD}"
     if request.needs_gradient and Option.LINEAR_GATE in request.spec.options:
         return "its gradient of a decay is a difference of sums, which loses all digits of a linear gate near 0"
     if not optional.installed("fla"):

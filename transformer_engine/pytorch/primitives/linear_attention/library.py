@@ -81,7 +81,7 @@ def unsupported_by_kernels(request: DeltaRequest) -> str | None:
     if request.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {request.device_type}"
     if request.dtype not in (torch.float16, torch.bfloat16):
-        return f"the tensors are {request.dtype}; it takes float16 and bfloat16"
+        return f"the tensors are {request.dtype}; supported: float16 and bfloat16"
     if 0 in request.q or request.v_size == 0 or request.sequences == 0:
         return "there are no tokens, heads or sequences"
     return None

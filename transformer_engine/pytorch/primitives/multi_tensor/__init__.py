@@ -63,11 +63,12 @@ def adam_step(
     """Compute one Adam step on [gradients, parameters, first moments, second moments(, masters)], in place.
 
     Gradients are not changed. The parameters copy the masters, which have higher precision. int16 masters are
-    the lower halves of float32 numbers whose upper halves, rounded half up, are the parameters.
+    the lower halves of float32 numbers whose upper halves, rounded half up, are the parameters. With
+    `how.block_scaled`, moments are codes, and the lists of both moments' exponents follow them (`block_states`).
 
     Args:
         lists: The tensor lists.
-        rates: float32 [10] from `adam_rates`.
+        rates: float32 [12] from `adam_rates`.
         how: Step settings.
         flag: int32 [1]: nothing is changed if it is not 0.
         extents: Tensor sizes, for repeated steps.
@@ -98,11 +99,16 @@ def adam_rates(
     step: int,
     bias_correction: bool,
     weight_decay: float,
+    first_chunk: int = 0,
 ) -> tuple[float, ...]:
-    """Return the ten numbers for `adam_step`, in double precision: 1 - 0.999 in float32 has relative error 5e-5."""
+    """Return the numbers for `adam_step`, in double precision: 1 - 0.999 in float32 has relative error 5e-5.
+
+    Step and first chunk determine the random bits of stochastic rounding.
+    """
     first, second = betas
     corrections = (1.0 - first**step, 1.0 - second**step) if bias_correction else (1.0, 1.0)
-    return (lr, first, 1.0 - first, second, 1.0 - second, eps, weight_decay, *corrections, 1.0)
+    numbers = (lr, first, 1.0 - first, second, 1.0 - second, eps, weight_decay, *corrections)
+    return (*numbers, 1.0, float(step), float(first_chunk))
 
 
 def copy_to_device(numbers: Sequence[float], device: torch.device) -> Tensor:

@@ -12,8 +12,8 @@ from ...runtime.capture import is_capturing
 from ...runtime.device_tables import DeviceTables, stream_handle
 
 Lists = Sequence[Sequence[Tensor]]
-# Bytes per element in each list, elements per chunk, device.
-_Kind = tuple[tuple[int, ...], int, torch.device]
+# Bytes per entry and elements per entry in each list, elements per chunk, device.
+_Kind = tuple[tuple[int, ...], tuple[int, ...], int, torch.device]
 _Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], _Kind]  # addresses by list, sizes, kind
 _ALIGNMENT = 16
 
@@ -57,26 +57,35 @@ class Extents:
 _addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
-def chunk_table(lists: Lists, extents: Extents, size: int) -> ChunkTable | None:
+def chunk_table(
+    lists: Lists, extents: Extents, size: int, entries: tuple[int, ...] | None = None
+) -> ChunkTable | None:
     """Return the table for the lists in chunks with at most `size` elements.
 
     Returns None for unknown addresses during CUDA graph capture, which cannot copy a table from the host.
+
+    Args:
+        lists: Parallel tensor lists.
+        extents: Element counts of the first list.
+        size: Elements per chunk.
+        entries: Elements of the first list per entry of each list, divisors of `size`; None: 1 for all lists.
     """
     device = lists[0][0].device
-    kind = (tuple([tensors[0].element_size() for tensors in lists]), size, device)
+    widths = tuple([tensors[0].element_size() for tensors in lists])
+    kind = (widths, entries or (1,) * len(lists), size, device)
     capturing, stream = is_capturing(device), stream_handle(device)
-    if not capturing and (found := extents.table_of(lists, (kind, stream))) is not None:
-        return found
+    if not capturing and (table := extents.table_of(lists, (kind, stream))) is not None:
+        return table
     addresses = tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists])
-    found = _tables.get((addresses, extents.sizes, kind), device)
-    if not capturing and found is not None:
+    table = _tables.get((addresses, extents.sizes, kind), device)
+    if not capturing and table is not None:
         flat = [address for part in addresses for address in part]
-        extents.last = ((kind, stream), flat, list(range(len(flat))), found)
-    return found
+        extents.last = ((kind, stream), flat, list(range(len(flat))), table)
+    return table
 
 
 def _build_table(key: _Key) -> ChunkTable:
-    addresses, sizes, (widths, size, device) = key
+    addresses, sizes, (widths, entries, size, device) = key
     bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     elements = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     each = (elements + size - 1) // size
@@ -84,7 +93,10 @@ def _build_table(key: _Key) -> ChunkTable:
     first = torch.cumsum(each, 0) - each
     offset = (torch.arange(owner.numel(), device="cpu") - first[owner]) * size
     columns = [(elements[owner] - offset).clamp_(max=size)]
-    columns += [base[owner] + offset * width for base, width in zip(bases, widths, strict=True)]
+    columns += [
+        base[owner] + offset // per_entry * width
+        for base, width, per_entry in zip(bases, widths, entries, strict=True)
+    ]
     aligned = not bool((bases % _ALIGNMENT).any() or (elements % _ALIGNMENT).any())
     table = torch.stack(columns, dim=1)
     if device.type == "cuda":

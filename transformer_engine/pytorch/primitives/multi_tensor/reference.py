@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.operation_settings import Adam, Sgd
+from ....common.operation_settings import CHUNK, Adam, Sgd
+from .block_states import FIRST, SECOND, decode, encode, random_words, round_stochastically
 
 
 class MultiTensorRequest(NamedTuple):
@@ -70,34 +71,60 @@ def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
 
     Args:
         lists: The tensor lists.
-        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, gradient factor.
+        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, gradient factor, step, number of the first chunk.
         flag: int32 [1]: nothing is changed if it is not 0.
         how: Step settings.
     """
     lr, keeps_first, takes_first, keeps_second, takes_second, epsilon, decay, *rest = rates.unbind()
-    first_bias, second_bias, factor = rest
-    for grad, parameter, first, second, *master in zip(*lists, strict=True):
-        halved = bool(master) and master[0].dtype == torch.int16
+    first_bias, second_bias, factor, seed, chunk = rest
+    number = chunk.to(torch.int64) * CHUNK  # of a tensor's first element, for its random bits
+    for grad, parameter, *states in zip(*lists, strict=True):
+        moments, masters = (
+            states[: 4 if how.block_scaled else 2],
+            states[4 if how.block_scaled else 2 :],
+        )
+        halved = bool(masters) and masters[0].dtype == torch.int16
         p = (
-            join_halves(parameter, master[0])
+            join_halves(parameter, masters[0])
             if halved
-            else (master[0] if master else parameter).to(torch.float32)
+            else (masters[0] if masters else parameter).to(torch.float32)
         )
         g = grad.to(torch.float32) * factor
         if not how.decoupled:
             g = g + decay * p
-        m = keeps_first * first.to(torch.float32) + takes_first * g
-        v = keeps_second * second.to(torch.float32) + takes_second * (g * g)
+        first, second = _read_moments(moments, how)
+        m = keeps_first * first + takes_first * g
+        v = keeps_second * second + takes_second * (g * g)
         update = (m / first_bias) / ((v / second_bias).sqrt() + epsilon)
         if how.decoupled:
             update = update + decay * p
         p = p - lr * update
-        _write([(first, m), (second, v)], flag)
+        words = None
+        if how.stochastic:
+            words = random_words(number, p.numel(), seed, p.device)
+            number = number + -(-p.numel() // CHUNK) * CHUNK
+        if how.block_scaled:
+            codes, exponents = encode(m, FIRST, words)
+            second_codes, second_exponents = encode(v, SECOND, words)
+            values = (codes, second_codes, exponents, second_exponents)
+        else:
+            values = (m, v)
+        _write(list(zip(moments, values, strict=True)), flag)
         if halved:
             upper, lower = halves(p)
-            _write([(parameter, upper), (master[0], lower)], flag)
+            _write([(parameter, upper), (masters[0], lower)], flag)
+        elif words is not None and not masters and parameter.dtype == torch.bfloat16:
+            _write([(parameter, round_stochastically(p, words))], flag)
         else:
-            _write([(target, p) for target in (parameter, *master)], flag)
+            _write([(target, p) for target in (parameter, *masters)], flag)
+
+
+def _read_moments(moments: Sequence[Tensor], how: Adam) -> tuple[Tensor, Tensor]:
+    """Both moments in float32."""
+    if not how.block_scaled:
+        return moments[0].to(torch.float32), moments[1].to(torch.float32)
+    codes, second_codes, exponents, second_exponents = moments
+    return decode(codes, exponents, FIRST), decode(second_codes, second_exponents, SECOND)
 
 
 def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:

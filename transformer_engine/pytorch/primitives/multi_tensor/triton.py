@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.memory import Memory
-from ....common.operation_settings import Adam, Sgd
+from ....common.operation_settings import CHUNK, STATE_BLOCK, Adam, Sgd
 from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
 from . import reference
 from .addresses import Extents, Lists, chunk_table
@@ -20,12 +20,13 @@ from .reference import MultiTensorRequest
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
-_NAMES = {**DTYPE_NAMES, torch.int16: "int16"}
+_NAMES = {**DTYPE_NAMES, torch.int16: "int16", torch.uint8: "uint8"}
 _REMEMBERED = 1 << 10
 
 
 def unsupported_reason(request: MultiTensorRequest) -> str | None:
-    integer_dtypes = (torch.int16,) if request.operation == "adam" else ()
+    """Return why the backend does not support the request, or None."""
+    integer_dtypes = (torch.int16, torch.uint8) if request.operation == "adam" else ()
     return unsupported_elementwise(
         request.device, *[kind for kind in request.kinds if kind not in integer_dtypes]
     )
@@ -35,10 +36,10 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
     """Return a callable with the same arguments and results as `reference.bind`."""
     captured = reference.bind(request)
     kinds = tuple(_NAMES[kind] for kind in request.kinds)
-    from ....common.kernels.multi_tensor import CHUNK  # it imports triton
+    entries = _entries(request)
 
     def write(lists: Lists, extents: Extents, numbers: Tensor, flag: Tensor | None) -> None:
-        chunks = chunk_table(lists, extents, CHUNK)
+        chunks = chunk_table(lists, extents, CHUNK, entries)
         if chunks is None:
             warnings.warn(
                 f"a CUDA graph is capturing {request.operation} of tensors with new addresses, which cannot be copied "
@@ -67,8 +68,16 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
     return squares if request.operation == "squares" else write
 
 
+def _entries(request: MultiTensorRequest) -> tuple[int, ...]:
+    """Elements per entry of each list: exponents belong to blocks."""
+    count, how = len(request.kinds), request.how
+    if isinstance(how, Adam) and how.block_scaled:
+        return (1,) * 4 + (STATE_BLOCK,) * 2 + (1,) * (count - 6)
+    return (1,) * count
+
+
 def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> Launch:
-    from ....common.kernels import multi_tensor as kernels  # it imports triton
+    from ....common.kernels import multi_tensor as kernels
 
     operation, kinds, how, chunks, aligned = key
     if operation == "scale":

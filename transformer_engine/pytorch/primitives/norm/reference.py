@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, depends_on_gpu, requirements
 from ...runtime.row_functions import mean_rows
-from ...runtime.tracing import result_as
+from ...runtime.tracing import cast_result
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
 
@@ -102,8 +102,8 @@ def with_cast(request: NormRequest, forward: Callable[..., Any]) -> Callable[...
         return forward
     spec = request.cast.spec
 
-    def run(*given: Tensor | None) -> tuple[Quantized | Tensor, ...]:
-        *tensors, multiplier, record = given
+    def run(*inputs: Tensor | None) -> tuple[Quantized | Tensor, ...]:
+        *tensors, multiplier, record = inputs
         y, *statistics = forward(*tensors)
         return quantize_as(y, Cast(spec, multiplier, record)), *statistics
 
@@ -126,7 +126,7 @@ def layernorm_forward(
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
-    return result_as(y, x.dtype), mean, rstdev
+    return cast_result(y, x.dtype), mean, rstdev
 
 
 def layernorm_backward(
@@ -164,7 +164,7 @@ def rmsnorm_forward(
     x_wide = x.to(torch.float32)
     rstdev = torch.rsqrt(average(x_wide.square(), -1) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
-    return result_as(y, x.dtype), rstdev
+    return cast_result(y, x.dtype), rstdev
 
 
 def rmsnorm_backward(

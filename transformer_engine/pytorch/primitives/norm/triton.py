@@ -23,6 +23,7 @@ _WIDEST_CENTERED = 4096  # largest width for which a LayerNorm writes block code
 
 
 def unsupported_reason(request: NormRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.dtype, request.weight_dtype)
 
 
@@ -57,7 +58,7 @@ def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
     """Return (x, weight, bias) -> y, mean, rstdev, or (x, weight) -> y, rstdev."""
     if request.shape[0] == 0:
         return empty_layernorm if request.centered else empty_rmsnorm
-    from ....common.kernels import norm  # it imports triton
+    from ....common.kernels import norm
 
     launch = norm.forward(_rows(request))
 
@@ -73,7 +74,7 @@ def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _rows(request: NormRequest) -> NormRows:
-    from ....common.kernels.norm import NormRows  # it imports triton
+    from ....common.kernels.norm import NormRows
 
     rows, width = request.shape
     processors = launching.processors(request.device.index)
@@ -97,7 +98,7 @@ def _row_stride(shape: tuple[int, int], strides: tuple[int, ...]) -> int:
 
 def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, ...]]:
     """Return (x, weight, [bias], multiplier, record) -> the codes of y, from the kernel of y, [mean], rstdev."""
-    from ....common.kernels import norm_codes  # it imports triton
+    from ....common.kernels import norm_codes
 
     if fused_codes.has_block_scales(cast.spec):
         blocks = fused_codes.blocks(cast.spec, request.dtype)
@@ -164,7 +165,7 @@ def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
 
 def backward_program(request: NormRequest) -> Program:
     """Return the launches of a backward pass, and the buffer for their column sums."""
-    from ....common.kernels import norm  # it imports triton
+    from ....common.kernels import norm
 
     assert request.dy is not None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.tracing import reshape_result, result_as
+from ...runtime.tracing import cast_result, reshape_result
 
 MASK, INDEX = "mask", "index"
 
@@ -133,7 +133,7 @@ def collect(
         wide = wide * _with_zero(_wide(weights))[token, column][:, None].to(wide.dtype)
     total = wide.new_zeros(routes.tokens + 1, y.shape[1]).index_add_(0, token, wide)
     sums = total[: routes.tokens]
-    x = result_as(reshape_result(sums, sums.shape), y.dtype)
+    x = cast_result(reshape_result(sums, sums.shape), y.dtype)
     return x, None if row_values is None else _index_by_column(row_values, token, column, routes)
 
 

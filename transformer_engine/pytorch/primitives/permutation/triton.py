@@ -20,19 +20,20 @@ _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 
 
 def unsupported_reason(request: PermutationRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if max(request.rows, request.shape[0]) >= _LIMIT:
         return f"{max(request.rows, request.shape[0])} rows; it numbers fewer than {_LIMIT}"
     if request.operation in ("map", "chunks", "segments"):
         if request.dtype not in _COUNTED:
-            return f"the map is made of {request.dtype}; it takes integers and bool"
+            return f"the map is made of {request.dtype}; supported: integers and bool"
         width, most = request.shape[1], _EXPERTS if request.operation == "map" else _CHUNKS
         if width > most and request.operation != "segments":
             return f"{width} {'experts' if request.operation == 'map' else 'chunks'} > {most}"
         return unsupported_elementwise(request.device)
     if request.columns > _EXPERTS:
         return f"{request.columns} experts > {_EXPERTS}"
-    moved = request.operation == "send" and request.dtype == torch.uint8
-    values = () if moved else (request.dtype,)
+    moves_bytes = request.operation == "send" and request.dtype == torch.uint8
+    values = () if moves_bytes else (request.dtype,)
     return unsupported_elementwise(
         request.device, *values, *(() if request.weights is None else (request.weights,))
     )
@@ -56,7 +57,7 @@ def _map(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
         return lambda mask: torch.zeros(
             tokens, 2 * experts + 1, dtype=torch.int32, device=mask.device
         )
-    from ....common.kernels import routes  # it imports triton
+    from ....common.kernels import routes
 
     program = routes.map_of_mask(tokens, experts, request.strides)
     return lambda mask: perform(
@@ -68,7 +69,7 @@ def _chunks(request: PermutationRequest) -> Callable[[Tensor, Tensor], Tensor]:
     tokens, chunks = request.shape
     if tokens * chunks == 0:
         return lambda splits, order: torch.arange(tokens, dtype=torch.int32, device=splits.device)
-    from ....common.kernels import routes  # it imports triton
+    from ....common.kernels import routes
 
     program = routes.map_of_chunks(tokens, chunks)
     return lambda splits, order: perform(program, (splits.contiguous(), order.contiguous()))[
@@ -80,7 +81,7 @@ def _segments(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
     tokens, count = request.shape
     if tokens * count == 0:
         return lambda segments: torch.arange(tokens, dtype=torch.int32, device=segments.device)
-    from ....common.kernels import routes  # it imports triton
+    from ....common.kernels import routes
 
     launch = routes.map_of_segments(tokens, count)
     return lambda segments: run(launch, (segments.contiguous(),))[0].view(-1)
@@ -93,7 +94,7 @@ def _send(request: PermutationRequest) -> Callable[..., tuple[Tensor, Tensor | N
             x.new_zeros(rows, hidden),
             None if probs is None else probs.new_zeros(rows),
         )
-    from ....common.kernels import permutation  # it imports triton
+    from ....common.kernels import permutation
 
     probs = None if weights is None else _NAMES[weights]
     by_mask, dtype = request.layout == MASK, _NAMES[request.dtype]
@@ -119,7 +120,7 @@ def _collect(request: PermutationRequest) -> Callable[..., tuple[Tensor, Tensor 
             y.new_zeros(tokens, hidden),
             None if row_values is None else row_values.new_zeros(tokens, columns),
         )
-    from ....common.kernels import permutation  # it imports triton
+    from ....common.kernels import permutation
 
     by_mask, dtype = request.layout == MASK, _NAMES[request.dtype]
     names = {
@@ -152,7 +153,7 @@ def _send_weighted(request: PermutationRequest) -> Callable[..., tuple[Tensor, T
             dx.new_zeros(rows, hidden),
             None if y is None else weights.new_zeros(tokens, columns),
         )
-    from ....common.kernels import permutation  # it imports triton
+    from ....common.kernels import permutation
 
     dtypes = (_NAMES[request.dtype], None if request.weights is None else _NAMES[request.weights])
     program = permutation.send_weighted(

@@ -1,5 +1,7 @@
-"""Quantization and dequantization for every format: by literal float32 operations, or Triton kernels with equal
-bits."""
+"""Backends of quantization and dequantization for every format.
+
+The reference uses literal float32 operations; the Triton kernels produce the same bits.
+"""
 
 from __future__ import annotations
 

@@ -78,8 +78,9 @@ def is_power_of_two(scale: Tensor) -> bool:
 
 
 def cast(x: Tensor, element: Element) -> Tensor:
-    """Cast float32 x to the nearest E4M3 or E5M2 codes, ties to even; infinity becomes the maximum, NaN 0x7F for any
-    sign.
+    """Cast float32 x to the nearest E4M3 or E5M2 codes, ties to even.
+
+    Infinity becomes the maximum, and NaN of either sign becomes 0x7F.
 
     0x7F is NVIDIA's canonical NaN in both formats, which the conversion instruction in the kernels produces.
     """

@@ -39,7 +39,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _fp8_quantize(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    spec = QuantizeSpec(FLOAT8, element_of_dtype(dtype), True, False)
+    spec = QuantizeSpec(FLOAT8, element_of_dtype(dtype), rowwise=True, columnwise=False)
     codes = quantize(_rows(tensor), spec, multiplier=scale.reshape(1)).codes
     assert codes is not None
     return codes.view(tensor.shape)
@@ -50,7 +50,12 @@ def _fp8_cs_quantize(
 ) -> tuple[Tensor, Tensor]:
     element = element_of_dtype(dtype)
     spec = QuantizeSpec(
-        FLOAT8, element, True, False, power_of_two=power_of_two, epsilon=amax_epsilon
+        FLOAT8,
+        element,
+        rowwise=True,
+        columnwise=False,
+        power_of_two=power_of_two,
+        epsilon=amax_epsilon,
     )
     quantized = quantize(_rows(tensor), spec)
     assert quantized.codes is not None and quantized.scale is not None
@@ -58,7 +63,9 @@ def _fp8_cs_quantize(
 
 
 def _mxfp8_quantize(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    quantized = quantize(_rows(tensor), QuantizeSpec(MXFP8, element_of_dtype(dtype), True, False))
+    quantized = quantize(
+        _rows(tensor), QuantizeSpec(MXFP8, element_of_dtype(dtype), rowwise=True, columnwise=False)
+    )
     assert quantized.codes is not None and quantized.scale is not None
     scale_inv = e8m0_to_float(quantized.scale).view(*tensor.shape[:-1], tensor.shape[-1] // BLOCK)
     return quantized.codes.view(tensor.shape), scale_inv

@@ -86,7 +86,7 @@ def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
 
 def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
     """Return the kernels' settings for a spec, for a result that is rounded to dtype."""
-    from ....common.kernels.block_cast import Blocks  # it imports triton
+    from ....common.kernels.block_cast import Blocks
 
     return Blocks(
         spec.element,
@@ -100,7 +100,7 @@ def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
 
 def one_scale(cast: CastRequest) -> OneScale:
     """Return the kernels' settings for a cast with one scale per tensor."""
-    from ....common.kernels.cast import OneScale  # it imports triton
+    from ....common.kernels.cast import OneScale
 
     spec = cast.spec
     return OneScale(

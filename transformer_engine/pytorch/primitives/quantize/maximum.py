@@ -14,7 +14,14 @@ from .encodings import absolute_maximum
 
 
 class MaximumRequest(NamedTuple):
-    """A matrix: its element count, dtype and device, and whether it is contiguous."""
+    """A matrix: its element count, dtype and device, and whether it is contiguous.
+
+    Attributes:
+        size: Number of elements.
+        dtype: Matrix dtype.
+        device: Matrix device.
+        contiguous: Whether the elements are contiguous.
+    """
 
     size: int
     dtype: torch.dtype
@@ -31,7 +38,7 @@ def _unsupported_reason(request: MaximumRequest) -> str | None:
 
 
 def _bind(request: MaximumRequest) -> Callable[[Tensor], Tensor]:
-    from ....common.kernels import cast  # it imports triton
+    from ....common.kernels import cast
 
     launch = cast.absolute_maximum(request.size)
     return lambda x: run(launch, (x,))[0]

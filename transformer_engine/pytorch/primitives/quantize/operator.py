@@ -56,12 +56,12 @@ def make_operator(quantize: Callable[..., Quantized]) -> Callable[[QuantizeReque
             results += [quantized.scale, quantized.scale_t]
         return [result for result in results if result is not None]
 
-    made = launching.operator(_SCHEMA, now, _results)
+    operator = launching.operator(_SCHEMA, now, _results)
 
     def request_operator(request: QuantizeRequest) -> Operator:
         return Operator(
-            functools.partial(_as_operator, made.call, request.spec),
-            functools.partial(_as_operator, made.results, request.spec),
+            functools.partial(_as_operator, operator.call, request.spec),
+            functools.partial(_as_operator, operator.results, request.spec),
         )
 
     return request_operator

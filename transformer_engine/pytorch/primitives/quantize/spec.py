@@ -78,7 +78,16 @@ OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic", "four_ov
 
 @dataclass(frozen=True)
 class QuantizeRequest:
-    """The properties by which a backend is chosen: the spec and the matrix's shape, dtype and device."""
+    """The properties by which a backend is chosen: the spec and the matrix's shape, dtype and device.
+
+    Attributes:
+        spec: How the matrix is quantized.
+        shape: Matrix shape.
+        dtype: Matrix dtype.
+        device: Matrix device.
+        multiplier_given: Whether the caller passes a multiplier.
+        amax_given: Whether the caller passes the absolute maximum.
+    """
 
     spec: QuantizeSpec
     shape: tuple[int, int]

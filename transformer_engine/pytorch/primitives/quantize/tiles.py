@@ -1,4 +1,4 @@
-"""Matrices [R, K] as (r, c) tiles: [ceil(R/r), r, ceil(K/c), c], padded with zeros."""
+"""Matrices [R, K] as tiles of r x c elements, [ceil(R/r), r, ceil(K/c), c], for the block-scaled reference formats."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def spread(values: Tensor) -> Tensor:
     return values[:, None, :, None]
 
 
-def repeat_rows(values: Tensor, rows_a_tile: int, rows: int) -> Tensor:
-    """Repeat [ceil(R/r), n] to [R, n]: each tile row's values for every row in its tiles."""
+def repeat_rows(values: Tensor, rows_per_tile: int, rows: int) -> Tensor:
+    """Repeat each row of values [ceil(R/r), n] for the r matrix rows of its tiles: [R, n]."""
     tile_rows, columns = values.shape
-    return join(spread(values).expand(tile_rows, rows_a_tile, columns, 1), (rows, columns))
+    return join(spread(values).expand(tile_rows, rows_per_tile, columns, 1), (rows, columns))

@@ -37,8 +37,9 @@ def rope_qkv_forward(
     spec: RopeSpec,
     separate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [.., g * n, d], k [.., g, d], v [.., g, dv] from qkv [.., g, n * d + d + dv]; q and k rotated,
-    contiguous.
+    """Split a QKV projection, and rotate queries and keys.
+
+    Returns contiguous q [.., g * n, d], k [.., g, d] and v [.., g, dv] from qkv [.., g, n * d + d + dv].
 
     sizes = (n * d, d, dv) are the parts of a group's features; the leading axes follow spec.tensor_format. With
     `separate`, qkv is [.., g * n + g + g, d], with dv = d: all query heads, then all keys, then all values.

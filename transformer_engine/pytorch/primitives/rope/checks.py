@@ -74,15 +74,16 @@ def check_rotation(
             raise ValueError(
                 f"a context-parallel rank holds two equal chunks, its length {length} is odd; pad it"
             )
-        needed = length * spec.cp_size
-        if needed > table and not spec.clamps:
+        required = length * spec.cp_size
+        if required > table and not spec.clamps:
             raise ValueError(
-                f"sequence length {needed} > {table} positions of freqs; pass the angles of at least {needed} positions"
+                f"sequence length {required} > {table} positions of freqs; "
+                f"pass the angles of at least {required} positions"
             )
         if positions.start is not None:
             _check_starts(positions.start, x.shape[1 - sequence])
             if not spec.clamps:
-                demand(reaches_starts, (positions.start,), needed, table)
+                demand(reaches_starts, (positions.start,), required, table)
 
 
 def _check_starts(start: Tensor, sequences: int) -> None:
@@ -96,10 +97,10 @@ def reaches_starts(starts: list[int], length: int, table: int) -> None:
     """Raise ValueError unless sequences that long from these positions on fit a table with that many positions."""
     if starts and min(starts) < 0:
         raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
-    needed = max(starts, default=0) + length
-    if needed > table:
+    required = max(starts, default=0) + length
+    if required > table:
         raise ValueError(
-            f"start_positions up to {max(starts, default=0)} and {length} tokens need {needed} positions, freqs has "
+            f"start_positions up to {max(starts, default=0)} and {length} tokens need {required} positions, freqs has "
             f"{table}; make it longer"
         )
 
@@ -121,10 +122,10 @@ def reaches_packed(
             raise ValueError(
                 f"sequence {index} of {end - begin} tokens is not a multiple of 2 * cp_size = {2 * cp_size}; pad it"
             )
-        needed = end - begin + (0 if starts is None else starts[index])
-        if needed > table:
+        required = end - begin + (0 if starts is None else starts[index])
+        if required > table:
             raise ValueError(
-                f"sequence {index} needs {needed} positions, freqs has {table}; make it longer, or correct "
+                f"sequence {index} needs {required} positions, freqs has {table}; make it longer, or correct "
                 f"cu_seqlens={list(bounds)}"
             )
     if bounds[-1] > tokens * cp_size:

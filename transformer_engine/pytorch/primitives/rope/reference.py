@@ -67,9 +67,9 @@ class RopeRequest(NamedTuple):
     @property
     def heads(self) -> tuple[int, int]:
         """Groups, and query heads in each group, of a joint tensor; x is the joint tensor or dk."""
-        each, count = self.sizes[0] // self.sizes[1], self.x[0][-2]
+        queries_per_group, count = self.sizes[0] // self.sizes[1], self.x[0][-2]
         of_joint = self.separate and self.operation == "qkv_forward"
-        return count // (each + 2) if of_joint else count, each
+        return count // (queries_per_group + 2) if of_joint else count, queries_per_group
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
@@ -119,9 +119,9 @@ def qkv_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k from the joint tensor, rotated, and a copy of v."""
     if separate:
-        each = sizes[0] // sizes[1]
-        groups = qkv.shape[-2] // (each + 2)
-        q, k, v = torch.split(qkv, [groups * each, groups, groups], dim=-2)
+        queries_per_group = sizes[0] // sizes[1]
+        groups = qkv.shape[-2] // (queries_per_group + 2)
+        q, k, v = torch.split(qkv, [groups * queries_per_group, groups, groups], dim=-2)
     else:
         q, k, v = torch.split(qkv, list(sizes), dim=-1)
         q = q.reshape(*qkv.shape[:-2], -1, sizes[1])
@@ -181,7 +181,7 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
         )
         if positions.start is not None:
             position = position + positions.start.long()[sequence]
-        return _read(angles, position, True if spec.clamps else token >= bounds[-1])
+        return _gather_angles(angles, position, True if spec.clamps else token >= bounds[-1])
     sequence_axis = 0 if spec.tensor_format == "sbhd" else 1
     position = _global_position(
         torch.arange(x.shape[sequence_axis], device=x.device), x.shape[sequence_axis], spec
@@ -189,10 +189,10 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
     if positions.start is None:
         return angles[position].unsqueeze(1 - sequence_axis)
     position = positions.start[:, None].long() + position[None, :]
-    return _read(angles, position.t() if sequence_axis == 0 else position, spec.clamps)
+    return _gather_angles(angles, position.t() if sequence_axis == 0 else position, spec.clamps)
 
 
-def _read(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
+def _gather_angles(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
     """Return angles [n, r] at each position; outside 0..n - 1 the nearest ones for padding, NaN for other tokens."""
     nearest = position.clamp(0, angles.shape[0] - 1)
     return torch.where(((nearest == position) | padding).unsqueeze(-1), angles[nearest], torch.nan)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: RopeRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     return unsupported_elementwise(request.device, request.dtype)
 
 
@@ -28,8 +29,8 @@ def bind(request: RopeRequest) -> Callable[..., Any]:
             return lambda qkv, *_: empty_parts(qkv, sizes, request.separate)
         launch, leading = _packed(request, *request.x, False), shape[:-2]
 
-        def unpack(qkv: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-            q, k, v = run(launch, (*_ready(*given), rows_dense(qkv)))[:3]
+        def unpack(qkv: Tensor, *optional: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = run(launch, (*_ready(*optional), rows_dense(qkv)))[:3]
             return (
                 q.view(*leading, *q.shape[2:]),
                 k.view(*leading, *k.shape[2:]),
@@ -61,7 +62,7 @@ def _rotate(request: RopeRequest) -> Callable[..., Tensor]:
 
 
 def _rotation(request: RopeRequest) -> Launch:
-    from ....common.kernels import rope  # it imports triton
+    from ....common.kernels import rope
 
     shape, strides = _four(*request.x, request.spec.tensor_format)
     spec, (angles,) = request.spec, request.angles
@@ -88,9 +89,9 @@ def _pack(request: RopeRequest) -> Callable[..., Tensor]:
     shape = joint.shape[-2:]
     launch = _packed(request, joint.shape, joint.stride(), True)
 
-    def pack(dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor | None) -> Tensor:
+    def pack(dq: Tensor, dk: Tensor, dv: Tensor, *optional: Tensor | None) -> Tensor:
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
-        (dqkv,) = run(launch, (*_ready(*given), None, *gradients))
+        (dqkv,) = run(launch, (*_ready(*optional), None, *gradients))
         return dqkv.view(*dk.shape[:-2], *shape)
 
     return pack
@@ -115,7 +116,7 @@ def _packed(
     request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool
 ) -> Launch:
     """Return the launch for a joint tensor with this shape and these strides."""
-    from ....common.kernels import rope_packed  # it imports triton
+    from ....common.kernels import rope_packed
 
     spec, (q_angles, k_angles) = request.spec, request.angles
     shape, strides = _four(shape, strides, spec.tensor_format)
@@ -153,11 +154,11 @@ def empty_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate q, k and v for a joint tensor."""
     *leading, groups, _ = qkv.shape
-    each = sizes[0] // sizes[1]
+    queries_per_group = sizes[0] // sizes[1]
     if separate:
-        groups = groups // (each + 2)
+        groups = groups // (queries_per_group + 2)
     return (
-        qkv.new_empty(*leading, groups * each, sizes[1]),
+        qkv.new_empty(*leading, groups * queries_per_group, sizes[1]),
         qkv.new_empty(*leading, groups, sizes[1]),
         qkv.new_empty(*leading, groups, sizes[2]),
     )

@@ -47,7 +47,7 @@ def choose(
     dtype: torch.dtype,
     bias: Tensor | None = None,
     indices: Tensor | None = None,
-    keeps: bool = True,
+    saves_scores: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return probs [T, E] in dtype, map, and scores float32 [T, E] for logits [T, E]; computed in float32.
 
@@ -57,10 +57,10 @@ def choose(
         dtype: Probability dtype.
         bias: [E], added to the scores for the choice; weights do not include it.
         indices: [T, k], receives the experts, the best first. The map is then None.
-        keeps: Return the scores for `choose_backward`: for a softmax after the choice, its result (-inf elsewhere); for
-            sqrtsoftplus, the logits.
+        saves_scores: Return the scores for `choose_backward`: for a softmax after the choice, its result (-inf
+            elsewhere); for sqrtsoftplus, the logits.
     """
-    key = ("choose", logits.shape, logits.dtype, dtype, logits.device, choice, keeps)
+    key = ("choose", logits.shape, logits.dtype, dtype, logits.device, choice, saves_scores)
     return TABLE.bound(key)(logits, bias, indices)
 
 
@@ -125,9 +125,11 @@ _CHOICE = "int k, str score, bool whole, int[]? groups, float scale, str map"
 
 
 def _read(
-    k: int, score: str, whole: bool, groups: list[int] | None, scale: float, map: str
+    k: int, score: str, all_weights: bool, groups: list[int] | None, scale: float, map: str
 ) -> Choice:
-    return Choice(k, score, whole, None if groups is None else (groups[0], groups[1]), scale, map)
+    return Choice(
+        k, score, all_weights, None if groups is None else (groups[0], groups[1]), scale, map
+    )
 
 
 def _choose(
@@ -135,11 +137,11 @@ def _choose(
     bias: Tensor | None,
     indices: Tensor | None,
     dtype: torch.dtype,
-    keeps: bool,
+    saves_scores: bool,
     *choice: Any,
 ) -> tuple[Tensor, ...]:
     """Return three tensors, empty ones for absent results: a mutating operator cannot return a list or None."""
-    results = choose(logits, _read(*choice), dtype, bias, indices, keeps)
+    results = choose(logits, _read(*choice), dtype, bias, indices, saves_scores)
     return tuple(logits.new_empty(0) if tensor is None else tensor for tensor in results)
 
 
@@ -148,7 +150,7 @@ def _choose_results(
     bias: Tensor | None,
     indices: Tensor | None,
     dtype: torch.dtype,
-    keeps: bool,
+    saves_scores: bool,
     *choice: Any,
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
@@ -158,7 +160,9 @@ def _choose_results(
         logits.new_empty(0)
         if width is None
         else logits.new_empty((tokens, width), dtype=torch.uint8),
-        logits.new_empty((tokens, experts), dtype=torch.float32) if keeps else logits.new_empty(0),
+        logits.new_empty((tokens, experts), dtype=torch.float32)
+        if saves_scores
+        else logits.new_empty(0),
     )
 
 
@@ -200,12 +204,14 @@ def _make_operator(request: RouterRequest) -> Operator:
 
     def run(call: Any, *tensors: Tensor | None) -> Any:
         if request.operation == "gradient":
-            return call(*tensors, request.made, *request.choice)
-        probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
+            return call(*tensors, request.result_dtype, *request.choice)
+        probs, map, scores = call(
+            *tensors, request.result_dtype, request.saves_scores, *request.choice
+        )
         return (
             probs,
             None if request.choice.map == INDICES else map,
-            scores if request.keeps else None,
+            scores if request.saves_scores else None,
         )
 
     return Operator(functools.partial(run, operator.call), functools.partial(run, operator.results))

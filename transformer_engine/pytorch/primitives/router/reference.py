@@ -1,4 +1,7 @@
-"""Expert choice, its gradient and the loss that balances them, in float32 torch operations on any device."""
+"""Reference of the mixture-of-experts router, in float32 torch operations on any device.
+
+The file has the choice of experts, its gradient, the auxiliary loss, and histograms of margins.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, depends_on_gpu
-from ...runtime.tracing import result_as
+from ...runtime.tracing import cast_result
 from ..activation.reference import sigmoid
 
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = (
@@ -27,7 +30,7 @@ class Choice(NamedTuple):
     Attributes:
         k: Experts per token.
         score: SOFTMAX, SIGMOID or SQRTSOFTPLUS over the logits; SOFTMAX_AFTER: a softmax over the chosen logits.
-        whole: Return weights of all experts, which sum to 1, instead of the chosen experts' weights only.
+        all_weights: Return weights of all experts, which sum to 1, instead of the chosen experts' weights only.
         groups: (group count, candidate group count). A group's score sums its k / (candidate group
             count) largest scores. None: all experts are candidates.
         scale: Factor of the weights of chosen experts.
@@ -36,23 +39,24 @@ class Choice(NamedTuple):
 
     k: int
     score: str
-    whole: bool = False
+    all_weights: bool = False
     groups: tuple[int, int] | None = None
     scale: float = 1.0
     map: str = BYTES
 
 
 class RouterRequest(NamedTuple):
-    """One operation: "choose", "gradient" and "margins" for logits [T, E], the "loss" for probabilities [rows,
-    columns].
+    """One operation of the router.
+
+    "choose", "gradient" and "margins" are for logits [T, E], "loss" is for probabilities [rows, columns].
 
     Attributes:
         operation: Operation name.
         shape: Logit or probability shape.
         dtype: Dtype of the logits or probabilities read.
-        made: Result dtype.
+        result_dtype: Result dtype.
         choice: Choice settings.
-        keeps: Whether the scores are returned for the gradient.
+        saves_scores: Whether the scores are returned for the gradient.
         factor: Loss factor.
         dynamic: Whether the loss is divided by a squared token count on the device.
         bins: Number of bins in a margin histogram.
@@ -61,10 +65,10 @@ class RouterRequest(NamedTuple):
     operation: str
     shape: tuple[int, int]
     dtype: torch.dtype
-    made: torch.dtype
+    result_dtype: torch.dtype
     device: torch.device
     choice: Choice = Choice(1, SOFTMAX)
-    keeps: bool = True
+    saves_scores: bool = True
     factor: float = 1.0
     dynamic: bool = False
     bins: int = 0
@@ -78,10 +82,10 @@ def bind(request: RouterRequest) -> Callable[..., Any]:
     * margins: (logits, bias, histogram, bounds) -> None
     * loss: (probs, tokens, total) -> loss [1]
     """
-    choice, dtype = request.choice, request.made
+    choice, dtype = request.choice, request.result_dtype
     if request.operation == "choose":
         return lambda logits, bias, indices: choose(
-            logits, bias, indices, choice, dtype, request.keeps
+            logits, bias, indices, choice, dtype, request.saves_scores
         )
     if request.operation == "gradient":
         return lambda map, scores, grad_probs: gradient(map, scores, grad_probs, choice, dtype)
@@ -100,7 +104,7 @@ def choose(
     indices: Tensor | None,
     choice: Choice,
     dtype: torch.dtype,
-    keeps: bool,
+    saves_scores: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return probs [T, E], map and scores float32 [T, E]; indices [T, k] are written in place."""
     x = logits.to(torch.float32)
@@ -111,25 +115,27 @@ def choose(
     else:
         score = sigmoid(x) if choice.score == SIGMOID else softplus(x).sqrt()
     key = score if bias is None else score + bias.to(torch.float32)
-    experts = _first(_mask_groups(key, choice), choice.k)
+    experts = _largest_indices(_mask_groups(key, choice), choice.k)
     if indices is not None:
         indices.copy_(experts)
-    chosen = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
+    routing_map = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
     saved = score
-    if choice.whole:
+    if choice.all_weights:
         weight = score if choice.score == SOFTMAX else score / (score.sum(1, keepdim=True) + 1e-20)
     else:
-        weight = torch.where(chosen != 0, score, 0.0)
+        weight = torch.where(routing_map != 0, score, 0.0)
         if choice.score == SOFTMAX_AFTER:
-            weight = torch.where(chosen != 0, x, -torch.inf).softmax(1)
-            saved = torch.where(chosen != 0, weight, -torch.inf)
+            weight = torch.where(routing_map != 0, x, -torch.inf).softmax(1)
+            saved = torch.where(routing_map != 0, weight, -torch.inf)
         elif choice.score != SOFTMAX and choice.k > 1:
             weight = weight / (weight.sum(1, keepdim=True) + 1e-20)
         weight = weight * choice.scale
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
-    map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
-    return result_as(weight, dtype), map, saved.clone() if keeps else None
+    map = {BYTES: lambda: routing_map, BITS: lambda: pack_bits(routing_map)}.get(
+        choice.map, lambda: None
+    )()
+    return cast_result(weight, dtype), map, saved.clone() if saves_scores else None
 
 
 def gradient(
@@ -137,27 +143,27 @@ def gradient(
 ) -> Tensor:
     """Return grad_logits [T, E]."""
     g = grad_probs.to(torch.float32)
-    counts = (
+    has_weight = (
         torch.ones_like(scores, dtype=torch.bool)
-        if choice.whole
+        if choice.all_weights
         else _choice_mask(map, scores, choice)
     )
-    if not choice.whole:
+    if not choice.all_weights:
         g = g * choice.scale
-    g = torch.where(counts, g, 0.0)
+    g = torch.where(has_weight, g, 0.0)
     if choice.score in (SOFTMAX, SOFTMAX_AFTER):
-        active = torch.where(counts, scores, 0.0) if choice.score == SOFTMAX_AFTER else scores
+        active = torch.where(has_weight, scores, 0.0) if choice.score == SOFTMAX_AFTER else scores
         return (active * (g - (g * active).sum(1, keepdim=True))).to(dtype)
     active = scores if choice.score == SIGMOID else softplus(scores).sqrt()
-    share = torch.where(counts, active, 0.0)
-    if choice.whole or choice.k > 1:
+    share = torch.where(has_weight, active, 0.0)
+    if choice.all_weights or choice.k > 1:
         total = share.sum(1, keepdim=True) + 1e-20
         g = g / total - (g * share).sum(1, keepdim=True) / total / total
     if choice.score == SIGMOID:
         slope = active * (1 - active)
     else:
         slope = torch.where(scores > 20.0, 1.0, sigmoid(scores)) / (2 * active + 1e-20)
-    return torch.where(counts, g * slope, 0.0).to(dtype)
+    return torch.where(has_weight, g * slope, 0.0).to(dtype)
 
 
 def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
@@ -181,7 +187,7 @@ def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> 
     if total is not None:
         count = total.to(torch.float32)
         value = value / count / count
-    return result_as(value, probs.dtype)
+    return cast_result(value, probs.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -189,16 +195,20 @@ def softplus(x: Tensor) -> Tensor:
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
-def packed(chosen: Tensor) -> Tensor:
+def pack_bits(routing_map: Tensor) -> Tensor:
     """Pack uint8 [T, E] to uint8 [T, ceil(E / 8)], with expert e in bit e % 8 of byte e // 8."""
-    rows, experts = chosen.shape
-    padded = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
+    rows, experts = routing_map.shape
+    padded = torch.nn.functional.pad(routing_map.to(torch.int32), (0, -experts % 8)).view(
+        rows, -1, 8
+    )
     return (
-        (padded << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
+        (padded << torch.arange(8, device=routing_map.device, dtype=torch.int32))
+        .sum(2)
+        .to(torch.uint8)
     )
 
 
-def _first(key: Tensor, count: int) -> Tensor:
+def _largest_indices(key: Tensor, count: int) -> Tensor:
     """Indices [T, count] of the largest keys, the largest first; ties go to the lower index."""
     return key.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
@@ -208,10 +218,12 @@ def _mask_groups(key: Tensor, choice: Choice) -> Tensor:
     if choice.groups is None:
         return key
     count, top_groups = choice.groups
-    within = key.view(key.shape[0], count, -1)
-    total = within.topk(choice.k // top_groups, dim=2).values.sum(2)
-    best = torch.zeros_like(total, dtype=torch.bool).scatter(1, _first(total, top_groups), True)
-    return torch.where(best[:, :, None], within, -torch.inf).view(key.shape)
+    grouped = key.view(key.shape[0], count, -1)
+    total = grouped.topk(choice.k // top_groups, dim=2).values.sum(2)
+    best = torch.zeros_like(total, dtype=torch.bool).scatter(
+        1, _largest_indices(total, top_groups), True
+    )
+    return torch.where(best[:, :, None], grouped, -torch.inf).view(key.shape)
 
 
 def _choice_mask(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:

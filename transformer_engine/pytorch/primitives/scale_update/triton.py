@@ -18,9 +18,10 @@ _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 
 
 def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.device != "cuda":
         return f"it needs a CUDA device, the states are on {request.device}"
-    if (reason := launch.missing(current_hardware())) is not None:
+    if (reason := launch.unavailable_reason(current_hardware())) is not None:
         return reason
     if request.length is None:
         return "the histories differ in length"
@@ -31,7 +32,7 @@ def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
 
 def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
     """(histories, scales) -> None, in place"""
-    from ....common.kernels import delayed_scaling  # it imports triton
+    from ....common.kernels import delayed_scaling
 
     assert request.length is not None
     takes_maximum, captured = request.algorithm == "max", reference.bind(request)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, depends_on_gpu
 from ...runtime.row_functions import sum_rows
-from ...runtime.tracing import result_as
+from ...runtime.tracing import cast_result
 
 # Which of k keys query i of q sees: top_left j <= i; bottom_right j <= i + k - q.
 CAUSAL = ("top_left", "bottom_right")
@@ -52,10 +52,10 @@ def forward(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) ->
         score = score.masked_fill(_hidden(x, causal), -torch.inf)
     if x.shape[-1] == 0:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    greatest = score.amax(-1, keepdim=True)
-    weight = torch.exp(score - torch.where(greatest == -torch.inf, 0.0, greatest))
+    row_max = score.amax(-1, keepdim=True)
+    weight = torch.exp(score - torch.where(row_max == -torch.inf, 0.0, row_max))
     total = sum_rows(weight)[..., None]
-    return result_as(torch.where(total == 0.0, 0.0, weight / total), x.dtype)
+    return cast_result(torch.where(total == 0.0, 0.0, weight / total), x.dtype)
 
 
 def backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:

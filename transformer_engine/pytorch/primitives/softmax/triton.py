@@ -15,6 +15,7 @@ _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
 
 def unsupported_reason(request: SoftmaxRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if request.shape[:-1].numel() >= _LIMIT:
         return f"{list(request.shape)} has {_LIMIT} rows or more"
     return unsupported_elementwise(request.device, request.dtype)
@@ -29,7 +30,7 @@ def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
 
 
 def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tensor]:
-    from ....common.kernels import softmax  # it imports triton
+    from ....common.kernels import softmax
 
     shape, strides = request.shape, (0, 0, 0, 0)
     if request.mask is not None:
@@ -49,7 +50,7 @@ def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tenso
 
 
 def _backward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor], Tensor]:
-    from ....common.kernels import softmax  # it imports triton
+    from ....common.kernels import softmax
 
     shape, shift = request.shape, causal_shift(request.causal, request.shape)
     launch = softmax.backward(_four(shape), DTYPE_NAMES[request.dtype], request.scale, shift)

@@ -15,21 +15,22 @@ _SCALINGS = {"float32": "FLOAT_BLOCKS", "e8m0": "EXPONENT_BLOCKS", "e4m3": "TWO_
 
 
 def unsupported_reason(request: StatisticsRequest) -> str | None:
+    """Return why the backend does not support the request, or None."""
     if (reason := unsupported_casts(request.device, request.dtype)) is not None:
         return reason
     if 0 in request.shape:
         return f"{list(request.shape)} has no elements"
     form = request.format
     if form is not None and form.scale not in _SCALINGS:
-        return f"{form.name} has {form.scale} scales; it reads {', '.join(_SCALINGS)}"
+        return f"{form.name} has {form.scale} scales; supported: {', '.join(_SCALINGS)}"
     if form is not None and form.row_scaled:
-        return f"{form.name} has a second-level scale per row; it reads one per matrix"
+        return f"{form.name} has a second-level scale per row; supported: one per matrix"
     return None
 
 
 def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor], None]:
     """(x, its codes, kept) -> None: kept takes the statistics in."""
-    from ....common.kernels import statistics as kernels  # it imports triton
+    from ....common.kernels import statistics as kernels
 
     form, codes = request.format, kernels.Codes()
     if form is not None:
@@ -49,13 +50,13 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
         if operand is None:
             perform(program, (x, None, None, None, accumulated))
             return
-        second = None if unit is None or operand.amax is None else _one(operand.amax / unit)
-        perform(program, (x, operand.codes, _one(operand.scale), second, accumulated))
+        second = None if unit is None or operand.amax is None else _as_vector(operand.amax / unit)
+        perform(program, (x, operand.codes, _as_vector(operand.scale), second, accumulated))
 
     return measure
 
 
-def _one(scale: Tensor | None) -> Tensor | None:
+def _as_vector(scale: Tensor | None) -> Tensor | None:
     """Return a number without dimensions as [1], because a kernel needs an address of elements."""
     return scale if scale is None or scale.dim() else scale.view(1)
 

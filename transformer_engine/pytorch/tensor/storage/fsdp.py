@@ -35,7 +35,9 @@ def row_slice(
     if first % granularity or (last % granularity and last != rows):
         return None
     return storage.storage_class().pack(
-        _cut(storage, rows, first, last), (stop - start, *shape[1:]), **storage.constants()
+        _slice_storage(storage, rows, first, last),
+        (stop - start, *shape[1:]),
+        **storage.constants(),
     )
 
 
@@ -43,10 +45,10 @@ def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
     """View the codes and scales of storage[start:stop], if `row_slice` supports it."""
     shape = storage.shape
     inner = prod(shape[1:-1])
-    return _cut(storage, shape[0] * inner, start * inner, stop * inner)
+    return _slice_storage(storage, shape[0] * inner, start * inner, stop * inner)
 
 
-def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
+def _slice_storage(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
     unpacked = storage.unpack()
     return Quantized(
         codes=_run(unpacked.codes, 0, rows, first, last),
@@ -264,26 +266,26 @@ def write_gathered(
     """
     known: DerivedTensors = vars(out)[DerivedTensors.NAME]
     pairs: list[tuple[Tensor, Tensor]] = []
-    for name, theirs in storage._tensors_by_name().items():
+    for name, source in storage._tensors_by_name().items():
         if rewrites_columns and name in storage.COLUMNWISE:
             continue
-        mine = getattr(out, name)
-        if mine is None and theirs is not None:
-            setattr(out, name, theirs)
-            if any(tensor is theirs for tensor in derived):
-                known.add(theirs)
-        elif mine is not None and theirs is None:
-            known.forget(mine)
+        target = getattr(out, name)
+        if target is None and source is not None:
+            setattr(out, name, source)
+            if any(tensor is source for tensor in derived):
+                known.add(source)
+        elif target is not None and source is None:
+            known.forget(target)
             setattr(out, name, None)
-        elif mine is not None and theirs is not None and mine.data_ptr() != theirs.data_ptr():
-            pairs.append((mine, theirs))
-    written = [mine for mine, _ in pairs]
+        elif target is not None and source is not None and target.data_ptr() != source.data_ptr():
+            pairs.append((target, source))
+    written = [target for target, _ in pairs]
     if rewrites_columns:
         written += [getattr(out, name) for name in storage.COLUMNWISE]
-    counted = tuple(mine for mine in written if not mine.is_inference())
+    counted = tuple(target for target in written if not target.is_inference())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
-        for mine, theirs in pairs:
-            mine.copy_(theirs)
+        for target, source in pairs:
+            target.copy_(source)
         if rewrites_columns:
             out.write_columns(storage.contract(ROWWISE).codes.view(torch.uint8))
 
@@ -312,15 +314,15 @@ class ShardedBuffers:
             # The tensor that begins where a view of it does; several tensors may share one storage.
             left = {name: tensor for name, tensor in tensors.items() if name not in fields}
             address = views[part].data_ptr()
-            found = next(
+            buffers = next(
                 (name for name, tensor in left.items() if tensor.data_ptr() == address), None
             )
-            if found is None:
+            if buffers is None:
                 raise RuntimeError(
                     f"no attribute of this {type(self).__name__} holds its {part} in the form that is sent; "
                     f"make its tensors ({', '.join(left)}) contiguous"
                 )
-            fields.append(found)
+            fields.append(buffers)
         return tuple(fields)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], GatheredPayload]:

@@ -35,7 +35,13 @@ SCALES = ("scale_inv", "columnwise_scale_inv")
 
 @dataclass(frozen=True)
 class Place:
-    """Position of one tensor of a member: the buffer's name, its first element and shape; it is contiguous."""
+    """Position of one tensor of a member: the buffer's name, its first element and shape; it is contiguous.
+
+    Attributes:
+        buffer: Name of the buffer.
+        begin: Index of the first element in the buffer.
+        shape: Tensor shape.
+    """
 
     buffer: str
     begin: int
@@ -72,7 +78,7 @@ class GroupLayout:
     ) -> GroupLayout:
         """Copy the members' scales to their places in the buffers, and return the new layout."""
         assert self.members is not None
-        found = []
+        copied = []
         for placed, member in zip(self.members, members, strict=True):
             parts = member_tensors(member)
             for position in placed.places:
@@ -80,8 +86,8 @@ class GroupLayout:
                 if buffer is not None:
                     end = position.begin + prod(position.shape)
                     buffer[position.begin : end].view(position.shape).copy_(parts[position.buffer])
-            found.append(replace(placed, rebuild=rebuild_arguments(member)))
-        return replace(self, members=tuple(found))
+            copied.append(replace(placed, rebuild=rebuild_arguments(member)))
+        return replace(self, members=tuple(copied))
 
     @classmethod
     def of(
@@ -93,14 +99,14 @@ class GroupLayout:
             members: At least one member.
             varies: Which extents count as varying; by default those that differ.
         """
-        firsts, lasts = ([member.shape[axis] for member in members] for axis in (0, -1))
+        first_dims, last_dims = ([member.shape[axis] for member in members] for axis in (0, -1))
         if varies is None:
-            varies = (len(set(firsts)) > 1, len(set(lasts)) > 1)
+            varies = (len(set(first_dims)) > 1, len(set(last_dims)) > 1)
         if not varies[1]:
-            logical = (sum(firsts), lasts[0])
+            logical = (sum(first_dims), last_dims[0])
         else:
             logical = (
-                (firsts[0], sum(lasts))
+                (first_dims[0], sum(last_dims))
                 if not varies[0]
                 else (1, sum(prod(m.shape) for m in members))
             )
@@ -109,7 +115,13 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class GroupMember:
-    """One matrix: its shape, the positions of its tensors, and how to rebuild its storage (None: a plain tensor)."""
+    """One matrix: its shape, the positions of its tensors, and how to rebuild its storage (None: a plain tensor).
+
+    Attributes:
+        shape: Matrix shape.
+        places: Positions of the matrix's tensors.
+        rebuild: How the storage is rebuilt from the tensors; None for a plain tensor.
+    """
 
     shape: tuple[int, ...]
     places: tuple[Place, ...]
@@ -274,18 +286,18 @@ def member_shapes(
             raise ValueError(
                 f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor"
             )
-        return [tuple(int(extent) for extent in one) for one in shapes]
-    firsts, lasts = host_numbers(first_dims), host_numbers(last_dims)
-    for name, extents in (("first_dims", firsts), ("last_dims", lasts)):
+        return [tuple(int(extent) for extent in member_shape) for member_shape in shapes]
+    first_numbers, last_numbers = host_numbers(first_dims), host_numbers(last_dims)
+    for name, extents in (("first_dims", first_numbers), ("last_dims", last_numbers)):
         if extents is not None and len(extents) != num_tensors:
             raise ValueError(
                 f"{name} has {len(extents)} numbers for num_tensors={num_tensors}; give one per tensor"
             )
-    if shape is None and (firsts is None or lasts is None):
+    if shape is None and (first_numbers is None or last_numbers is None):
         raise ValueError(
             "the shapes of the tensors are unknown; give shape, shapes, or first_dims and last_dims"
         )
-    if firsts is None and lasts is None:
+    if first_numbers is None and last_numbers is None:
         assert shape is not None
         if len(shape) == 3 and shape[0] == num_tensors:
             return [tuple(shape[1:])] * num_tensors
@@ -294,13 +306,13 @@ def member_shapes(
                 f"num_tensors={num_tensors} does not divide the first extent of shape={tuple(shape)}; give shapes"
             )
         return [(shape[0] // num_tensors, *shape[1:])] * num_tensors
-    if firsts is None:
+    if first_numbers is None:
         assert shape is not None
-        firsts = [int(shape[0])] * num_tensors
-    if lasts is None:
+        first_numbers = [int(shape[0])] * num_tensors
+    if last_numbers is None:
         assert shape is not None
-        lasts = [int(shape[-1])] * num_tensors
-    return list(zip(firsts, lasts, strict=True))
+        last_numbers = [int(shape[-1])] * num_tensors
+    return list(zip(first_numbers, last_numbers, strict=True))
 
 
 def place_members(

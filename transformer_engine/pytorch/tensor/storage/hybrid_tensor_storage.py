@@ -100,7 +100,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """The part that products along COLUMNWISE read."""
         return self._part(_COLUMNWISE, self._columnwise_rebuild)
 
-    # The original's names.
+    # NVIDIA's names.
     rowwise_sub_storage = _rowwise_storage = rowwise_storage
     columnwise_sub_storage = _columnwise_storage = columnwise_storage
 

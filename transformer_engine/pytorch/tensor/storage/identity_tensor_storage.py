@@ -54,7 +54,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     @property
     def _hp_data(self) -> Tensor | None:
-        """The values, under the original's attribute name."""
+        """The values, under NVIDIA's attribute name."""
         return self._data
 
     @_hp_data.setter

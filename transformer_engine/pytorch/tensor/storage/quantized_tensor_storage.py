@@ -339,18 +339,18 @@ class QuantizedTensorStorage:
         """Return the code tensors: one if one direction is requested, otherwise (row-wise, column-wise)."""
         every = tuple(self.TENSORS)  # tensors that serve both directions belong to neither
         rowwise, columnwise = self.ROWWISE or every, self.COLUMNWISE or every
-        chosen = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
-        found = tuple(getattr(self, name) for name in chosen)
-        return found[0] if len(found) == 1 else found
+        tensor_names = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
+        tensors = tuple(getattr(self, name) for name in tensor_names)
+        return tensors[0] if len(tensors) == 1 else tensors
 
     def payload_is_like(self, other: QuantizedTensorStorage) -> bool:
         """Return whether other's bytes can be copied over this payload: same class, directions and shapes."""
         if self.storage_class() is not other.storage_class():
             return False
         for name in self.TENSORS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if (mine is None) != (theirs is None) or (
-                mine is not None and mine.shape != theirs.shape
+            own_tensor, other_tensor = getattr(self, name), getattr(other, name)
+            if (own_tensor is None) != (other_tensor is None) or (
+                own_tensor is not None and own_tensor.shape != other_tensor.shape
             ):
                 return False
         return self.byte_layout() == other.byte_layout()
@@ -382,10 +382,10 @@ class QuantizedTensorStorage:
                 "give both the same format, shape and usages"
             )
         for name in self.TENSORS:
-            mine, theirs = getattr(self, name), getattr(src, name)
-            if mine is not None:
-                mine.copy_(
-                    theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs)
+            target, source = getattr(self, name), getattr(src, name)
+            if target is not None:
+                target.copy_(
+                    source if noop_flag is None else torch.where(noop_flag != 0, target, source)
                 )
 
     def join_claims(self, source: QuantizedTensorStorage | None) -> None:
@@ -404,7 +404,7 @@ class QuantizedTensorStorage:
         """Return the quantizer that writes this payload: the one that created it, or the format's default."""
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
-    _get_quantizer = writer  # the original's name
+    _get_quantizer = writer  # NVIDIA's name
 
     def _default_quantizer(self) -> Writer:
         raise RuntimeError(

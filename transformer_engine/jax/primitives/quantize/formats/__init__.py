@@ -6,5 +6,7 @@ from .....common.folder import import_modules
 from ..spec import FormatRow
 
 FORMATS: dict[str, FormatRow] = {
-    row.format.name: row for module in import_modules(__name__, __path__) for row in module.ROWS
+    row.format.name: row
+    for module in import_modules(__name__, __path__)
+    for row in module.FORMAT_ROWS
 }

@@ -23,8 +23,8 @@ from ...several_axes import call_on_axes
 from .. import four_over_six, tiles
 from ..elements import absolute_maximum, cast, encode_e2m1, row_maxima, unpack_e2m1
 from ..hadamard import GROUP, hadamard_transform
-from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeSpec, Request
-from .float8 import Maximum
+from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeRequest, QuantizeSpec
+from .float8 import AbsoluteMaximum
 
 
 def _clamp_to_largest(scale: Array) -> Array:
@@ -52,12 +52,12 @@ def encode(
         Codes float4_e2m1fn [*R, *K], and block scales float8_e4m3fn [.., ceil(R/r), .., ceil(K/16)].
     """
     assert spec.tile is not None and form.unit_amax is not None
-    cut = tiles.cut(x, spec.tile, axis)
+    blocks = tiles.cut(x, spec.tile, axis)
     amax = tile_maxima(amax, form, x.shape, axis)
     # S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0.
     scale_bits = exact.float_bits(_clamp_to_largest(exact.divide(form.unit_amax, amax)))
     idle = (exact.float_bits(amax) == 0) | (scale_bits == 0)
-    encode_scale = tiles.settle_scales(
+    encode_scale = tiles.materialize_scales(
         exact.bits_to_float(jnp.where(idle, exact.bits_of_constant(1.0), scale_bits))
     )
 
@@ -67,15 +67,15 @@ def encode(
 
     if spec.four_over_six:
         codes, block_scale = four_over_six.encode(
-            cut, axis, spec.four_over_six, form.unit_amax, amax, encode_scale, scale_multiplier
+            blocks, axis, spec.four_over_six, form.unit_amax, amax, encode_scale, scale_multiplier
         )
         return tiles.join(codes, x.shape, axis), block_scale
-    amax_tiles = tiles.tile_amax(cut, axis)
+    amax_tiles = tiles.tile_amax(blocks, axis)
     ideal = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
     block_scale = cast(jnp.minimum(ideal, FLOAT32_MAX), E4M3)
-    block_scale, multiplier = tiles.settle_scales((block_scale, scale_multiplier(block_scale)))
+    block_scale, multiplier = tiles.materialize_scales((block_scale, scale_multiplier(block_scale)))
     random_tiles = None if random is None else tiles.cut(random.reshape(x.shape), spec.tile, axis)
-    codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
+    codes = encode_e2m1(blocks.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
     return tiles.join(codes, x.shape, axis), block_scale
 
 
@@ -102,7 +102,7 @@ def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int) ->
     if amax is None and form.row_scaled:
         amax = row_maxima(x, axis) if spec.rowwise else None
     elif amax is None and (spec.rowwise or not spec.hadamard):
-        amax = exact.maximum_over_axes(absolute_maximum(x), inputs.over)
+        amax = exact.maximum_over_axes(absolute_maximum(x), inputs.mesh_axes)
     if amax is not None and (spec.rowwise or spec.transposes):
         codes, scales = encode(x, spec, form, amax, random_rows, axis)
     if spec.columnwise:
@@ -114,7 +114,7 @@ def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int) ->
             if amax_t is None:
                 separate = spec.hadamard or form.row_scaled
                 amax_t = (
-                    exact.maximum_over_axes(absolute_maximum(x_t), inputs.over)
+                    exact.maximum_over_axes(absolute_maximum(x_t), inputs.mesh_axes)
                     if separate
                     else amax
                 )
@@ -187,7 +187,7 @@ class TransformedMaximum(Kernel):
         return (jax.ShapeDtypeStruct((1,), jnp.float32),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from .....common.kernels import nvfp4  # it imports triton
+        from .....common.kernels import nvfp4
 
         rows, depth = arrays[0].shape
         (amax,) = run(nvfp4.hadamard_maximum((rows, depth), self.random_sign), arrays)
@@ -222,7 +222,7 @@ class NVFP4Blocks(Kernel):
         maxima = m.whole if self.spec.format.row_scaled or self.by_tile else "p"
         maxima_t = m.blocks if self.by_tile else "q"
         optional = zip((maxima, maxima_t, matrix, transposed), self.given, strict=True)
-        takes = [matrix, *(one for one, present in optional if present)]
+        takes = [matrix, *(operand_axes for operand_axes, present in optional if present)]
         outputs = []
         if self.spec.rowwise:
             outputs += [f"{m.whole} {k.bytes}", f"{m.whole} {k.blocks}"]
@@ -232,14 +232,14 @@ class NVFP4Blocks(Kernel):
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, depth = operands[0].shape
-        made = []
+        descriptions = []
         for r, c in ((rows, depth),) * self.spec.rowwise + ((depth, rows),) * self.spec.columnwise:
-            made.append(jax.ShapeDtypeStruct((r, c // 2), jnp.uint8))
-            made.append(jax.ShapeDtypeStruct((r, ceil_div(c, GROUP)), jnp.float8_e4m3fn))
-        return tuple(made)
+            descriptions.append(jax.ShapeDtypeStruct((r, c // 2), jnp.uint8))
+            descriptions.append(jax.ShapeDtypeStruct((r, ceil_div(c, GROUP)), jnp.float8_e4m3fn))
+        return tuple(descriptions)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from .....common.kernels import nvfp4  # it imports triton
+        from .....common.kernels import nvfp4
 
         spec, (x, *rest) = self.spec, arrays
         rows, depth = x.shape
@@ -250,7 +250,7 @@ class NVFP4Blocks(Kernel):
         return tuple(array for array in run(launch, [x, *inputs]) if array is not None)
 
 
-def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Quantized:
+def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: QuantizeRequest) -> Quantized:
     """Compute a request with kernels."""
     spec = request.spec
     counts = {"m": request.axis, "k": x.ndim - request.axis}
@@ -269,16 +269,18 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Q
         random[0] if spec.rowwise else None,
         of_columns if spec.columnwise else None,
     )
-    present = tuple(one is not None for one in used)
+    present = tuple(array is not None for array in used)
     kernel = NVFP4Blocks(spec, request.shape, present, request.maxima_per_tile)  # pyright: ignore
-    results = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
+    results = list(call_on_axes(kernel, counts, x, *(array for array in used if array is not None)))
     rows = (results.pop(0), results.pop(0)) if spec.rowwise else (None, None)
     columns = (results.pop(0), results.pop(0)) if spec.columnwise else (None, None)
     scale, scale_t = (
-        None if one is None else one.reshape(size, ceil_div(depth, GROUP))
-        for one, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
+        None if array is None else array.reshape(size, ceil_div(depth, GROUP))
+        for array, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
     )
-    codes, codes_t = (None if one[0] is None else unpack_e2m1(one[0]) for one in (rows, columns))
+    codes, codes_t = (
+        None if array[0] is None else unpack_e2m1(array[0]) for array in (rows, columns)
+    )
     maxima = used[:2]
     if request.maxima_per_tile:
         maxima = (
@@ -288,7 +290,7 @@ def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Q
     quantized = Quantized(
         codes, scale, codes_t, scale_t, maxima[0], maxima[1] if spec.columnwise else None
     )
-    return quantized.with_axes(x.shape, request.axis)
+    return quantized.reshaped(x.shape, request.axis)
 
 
 def _maxima_of_tiles(
@@ -308,25 +310,27 @@ def _maxima(
     amax, amax_t = inputs.amax, inputs.amax_t
     if spec.format.row_scaled:
         if amax is None and spec.rowwise:
-            (amax,) = call_on_axes(Maximum(by_rows=True), {"r": counts["m"], "w": counts["k"]}, x)
+            (amax,) = call_on_axes(
+                AbsoluteMaximum(by_rows=True), {"r": counts["m"], "w": counts["k"]}, x
+            )
             amax = amax.reshape(-1)
         if amax_t is None and spec.columnwise:
-            (amax_t,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
-            amax_t = exact.maximum_over_axes(amax_t, inputs.over)
+            (amax_t,) = call_on_axes(AbsoluteMaximum(), {"r": counts["m"], "w": counts["k"]}, x)
+            amax_t = exact.maximum_over_axes(amax_t, inputs.mesh_axes)
         return amax, amax_t
     if amax is None and (spec.rowwise or not spec.hadamard):
-        (amax,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
-        amax = exact.maximum_over_axes(amax, inputs.over)
+        (amax,) = call_on_axes(AbsoluteMaximum(), {"r": counts["m"], "w": counts["k"]}, x)
+        amax = exact.maximum_over_axes(amax, inputs.mesh_axes)
     if not spec.columnwise or spec.transposes:
         return amax, amax
     if amax_t is None:
         kernel = TransformedMaximum(spec.random_sign, prod(x.shape[: counts["m"]]))
         measured = call_on_axes(kernel, counts, x)[0] if spec.hadamard else None
-        amax_t = amax if measured is None else exact.maximum_over_axes(measured, inputs.over)
+        amax_t = amax if measured is None else exact.maximum_over_axes(measured, inputs.mesh_axes)
     return amax, amax_t
 
 
-ROWS = tuple(
+FORMAT_ROWS = tuple(
     FormatRow(form, quantize, dequantize, quantize_by_kernels, check)
     for form in NVFP4_FORMATS.values()
 )

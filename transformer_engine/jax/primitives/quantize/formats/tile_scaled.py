@@ -39,7 +39,7 @@ from ..elements import (
     times_power,
     value_for_inf,
 )
-from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeSpec, Request, jax_dtype
+from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeRequest, QuantizeSpec, jax_dtype
 
 # (x [*R, *K], spec, where K begins) -> codes [*R, *K], and one scale per tile [.., ceil(R/r), .., ceil(K/c)]
 Encode = Callable[[Array, QuantizeSpec, int], tuple[Array, Array]]
@@ -49,29 +49,29 @@ MXFP8_BLOCK = 32
 def encode_blocks(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
     """Encode to codes [*R, *K], and scales float32 [.., ceil(R/r), .., ceil(K/128)]."""
     assert spec.tile is not None
-    cut = tiles.cut(x, spec.tile, axis)
+    blocks = tiles.cut(x, spec.tile, axis)
     scale = scale_from_amax(
-        tiles.tile_amax(cut, axis),
+        tiles.tile_amax(blocks, axis),
         spec.element.maximum,
         power_of_two=spec.power_of_two,
         epsilon=spec.epsilon,
         value_for_inf=value_for_inf(x.dtype),
     )
-    scale, inverse = tiles.settle_scales((scale, exact.reciprocal(scale)))
-    codes = cast(cut.astype(jnp.float32) * tiles.spread(scale, axis), spec.element)
+    scale, inverse = tiles.materialize_scales((scale, exact.reciprocal(scale)))
+    codes = cast(blocks.astype(jnp.float32) * tiles.spread(scale, axis), spec.element)
     return tiles.join(codes, x.shape, axis), inverse
 
 
 def encode_mxfp8(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
     """Encode to codes [*R, *K], exponents float8_e8m0fnu [.., ceil(R/r), .., ceil(K/32)], one per r x 32 tile."""
     assert spec.tile is not None
-    cut = tiles.cut(x, spec.tile, axis)
-    amax = tiles.tile_amax(cut, axis)
+    blocks = tiles.cut(x, spec.tile, axis)
+    amax = tiles.tile_amax(blocks, axis)
     exponents = e8m0_from_float(exact.multiply(amax, 1.0 / spec.element.maximum))
-    exponents = tiles.settle_scales(exponents)
+    exponents = tiles.materialize_scales(exponents)
     # 1 / 2^(e - 127) = 2^((254 - e) - 127); NaN stays NaN.
     inverse = jnp.where(exponents == E8M0_NAN, E8M0_NAN, E8M0_LARGEST - exponents)
-    codes = cast(times_power(cut.astype(jnp.float32), tiles.spread(inverse, axis)), spec.element)
+    codes = cast(times_power(blocks.astype(jnp.float32), tiles.spread(inverse, axis)), spec.element)
     return tiles.join(codes, x.shape, axis), lax.bitcast_convert_type(
         exponents.astype(jnp.uint8), jnp.float8_e8m0fnu
     )
@@ -164,14 +164,16 @@ class Tiles(Kernel):
         assert spec.format.block is not None
         down, along = spec.format.block
         scale_dtype = jnp.float8_e8m0fnu if spec.format == MXFP8 else jnp.float32
-        made = []
+        descriptions = []
         for r, c in ((rows, depth),) * spec.rowwise + ((depth, rows),) * spec.columnwise:
-            made.append(jax.ShapeDtypeStruct((r, c), jax_dtype(spec.element)))
-            made.append(jax.ShapeDtypeStruct((ceil_div(r, down), ceil_div(c, along)), scale_dtype))
-        return tuple(made)
+            descriptions.append(jax.ShapeDtypeStruct((r, c), jax_dtype(spec.element)))
+            descriptions.append(
+                jax.ShapeDtypeStruct((ceil_div(r, down), ceil_div(c, along)), scale_dtype)
+            )
+        return tuple(descriptions)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from .....common.kernels import block_cast, mxfp8  # they import triton
+        from .....common.kernels import block_cast, mxfp8
 
         spec, (x,) = self.spec, arrays
         rows, depth = x.shape
@@ -196,17 +198,19 @@ class Tiles(Kernel):
         return tuple(array for array in run(launch, arrays) if array is not None)
 
 
-def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Quantized:
+def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: QuantizeRequest) -> Quantized:
     """Compute a request with kernels: both directions in one launch."""
     spec = request.spec
     kernel = Tiles(spec, request.shape)
     matrices = kernel.results(jax.ShapeDtypeStruct(request.shape, request.dtype))
     results = call_on_axes(kernel, {"m": request.axis, "k": x.ndim - request.axis}, x)
     # Scales take the matrix layout; they are few.
-    parts = [one.reshape(matrices[i].shape) if i % 2 else one for i, one in enumerate(results)]
+    parts = [
+        result.reshape(matrices[i].shape) if i % 2 else result for i, result in enumerate(results)
+    ]
     rows = (parts.pop(0), parts.pop(0)) if spec.rowwise else (None, None)
     columns = (parts.pop(0), parts.pop(0)) if spec.columnwise else (None, None)
-    return Quantized(*rows, *columns).with_axes(x.shape, request.axis)
+    return Quantized(*rows, *columns).reshaped(x.shape, request.axis)
 
 
 _BLOCK_ROWS = (
@@ -218,7 +222,7 @@ _BLOCK_ROWS = (
     )
     for form in (BLOCK_1D, BLOCK_2D)
 )
-ROWS = (
+FORMAT_ROWS = (
     *_BLOCK_ROWS,
     FormatRow(
         MXFP8,

@@ -1,4 +1,4 @@
-"""The original's attention backend names for its callers; this package's backends are table rows.
+"""NVIDIA's attention backend names for its callers; this package's backends are table rows.
 
 `fused_attn_fwd` and `fused_attn_bwd` come from `cpp_extensions`, imported on first use. Other libraries wrap
 them by assigning to this module. Attention does not call them through this module, so an assignment warns.

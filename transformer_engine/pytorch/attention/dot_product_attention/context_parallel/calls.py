@@ -111,8 +111,8 @@ def attn_forward_func_with_cp(
             ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         )
     offset = {} if softmax_offset is None else {"softmax_offset": softmax_offset.reshape(-1)}
-    found = torch.func.functional_call(layer, offset, (q, k, v), arguments)
-    output, *largest = found if isinstance(found, tuple) else (found,)
+    attended = torch.func.functional_call(layer, offset, (q, k, v), arguments)
+    output, *largest = attended if isinstance(attended, tuple) else (attended,)
     output = output if fp8_output else output.unflatten(-1, (q.shape[-2], v.shape[-1]))
     return (output, *largest) if largest else output
 

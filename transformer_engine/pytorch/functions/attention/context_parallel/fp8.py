@@ -3,8 +3,8 @@
 Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; otherwise the ranks
 use their smallest scale. Current scaling takes the maximum over the ranks. Caller codes have the scale of one rank:
 delayed scaling rounds them to the largest scale, current scaling quantizes their values again. Values travel
-instead where they are needed themselves: for a high-precision backward pass on values, and under recipes that scale
-blocks, which quantize afterwards. Partial outputs are merged as values in float32, and gradients travel as values.
+instead under recipes that scale blocks, which quantize afterwards. Partial outputs are merged as values in float32, and
+gradients travel as values.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ class FP8ContextAttention:
             )
             result = self._in_blocks(local)
             output = exchange.leave(_values(result.output))
-        elif (
-            self.fp8.call.needs_gradient and self.fp8.passes.high_precision and not only_codes
-        ) or self.fp8.scaling not in TENSOR_SCALING:
+        elif self.fp8.scaling not in TENSOR_SCALING:
             fp8 = replace(
                 self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=False
             )
@@ -272,12 +270,12 @@ class FP8BlockPasses(BlockPasses):
         self, bound: BoundBlock, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
         fp8, inputs = self._of(bound), self._present_inputs(inputs)
-        codes: list[Any] = [None] * 4
+        q, k, v, output = None, None, None, None
+        if not fp8.passes.quantizes_again:
+            q, k, v = (quantize_heads(x, fp8.quantizers.qkv) for x in inputs[:3])
         if not fp8.passes.high_precision:
-            codes = [quantize_heads(x, fp8.quantizers.qkv) for x in inputs[:3]]
-            codes.append(fp8.quantizers.output.encode(attended.output.flatten(-2), True, False))
-        q, k, v, output = codes
-        rounded = Rounded(q, k, v, output, attended.output, attended.lse, attended.rng_state, None)
+            output = fp8.quantizers.output.encode(attended.output.flatten(-2), True, False)
+        rounded = Rounded(q, k, v, output, attended.output, attended.lse, attended.rng_state)
         return fp8.passes.backward(fp8, inputs, rounded, grad_output.contiguous())
 
     def _of(self, bound: BoundBlock) -> FP8Attention:
@@ -319,8 +317,6 @@ class _FP8BlockAttention(Function):
         sent = inputs._replace(q=q, k=k, v=v)
         merged, states, max_logit = forward(plan, sent, FP8BlockPasses(fp8, requested, storages))
         output = merged.output.to(plan.call.dtype).flatten(-2)
-        if fp8.passes.high_precision and not _are_codes(inputs):
-            sent, storages = values, None
         ctx.plan, ctx.fp8, ctx.requested = plan, fp8, requested
         ctx.like = None if storages is None else [storage.constants() for storage in storages]
         scales = [] if storages is None else [storage._scale_inv for storage in storages]

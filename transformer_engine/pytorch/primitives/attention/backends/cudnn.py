@@ -24,8 +24,8 @@ from .cudnn_graph import (
     Strides,
     contiguous_strides,
     make_ragged_offsets,
-    missing,
     planned,
+    unavailable_reason,
 )
 from .cudnn_plan import (
     Strided,
@@ -79,8 +79,8 @@ def _unsupported_device(call: AttentionCall) -> str | None:
     if (reason := unsupported_by_environment(call, "cudnn attention", other_kind="2")) is not None:
         return reason
     if call.dtype not in (torch.bfloat16, torch.float16):
-        return f"{call.dtype}; it takes torch.bfloat16 and torch.float16"
-    return missing() or unsupported_by_cudnn(call, get_cudnn_version())
+        return f"{call.dtype}; supported: torch.bfloat16 and torch.float16"
+    return unavailable_reason() or unsupported_by_cudnn(call, get_cudnn_version())
 
 
 def _unsupported_shape(call: AttentionCall) -> str | None:
@@ -117,7 +117,7 @@ def _unsupported_options(call: AttentionCall) -> str | None:
         if call.slopes_given or call.heads & (call.heads - 1):
             return "ALiBi slopes other than the usual ones of a power of two heads"
         if call.mask.name not in ("causal", "padding_causal") or call.seqlen_q != call.seqlen_kv:
-            return f"ALiBi with attn_mask_type={call.mask.name!r}; it takes causal masks over equal lengths"
+            return f"ALiBi with attn_mask_type={call.mask.name!r}; supported: causal masks over equal lengths"
         if call.mask.padding and not call.same_lengths:
             return "ALiBi with sequences of unequal lengths"
     if call.max_logit and (call.softmax != "vanilla" or call.q_format == "thd"):
@@ -125,7 +125,7 @@ def _unsupported_options(call: AttentionCall) -> str | None:
     if (call.mask.padding and not (call.same_lengths or call.cached)) and call.softmax != "vanilla":
         return "a sink, where a sequence of queries may have no keys"
     if call.page_size and (call.page_size & (call.page_size - 1) or call.needs_gradient):
-        return f"page_size={call.page_size}: it takes powers of two, and no gradient"
+        return f"page_size={call.page_size}; supported: powers of two without gradients"
     return None
 
 
@@ -276,7 +276,9 @@ def _common(
     return pointers
 
 
-def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None) -> Tensor:
+def _allocate_result(
+    call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None
+) -> Tensor:
     """Allocate a result [.., heads, depth] whose tokens that belong to no sequence are zero.
 
     Args:
@@ -297,7 +299,9 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     device = addressable.q.device
     plan = _plan(describe_forward, device.index, call, addressable.strided)
     packed = call.q_format == "thd"
-    output = _fresh(call, addressable.q, call.head_dim_v, inputs.starts_q if packed else None)
+    output = _allocate_result(
+        call, addressable.q, call.head_dim_v, inputs.starts_q if packed else None
+    )
     pointers = _common(call, inputs, addressable)
     pointers["output"] = output.data_ptr()
     rng_state = lse = score_sum = None
@@ -352,9 +356,9 @@ def _allocate_gradients(
     starts_q = inputs.starts_q if call.q_format == "thd" else None
     starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
     return (
-        _fresh(call, addressable.q, call.head_dim_qk, starts_q),
-        _fresh(call, addressable.k, call.head_dim_qk, starts_kv),
-        _fresh(call, addressable.v, call.head_dim_v, starts_kv),
+        _allocate_result(call, addressable.q, call.head_dim_qk, starts_q),
+        _allocate_result(call, addressable.k, call.head_dim_qk, starts_kv),
+        _allocate_result(call, addressable.v, call.head_dim_v, starts_kv),
     )
 
 

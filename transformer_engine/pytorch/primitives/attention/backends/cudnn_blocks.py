@@ -33,8 +33,8 @@ from .cudnn_graph import (
     data_type,
     library,
     load_bindings,
-    missing,
     planned,
+    unavailable_reason,
 )
 from .cudnn_plan import Strided, Tensors, bottom_right
 from .limits import UPGRADE_CUDNN, unsupported_by_environment
@@ -67,7 +67,7 @@ def _format_version(version: tuple[int, ...]) -> str:
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the forward pass does not support the call; None if it does."""
     if call.fp8 != SCALING:
-        return "it takes the recipe MXFP8BlockScaling"
+        return "supported: the recipe MXFP8BlockScaling"
     if (
         reason := unsupported_by_environment(call, "cudnn mxfp8 attention", other_kind="1")
     ) is not None:
@@ -80,7 +80,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "a bottom-right diagonal over sequences of unequal lengths"
     sizes = call.head_dim_qk, call.head_dim_v
     if max(sizes) > 128 and sizes != (192, 128):
-        return f"head sizes {sizes[0]} and {sizes[1]}; it takes up to 128, and 192/128"
+        return f"head sizes {sizes[0]} and {sizes[1]}; supported: up to 128, and 192/128"
     odd = [size for size in (*sizes, call.seqlen_q, call.seqlen_kv) if size % _BLOCK]
     if odd:
         return f"{odd[0]}, a head size or a number of tokens, is not a multiple of {_BLOCK}, the elements of a block"
@@ -89,7 +89,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 def _unsupported_library() -> str | None:
     """Return the reason why the library is missing or too old, or None."""
-    if (reason := missing()) is not None:
+    if (reason := unavailable_reason()) is not None:
         return reason
     graph = load_bindings(library()).graph
     lacking = next(
@@ -101,19 +101,19 @@ def _unsupported_library() -> str | None:
 def _unsupported_version(call: AttentionCall) -> str | None:
     """Return the reason why the cuDNN release does not support the call, or None."""
     version = get_cudnn_version()
-    found = f"cuDNN {_format_version(version)}"
+    release = f"cuDNN {_format_version(version)}"
     if version < _FIRST:
-        return f"{found} has no MXFP8 attention, {_format_version(_FIRST)} has; {UPGRADE_CUDNN}"
+        return f"{release} has no MXFP8 attention, {_format_version(_FIRST)} has; {UPGRADE_CUDNN}"
     if version in _WRONG:
-        return f"{found} computes wrong MXFP8 attention, 9.24 corrects it; {UPGRADE_CUDNN}"
+        return f"{release} computes wrong MXFP8 attention, 9.24 corrects it; {UPGRADE_CUDNN}"
     several = call.seqlen_q > 1 and call.seqlen_kv >= _LONG and not call.mask.banded
     if _ZEROS <= version < _CORRECTED and several:
         return (
-            f"{found} writes zeros for {call.seqlen_kv} keys without a band, from {_LONG} on, "
+            f"{release} writes zeros for {call.seqlen_kv} keys without a band, from {_LONG} on, "
             f"{_format_version(_CORRECTED)} corrects it; {UPGRADE_CUDNN}"
         )
     if call.demands_determinism and version < _DETERMINISTIC:
-        return f"{found} has no deterministic gradients, {_format_version(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
+        return f"{release} has no deterministic gradients, {_format_version(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
     return None
 
 
@@ -265,11 +265,11 @@ _PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(lambda key: planned(*key), M
 
 def _pointers(tensors: dict[str, BlockCodes]) -> dict[str, int]:
     """Code and scale addresses by role."""
-    found = {}
+    pointers = {}
     for role, tensor in tensors.items():
-        found[role] = tensor.codes.data_ptr()
-        found[f"descale_{role.removesuffix('_codes')}"] = tensor.scales.data_ptr()
-    return found
+        pointers[role] = tensor.codes.data_ptr()
+        pointers[f"descale_{role.removesuffix('_codes')}"] = tensor.scales.data_ptr()
+    return pointers
 
 
 def forward(

@@ -15,7 +15,7 @@ from torch import Tensor
 from .....common.memory import Memory
 from ....runtime.device import get_cudnn_version
 from ..call import AttentionCall, AttentionInputs, Feature
-from .cudnn_graph import MOST_PLANS, CudnnPlan, Description, missing, planned
+from .cudnn_graph import MOST_PLANS, CudnnPlan, Description, planned, unavailable_reason
 from .cudnn_plan import Strided, Tensors, bottom_right
 from .limits import UPGRADE_CUDNN, unsupported_by_environment
 
@@ -34,7 +34,7 @@ TAKES = frozenset(
 FORWARD_HEAD_SIZES = range(16, 257, 16)
 BACKWARD_HEAD_SIZE = 128
 # First versions on 10.x and 11.0 for heads of 192/128, for deterministic gradients, and for a scale
-# from the tensor itself: the original's rules. cuDNN 9.24 computes wrong zeros for outputs in 16
+# from the tensor itself: NVIDIA's rules. cuDNN 9.24 computes wrong zeros for outputs in 16
 # bits; this package's outputs are codes.
 _TWO_SIZES, _DETERMINISTIC, _CURRENT = (9, 21, 0), (9, 18, 0), (9, 14, 0)
 DECODED = "attention of the decoded tensors in 16 bits takes its place"
@@ -68,25 +68,25 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "a bottom-right diagonal over sequences of unequal lengths"
     for size in (call.head_dim_qk, call.head_dim_v):
         if size not in FORWARD_HEAD_SIZES:
-            return f"head size {size}; it takes multiples of 16 up to 256"
-    return missing()
+            return f"head size {size}; supported: multiples of 16 up to 256"
+    return unavailable_reason()
 
 
 def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
     """Return the reason why FP8 attention on compute capability 10.x and 11.0 does not support the call, or None."""
     sizes = call.head_dim_qk, call.head_dim_v
     if max(sizes) > 128 and sizes != (192, 128):
-        return f"head sizes {sizes[0]} and {sizes[1]} on {call.hardware.title}: it takes up to 128, and 192/128"
+        return f"head sizes {sizes[0]} and {sizes[1]} on {call.hardware.title}; supported: up to 128, and 192/128"
     version, row = get_cudnn_version(), call.hardware
-    for needed, first, what in (
+    for requested, first, what in (
         (True, row.cudnn_fp8, "these kernels"),
         (sizes == (192, 128), _TWO_SIZES, "heads of 192/128"),
         (call.demands_determinism, _DETERMINISTIC, "deterministic gradients"),
         (call.fp8 == "current", _CURRENT, "current scaling"),
     ):
-        if needed and version < first:
-            found, least = (".".join(map(str, each)) for each in (version, first))
-            missed = f"cuDNN {found} has no FP8 attention with {what} on {row.title}"
+        if requested and version < first:
+            release, least = (".".join(map(str, each)) for each in (version, first))
+            missed = f"cuDNN {release} has no FP8 attention with {what} on {row.title}"
             return f"{missed}, {least} has; {UPGRADE_CUDNN}"
     return None
 
@@ -98,7 +98,7 @@ def unsupported_backward(call: AttentionCall) -> str | None:
         reason = call.hardware.lacks("cudnn fp8 gradients of two sizes") if two_sizes else None
         return reason or unsupported_reason(call)
     if not call.head_dim_qk == call.head_dim_v == BACKWARD_HEAD_SIZE:
-        return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; it takes 128"
+        return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; supported: 128"
     return unsupported_reason(call)
 
 

@@ -60,7 +60,7 @@ Offset = tuple[str, int]
 
 
 @functools.cache
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason why the library is unavailable, or None."""
     if not optional.installed("cudnn"):
         return f"nvidia-cudnn-frontend is not installed; {REMEDY}"
@@ -268,8 +268,8 @@ class CudnnPlan:
 
     def __init__(self, described: Description, graph: Any):
         graph._prepare_variant_pack_template()
-        needed = set(graph._get_variant_pack_uids_sorted())
-        unused = [role for role in described.roles if _UID[role] not in needed]
+        uids = set(graph._get_variant_pack_uids_sorted())
+        unused = [role for role in described.roles if _UID[role] not in uids]
         if unused:
             raise RuntimeError(
                 f"cuDNN leaves out {', '.join(unused)}; set NVTE_FUSED_ATTN=0 for another backend"
@@ -362,10 +362,10 @@ def _restore_plan(path: Path, description: Description, device: int) -> CudnnPla
         graph._prepare_variant_pack_template()
         described = sorted(_UID[role] for role in description.roles)
         described += range(_FIRST_OFFSET, _FIRST_OFFSET + len(description.offsets))
-        found = list(graph._get_variant_pack_uids_sorted())
+        uids = list(graph._get_variant_pack_uids_sorted())
         workspace = graph.get_workspace_size()
-        if found != described:
-            reason = f"its tensors are {found}, where {described} are described"
+        if uids != described:
+            reason = f"its tensors are {uids}, where {described} are described"
         elif workspace != stored.workspace:
             reason = f"it asks for {workspace} bytes of workspace, and for {stored.workspace} when it was built"
         else:

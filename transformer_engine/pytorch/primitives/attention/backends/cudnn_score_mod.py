@@ -86,10 +86,10 @@ class Modifier(NamedTuple):
             values[GRADIENT] = gradient
             return run_calls(program.differentiate, program.gradient, graph, values, setters=True)
 
-        found: dict[str, Callable[..., Any]] = {"score_mod": modify}
+        functions: dict[str, Callable[..., Any]] = {"score_mod": modify}
         if program.gradient is not None:
-            found["score_mod_bprop"] = differentiate
-        return found
+            functions["score_mod_bprop"] = differentiate
+        return functions
 
 
 def _record_score(call: AttentionCall) -> RecordedScoreMod | None:
@@ -127,7 +127,7 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         return "softcap together with score_mod"
     score_mod = _record_score(call)
     if score_mod is None:
-        return "score_mod takes indices; it takes score_mod(graph, score, tensors)"
+        return "score_mod takes indices; supported: score_mod(graph, score, tensors)"
     program = score_mod.program
     if isinstance(program, str):
         return program
@@ -136,9 +136,9 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         return "a score_mod whose result does not depend on the scores"
     if program.gradient is not None and not program.depends_on(GRADIENT, program.gradient):
         return "a score_mod_bprop whose result does not depend on the gradient"
-    needed = program.needed(call.needs_gradient)
-    operands = needed.operands()
-    for step in (*needed.modify, *needed.differentiate):
+    graph_calls = program.needed(call.needs_gradient)
+    operands = graph_calls.operands()
+    for step in (*graph_calls.modify, *graph_calls.differentiate):
         if step.reads() <= operands:
             return f"graph.{step.method} of score_mod_tensors alone; compute it before the call"
     for name, setting, supported in (
@@ -151,7 +151,7 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         ("page_size", call.page_size, 0),
     ):
         if setting != supported:
-            return f"{function} with {name}={setting!r}; it takes {supported!r}"
+            return f"{function} with {name}={setting!r}; supported: {supported!r}"
     if call.packed or call.cached:
         return f"{function} with packed sequences or a cache of keys and values"
     if call.needs_gradient and program.gradient is None:
@@ -166,7 +166,7 @@ def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> st
     """Return the reason why score_mod tensors are unsupported, or None."""
     tensors = score_mod.operands()
     if len(tensors) > MOST_SCORE_MOD_TENSORS:
-        return f"{len(tensors)} tensors of a score_mod; it takes at most {MOST_SCORE_MOD_TENSORS}"
+        return f"{len(tensors)} tensors of a score_mod; supported: at most {MOST_SCORE_MOD_TENSORS}"
     names = (
         *(f"score_mod_tensors[{name!r}]" for name in score_mod.tensors),
         *(f"score_mod_bprop_tensors[{name!r}]" for name in score_mod.bprop_tensors),
@@ -174,7 +174,7 @@ def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> st
     scores = (call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype not in _DTYPES:
-            return f"{name} is {tensor.dtype}; it takes float32, bfloat16 and float16"
+            return f"{name} is {tensor.dtype}; supported: float32, bfloat16 and float16"
         if tensor.numel() == 1:
             continue
         broadcasts = tensor.dim() == 4 and all(

@@ -25,13 +25,13 @@ def _installed() -> str | None:
 # A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 VERSION: str | None = _installed()
 _LARGEST_HEAD = 256
-FIRST, END = (2, 1, 1), (2, 8, 4)  # supported releases: FIRST <= release < END
-WINDOWS, ALIBI, DETERMINISTIC, SOFTCAP = (
-    (2, 3, 0),
-    (2, 4, 0),
-    (2, 4, 1),
-    (2, 6, 0),
-)  # releases from which the package has an option
+# Supported releases: FIRST <= release < END.
+FIRST, END = (2, 1, 1), (2, 8, 4)
+# The first release with an option.
+WINDOWS = (2, 3, 0)
+ALIBI = (2, 4, 0)
+DETERMINISTIC = (2, 4, 1)
+SOFTCAP = (2, 6, 0)
 # The first release with kernels for 10.0 and higher, if it was built with CUDA 12.8; and the first
 # whose gradients for heads above 192 fit into 99 KiB of shared memory, without dropout.
 BLACKWELL, SMALL_GRADIENTS = (2, 7, 3), (2, 5, 5)
@@ -61,25 +61,25 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "flash-attn is not installed (pip install flash-attn)"
     if not is_supported(VERSION):
         return f"flash-attn {VERSION} is not a version from 2.1.1 up to, not including, 2.8.4"
-    found = release(VERSION)
-    if found < WINDOWS and call.mask.banded and not call.mask.causal:
+    installed = release(VERSION)
+    if installed < WINDOWS and call.mask.banded and not call.mask.causal:
         return f"flash-attn {VERSION} has no sliding window, which came with 2.3"
-    if found < ALIBI and call.bias == "alibi":
+    if installed < ALIBI and call.bias == "alibi":
         return f"flash-attn {VERSION} has no ALiBi, which came with 2.4"
-    if found < DETERMINISTIC and call.deterministic:
+    if installed < DETERMINISTIC and call.deterministic:
         return f"flash-attn {VERSION} has no deterministic backward pass, which came with 2.4.1"
-    if found < SOFTCAP and call.softcap != 0.0:
+    if installed < SOFTCAP and call.softcap != 0.0:
         return f"flash-attn {VERSION} has no softcap, which came with 2.6"
     if call.softcap != 0.0 and call.dropout > 0.0:
         return "softcap together with attention_dropout"
-    reason = unsupported_beyond_flash(call, _LARGEST_HEAD) or _unsupported_hardware(call, found)
+    reason = unsupported_beyond_flash(call, _LARGEST_HEAD) or _unsupported_hardware(call, installed)
     return reason or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
 
 
-def _unsupported_hardware(call: AttentionCall, found: tuple[int, ...]) -> str | None:
+def _unsupported_hardware(call: AttentionCall, installed: tuple[int, ...]) -> str | None:
     """Return the reason why a release does not support the call's GPU, or None."""
     hardware = call.hardware
-    if found < BLACKWELL and not hardware.has("early flash attention 2"):
+    if installed < BLACKWELL and not hardware.has("early flash attention 2"):
         return (
             f"flash-attn {VERSION} has no kernels for {hardware.title}, 2.7.3 and higher have if they are built with "
             "CUDA 12.8; pip install --upgrade --no-build-isolation flash-attn"
@@ -92,7 +92,7 @@ def _unsupported_hardware(call: AttentionCall, found: tuple[int, ...]) -> str | 
         return None
     if call.dropout > 0.0:
         return f"a gradient of heads of size {call.head_dim_qk} > {_WIDE_HEAD} with dropout on {hardware.title}"
-    if found < SMALL_GRADIENTS:
+    if installed < SMALL_GRADIENTS:
         return (
             f"flash-attn {VERSION} has no gradient of heads of size {call.head_dim_qk} > {_WIDE_HEAD} on "
             f"{hardware.title}, 2.5.5 and higher have; pip install --upgrade flash-attn"
@@ -112,13 +112,13 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         "softmax_scale": call.scale,
         "causal": call.mask.causal,
     }
-    found = FIRST if VERSION is None else release(VERSION)
-    if found >= WINDOWS:
+    installed = FIRST if VERSION is None else release(VERSION)
+    if installed >= WINDOWS:
         window = call.mask.window
         options["window_size"] = (-1, -1) if window == (-1, 0) else window
-    if found >= ALIBI:
+    if installed >= ALIBI:
         options["alibi_slopes"] = inputs.slopes
-    if found >= DETERMINISTIC:
+    if installed >= DETERMINISTIC:
         options["deterministic"] = call.deterministic
     if call.softcap != 0.0:
         options["softcap"] = call.softcap

@@ -71,18 +71,18 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         options["softcap"] = call.softcap
     if not call.packed:
         q, k, v = (batch_first(call.q_format, x) for x in inputs[:3])
-        out = _first(flash_attn_func(q, k, v, **options))
+        out = _get_output(flash_attn_func(q, k, v, **options))
         return AttentionResult(batch_first(call.q_format, out).flatten(-2))
     bounds = (inputs.starts_q, inputs.starts_kv, call.seqlen_q, call.seqlen_kv)
-    out = _first(flash_attn_varlen_func(*inputs[:3], *bounds, **options))
+    out = _get_output(flash_attn_varlen_func(*inputs[:3], *bounds, **options))
     assert inputs.starts_q is not None
     zero_padding(out.detach(), inputs.starts_q)
     return AttentionResult(out.flatten(-2))
 
 
-def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
+def _get_output(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return the output: earlier versions return (output, lse), later ones the output."""
-    return found[0] if isinstance(found, tuple) else found
+    return result[0] if isinstance(result, tuple) else result
 
 
 WHOLE = Differentiable("flash3", run)

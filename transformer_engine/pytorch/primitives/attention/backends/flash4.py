@@ -115,7 +115,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 
     rewrites = _leaves_rows(call)
     out = _rows(call, inputs.q, call.heads, call.head_dim_v, rewrites)
-    found = _flash_attn_fwd(
+    result = _flash_attn_fwd(
         batch_first(call.q_format, inputs.q),
         batch_first(call.kv_format, inputs.k),
         batch_first(call.kv_format, inputs.v),
@@ -131,7 +131,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     if call.packed and not rewrites:
         assert inputs.starts_q is not None
         zero_padding(out, inputs.starts_q)
-    return Attended(out, found[1])
+    return Attended(out, result[1])
 
 
 def backward(
@@ -147,7 +147,7 @@ def backward(
     grad_k = _rows(call, k, call.groups, call.head_dim_qk, rewrites)
     grad_v = _rows(call, v, call.groups, call.head_dim_v, rewrites)
     view = functools.partial(batch_first, call.q_format)
-    found = _flash_attn_bwd(
+    gradients = _flash_attn_bwd(
         view(q),
         view(k),
         view(v),
@@ -169,7 +169,7 @@ def backward(
         zero_padding(grad_q, inputs.starts_q)
         zero_padding(grad_k, inputs.starts_kv)
         zero_padding(grad_v, inputs.starts_kv)
-    return Gradients(grad_q, grad_k, grad_v, None, None if inputs.sink is None else found[3])
+    return Gradients(grad_q, grad_k, grad_v, None, None if inputs.sink is None else gradients[3])
 
 
 def _arguments(call: AttentionCall, inputs: AttentionInputs) -> dict[str, Any]:

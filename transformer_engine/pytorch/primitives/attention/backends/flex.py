@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from .....common.dispatch import Backend
-from .....common.kernels.launch import missing
+from .....common.kernels.launch import unavailable_reason
 from ....runtime.device_tables import keep_if_captured
 from .. import layout, visible
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
@@ -45,13 +45,15 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if (reason := missing(call.hardware) or call.hardware.lacks("triton kernels")) is not None:
+    if (
+        reason := unavailable_reason(call.hardware) or call.hardware.lacks("triton kernels")
+    ) is not None:
         return reason
     if call.dtype == torch.float64:
         return "float64"
     for size in (call.head_dim_qk, call.head_dim_v):
         if size not in _SIZES:
-            return f"heads of size {size}; it takes multiples of 16 up to 256"
+            return f"heads of size {size}; supported: multiples of 16 up to 256"
     return None
 
 

@@ -44,10 +44,10 @@ def unsupported_beyond_flash(
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
     if str(call.dtype) not in ("torch.float16", "torch.bfloat16"):
-        return f"the tensors are {call.dtype}; it takes float16 and bfloat16"
+        return f"the tensors are {call.dtype}; supported: float16 and bfloat16"
     for name, size in (("queries and keys", call.head_dim_qk), ("values", call.head_dim_v)):
         if size > largest_head or size % multiple:
-            return f"heads of {name} have size {size}; it takes multiples of {multiple} up to {largest_head}"
+            return f"heads of {name} have size {size}; supported: multiples of {multiple} up to {largest_head}"
     return None
 
 
@@ -55,8 +55,8 @@ def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> 
     """Return the reason why a cuDNN version has no 16-bit attention for a call on its GPU, or None."""
     hardware = call.hardware
     if version < hardware.cudnn:
-        found, first = (".".join(map(str, each)) for each in (version, hardware.cudnn))
-        return f"cuDNN {found} has no attention for {hardware.title}, {first} and higher have; {UPGRADE_CUDNN}"
+        release, first = (".".join(map(str, each)) for each in (version, hardware.cudnn))
+        return f"cuDNN {release} has no attention for {hardware.title}, {first} and higher have; {UPGRADE_CUDNN}"
     if call.cached and (reason := hardware.lacks("cudnn cached attention")) is not None:
         return reason
     if not call.needs_gradient:
@@ -74,11 +74,11 @@ def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> 
     if largest > limit:
         return f"head size {largest} > {limit} in the backward pass on {hardware.title}"
     if largest > 128 and sizes[0] != sizes[1] and sizes != (192, 128):
-        return f"head sizes {sizes[0]} and {sizes[1]}: above 128 it takes equal ones and 192/128"
+        return f"head sizes {sizes[0]} and {sizes[1]}; supported above 128: equal sizes and 192/128"
     if 128 < largest < limit and sizes[0] == sizes[1]:
         reason = hardware.lacks("cudnn gradients of equal wide heads")
         return (
             reason
-            and f"head size {largest} in the backward pass: {reason}; it takes {limit} and 192/128"
+            and f"head size {largest} in the backward pass: {reason}; supported: {limit} and 192/128"
         )
     return None

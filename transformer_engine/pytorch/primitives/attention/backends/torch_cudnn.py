@@ -29,11 +29,11 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute attention by PyTorch's operator, in the layout of the call."""
     form = call.q_format
     q, k, v = (heads_first(form, x) for x in inputs[:3])
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    result = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, call.needs_gradient, 0.0, call.mask.banded, False, scale=call.scale
     )
-    lse = found[1].squeeze(-1) if call.needs_gradient else None
-    return Attended(heads_last(form, found[0]).contiguous(), lse)
+    lse = result[1].squeeze(-1) if call.needs_gradient else None
+    return Attended(heads_last(form, result[0]).contiguous(), lse)
 
 
 def backward(
@@ -44,7 +44,7 @@ def backward(
     form = call.q_format
     q, k, v = (heads_first(form, x) for x in inputs[:3])
     nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset for dropout 0
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         heads_first(form, grad_output),
         q,
         k,
@@ -62,7 +62,7 @@ def backward(
         call.mask.banded,
         scale=call.scale,
     )
-    return Gradients(*(heads_last(form, x) for x in found))
+    return Gradients(*(heads_last(form, x) for x in gradients))
 
 
 PASSES = Passes("torch_cudnn", forward, backward)

@@ -64,7 +64,7 @@ def backward(
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
     else:
         state = attended.rng_state.view(torch.uint64)
-    found = torch.ops.aten._flash_attention_backward(
+    grads = torch.ops.aten._flash_attention_backward(
         batch_first(call.q_format, grad_output),
         q,
         k,
@@ -81,7 +81,7 @@ def backward(
         torch.empty(0, dtype=torch.uint64, device=q.device),
         **_options(call),
     )
-    gradients = Gradients(*(batch_first(call.q_format, x) for x in found))
+    gradients = Gradients(*(batch_first(call.q_format, x) for x in grads))
     if call.packed:
         assert inputs.starts_q is not None and inputs.starts_kv is not None
         zero_padding(gradients.q, inputs.starts_q)

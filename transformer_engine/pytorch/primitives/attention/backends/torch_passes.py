@@ -90,10 +90,10 @@ def _backward_on_a_cpu(
 ) -> Gradients:
     form, scale = call.q_format, call.scale
     operands = [heads_first(form, x) for x in (grad_output, *inputs[:3], attended.output)]
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *operands, attended.lse, 0.0, call.banded, scale=scale
     )
-    return Gradients(*(heads_last(form, x) for x in found))
+    return Gradients(*(heads_last(form, x) for x in gradients))
 
 
 CPU = Passes("torch_sdpa", _forward_on_a_cpu, _backward_on_a_cpu)

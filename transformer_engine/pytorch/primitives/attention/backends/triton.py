@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .....common.dispatch import Backend
-from .....common.kernels.launch import LARGEST_GRID, missing
+from .....common.kernels.launch import LARGEST_GRID, unavailable_reason
 from ....runtime.launching import DTYPE_NAMES, perform, processors, run_program_into
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..dropout import random_state
@@ -48,10 +48,12 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if (reason := missing(call.hardware) or call.hardware.lacks("triton kernels")) is not None:
+    if (
+        reason := unavailable_reason(call.hardware) or call.hardware.lacks("triton kernels")
+    ) is not None:
         return reason
     if call.dtype not in DTYPE_NAMES:
-        return f"the tensors are {call.dtype}; it takes float32, float16 and bfloat16"
+        return f"the tensors are {call.dtype}; supported: float32, float16 and bfloat16"
     limit = LARGEST_HEAD if call.needs_gradient else LARGEST_HEAD_WITHOUT_GRADIENT
     if max(call.head_dim_qk, call.head_dim_v) > limit:
         kind = "with" if call.needs_gradient else "without"
@@ -127,7 +129,7 @@ def backward(
         inputs.sink is not None,
         q.get_device(),
     )
-    outputs = _space(call, inputs, plan, lse)
+    outputs = _allocate_gradients(call, inputs, plan, lse)
     operands = (*sources, attended.rng_state, attended.output, grad_output, lse, inputs.sink)
     perform(plan.program, (*operands, *(tensor for tensor in outputs if tensor is not None)))
     # Partial sums are added in a fixed order.
@@ -168,7 +170,7 @@ class _Results(NamedTuple):
     bias: Tensor | None
 
 
-def _space(
+def _allocate_gradients(
     call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor
 ) -> _Results:
     """Allocate the gradients and their partial sums; zeros if some tokens belong to no sequence."""
@@ -210,7 +212,7 @@ def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:
 
 @functools.lru_cache(maxsize=1024)
 def _forward_launch(call: AttentionCall, strides: Strides, device: int) -> Launch:
-    from .....common.kernels import attention  # it imports triton
+    from .....common.kernels import attention
 
     out = contiguous_triple(call.q_format, call.batch, call.seqlen_q, call.heads, call.head_dim_v)
     lse = lse_triple(call, None)

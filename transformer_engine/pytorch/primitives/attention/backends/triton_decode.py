@@ -44,7 +44,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 
 @functools.lru_cache(maxsize=1024)
 def _program(call: AttentionCall, strides: Strides, device: int) -> Program:
-    from .....common.kernels import attention_programs  # it imports triton
+    from .....common.kernels import attention_programs
 
     count, shared_memory = processors(device)
     out = contiguous_triple(call.q_format, call.batch, call.seqlen_q, call.heads, call.head_dim_v)

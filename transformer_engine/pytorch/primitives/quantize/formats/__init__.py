@@ -19,5 +19,5 @@ def unregister(name: str) -> None:
 
 
 for _module in import_modules(__name__, __path__):
-    for _row in _module.ROWS:
+    for _row in _module.FORMAT_ROWS:
         register(_row)

@@ -28,22 +28,22 @@ from ..tile_scaled import tile_scaled
 def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
     """Encode x [R, K] to codes [R, K] and decode scales float32 [ceil(R/r), ceil(K/128)]."""
     assert spec.tile is not None
-    cut = tiles.cut(x, spec.tile)
+    blocks = tiles.cut(x, spec.tile)
     scale = scale_from_amax(
-        tiles.tile_amax(cut),
+        tiles.tile_amax(blocks),
         spec.element.maximum,
         power_of_two=spec.power_of_two,
         epsilon=spec.epsilon,
         value_for_inf=min(torch.finfo(x.dtype).max, float32_max()),
     )
-    codes = cast(cut * tiles.spread(scale), spec.element)
+    codes = cast(blocks * tiles.spread(scale), spec.element)
     return tiles.join(codes, (x.shape[0], x.shape[1])), scale.reciprocal()
 
 
 def _row_blocks(
     spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    from .....common.kernels import block_cast  # it imports triton
+    from .....common.kernels import block_cast
 
     return block_cast.row_blocks(
         shape,
@@ -75,7 +75,7 @@ def _scales(spec: QuantizeSpec, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-ROWS = (
+FORMAT_ROWS = (
     tile_scaled(
         BLOCK_1D,
         encode,

@@ -49,7 +49,7 @@ def dequantize(operand: Operand, scale: Tensor) -> Tensor:
 
 def _plan(request: QuantizeRequest) -> PlannedCall:
     """Bind the kernels of one request: one launch for a given scale, two where the maximum determines it."""
-    from .....common.kernels import cast as kernels  # it imports triton
+    from .....common.kernels import cast as kernels
 
     def performed(amax: str) -> Performed:
         spec = request.spec
@@ -85,4 +85,4 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
     return lambda x, inputs: Quantized(*scales(x if x.is_contiguous() else x.contiguous()))
 
 
-ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=_plan),)
+FORMAT_ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=_plan),)

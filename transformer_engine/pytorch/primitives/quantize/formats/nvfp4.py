@@ -49,17 +49,17 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """Encode x [R, K] with amax [1] or [R]: unpacked uint8 codes [R, K], block scales e4m3 [ceil(R/r), ceil(K/16)]."""
     assert spec.tile is not None
-    cut = tiles.cut(x, spec.tile)
+    blocks = tiles.cut(x, spec.tile)
     amax = amax.view(-1, 1)
     encode_scale = second_level_scale(amax, _range(form))
     if spec.four_over_six:
-        codes, block_scale = _four_or_six(cut, spec.four_over_six, form, amax, encode_scale)
+        codes, block_scale = _four_or_six(blocks, spec.four_over_six, form, amax, encode_scale)
     else:
-        ideal = tiles.tile_amax(cut) * (encode_scale * (1.0 / E2M1.maximum))
+        ideal = tiles.tile_amax(blocks) * (encode_scale * (1.0 / E2M1.maximum))
         block_scale = cast(ideal.clamp(max=float32_max()), E4M3)
         random_tiles = None if random is None else tiles.cut(random, spec.tile)
         codes = encode_e2m1(
-            cut * tiles.spread(_multiplier(block_scale, encode_scale)), random_tiles
+            blocks * tiles.spread(_multiplier(block_scale, encode_scale)), random_tiles
         )
     return tiles.join(codes, (x.shape[0], x.shape[1])), block_scale
 
@@ -71,23 +71,23 @@ def _multiplier(block_scale: Tensor, encode_scale: Tensor) -> Tensor:
 
 
 def _four_or_six(
-    cut: Tensor, measure: str, form: TensorFormat, amax: Tensor, encode_scale: Tensor
+    blocks: Tensor, measure: str, form: TensorFormat, amax: Tensor, encode_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return codes and block scales with each tile's maximum mapped to 6, or to 4 if that makes a smaller error.
 
     A NaN error, from a tile or matrix that is not finite, is never smaller: such tiles map their maximum to 6.
     """
-    tile_amax = tiles.tile_amax(cut)
+    tile_amax = tiles.tile_amax(blocks)
     base = torch.div(tile_amax, torch.full_like(tile_amax, E2M1.maximum)) * encode_scale
     candidates = []
     for ideal in (base, base * 1.5):
         scale = cast(ideal, E4M3)
         candidates.append(
-            (encode_e2m1(cut * tiles.spread(_multiplier(scale, encode_scale))), scale)
+            (encode_e2m1(blocks * tiles.spread(_multiplier(scale, encode_scale))), scale)
         )
     six, four = candidates
     error_six, error_four = (
-        _tile_error(cut, codes, scale, measure, form, amax, encode_scale)
+        _tile_error(blocks, codes, scale, measure, form, amax, encode_scale)
         for codes, scale in (six, four)
     )
     takes_four = error_four < error_six
@@ -97,7 +97,7 @@ def _four_or_six(
 
 
 def _tile_error(
-    cut: Tensor,
+    blocks: Tensor,
     codes: Tensor,
     block_scale: Tensor,
     measure: str,
@@ -109,10 +109,10 @@ def _tile_error(
     # at most 6 significant bits: exact
     product = decode_e2m1(codes) * tiles.spread(widen(block_scale))
     if measure in (FAST_MAE, FAST_MSE):
-        difference = product - cut * tiles.spread(encode_scale)
+        difference = product - blocks * tiles.spread(encode_scale)
     else:
         values = product * tiles.spread(amax)
-        difference = torch.div(values, torch.full_like(values, _range(form))) - cut
+        difference = torch.div(values, torch.full_like(values, _range(form))) - blocks
     terms = difference * difference if measure in (MSE, FAST_MSE) else difference.abs()
     error = terms[..., 0]
     for index in range(1, terms.shape[-1]):
@@ -231,7 +231,7 @@ def _unsupported_transformed_maximum(request: TransformedMaximumRequest) -> str 
 
 
 def _bind_transformed_maximum(request: TransformedMaximumRequest) -> Callable[[Tensor], Tensor]:
-    from .....common.kernels import nvfp4  # it imports triton
+    from .....common.kernels import nvfp4
 
     launch = nvfp4.hadamard_maximum((request.rows, request.columns), request.random_sign)
     return lambda x: run(launch, (x,))[0]
@@ -278,7 +278,7 @@ def hadamard_maximum(x: Tensor, random_sign: bool) -> Tensor:
 
 
 def _plan(request: QuantizeRequest) -> PlannedCall:
-    from .....common.kernels import nvfp4  # it imports triton
+    from .....common.kernels import nvfp4
 
     spec = request.spec
 
@@ -302,7 +302,7 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
     return call
 
 
-ROWS = tuple(
+FORMAT_ROWS = tuple(
     FormatRow(form, quantize, dequantize, check, _plan, maxima)
     for plain in NVFP4_FORMATS.values()
     for form in (plain, TILED_FORMATS[plain])

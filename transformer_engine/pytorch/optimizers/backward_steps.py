@@ -1,0 +1,118 @@
+"""FusedAdam steps of single parameters from hooks of a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...common.operation_settings import CHUNK
+from ..tensor.quantized_tensor import QuantizedTensor
+from .adam_states import NAMES
+from .buckets import Bucket, BucketKey, GroupBuckets
+from .checks import check_parameter, check_states
+from .multi_tensor_apply import local_part
+
+if TYPE_CHECKING:
+    from .fused_adam import FusedAdam
+
+
+@contextmanager
+def step_in_backward(optimizer: FusedAdam) -> Iterator[None]:
+    """Step parameters from hooks; see `FusedAdam.step_in_backward`."""
+    if optimizer.use_decoupled_grad:
+        raise RuntimeError(
+            "step_in_backward reads .grad, and use_decoupled_grad=True has other gradients; call step()"
+        )
+    steps = _Steps(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(steps.step) for p in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            steps.step(parameter)
+    optimizer._known_states = list(optimizer.state.values())
+
+
+class _Steps:
+    """The steps of one context.
+
+    Attributes:
+        rates: The numbers for `adam_step` of each parameter, float32 [12].
+        stepped: Parameters that have had their step.
+    """
+
+    @torch.no_grad()
+    def __init__(self, optimizer: FusedAdam) -> None:
+        optimizer._checked.check(optimizer.param_groups)
+        optimizer._forget_replaced_states()
+        self.optimizer = optimizer
+        self.rates: dict[Tensor, Tensor] = {}
+        self.stepped: set[Tensor] = set()
+        for group in optimizer.param_groups:
+            params = [p for p in group["params"] if p.requires_grad]
+            by_device = optimizer._advance(group, {local_part(p).device for p in params}, None)
+            chunks = _first_chunks(optimizer, params)
+            for device, numbers in by_device.items():
+                own = [p for p in params if local_part(p).device == device]
+                table = numbers.repeat(len(own), 1)
+                if optimizer.stochastic_rounding:
+                    firsts = torch.tensor([chunks[p] for p in own], dtype=torch.float32)
+                    table[:, -1] = firsts.to(device)
+                self.rates.update(zip(own, table.unbind(), strict=True))
+
+    @torch.no_grad()
+    def step(self, parameter: Tensor) -> None:
+        """Step a parameter and set its gradient to None."""
+        optimizer = self.optimizer
+        if parameter in self.stepped:
+            raise RuntimeError(
+                f"a parameter of shape {list(parameter.shape)} got a second gradient in one step_in_backward(); enter "
+                "the context for the last backward pass of a step only, and use checkpoints with use_reentrant=False "
+                "for functions that share parameters"
+            )
+        self.stepped.add(parameter)
+        bucket = self._bucket(parameter)
+        rates = {bucket.parameters[0].device: self.rates[parameter]}
+        lists = optimizer._lists([parameter.grad], bucket)
+        optimizer._step_bucket(bucket, lists, rates, may_skip=False)
+        parameter.grad = None
+
+    def _bucket(self, parameter: Tensor) -> Bucket:
+        """The bucket of one parameter, cached while its properties are equal."""
+        optimizer, grad = self.optimizer, parameter.grad
+        assert grad is not None
+        ways = (optimizer.master_weights, optimizer.use_decoupled_grad)
+        key = BucketKey.of([parameter], [grad], *ways)
+        cached = optimizer._backward_buckets.get(parameter)
+        if cached is not None and cached.key.equal(key):
+            (bucket,) = cached.buckets
+            if bucket.states[0] is optimizer.state.get(parameter):
+                return bucket
+        check_parameter(parameter, grad, optimizer.master_weights, optimizer.capturable)
+        names = NAMES[: 2 + optimizer.master_weights]
+        check_states(parameter, optimizer.state.get(parameter, {}), names)
+        optimizer._complete(parameter)
+        found = GroupBuckets(key, optimizer._buckets([parameter], [grad]))
+        optimizer._backward_buckets[parameter] = found
+        return found.buckets[0]
+
+
+def _first_chunks(optimizer: FusedAdam, params: list[Tensor]) -> dict[Tensor, int]:
+    """Number of each parameter's first chunk in the launch that `step` has for parameters with gradients."""
+    totals: dict[tuple[Any, ...], int] = {}
+    firsts: dict[Tensor, int] = {}
+    for parameter in params:
+        local = local_part(parameter)
+        kind = type(local) if isinstance(local, QuantizedTensor) else local.dtype
+        bucket = (local.device, kind, optimizer._keeps_remainder(parameter))
+        firsts[parameter] = totals.get(bucket, 0)
+        totals[bucket] = firsts[parameter] + -(-local.numel() // CHUNK)
+    return firsts
