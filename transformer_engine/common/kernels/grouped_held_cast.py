@@ -222,8 +222,11 @@ def held_cast_kernel(
             where = locate(layout, cast, M, K, PARTS, TILES, GROUPS, BY_ROWS)
             group, slot, count = where[0], where[7], where[8]
             own = maxima + slot + of_group
-            while gl.min(measured, 0) < 0:
-                measured = gl.load(own, mask=of_group < count, other=0, volatile=True)
+            inside = of_group < count
+            if gl.min(measured, 0) < 0:
+                while gl.min(gl.load(own, mask=inside, other=0, volatile=True), 0) < 0:
+                    pass
+                measured = gl.load(own, mask=inside, other=0, volatile=True)
             largest = gl.max(measured, 0).to(gl.float32, bitcast=True)
             factor, inverse = scale_from_amax(
                 largest, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
