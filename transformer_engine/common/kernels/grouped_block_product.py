@@ -1,8 +1,8 @@
 """y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e from FP8 codes in 128-element blocks.
 
 Written in Gluon, Triton's explicit language, for Hopper (capability 9.0). Programs, warps and tiles are as in
-`grouped_product`; the copy engine also loads the scales of every 128 of the contracted axis. Each such product is
-multiplied by its scales and added to a float32 sum, as in `block_product`. Sums have the bits of `grouped_gemm`.
+`grouped_product`; the copy engine also loads the scales for each 128 elements along the contracted axis. Each such product is
+multiplied by its scales and added to a float32 sum, as in `block_product`. Sums have `grouped_gemm`'s bits.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def fetch(
     BAND: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Load the codes and scales of every tile, 128 of the contracted axis per stage, as soon as a stage is free.
+    """Load every tile's codes and scales, 128 elements along the contracted axis per stage, once a stage is free.
 
-    The scales of a group with another number of rows than a multiple of 4 are loaded by the warp.
+    The warp itself loads scales that do not begin at multiples of 16 bytes.
     """
     a, b = matrices
     scale_a, scale_b = scales
@@ -80,7 +80,7 @@ def fetch(
         height = M
         aligned = TILES > 0
         if not COLUMNS:
-            # The scales of a group are [steps, height], and begin behind those of all earlier rows.
+            # A group's scales are [steps, height], and begin behind the scales for all earlier rows.
             start = gl.load(layout + group)
             height = gl.load(layout + group + 1) - start
             aligned = (start * steps | height) % ALIGNMENT == 0
@@ -119,7 +119,7 @@ def fetch(
 def column_scales(
     stages, place, otherwise, LAYOUT: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr
 ):
-    """Scales of 128 columns if they differ, `otherwise` if not."""
+    """Load the scales for 128 columns if they differ; otherwise return `otherwise`."""
     if COLUMNS:
         return stages.index(place).slice(GROUP * SIDE, SIDE).load(gl.SliceLayout(0, LAYOUT))
     else:
@@ -150,7 +150,7 @@ def multiply(
     COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Compute the columns [128 GROUP, 128 GROUP + 128) of every tile."""
+    """Compute the columns [128 GROUP, 128 GROUP + 128) in every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     RIGHT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
@@ -252,7 +252,7 @@ def grouped_block_kernel(
     Args:
         scale_a: Rows: group after group, [ceil(K / 128), rows]. Columns: [tiles, M].
         scale_b: Rows: [GROUPS, ceil(N / 128), ceil(K / 128)]. Columns: [tiles, N].
-        table: Addresses of the matrices [M, N] to write instead of out, whose dtype they have; or None.
+        table: Addresses for the matrices [M, N] to write instead of out, whose dtype they have; or None.
         BUFFERS: Number of 64-row result buffers per warp group.
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)

@@ -84,7 +84,7 @@ def fetch(
     BAND: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Load the codes of every tile, 128 of the contracted axis per stage, as soon as a stage is free."""
+    """Load every tile's codes, 128 elements along the contracted axis per stage, as soon as a stage is free."""
     a, b = matrices
     a_stages, b_stages = stages
     full, free = barriers
@@ -194,7 +194,7 @@ def write_tile(
     COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Write the 64 upper and the 64 lower rows of a tile, from row `row` of the group's codes on."""
+    """Write a tile's 64 upper and 64 lower rows, from row `row` in the group's codes on."""
     matrix = out
     first = row
     if COLUMNS:
@@ -269,7 +269,7 @@ def multiply(
     EXACT: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Compute the columns [128 GROUP, 128 GROUP + 128) of every tile."""
+    """Compute the columns [128 GROUP, 128 GROUP + 128) in every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     a_stages, b_stages = stages
     full, free = barriers
@@ -341,7 +341,7 @@ def multiply(
 
 @gluon.jit
 def count_rows(layout, TOTAL, M, N, GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Rows of the left codes, of the right codes, and of the result, each as one matrix."""
+    """Count the rows in the left codes, the right codes and the result, each as one matrix."""
     if COLUMNS:
         tiles = max(gl.load(layout + 2 * GROUPS + 1), 1)  # a tensor map has no empty axis
         return tiles * M, tiles * N, GROUPS * M
@@ -351,7 +351,7 @@ def count_rows(layout, TOTAL, M, N, GROUPS: gl.constexpr, COLUMNS: gl.constexpr)
 
 @gluon.jit
 def map_codes(a, b, rows_a, rows_b, width, CODES: gl.constexpr):
-    """Tensor maps of the codes, [rows, width] each."""
+    """Describe the codes as tensor maps, [rows, width] each."""
     return (
         tma.make_tensor_descriptor(a, [rows_a, width], [width, 1], [SIDE, SIDE], CODES),
         tma.make_tensor_descriptor(b, [rows_b, width], [width, 1], [SIDE, SIDE], CODES),
