@@ -36,7 +36,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall, AttentionInputs
 from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.primitives.attention.mask import resolve
-from transformer_engine_tools.bench.measure import measure_in_turns, peak_mib
+from transformer_engine_tools.bench.measure import measure_in_turns
 
 
 def _constant_scale(amax: Any, scale: Any, fp8_max: Any, recipe: Any) -> Any:
@@ -813,9 +813,7 @@ def measure_attention(runs: int, only: str) -> Iterator[dict[str, dict[str, floa
             if only not in (case := f"{kind} b{batch} s{sequence}"):
                 continue
             pair = [Attention(sequence, batch, trains, invariant) for invariant in (False, True)]
-            without, within = (peak_mib(call, torch.device("cuda")) for call in pair)
-            memory = {"without_mib": without or 0.0, "with_mib": within or 0.0}
-            yield {case: _ratio(*measure_in_turns(pair, runs)) | memory}
+            yield {case: _ratio(*measure_in_turns(pair, runs))}
     for batch, length in ((64, 8000), (8, 8000), (64, 1000)):
         if only in (case := f"decode b{batch} s{length}"):
             decoding = [Decoding(batch, length, invariant) for invariant in (False, True)]
