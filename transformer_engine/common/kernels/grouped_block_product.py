@@ -1,8 +1,8 @@
 """y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e from FP8 codes in 128-element blocks.
 
 Written in Gluon, Triton's explicit language, for Hopper (capability 9.0). Programs, warps and tiles are as in
-`grouped_product`; the copy engine also loads the scales for each 128 elements along the contracted axis. Each such product is
-multiplied by its scales and added to a float32 sum, as in `block_product`. Sums have `grouped_gemm`'s bits.
+`grouped_product`; the copy engine also loads the scales for each 128 elements along the contracted axis. Each such
+product is multiplied by its scales and added to a float32 sum, as in `block_product`. Sums have `grouped_gemm`'s bits.
 """
 
 from __future__ import annotations
