@@ -210,9 +210,9 @@ def test_a_product_with_a_cast_equals_the_quantized_product(spec, argument, devi
     cast = Cast(spec, torch.tensor([3.0], device=device) if argument else None)
     result = gemm(a, b, Epilogue(BF16, bias), cast)
     expected = quantize(gemm(a, b, Epilogue(BF16, bias)), spec, multiplier=cast.multiplier)
-    for mine, theirs in zip(result[:4], expected[:4], strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.equal(mine.float(), theirs.float())
+    for actual, reference in zip(result[:4], expected[:4], strict=True):
+        assert (actual is None) == (reference is None)
+        assert actual is None or torch.equal(actual.float(), reference.float())
 
 
 @pytest.mark.parametrize("sizes", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
