@@ -511,7 +511,9 @@ def test_combinations_outside_the_library_are_rejected_with_the_reason(library, 
 def test_other_rejections_name_the_reason(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     codes = h200_request(CODES, a, b, Epilogue(BF16), second=True, x=None, dtype=torch.float8_e5m2)
-    assert "an E5M2 result needs an E5M2 operand" in (cublaslt_fused.unsupported_reason(codes) or "")
+    assert "an E5M2 result needs an E5M2 operand" in (
+        cublaslt_fused.unsupported_reason(codes) or ""
+    )
     x = torch.zeros(M, N, dtype=BF16)
     slow = h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
     assert "twice as long" in (cublaslt_fused.unsupported_reason(slow) or "")
