@@ -322,9 +322,11 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
                 for part in range(common.randrange(1, 4)):
                     time.sleep(local.random() * 1e-3)
                     full = torch.arange(ranks * 6.0).view(-1, 2) + 100 * turn + 10 * part
-                    mine = full[3 * rank : 3 * rank + 3]
+                    actual = full[3 * rank : 3 * rank + 3]
                     if common.random() < 0.5:
-                        gathered = GatheredRows(buffers, [mine], ((mine.shape, mine.dtype),), list)
+                        gathered = GatheredRows(
+                            buffers, [actual], ((actual.shape, actual.dtype),), list
+                        )
                         assert torch.equal(gathered.wait()[0], full)
                         continue
 
@@ -332,9 +334,9 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
                         time.sleep(local.random() * 1e-3)
                         out.copy_(whole[3 * other : 3 * other + 3] * (rank + 1))
 
-                    layout = ((mine.shape, mine.dtype),) * (ranks - 1)
+                    layout = ((actual.shape, actual.dtype),) * (ranks - 1)
                     result = ScatteredRows(buffers, layout, multiply).wait()
-                    assert torch.equal(result, mine * (ranks * (ranks + 1) / 2))
+                    assert torch.equal(result, actual * (ranks * (ranks + 1) / 2))
                 outer = outer if replays else buffers._turn
         except BaseException as error:
             errors.append(error)

@@ -128,13 +128,13 @@ def test_uneven_rows_equal_rows_that_are_padded_by_hand(rows: int):
     x = torch.randn(rows, WIDTH)
     padded = nn.functional.pad(x, (0, 0, 0, -rows % 16))
     convert_model(layer, recipe, convert_outputs=True)
-    ours, theirs = x.clone().requires_grad_(), padded.requires_grad_()
-    y, z = layer(ours), exact(theirs)[:rows]
+    ours, reference = x.clone().requires_grad_(), padded.requires_grad_()
+    y, z = layer(ours), exact(reference)[:rows]
     assert torch.equal(y, z)
     (y * torch.arange(32)).sum().backward()
     (z * torch.arange(32)).sum().backward()
-    assert theirs.grad is not None and ours.grad is not None
-    assert torch.equal(ours.grad, theirs.grad[:rows])
+    assert reference.grad is not None and ours.grad is not None
+    assert torch.equal(ours.grad, reference.grad[:rows])
     assert torch.equal(layer.weight.grad, exact.layer.weight.grad)
     assert torch.equal(layer.bias.grad, exact.layer.bias.grad)
 
@@ -149,8 +149,8 @@ def test_state_dicts_load_strictly_in_both_directions():
         nn.init.normal_(parameter, std=0.1)
     model.load_state_dict(original.state_dict())
     original.load_state_dict(model.state_dict())
-    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, reference in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(ours, reference)
 
 
 def test_an_optimizer_from_before_the_conversion_trains_the_model():

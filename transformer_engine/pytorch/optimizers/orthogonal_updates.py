@@ -124,7 +124,7 @@ def _iterate_symmetric(
 
     All matrices of the iteration are polynomials of the Gram matrix G = x x^T [M, M], times x [M, N]:
 
-        Z = b G + c G^2,  x' = (a + Z) x,  G' = (a + Z) G (a + Z).
+        Z = b G + c G^2, x' = (a + Z) x, G' = (a + Z) G (a + Z).
 
     If x is wider than high, two or three iterations are joined in Q = .. (a' + Z') (a + Z) [M, M], and x is multiplied
     once by Q: five iterations multiply 2 (N / M) + 14 / 3 times as much as one general product [M, M] x [M, M] does,
