@@ -246,7 +246,7 @@ class LayerNormLinear(ProductsModule):
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
-            switches: Switches of the call.
+            switches: Call switches.
             inp: Input [.., in_features].
             tensors: (weight, bias, gamma, beta).
             uses_residual: The caller uses the returned input as the residual.

@@ -19,8 +19,10 @@ from ...functions.linear_spec import Accumulation, recipe_accumulation
 from ...primitives.gemm import Epilogue, reference, torch_mm
 from ...primitives.operand import Operand
 from ...primitives.quantize.encodings import cast, scale_from_amax, transposed
+from ...runtime.autograd import Function
 from ...runtime.checks import PLAIN_TENSORS
 from ...runtime.device import autocast_dtype, current_hardware
+from ...runtime.double_backward import once_differentiable
 from ...runtime.tracing import export_mode
 
 
@@ -51,10 +53,10 @@ def traced_recipe(recipe: Recipe | None) -> TracedRecipe | None:
         (E4M3, recipe.fp8_quant_fwd_weight),
         (last, recipe.fp8_quant_bwd_grad),
     )
-    scalings = [
+    x, weight, dy = (
         Scaling(element, params.power_2_scale, params.amax_epsilon) for element, params in slots
-    ]
-    return TracedRecipe(*scalings, recipe_accumulation(recipe))
+    )
+    return TracedRecipe(x, weight, dy, recipe_accumulation(recipe))
 
 
 def is_traced_as_torch(x: Tensor, weight: Tensor) -> bool:
@@ -84,7 +86,7 @@ def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Traced
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-class _TracedLinear(torch.autograd.Function):
+class _TracedLinear(Function):
     """The three products of `functions/linear.py`. The compiler chooses what is saved between the passes."""
 
     @staticmethod
@@ -104,6 +106,7 @@ class _TracedLinear(torch.autograd.Function):
         return _distinct(_multiply(x_codes, x_scale, w_codes, w_scale, epilogue))
 
     @staticmethod
+    @once_differentiable("Linear")
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_codes, x_scale, w_codes, w_scale = ctx.saved_tensors
         (x_dtype, w_dtype, has_bias), exact = ctx.dtypes, ctx.recipe.accumulation
