@@ -259,8 +259,8 @@ def optimizer_states() -> str:
         return ""
     baseline = by_arm["bfloat16"]
     lines = [
-        "The 57M model of [Which recipe](which_recipe.md#measured-losses), in bfloat16 with 2,000 steps on an H200: the",
-        "loss, and paired differences from it with their standard error (`benchmarks/recipe_table.py`).",
+        "The 57M model of [Which recipe](which_recipe.md#measured-losses), in bfloat16 with 2,000 steps on an H200:",
+        "the loss, and paired differences from it with their standard error (`benchmarks/recipe_table.py`).",
         "",
         "| parameters and moments | seeds | loss, nats per byte |",
         "| --- | ---: | ---: |",
