@@ -92,6 +92,34 @@ def test_high_precision_gradients_are_nearer_than_fp8_ones_and_both_are_near(
         assert relative(high, reference) < relative(low, reference) < 0.15
 
 
+@pytest.mark.parametrize("kind", RECIPES)
+def test_high_precision_gradients_of_large_logits_are_those_of_the_quantized_tensors(kind, device):
+    """A probability exp(s - lse) with s from other values than lse would be wrong by a factor of e^4 here."""
+    torch.manual_seed(0)
+    qkv = [(4.0 * x).detach().requires_grad_() for x in tensors(device)]
+    module = attention(attn_mask_type="causal")
+    grad = torch.randn(BATCH, TOKENS, HEADS * SIZE, device=device).to(qkv[0].dtype)
+    _, grads = steps(module, RECIPES[kind](fp8_dpa=True), qkv, grad, count=1)
+    rounded = [rounded_as(kind, x.detach()).double().requires_grad_() for x in qkv]
+    with use_backend(attention="reference"):
+        exact = torch.autograd.grad(module(*rounded), rounded, grad.double())
+    assert all(
+        relative(found, expected) < 0.1 for found, expected in zip(grads, exact, strict=True)
+    )
+
+
+def rounded_as(kind: str, x: Tensor) -> Tensor:
+    """x in the codes of the recipe's first step."""
+    if kind == "delayed":  # the scale is 1
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+    if kind == "mxfp8":
+        matrix = x.flatten(0, 1).flatten(1)
+        quantizer = te.MXFP8Quantizer(te.DType.kFloat8E4M3, columnwise=False)
+        return quantizer(matrix).dequantize().view(x.shape)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, x.device, columnwise=False)
+    return quantizer(x).dequantize()
+
+
 def test_statistics_are_recorded_in_the_originals_slots(device, monkeypatch):
     module, qkv = attention(), tensors(device)
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.distributed.overlap import (
     PROCESS_GROUP,
     SYMMETRIC,
     GroupBuffers,
-    Request,
+    OverlapRequest,
     unsupported_reason,
 )
 from transformer_engine.pytorch.distributed.overlap_measurement import Thresholds
@@ -378,7 +378,7 @@ def test_parts_are_added_in_order_in_float32_and_rounded_once(size, parts, dtype
     assert torch.equal(add_parts(total.clone(), received), expected.to(dtype))
 
 
-REQUEST = Request("all_gather", "cuda", "cuda:nccl", 1 << 20, 1 << 24, 1 << 18, "")
+REQUEST = OverlapRequest("all_gather", "cuda", "cuda:nccl", 1 << 20, 1 << 24, 1 << 18, "")
 
 
 @pytest.mark.parametrize(

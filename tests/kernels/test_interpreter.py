@@ -70,8 +70,8 @@ def test_casts_to_fp8_saturate_and_round_once_on_hopper(compiled):
         for name, facts in compiled.items()
         if name.startswith("sm90") and facts["casts"]
     }
-    # all but the passes for maxima
-    assert len(casting) == 10 - len(COMPARING_ON_BOTH - set(compiled)) // 2
+    # all but the passes for maxima and the kernels that compare errors
+    assert len(casting) == 7
     assert [name for name, facts in casting.items() if facts["casts"] != facts["saturating"]] == []
 
 
@@ -81,6 +81,14 @@ def test_kernels_that_compare_errors_round_products_before_sums(compiled):
     }
     assert set(separate) in (COMPARING, COMPARING_ON_BOTH)
     assert set(separate.values()) == {0}
+
+
+def test_kernels_that_compare_errors_convert_scales_by_integers(compiled):
+    """ptxas 12.8 mixes up the two codes of a conversion instruction in these kernels."""
+    found = {
+        name: facts["saturating"] for name, facts in compiled.items() if name in COMPARING_ON_BOTH
+    }
+    assert set(found) >= COMPARING and set(found.values()) == {0}
 
 
 def test_no_kernel_computes_in_double_precision(compiled):

@@ -39,6 +39,7 @@ from transformer_engine.common.kernels import (
     grouped_block_product,
     grouped_cast,
     grouped_gemm,
+    grouped_held_cast,
     grouped_layout,
     grouped_product,
     grouped_scaled,
@@ -455,6 +456,11 @@ def hopper_grouped() -> Iterator[Case]:
             )
             name = f"hopper gradient of blocks by_address={by_address} accumulates={accumulates}"
             yield name, launch, inputs
+    for by_rows, tables in ((False, (ADDRESS, None)), (True, (None, INDEX))):
+        launch = grouped_held_cast.held_cast(
+            SHAPE, 4, by_rows, E4M3, False, 0.0, True, True, processors=132
+        )
+        yield f"hopper held cast by_rows={by_rows}", launch, (HALF, *tables)
     launch = grouped_block_product.product_of_rows(*SHAPE, 512, 4, "bfloat16", processors=132)
     yield "hopper product of rows of blocks", launch, (CODES, CODES, *scales, HALF, INDEX, None)
 

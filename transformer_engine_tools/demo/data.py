@@ -38,7 +38,7 @@ class Corpus:
         train: Training bytes [T].
         validation: Validation bytes [V].
         fingerprint: Hash of both parts.
-        source: Where the text comes from.
+        source: Name of the text.
     """
 
     train: np.ndarray

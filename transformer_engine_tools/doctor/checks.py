@@ -43,8 +43,8 @@ class Finding:
     Attributes:
         check: Name of the check.
         status: Result of the check.
-        message: What was found.
-        remedy: What the user can do.
+        message: Observation, in one sentence.
+        remedy: Remedy, in one sentence; empty if none is needed.
     """
 
     check: str

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX
 from ..quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE
-from .rounding import as_float, to_scale_codes, to_values
+from .rounding import as_float, to_compared_scale_codes, to_scale_codes, to_values
 
 BLOCK = 16
 GROUP = tl.constexpr(BLOCK)
@@ -64,11 +64,8 @@ def compute_encode_scale(amax, RANGE: tl.constexpr):
 
 
 @triton.jit
-def as_block_scale(
-    wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr, BY_INTEGERS: tl.constexpr = False
-):
-    limited = tl.where(wanted > LIMIT, LIMIT, wanted)
-    return to_scale_codes(limited, tl.float8e4nv, CONVERSION, BY_INTEGERS)
+def as_block_scale(wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr):
+    return to_scale_codes(tl.where(wanted > LIMIT, LIMIT, wanted), tl.float8e4nv, CONVERSION)
 
 
 @triton.jit
@@ -155,11 +152,16 @@ def block_error(
 
 
 @triton.jit
+def _candidate(wanted, CONVERSION: tl.constexpr):
+    limited = tl.where(wanted > 448.0, 448.0, wanted)
+    return to_compared_scale_codes(limited, tl.float8e4nv, CONVERSION)
+
+
+@triton.jit
 def candidates(bits, encode_scale, CONVERSION: tl.constexpr):
     """Compute scales for blocks whose maximum maps to 6, and to 4; bits encode the blocks' maxima."""
     base = tl.div_rn(as_float(bits), 6.0) * encode_scale
-    to_six = as_block_scale(base, 448.0, CONVERSION, True)
-    return to_six, as_block_scale(base * 1.5, 448.0, CONVERSION, True)
+    return _candidate(base, CONVERSION), _candidate(base * 1.5, CONVERSION)
 
 
 @triton.jit

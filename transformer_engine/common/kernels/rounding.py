@@ -45,21 +45,32 @@ def to_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
 
 
 @triton.jit
-def to_scale_codes(
-    values, element: tl.constexpr, CONVERSION: tl.constexpr, BY_INTEGERS: tl.constexpr
-):
-    """Round float32 block scales to E4M3 codes like `to_codes`.
+def to_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
+    """Round float32 block scales to E4M3 codes like `to_codes`, by integers in place of inline PTX.
 
-    Integers replace inline PTX, which packs four values per thread: a tile with square blocks has fewer scales, and
-    codes differed on an H200. With BY_INTEGERS, integers replace the native conversion as well: it converts two
-    values at once, and ptxas 12.8 reads one of the two codes from a stale register in kernels that choose between
-    two scales per block (sm_90's machine code).
+    The inline PTX packs four values per thread. A tile with square blocks has fewer scales than that, and codes
+    differed on an H200.
     """
-    if CONVERSION == _INSTRUCTION or (BY_INTEGERS and CONVERSION == _NATIVE):
+    if CONVERSION == _INSTRUCTION:
         codes = _to_codes_by_integers(values, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x7E)
         return codes.to(element, bitcast=True)
     else:
         return to_codes(values, element, CONVERSION)
+
+
+@triton.jit
+def to_compared_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
+    """Round float32 block scales from 0 to 448, or NaN, to E4M3 codes like `to_scale_codes`, by integers only.
+
+    The native conversion rounds two values at once. In kernels that select between two scales per block, ptxas 12.8
+    reads the second of the two codes before the instruction has written it (sm_90's machine code).
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    normal = ((bits + (0x7FFFF + ((bits >> 20) & 1))) >> 20) - (120 << 3)
+    subnormal = (values + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    codes = tl.where(values == values, tl.where(bits < 0x3C800000, subnormal, normal), 0x7F)
+    codes = codes.to(tl.uint8)
+    return codes if CONVERSION == _E4M3 else codes.to(element, bitcast=True)
 
 
 @triton.jit

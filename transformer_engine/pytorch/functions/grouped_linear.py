@@ -242,9 +242,8 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
-    return run_without_saving(
-        GROUPED_LINEAR_FUNCTIONS, call, group_tensors(x, weights, biases, call)
-    )[0]  # pyright: ignore[reportArgumentType]
+    tensors = group_tensors(x, weights, biases, call)
+    return run_without_saving(GROUPED_LINEAR_FUNCTIONS, call, tensors)[0]  # pyright: ignore[reportArgumentType]
 
 
 def group_tensors(
@@ -261,7 +260,7 @@ def separate_gradients(gradients: Sequence[Any], counts: Sequence[int]) -> list[
 
     Args:
         gradients: Weight gradients and bias gradients.
-        counts: Number of weights and biases that are parameters.
+        counts: Weight and bias parameter counts.
     """
     separate: list[Tensor | None] = []
     for gradient, count in zip(gradients, counts, strict=True):

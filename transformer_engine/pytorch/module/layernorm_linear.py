@@ -246,7 +246,7 @@ class LayerNormLinear(ProductsModule):
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
-            switches: Switches of the call.
+            switches: Call switches.
             inp: Input [.., in_features].
             tensors: (weight, bias, gamma, beta).
             uses_residual: The caller uses the returned input as the residual.
@@ -386,7 +386,7 @@ def _run_by_name(
     weight: Tensor,
     bias: Tensor | None,
     spec: NormLinearSpec,
-) -> tuple[Tensor, Tensor | None, None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute `norm_linear` with the functions that a program has assigned in this file.
 
     If only `apply_normalization` is replaced, the product may still be quantized.

@@ -304,7 +304,7 @@ class ProductsModule(TransformerEngineBaseModule):
         Args:
             inp: The input.
             tensors: The parameters, named by `config._tensors`.
-            switches: Switches of the call.
+            switches: Call switches.
             any_rows: The spec does not depend on the row count. The call then has one entry for consecutive
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """

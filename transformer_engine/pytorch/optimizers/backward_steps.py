@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +14,40 @@ from ...common.operation_settings import CHUNK
 from ..tensor.quantized_tensor import QuantizedTensor
 from .adam_states import NAMES
 from .buckets import Bucket, BucketKey, GroupBuckets
-from .checks import check_parameter, check_states
-from .multi_tensor_apply import local_part
+from .checks import GroupChecks, check_parameter, check_states
+from .multi_tensor_apply import Checked, local_part
 
-if TYPE_CHECKING:
-    from .fused_adam import FusedAdam
+
+class SteppableOptimizer(Protocol):
+    """The members of FusedAdam that steps of single parameters use."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    capturable: bool
+    master_weights: bool
+    stochastic_rounding: bool
+    use_decoupled_grad: bool
+    _backward_buckets: dict[Tensor, GroupBuckets]
+    _known_states: list[dict[str, Tensor]]
+    _checked: GroupChecks
+
+    def _forget_replaced_states(self) -> None: ...
+    def _advance(
+        self, group: dict[str, Any], devices: set[torch.device], inverse: Tensor | None
+    ) -> dict[torch.device, Tensor]: ...
+    def _complete(self, param: Tensor) -> None: ...
+    def _keeps_remainder(self, param: Tensor) -> bool: ...
+    def _buckets(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Bucket]: ...
+    def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked: ...
+    def _step_bucket(
+        self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor], may_skip: bool
+    ) -> None: ...
 
 
 @contextmanager
-def step_in_backward(optimizer: FusedAdam) -> Iterator[None]:
+def step_in_backward(optimizer: SteppableOptimizer) -> Iterator[None]:
     """Step parameters from hooks; see `FusedAdam.step_in_backward`."""
     if optimizer.use_decoupled_grad:
         raise RuntimeError(
@@ -29,12 +55,10 @@ def step_in_backward(optimizer: FusedAdam) -> Iterator[None]:
         )
     steps = _Steps(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(steps.step) for p in parameters]
-    try:
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(steps.step).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     for parameter in parameters:
         if parameter.grad is not None:
             steps.step(parameter)
@@ -50,7 +74,7 @@ class _Steps:
     """
 
     @torch.no_grad()
-    def __init__(self, optimizer: FusedAdam) -> None:
+    def __init__(self, optimizer: SteppableOptimizer) -> None:
         optimizer._checked.check(optimizer.param_groups)
         optimizer._forget_replaced_states()
         self.optimizer = optimizer
@@ -64,7 +88,9 @@ class _Steps:
                 own = [p for p in params if local_part(p).device == device]
                 table = numbers.repeat(len(own), 1)
                 if optimizer.stochastic_rounding:
-                    firsts = torch.tensor([chunks[p] for p in own], dtype=torch.float32)
+                    firsts = torch.tensor(
+                        [chunks[p] for p in own], dtype=torch.float32, device="cpu"
+                    )
                     table[:, -1] = firsts.to(device)
                 self.rates.update(zip(own, table.unbind(), strict=True))
 
@@ -105,7 +131,7 @@ class _Steps:
         return found.buckets[0]
 
 
-def _first_chunks(optimizer: FusedAdam, params: list[Tensor]) -> dict[Tensor, int]:
+def _first_chunks(optimizer: SteppableOptimizer, params: list[Tensor]) -> dict[Tensor, int]:
     """Number of each parameter's first chunk in the launch that `step` has for parameters with gradients."""
     totals: dict[tuple[Any, ...], int] = {}
     firsts: dict[Tensor, int] = {}

@@ -51,8 +51,8 @@ def accept_margin(name: str, value: Any) -> int | dict[str, int]:
 
 def margins_by_stage(margin: int | Mapping[str, int]) -> dict[str, int]:
     """Return one margin per stage; an environment variable that is not 0 takes precedence."""
-    margins = margin if isinstance(margin, Mapping) else dict.fromkeys(STAGES, margin)
-    return {**margins, **{stage: found for stage, found in environment_margins().items() if found}}
+    margins = dict(margin) if isinstance(margin, Mapping) else dict.fromkeys(STAGES, margin)
+    return margins | {stage: found for stage, found in environment_margins().items() if found}
 
 
 class NormalizationOperation(PassOperation):
