@@ -1,10 +1,10 @@
 """Block-scaled FP8 optimizer states: codes uint8, and one exponent, uint8, per 128 consecutive values.
 
-The exponent is the float32 exponent field of the block's largest magnitude, at least 16. It scales this magnitude by a
-power of two to [2^7, 2^8) for first moments (E4M3) and to [2^14, 2^15) for second moments, whose codes have no sign (5
-exponent bits, 3 mantissa bits). No value saturates, and decoded values have the same codes again. A block with an
-infinity or a NaN has the exponent 255 and decodes to NaN. A positive second moment never becomes 0, because Adam
-divides by its root.
+The exponent is the float32 exponent field of the block's largest magnitude, at least 16, and one more if this magnitude
+can round up to the next power of two. It scales the block by a power of two, so that rounded magnitudes are below 2^8
+in first moments (E4M3) and below 2^15 in second moments, whose codes have no sign (5 exponent bits, 3 mantissa bits).
+No value saturates, and decoded values are encoded without an error. A block with an infinity or a NaN has the exponent
+255 and decodes to NaN. A positive second moment never becomes 0, because Adam divides by its root.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ....common.operation_settings import STATE_BLOCK
 _DROPPED = 20  # mantissa bits that the codes lack
 LEAST_EXPONENT = 16
 _NONFINITE = 255
+_INFINITY_BITS = 0x7F800000
 _WORD = 0xFFFFFFFF
 
 
@@ -74,7 +75,10 @@ def encode(
     magnitude = flat.abs()
     bits = torch.nn.functional.pad(magnitude, (0, blocks * STATE_BLOCK - flat.numel()))
     largest = bits.view(torch.int32).view(blocks, STATE_BLOCK).amax(1)
-    exponents = (largest >> 23).clamp_(min=LEAST_EXPONENT)
+    # The carry reaches the exponent field if the largest magnitude can round up to a power of two.
+    carry = 1 << _DROPPED - 1 if words is None else (1 << _DROPPED) - 1
+    exponents = (largest + carry >> 23).clamp_(LEAST_EXPONENT, _NONFINITE - 1)
+    exponents = torch.where(largest >= _INFINITY_BITS, _NONFINITE, exponents)
     inverse = _spread(_power_of_two(254 + block_format.top - exponents), flat.numel())
     shifted = ((magnitude * inverse) * 2.0**-block_format.rebias).view(torch.int32)
     if words is None:
