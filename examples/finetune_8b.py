@@ -155,7 +155,8 @@ class StepClock:
         if not self.on_gpu:
             self.marks.append(time.perf_counter())
             return
-        event = torch.cuda.Event(enable_timing=True)
+        make_event: Any = torch.cuda.Event  # its constructor has no annotations
+        event = make_event(enable_timing=True)
         event.record()
         self.marks.append(event)
 

@@ -265,8 +265,9 @@ class Linear(ProductsModule):
         is_first_microbatch = switches.is_first_microbatch
         spec = self.spec(inp, (weight, bias), switches)
         if is_first_microbatch is not None:
-            # The next gradient overwrites main_grad if True, and the weight is quantized once for all microbatches.
-            self.begin_microbatch(is_first_microbatch)
+            if is_first_microbatch:
+                self.begin_first_microbatch()  # the next gradient overwrites main_grad
+            # The weight is quantized once for all microbatches in a step.
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             # Autograd casts db back. The product casts the weight, and returns dw in `spec.grad_weight_dtype`.

@@ -453,13 +453,9 @@ class ProductsModule(TransformerEngineBaseModule):
             norm_output = gather_sequence(norm_output, config.tp_group)
         return *outputs, norm_output
 
-    def begin_microbatch(self, first: bool) -> None:
-        """Let the first gradient of a step overwrite main_grad; the second run of a checkpoint begins no step."""
-        if (
-            not (first and self._config.fuse_wgrad_accumulation)
-            or _is_compiling()
-            or is_backward_pass()
-        ):
+    def begin_first_microbatch(self) -> None:
+        """Let the next gradient overwrite main_grad; the second run of a checkpoint begins no step."""
+        if not self._config.fuse_wgrad_accumulation or _is_compiling() or is_backward_pass():
             return
         if torch.is_grad_enabled() or is_first_run():
             begin_first_microbatch([weights[0] for weights in self._targets()])

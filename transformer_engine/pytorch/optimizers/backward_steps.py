@@ -1,4 +1,4 @@
-"""FusedAdam steps of single parameters from hooks of a backward pass."""
+"""Single-parameter FusedAdam steps from backward-pass hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .multi_tensor_apply import Checked, local_part
 
 
 class SteppableOptimizer(Protocol):
-    """The members of FusedAdam that steps of single parameters use."""
+    """The FusedAdam members that single-parameter steps use."""
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
@@ -66,11 +66,11 @@ def step_in_backward(optimizer: SteppableOptimizer) -> Iterator[None]:
 
 
 class _Steps:
-    """The steps of one context.
+    """The steps within one context.
 
     Attributes:
-        rates: The numbers for `adam_step` of each parameter, float32 [12].
-        stepped: Parameters that have had their step.
+        rates: Per-parameter numbers for `adam_step`, float32 [12].
+        stepped: Parameters after their step.
     """
 
     @torch.no_grad()
@@ -100,9 +100,9 @@ class _Steps:
         optimizer = self.optimizer
         if parameter in self.stepped:
             raise RuntimeError(
-                f"a parameter of shape {list(parameter.shape)} got a second gradient in one step_in_backward(); enter "
-                "the context for the last backward pass of a step only, and use checkpoints with use_reentrant=False "
-                "for functions that share parameters"
+                f"a parameter {list(parameter.shape)} got a second gradient in one step_in_backward(); enter the "
+                "context for a step's last backward pass only, and use checkpoints with use_reentrant=False for "
+                "functions that share parameters"
             )
         self.stepped.add(parameter)
         bucket = self._bucket(parameter)
@@ -112,7 +112,7 @@ class _Steps:
         parameter.grad = None
 
     def _bucket(self, parameter: Tensor) -> Bucket:
-        """The bucket of one parameter, cached while its properties are equal."""
+        """Bucket with one parameter, cached while its properties are equal."""
         optimizer, grad = self.optimizer, parameter.grad
         assert grad is not None
         ways = (optimizer.master_weights, optimizer.use_decoupled_grad)
@@ -132,7 +132,7 @@ class _Steps:
 
 
 def _first_chunks(optimizer: SteppableOptimizer, params: list[Tensor]) -> dict[Tensor, int]:
-    """Number of each parameter's first chunk in the launch that `step` has for parameters with gradients."""
+    """Index per parameter: its first chunk in the launch by which `step` updates parameters with gradients."""
     totals: dict[tuple[Any, ...], int] = {}
     firsts: dict[Tensor, int] = {}
     for parameter in params:

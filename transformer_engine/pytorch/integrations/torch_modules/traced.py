@@ -18,7 +18,8 @@ from ....common.recipe import Float8CurrentScaling, Format, Recipe
 from ...functions.linear_spec import Accumulation, recipe_accumulation
 from ...primitives.gemm import Epilogue, reference, torch_mm
 from ...primitives.operand import Operand
-from ...primitives.quantize.encodings import cast, scale_from_amax, transposed
+from ...primitives.quantize.encodings import scale_from_amax, transposed
+from ...primitives.quantize.spec import CODE_DTYPES
 from ...runtime.autograd import Function
 from ...runtime.checks import PLAIN_TENSORS
 from ...runtime.device import autocast_dtype, current_hardware
@@ -128,13 +129,14 @@ def _distinct(x: Tensor) -> Tensor:
 def _quantize(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """Codes [M, K] and scale float32 [1] for a matrix."""
     amax = x.abs().amax().to(torch.float32).reshape(1)
+    limit = scaling.element.maximum
     multiplier = scale_from_amax(
-        amax,
-        scaling.element.maximum,
-        power_of_two=scaling.power_of_two,
-        epsilon=scaling.epsilon,
+        amax, limit, power_of_two=scaling.power_of_two, epsilon=scaling.epsilon
     )
-    return cast(x.to(torch.float32) * multiplier, scaling.element), multiplier.reciprocal()
+    # Without the sign of NaN, which `encodings.cast` clears: compilers would not compute its operation again in the
+    # backward pass, and would save the codes of weights instead.
+    codes = (x.to(torch.float32) * multiplier).clamp(-limit, limit)
+    return codes.to(CODE_DTYPES[scaling.element.name]), multiplier.reciprocal()
 
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, epilogue: Epilogue) -> Tensor:
