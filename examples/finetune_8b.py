@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    number = {"type": int, "help": "(default: %(default)s)"}
+    number: dict[str, Any] = {"type": int, "help": "(default: %(default)s)"}
     parser.add_argument("--layers", default=32, **number)
     parser.add_argument("--hidden", default=4096, **number)
     parser.add_argument("--feed-forward", default=14336, **number)

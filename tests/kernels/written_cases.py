@@ -61,6 +61,7 @@ from transformer_engine.common.kernels import (
     softmax,
     statistics,
     swizzled_scales,
+    symmetric_product,
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
@@ -122,6 +123,9 @@ def casts() -> Iterator[Case]:
     yield "row maxima", nvfp4.row_maxima(SHAPE), (HALF,)
     yield "transformed maximum", nvfp4.hadamard_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
+    for added in (None, HALF):
+        launch = symmetric_product.symmetric_product(2, 384, 128, "bfloat16", (1.0, 2.0))
+        yield f"symmetric product {added}", launch, (HALF, HALF, added)
     yield "part sums", part_sums.part_sums(math.prod(SHAPE), math.prod(SHAPE), 3), (HALF, HALF)
     yield (
         "scale update",

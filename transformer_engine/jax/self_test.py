@@ -73,6 +73,9 @@ REFERENCES = {
     "jax_activation_codes": "separate",
     "jax_grouped_gemm": "ragged_dot",
 }
+WAITING_NICENESS = (
+    10  # of a process that compiles during the test of PyTorch, whose processes go first
+)
 THREADS = 8  # programs that are lowered and compiled at a time
 COMPILE_SHARE = 0.85  # of the time limit, after which no further case is compiled
 RUNS, TIMED_SECONDS = 20, 0.02
@@ -568,6 +571,8 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="index and number of the parts")
     options = parser.parse_args()
     index, parts = map(int, options.part.split("/"))
+    if options.wait and hasattr(os, "nice"):
+        os.nice(WAITING_NICENESS)
     results = self_test(
         SelfTestSizes(*options.extents) if options.extents else None,
         options.seconds,
