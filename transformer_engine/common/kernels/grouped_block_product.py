@@ -201,6 +201,7 @@ def multiply(
                 out,
                 upper,
                 lower,
+                None,
                 bias,
                 table,
                 buffers,

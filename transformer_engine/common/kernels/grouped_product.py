@@ -137,6 +137,7 @@ def write(
     results,
     out,
     total,
+    scales,
     bias,
     first,
     rows,
@@ -148,7 +149,13 @@ def write(
     ACCUMULATE: gl.constexpr,
     BY_ADDRESS: gl.constexpr,
 ):
-    """Write total [64, 128] to rows first + m of out, of which those below `rows` exist, and columns n."""
+    """Write total [64, 128] to rows first + m of out, of which those below `rows` exist, and columns n.
+
+    Args:
+        scales: Two factors, or None. The last one and the bias form one fused multiply-add, as in `grouped_gemm`.
+    """
+    if scales is not None:
+        total = total * scales[0] * scales[1]
     if bias is not None:
         columns = n + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
         total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -179,6 +186,7 @@ def write_tile(
     out,
     upper,
     lower,
+    scales,
     bias,
     table,
     buffers,
@@ -213,6 +221,7 @@ def write_tile(
         results,
         matrix,
         upper,
+        scales,
         added_row,
         first,
         rows,
@@ -230,6 +239,7 @@ def write_tile(
         results,
         matrix,
         lower,
+        scales,
         added_row,
         first,
         rows,
@@ -317,8 +327,9 @@ def multiply(
             write_tile(
                 results,
                 out,
-                upper * by_a * by_b,
-                lower * by_a * by_b,
+                upper,
+                lower,
+                (by_a, by_b),
                 bias,
                 table,
                 buffers,
