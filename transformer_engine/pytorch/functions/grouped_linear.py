@@ -260,7 +260,7 @@ def separate_gradients(gradients: Sequence[Any], counts: Sequence[int]) -> list[
 
     Args:
         gradients: Weight gradients and bias gradients.
-        counts: Number of weights and biases that are parameters.
+        counts: Weight and bias parameter counts.
     """
     separate: list[Tensor | None] = []
     for gradient, count in zip(gradients, counts, strict=True):

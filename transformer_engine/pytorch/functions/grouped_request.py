@@ -159,7 +159,7 @@ def runs_together(
         splits: Rows per group; a tensor if the host does not read them.
         weights: The weights; not read unless `spec.together`.
         has_rows: The input has rows.
-        features: Further features of the call.
+        features: Further call features.
     """
     if spec.request is None:  # a compiler is tracing
         return False

@@ -28,13 +28,13 @@ Delayed scaling takes amax from earlier calls (`quantization/delayed_scaling.py`
 the inverse of the scale above. With per-tensor scaling, x and weight are by default E4M3, and dy, whose values vary
 more, is E5M2. Block formats have one scale per block:
 
-| recipe | block of x and dy | block of weight | codes | scales |
+| recipe | x and dy block | weight block | codes | scales |
 | --- | --- | --- | --- | --- |
 | Float8BlockScaling | 1 x 128 | 128 x 128 | E4M3 | float32, by default powers of two |
 | MXFP8BlockScaling | 1 x 32 | 1 x 32 | E4M3 | powers of two (E8M0) |
 | NVFP4BlockScaling | 1 x 16 | 16 x 16 | E2M1, 4 bits | E4M3, and one float32 per tensor |
 
-`quantization/families.py` chooses the quantizer of each matrix. The multiplication
+`quantization/families.py` chooses a quantizer for each matrix. The multiplication
 
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
@@ -43,8 +43,8 @@ sums of FP8 products have about 14 bits, unless `spec.accumulation` requests flo
 
 y and dx have the dtype `spec.dtype`, unless the caller requests them quantized. Parameters are in high precision,
 unless the caller created them quantized. MXFP8 requires that M, N and K are multiples of 32, NVFP4 of 16; for other
-shapes the layer runs unquantized and warns (`precision.py`). The other formats support every shape: some backends of
-products pad the codes (`primitives/gemm`).
+shapes the layer runs unquantized and warns (`precision.py`). The other formats support every shape: some product
+backends pad the codes (`primitives/gemm`).
 
 **Directions.** A product can apply scales only if each scale covers the whole contracted axis or a block of
 it. x, weight and dy are each read by two products, which contract different axes. Each matrix is therefore
@@ -64,8 +64,8 @@ matrix. Unquantized values serve both directions without a copy: row-wise the te
 | --- | --- | --- |
 | default | column-wise codes, or the values in an unquantized layer | multiplies them |
 | `input_columns`, `weight_columns` are RECOMPUTED | values, and their multiplier or amax | casts the columns again |
-| `input_columns` is PRODUCED | the weight as by default, no x | receives the columns of x from `produce_input` |
-| `keep_input` | values of x, the weight as by default | quantizes x again |
+| `input_columns` is PRODUCED | the weight as by default, no x | receives x columns from `produce_input` |
+| `keep_input` | x values, the weight as by default | quantizes x again |
 | `backward_operands` is HIGH_PRECISION | values | multiplies these values |
 | `backward_operands` is DEQUANTIZED | row-wise codes | multiplies the decoded codes |
 
@@ -82,7 +82,7 @@ buffer must be free before the next product allocates its result.
 | question | file |
 | --- | --- |
 | How do x, weight and dy become operands? | `linear_operands.py`, by the quantizers in `tensor/` |
-| What are the settings of a call? | `linear_spec.py`: `LinearSpec` |
+| What are the call settings? | `linear_spec.py`: `LinearSpec` |
 | Where is the weight that `is_first_microbatch` keeps? | `LinearSpec.cached_weight`, from `module/weight_cache.py` |
 | Who calls the passes, and saves operands between them? | `layer.py` |
 | How are y and dx summed over ranks, inspected or returned quantized? | `linear_results.py` |
@@ -346,7 +346,7 @@ def prepare_gradient(dy: Any, spec: LinearSpec) -> GradientOperands:
 def _epilogue(
     spec: LinearSpec, bias: Tensor | None, out: Tensor | None, split_accumulator: bool
 ) -> Epilogue:
-    """Settings for the end of a product: result = product + bias, or out += product + bias.
+    """Settings for a product's end: result = product + bias, or out += product + bias.
 
     A split accumulator promotes partial sums to float32; Hopper's FP8 products otherwise keep about 14 bits.
     """

@@ -52,7 +52,7 @@ class GradientOperands(NamedTuple):
 
 
 def to_operand(value: Operand | TransposedValues | Tensor | Any) -> Operand:
-    """Operand for a product: values [.., K] as a matrix, and the transposed values of `TransposedValues`."""
+    """Operand for a product: values [.., K] as a matrix, and transposed `TransposedValues`."""
     operand: Any = value
     if isinstance(value, TransposedValues):
         operand = plain(as_matrix(value.values).t())
@@ -124,7 +124,7 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
 def input_cast(spec: LinearSpec) -> Cast | None:
     """Cast with which the kernel that computes x may quantize it; None if the layer must do it.
 
-    It is None if the quantizer cannot run in another kernel, if the layer saves values of x, if the backward pass does
+    It is None if the quantizer cannot run in another kernel, if the layer saves x values, if the backward pass does
     not multiply codes, if values instead of codes are gathered from other ranks, and while a compiler is tracing.
     """
     if spec.is_unquantized or spec.keep_input or spec.backward_operands != QUANTIZED:

@@ -19,7 +19,7 @@ pass computes dh, the gradient with respect to h (`linear_backward`), then dx fr
 **Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the norm kernel
 writes these codes and no h in high precision: M * K values are neither written nor read. In the
 mode SEPARATE the norm writes h, and the linear layer quantizes it. `fusions.choose_norm_mode` chooses the mode once
-per call kind: FUSED_CAST if the quantizer of the linear layer can run in the norm's kernel (`input_cast` in
+per call kind: FUSED_CAST if the linear layer's quantizer can run in the norm's kernel (`input_cast` in
 `linear_operands.py` lists the conditions) and the caller does not receive h, unless `te.use_backend` forces SEPARATE.
 `te.explain` prints the reason.
 
@@ -196,7 +196,7 @@ def norm_forward(
         gamma: Scale per column.
         beta: Offset per column; None for an RMSNorm.
         norm: Norm kind and constants.
-        linear: Settings of the linear layer that reads h, whose quantizer the kernel applies in the mode FUSED_CAST.
+        linear: Settings for the linear layer that reads h, whose quantizer the kernel applies in the mode FUSED_CAST.
         mode: FUSED_CAST or SEPARATE.
 
     Returns:
@@ -292,7 +292,7 @@ def columns_producer(
         gamma: The saved scale [K].
         multiplier_or_amax: Float32 [1] with which the forward pass cast h (`save_multiplier_or_amax`).
         norm: The norm.
-        linear: Settings of the linear layer.
+        linear: Linear layer settings.
     """
 
     def produce(dh: Any) -> tuple[Any, Any]:

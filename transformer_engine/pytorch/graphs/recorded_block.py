@@ -89,7 +89,7 @@ class RecordedBlock:
             self._states = delayed_scaling.registry.pools
         if first and self.backward is not None:
             for layer in self.block.layers:
-                layer.begin_microbatch(True)
+                layer.begin_first_microbatch()
         outputs = _GraphReplay.apply(self, stream, event, *tensors, *self.block.parameters)
         assert self.block.outputs is not None
         return self.block.outputs.of_tensors(outputs)

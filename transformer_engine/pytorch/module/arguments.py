@@ -36,7 +36,7 @@ def switch(name: str, value: Any) -> bool | None:
 
 
 class CallSwitches(NamedTuple):
-    """Switches of a call of a linear layer; see `Linear.forward`."""
+    """Switches in a linear layer call; see `Linear.forward`."""
 
     is_first_microbatch: bool | None = None
     fp8_output: bool = False
@@ -48,7 +48,7 @@ FLAG_TYPES = (bool, type(None))  # of an is_first_microbatch that needs no conve
 
 
 def call_switches(is_first_microbatch: Any, fp8_output: Any, fp8_grad: Any) -> CallSwitches:
-    """Return the switches of a call; 1, for example, becomes True.
+    """Return call switches; 1, for example, becomes True.
 
     Raises:
         TypeError: A switch is neither True, False, None nor a number 0 or 1.

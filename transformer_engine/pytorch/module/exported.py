@@ -32,7 +32,7 @@ def export_products(
         module: The layer.
         inp: Its input [.., in_features].
         tensors: Its parameters, named by `config._tensors`.
-        switches: Switches of the call.
+        switches: Call switches.
         shapes: (in_features, out_features) of each product's weight.
 
     Raises:

@@ -260,7 +260,7 @@ class GroupedLinear(ProductsModule):
             inp, tensors, CallSwitches(is_first_microbatch), any_rows=True
         )
         if is_first_microbatch:
-            self.begin_microbatch(True)  # the next gradients overwrite main_grad
+            self.begin_first_microbatch()  # the next gradients overwrite main_grad
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
         count = len(config.weight_names)
         weights, dtype = tensors[:count], spec.groups[0].dtype

@@ -246,7 +246,7 @@ class LayerNormLinear(ProductsModule):
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
-            switches: Switches of the call.
+            switches: Call switches.
             inp: Input [.., in_features].
             tensors: (weight, bias, gamma, beta).
             uses_residual: The caller uses the returned input as the residual.
@@ -257,8 +257,8 @@ class LayerNormLinear(ProductsModule):
         assert weight is not None and gamma is not None
         spec: NormLinearSpec = self.spec(inp, tensors, switches)
         if is_first_microbatch is not None:
-            # if True, the next gradient overwrites main_grad
-            self.begin_microbatch(is_first_microbatch)
+            if is_first_microbatch:
+                self.begin_first_microbatch()  # the next gradient overwrites main_grad
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
             spec = replace_fields(spec, linear=linear, cached_tensors=linear.cached_tensors)
         dtype = spec.linear.dtype

@@ -316,8 +316,8 @@ class LayerNormMLP(ProductsModule):
         fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta = tensors
         spec: NormMLPSpec = self.spec(inp, tensors, CallSwitches(is_first_microbatch))
         if is_first_microbatch is not None:
-            # if True, the next gradients overwrite main_grad
-            self.begin_microbatch(is_first_microbatch)
+            if is_first_microbatch:
+                self.begin_first_microbatch()  # the next gradients overwrite main_grad
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
             fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
             spec = replace_fields(

@@ -1,7 +1,7 @@
 """Linear: y = x @ weight.T + bias under any recipe, alone or as one shard of a tensor-parallel layer.
 
 This file contains the module: its arguments, parameters and settings. The computation is in `functions/linear.py`, the
-next file to read. A call of the module has three steps:
+next file to read. A module call has three steps:
 
 1. `Linear.forward` reads the parameters and converts the call switches.
 2. `ProductsModule.spec` (`linear_base.py`) looks up the `LinearSpec`, all settings that the computation reads, by the
@@ -24,7 +24,7 @@ Unless the matrix is quantized or cached already, or multiplied unquantized, eac
 the quantizer's method `operands`, which launches the kernel (`primitives/quantize`). A kernel that computes or sums a
 matrix may quantize it too; it gets the quantizer's `cast` instead (`input_cast`, `gradient_cast`).
 
-**Settings.** The settings of a layer are a frozen record, `layer._config`. `@accepts` (`arguments.py`) checks and
+**Settings.** The layer settings are a frozen record, `layer._config`. `@accepts` (`arguments.py`) checks and
 converts the constructor's arguments, `_configure_from` (`linear_base.py`) creates the record from them, and
 `@configure_class` (`config.py`) defines `layer.in_features`, `layer.return_bias` and so on as properties over it.
 Assigning one replaces the record, so that the next call has another spec.
@@ -180,7 +180,7 @@ class Linear(ProductsModule):
             sharded=parallel_mode is not None,
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            # Names of the tensors that `forward` reads in addition to the input, for checks and messages.
+            # Names for the tensors that `forward` reads in addition to the input, for checks and messages.
             _tensors=("weight", "bias"),
         )
         self.ub_name = ub_name
@@ -256,7 +256,7 @@ class Linear(ProductsModule):
         """Compute `forward` for tensors that are complete on this rank, unquantized or quantized.
 
         Args:
-            switches: Switches of the call.
+            switches: Call switches.
             inp: Input [.., in_features].
             weight: Weight [out_features, in_features] on this rank.
             bias: Bias [out_features], or None.
@@ -265,8 +265,9 @@ class Linear(ProductsModule):
         is_first_microbatch = switches.is_first_microbatch
         spec = self.spec(inp, (weight, bias), switches)
         if is_first_microbatch is not None:
-            # The next gradient overwrites main_grad if True, and the weight is quantized once for all microbatches.
-            self.begin_microbatch(is_first_microbatch)
+            if is_first_microbatch:
+                self.begin_first_microbatch()  # the next gradient overwrites main_grad
+            # The weight is quantized once for all microbatches in a step.
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             # Autograd casts db back. The product casts the weight, and returns dw in `spec.grad_weight_dtype`.

@@ -304,7 +304,7 @@ class ProductsModule(TransformerEngineBaseModule):
         Args:
             inp: The input.
             tensors: The parameters, named by `config._tensors`.
-            switches: Switches of the call.
+            switches: Call switches.
             any_rows: The spec does not depend on the row count. The call then has one entry for consecutive
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """
@@ -453,13 +453,9 @@ class ProductsModule(TransformerEngineBaseModule):
             norm_output = gather_sequence(norm_output, config.tp_group)
         return *outputs, norm_output
 
-    def begin_microbatch(self, first: bool) -> None:
-        """Let the first gradient of a step overwrite main_grad; the second run of a checkpoint begins no step."""
-        if (
-            not (first and self._config.fuse_wgrad_accumulation)
-            or _is_compiling()
-            or is_backward_pass()
-        ):
+    def begin_first_microbatch(self) -> None:
+        """Let the next gradient overwrite main_grad; the second run of a checkpoint begins no step."""
+        if not self._config.fuse_wgrad_accumulation or _is_compiling() or is_backward_pass():
             return
         if torch.is_grad_enabled() or is_first_run():
             begin_first_microbatch([weights[0] for weights in self._targets()])

@@ -229,7 +229,7 @@ def output_of_shards(
 
     Args:
         module: Layer whose `_compute_output(switches, x, weight, bias, *norm parameters)` computes with local tensors.
-        switches: Switches of the call.
+        switches: Call switches.
         x: Input; the remaining arguments as in `local_linear`.
         weight: Weight.
         bias: Bias, or None.

@@ -61,7 +61,7 @@ _is_given = functools.partial(operator.is_not, None)
 
 
 def metadata_facts(tensor: Tensor) -> Facts:
-    """`Facts` of a tensor, in a form that torch.compile can trace."""
+    """Tensor `Facts`, in a form that torch.compile can trace."""
     return Facts(type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
@@ -86,14 +86,14 @@ class Call(NamedTuple):
     Attributes:
         config: Module settings.
         active: Module quantizers, and the recipe.
-        switches: Switches of the call.
+        switches: Call switches.
         gradients: Whether autograd records; None if it does not, but a second run of the call may record.
         autocast: torch.autocast dtype, if it is active.
         environment: `env.generation()`.
         store: Delayed weight gradient queue, or None.
         targets: Parameters in each product's weight, compared by identity, if gradients are accumulated into them.
         input: Input metadata.
-        parameters: Metadata of the parameters named by `config._tensors`; None for absent parameters.
+        parameters: Metadata for the parameters named by `config._tensors`; None for absent parameters.
         make_update: Returns the scale update after a backward pass that does not update all scales: in a traced
             graph, or for a call within a backward pass. The spec for such a call is not cached.
         traced: Whether a compiler is tracing.
@@ -139,8 +139,8 @@ def build_from_key(build: Callable[[Call], Any], key: tuple[Any, ...]) -> Any:
 
     Args:
         build: A layer's `build`.
-        key: The first fields of `Call`, up to `targets`; then `tensor_facts` of the input; then these of the
-            parameters, or None for absent ones; and the number of parameters per entry, or None for one each.
+        key: The first `Call` fields, up to `targets`; `tensor_facts` for the input; `tensor_facts` per parameter, None
+            for an absent one; and the parameter count per entry, None for one each.
     """
     *settings, x, tensors, counts = key
     facts = [None if fields is None else Facts._make(fields) for fields in tensors]

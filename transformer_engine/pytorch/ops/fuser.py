@@ -11,16 +11,16 @@ itself (`FusibleOperation.forward`). The fuser replaces each fused operation, su
 | built | once for each key, which describes the shapes, dtypes and settings of a call (`call_key.py`) | in each call |
 | when | usually | if there is a reason not to run prepared |
 
-A segment is either several consecutive operations of this package, or one operation whose methods a user wrote; a
-segment of the second kind runs these methods. A channel between two operations separates their segments.
+A segment is either several consecutive operations from this package, or one operation whose methods a user wrote; the
+latter segment runs these methods. A channel between two operations separates their segments.
 
 Three functions return reasons to run in segments:
 
 | function | reason for | examples |
 | --- | --- | --- |
-| `_reason_for_all_calls` | all calls of the chain | methods of a user, channels |
+| `_reason_for_all_calls` | all calls of the chain | user methods, channels |
 | `_reason_for_call` | one call | keyword arguments, torch.compile, te.explain |
-| `build_chain` (`prepared_chain.py`) | all calls with one key | a registered fusion with methods of a user |
+| `build_chain` (`prepared_chain.py`) | all calls with one key | a registered fusion with user methods |
 
 **What is computed together** is decided in `chain.py`, the next file to read, for prepared chains and segments alike.
 Two neighboring operations in a table (`passes/patterns.py`) are one step. Otherwise the kernel of a norm, an activation

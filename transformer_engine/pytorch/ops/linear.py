@@ -186,16 +186,16 @@ class Linear(PassFusedOperation):
             raise ValueError("this Linear has no bias; construct it with bias=True")
 
     def _parameter_keys(self, prefix: str) -> dict[str, str]:
-        """State-dict keys of the parameters that `Linear` owns.
+        """State-dict keys for the parameters that `Linear` owns.
 
         Returns:
-            {key as in torch.nn.Linear, prefix + "weight": key with the index of the basic operation,
+            {key as in torch.nn.Linear, prefix + "weight": key with the basic operation's index,
             prefix + "basic_ops.0.weight"}.
         """
         operations = self.basic_operations()
         keys: dict[str, str] = {}
         for name, index in _OPERATION_INDEX.items():
-            # A parametrization removes the name from `_parameters`. None means that there is no bias.
+            # A parametrization removes the name from `_parameters`. None means no bias.
             is_none = name in self._parameters and self._parameters[name] is None
             if is_none or index >= len(operations):
                 continue

@@ -45,8 +45,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     `forward` takes the extra inputs that no channel provides. After the main output, it returns the extra
     outputs, except those that are set to `output_to_caller=False` (`set_extra_output_channel`).
 
-    State dicts are checked before they are loaded (`CheckedLoading`). The list methods are those of the `Sequential`
-    in NVIDIA's Transformer Engine, with whose checkpoints the names of modules must agree. They differ from
+    State dicts are checked before they are loaded (`CheckedLoading`). The list methods follow `Sequential`
+    in NVIDIA's Transformer Engine, with whose checkpoints module names must agree. They differ from
     `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does not rename the remaining modules,
     `append` uses the number after the highest one as the name, and `insert` renames all modules and, as
     `list.insert`, accepts an index outside of the list. `*` repeats the same modules, which share their parameters.
@@ -128,7 +128,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         ops_and_basic_ops = list_interceptable(operations)
         fusing_ops = _without_intercepted(operations, ops_and_basic_ops)
         # Modules compare by identity: the same objects in the same order, and the same of them intercepted. In torch
-        # 2.11, Dynamo cannot trace the comparison of tuples of lists.
+        # 2.11, Dynamo cannot trace comparisons between tuples with lists.
         cached = self._division
         if (
             cached is not None
@@ -329,7 +329,7 @@ def _options_by_operation(
 
 
 class _Division(NamedTuple):
-    """Division of a Sequential into parts, and what it depends on.
+    """Division of a Sequential into parts, and its dependencies.
 
     Channels are left out, because the first call fixes them (`fix_channels`).
 
@@ -338,7 +338,7 @@ class _Division(NamedTuple):
         operations: Those that are operations.
         ops_and_basic_ops: The operations and their basic operations. The latter are included so that
             replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
-        fusing_ops: The operations that fuse: nothing intercepts their calls or those of their basic operations.
+        fusing_ops: The operations that fuse: nothing intercepts their calls or their basic operations' calls.
         parts: Fused chains and single modules, in order.
     """
 

@@ -46,7 +46,7 @@ class GroupedPasses(OperationPasses):
     """A grouped linear layer by the functions in `functions/grouped_linear.py`.
 
     Args:
-        spec: The settings, apart from the row counts of the groups.
+        spec: The settings, apart from group row counts.
         x: Input metadata.
         names: Parameter names in order: weight0, bias0, weight1, .., or stacks.
         weights: Function that returns the parameters that are weights.
