@@ -18,9 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
+from threading import Thread
 from typing import Any
 
 import jax
@@ -42,6 +44,7 @@ from ..common.formats import (
 )
 from ..common.quantize_spec import QuantizeSpec
 from ..common.self_test import (
+    COMPILED,
     ROUNDING_BOUNDS,
     SAMPLE,
     SelfTestResult,
@@ -544,6 +547,7 @@ def self_test(
             else:
                 pending.append(compile_case(case, threads))
         if wait is not None:
+            Thread(target=_report_end, args=(pending, progress), daemon=True).start()
             runs = wait()
             seconds = time.perf_counter() - start + runs
         for path, group in itertools.groupby(pending, lambda compilation: compilation.case.path):
@@ -556,6 +560,18 @@ def self_test(
             results += found
         threads.shutdown(wait=False, cancel_futures=True)
     return results
+
+
+def _report_end(pending: list[CasePrograms], progress: Callable[[str], None]) -> None:
+    """Report when all programs are compiled; a command that tests several parts first runs those."""
+    for compilation in pending:
+        wait_for(
+            [
+                *compilation.programs.values(),
+                *filter(None, (compilation.expected, compilation.baseline)),
+            ]
+        )
+    progress(COMPILED)
 
 
 def _not_run(case: JaxCase) -> SelfTestResult:

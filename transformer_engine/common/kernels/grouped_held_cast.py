@@ -36,6 +36,12 @@ PLACES_HELD = gl.constexpr(6)
 PROGRAM_WARPS = 8
 WARPS = gl.constexpr(PROGRAM_WARPS)
 scale_from_amax = gluon.jit(rounding.scale_from_amax.fn)
+# Triton 3.8 renamed the copy, and 3.9 removed its former name.
+copy_elements = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
 
 
 @gluon.jit
@@ -97,11 +103,9 @@ def start_load(
         places = corner + (m[:, None] * K + k[None, :])
         stage = held.index(turn % PLACES_HELD)
         if BY_ROWS:
-            async_copy.async_copy_global_to_shared(
-                stage, places, mask=(first_m + m < rows)[:, None] & (k >= 0)[None, :]
-            )
+            copy_elements(stage, places, mask=(first_m + m < rows)[:, None] & (k >= 0)[None, :])
         else:
-            async_copy.async_copy_global_to_shared(stage, places)
+            copy_elements(stage, places)
     async_copy.commit_group()
 
 
