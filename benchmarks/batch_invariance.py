@@ -36,7 +36,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall, AttentionInputs
 from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.primitives.attention.mask import resolve
-from transformer_engine_tools.bench.measure import measure_in_turns, peak_mib
+from transformer_engine_tools.bench.measure import measure_in_turns
 
 
 def _constant_scale(amax: Any, scale: Any, fp8_max: Any, recipe: Any) -> Any:
@@ -563,7 +563,7 @@ def count_differences(
 
 
 class ProbedCase(NamedTuple):
-    """Sequences of one length, causal: their number, how they are stored, and the tokens of a sequence behind them."""
+    """Causal sequences with one length: their number, their layout, and the length of a further sequence."""
 
     batch: int
     length: int
@@ -572,13 +572,13 @@ class ProbedCase(NamedTuple):
 
 
 def probe_backends(device: str, runs: int) -> Iterator[dict[str, Any]]:
-    """Compare the bits of single attention backends, which te.batch_invariant() does not choose, without a cache.
+    """Compare the bits from single attention backends, which te.batch_invariant() does not choose, without a cache.
 
-    Every sequence is compared with the sequence alone: the output of a backend, and the gradients of q, k and v that
-    it computes from the output and lse of the Triton kernels. Times are for one sequence of 8192 tokens.
+    Every sequence is compared with the sequence alone: a backend's output, and its gradients for q, k and v from the
+    Triton kernels' output and lse. Times are for one sequence with 8192 tokens.
 
     Yields:
-        Differing elements by backend, tensor and case, or the error of a backend.
+        Differing elements by backend, tensor and case, or a backend's error.
     """
     lengths, heads = (
         ((25, 128, 700, 2048), (32, 8, 128)) if device == "cuda" else ((25, 40), (2, 1, 16))
@@ -601,7 +601,7 @@ def probe_backends(device: str, runs: int) -> Iterator[dict[str, Any]]:
 
 
 def _attention_call(case: ProbedCase, batch: int, heads: tuple[int, int, int], device: str) -> Any:
-    """The call of `batch` sequences under deterministic gradients, without te.batch_invariant()."""
+    """Describe `batch` sequences with deterministic gradients, without te.batch_invariant()."""
     query_heads, groups, head = heads
     packed = case.layout == "thd"
     longest = max(case.length, case.extra) if batch > 1 else case.length
@@ -625,7 +625,7 @@ def _attention_call(case: ProbedCase, batch: int, heads: tuple[int, int, int], d
 
 
 def _inputs(call: Any, case: ProbedCase, tensors: Sequence[Tensor]) -> AttentionInputs:
-    """q, k and v [batch, length, h, d] as the inputs of a call; a packed batch ends with a sequence of ones."""
+    """q, k and v [batch, length, h, d] as a call's inputs; a packed batch ends with a sequence of ones."""
     if case.layout != "thd":
         q, k, v = (_stored(x, case.layout) for x in tensors)
         return AttentionInputs(q, k, v)
@@ -673,7 +673,7 @@ def _attend(
 def _probe_case(
     name: str, case: ProbedCase, heads: tuple[int, int, int], device: str
 ) -> dict[str, int]:
-    """Elements of each tensor that differ between sequences of a batch and the sequences alone."""
+    """Count differing elements per tensor between sequences in a batch and the sequences alone."""
     torch.manual_seed(case.length)
     q, k, v, dy = (
         torch.randn(case.batch, case.length, count, heads[2], device=device, dtype=torch.bfloat16)
@@ -691,7 +691,7 @@ def _probe_case(
 
 
 def _time_backend(name: str, heads: tuple[int, int, int], runs: int) -> list[float]:
-    """Milliseconds of the forward and of the deterministic backward pass over one sequence of 8192 tokens."""
+    """Measure the forward and the deterministic backward pass over one sequence with 8192 tokens, in milliseconds."""
     case = ProbedCase(1, 8192, "bshd")
     q, k, v, dy = (
         torch.randn(1, case.length, count, heads[2], device="cuda", dtype=torch.bfloat16)
@@ -813,9 +813,7 @@ def measure_attention(runs: int, only: str) -> Iterator[dict[str, dict[str, floa
             if only not in (case := f"{kind} b{batch} s{sequence}"):
                 continue
             pair = [Attention(sequence, batch, trains, invariant) for invariant in (False, True)]
-            without, within = (peak_mib(call, torch.device("cuda")) for call in pair)
-            memory = {"without_mib": without or 0.0, "with_mib": within or 0.0}
-            yield {case: _ratio(*measure_in_turns(pair, runs)) | memory}
+            yield {case: _ratio(*measure_in_turns(pair, runs))}
     for batch, length in ((64, 8000), (8, 8000), (64, 1000)):
         if only in (case := f"decode b{batch} s{length}"):
             decoding = [Decoding(batch, length, invariant) for invariant in (False, True)]

@@ -1,6 +1,7 @@
 """Tokens/s and peak memory of training all of 8 billion parameters on one GPU: this engine beside torchao.
 
     python benchmarks/finetune.py [--json FILE] [--arms NAME ...] [--batch N ...] [--steps N] [--tiny] [--eager]
+    python benchmarks/finetune.py --arms --earlier FILE ... --json FILE
 
 A step is forward pass, backward pass and optimizer on sequences of 8192 tokens, with a bfloat16 head of 128,256 rows
 and FP8 products with one scale per tensor in the layers. Arms:
@@ -11,7 +12,8 @@ and FP8 products with one scale per tensor in the layers. Arms:
 - ao:*: torchao's float8 training, each layer and the head with its loss compiled, cuDNN's attention, and an optimizer
   of torchao with block-scaled moments whose updates of bfloat16 parameters are rounded stochastically.
 
-Every arm runs in its own process. Without a GPU, `--tiny --eager` shows that everything runs.
+Every arm runs in its own process. `--earlier` keeps the rows of earlier runs, except of arms that run again. Without a
+GPU, `--tiny --eager` shows that everything runs.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--json", type=Path, help="write the figures to this file")
-    options.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS)
+    options.add_argument(
+        "--arms", nargs="*", default=DEFAULT_ARMS, metavar="NAME", help=", ".join(ARMS)
+    )
+    options.add_argument(
+        "--earlier", nargs="+", type=Path, default=[], help="files of --json whose rows are kept"
+    )
     options.add_argument("--batch", nargs="+", type=int, default=[1], help="sequences per step")
     options.add_argument("--steps", type=int, default=12)
     options.add_argument("--tiny", action="store_true", help="a model of 2 layers of width 64")
@@ -62,11 +70,30 @@ def main() -> None:
     if chosen.arm is not None:
         print(json.dumps(measure(chosen.arm, chosen)))
         return
-    rows = [run_arm(arm, batch, chosen) for batch in chosen.batch for arm in chosen.arms]
+    if unknown := sorted(set(chosen.arms) - set(ARMS)):
+        options.error(f"--arms: {', '.join(unknown)} are not among {', '.join(ARMS)}")
+    about = machine()
+    rows = [
+        run_arm(arm, batch, chosen) | {"machine": about}
+        for batch in chosen.batch
+        for arm in chosen.arms
+    ]
+    rows = merge_rows((json.loads(path.read_text()) for path in chosen.earlier), rows)
     print(table(rows))
-    write(chosen.json, machine=machine(), rows=rows)
+    write(chosen.json, about=rows[0]["machine"] if rows else None, rows=rows)
     if any("error" in row for row in rows):
         raise SystemExit(1)
+
+
+def merge_rows(earlier: Iterable[dict[str, Any]], rows: list[Row]) -> list[Row]:
+    """Rows of earlier files and of this run, by arm; the latest row of an arm and batch counts."""
+    found: dict[tuple[str, int], Row] = {}
+    for content in earlier:
+        for row in content["rows"]:
+            found[row["arm"], row["batch"]] = {"machine": content["machine"]} | row
+    found |= {(row["arm"], row["batch"]): row for row in rows}
+    order = list(ARMS)
+    return [found[key] for key in sorted(found, key=lambda key: (order.index(key[0]), key[1]))]
 
 
 def run_arm(arm: str, batch: int, chosen: argparse.Namespace) -> Row:

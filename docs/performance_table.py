@@ -19,6 +19,8 @@ HOME = ROOT / "docs" / "index.md"
 README = ROOT / "README.md"
 CONVERT = ROOT / "docs" / "convert.md"
 CHOICE = ROOT / "docs" / "which_recipe.md"
+MEMORY = ROOT / "docs" / "memory.md"
+TRAINING = ROOT / "docs" / "training.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -228,12 +230,76 @@ def trainings() -> str:
         "| --- | --- | ---: | ---: | ---: |",
     ]
     order = list(TRAINED)
+    rows = [row for row in rows if row["arm"] in order]
     for row in sorted(rows, key=lambda row: (-row["tokens"], order.index(row["arm"]))):
         loss, share = f"{row['loss']:.4f}", f"{100 * row['accuracy']:.2f}"
         if row["arm"] != order[0]:
             loss, share = (_gap(row, *cell) for cell in (("loss", 1, 4), ("accuracy", 100, 2)))
         size = f"{row['size'].removesuffix('-short')}, {row['tokens'] / 1e6:.0f}"
         lines.append(f"| {size} | {TRAINED[row['arm']]} | {row['seeds']} | {loss} | {share} |")
+    return "\n".join(lines) + "\n"
+
+
+STATES = {
+    "adam": "float32 masters and moments, `FusedAdam`",
+    "adam-block": "float32 masters, block-scaled moments, rounded stochastically",
+    "adam-block-nearest": "float32 masters, block-scaled moments, rounded to nearest",
+    "adam-tensor": "float32 masters, FP8 moments with one scale per tensor",
+    "adam-rounded": "bfloat16 parameters, rounded stochastically; float32 moments",
+    "adam-nearest": "bfloat16 parameters, rounded to nearest; float32 moments",
+    "adam-block-rounded": "bfloat16 parameters and block-scaled moments, rounded stochastically",
+}
+
+
+def optimizer_states() -> str:
+    """Loss per kind of optimizer states relative to torch's AdamW in float32; "" unless measured."""
+    rows = json.loads((RESULTS / "recipe_table_h200.json").read_text())["rows"]
+    by_arm = {row["arm"]: row for row in rows if row["size"] == "57M-short"}
+    if not set(STATES) & set(by_arm):
+        return ""
+    baseline = by_arm["bfloat16"]
+    lines = [
+        "The 57M model of [Which recipe](which_recipe.md#measured-losses), in bfloat16 with 2,000 steps on an H200:",
+        "the loss, and paired differences from it with their standard error (`benchmarks/recipe_table.py`).",
+        "",
+        "| parameters and moments | seeds | loss, nats per byte |",
+        "| --- | ---: | ---: |",
+        f"| float32 masters and moments, `torch.optim.AdamW` | {baseline['seeds']} | {baseline['loss']:.4f} |",
+    ]
+    for arm, title in STATES.items():
+        if arm in by_arm:
+            gap = _gap(by_arm[arm], "loss", 1, 4)
+            lines.append(f"| {title} | {by_arm[arm]['seeds']} | {gap} |")
+    return "\n".join(lines) + "\n"
+
+
+FINETUNED = {
+    "te:stochastic": "`finetune_8b.py`",
+    "te:remainders": "`--optimizer remainders`",
+    "te:float32": "`--optimizer float32`",
+    "te:quantized": "`--quantized`",
+    "te:delayed": "`--recipe delayed`",
+    "te:block": "`--recipe block`",
+    "ao:AdamWFp8": "torchao: float8 training, `AdamWFp8`, compiled layers",
+    "ao:AdamW8bit": "torchao: float8 training, `AdamW8bit`, compiled layers",
+}
+
+
+def finetuning() -> str:
+    """Rate, measured and planned peak per arm in benchmarks/finetune.py."""
+    rows = json.loads((RESULTS / "finetune_h200.json").read_text())["rows"]
+    lines = ["| | tokens/s | ms | peak GiB | planned GiB |", "| --- |" + " ---: |" * 4]
+    for row in rows:
+        if "error" in row:
+            continue
+        planned = row.get("planned_gib")
+        cells = [
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['step_ms']:.0f}",
+            f"{row['peak_gib']:.1f}",
+            "-" if planned is None else f"{planned:.1f}",
+        ]
+        lines.append(f"| {FINETUNED[row['arm']]} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -340,6 +406,8 @@ if __name__ == "__main__":
                 README: {"models": models()},
                 CONVERT: {"convert": conversions()},
                 CHOICE: {"trainings": trainings()},
+                TRAINING: {"states": optimizer_states()},
+                MEMORY: {"finetune": finetuning()},
             },
         )
     )

@@ -85,8 +85,7 @@ def plans() -> str:
         result = plan(model, devices, recipe="current", global_batch=devices, **options)
         lines.append(
             f"| {model} | {devices:,} | {result.mesh} | {result.micro_batches} x {result.micro_batch} "
-            f"| {result.recompute} "
-            f"| {result.step_ms:,.0f} | {result.tokens_per_s:,.0f} | {result.utilization:.0%} "
+            f"| {result.recompute} | {result.step_ms:,.0f} | {result.tokens_per_s:,.0f} | {result.utilization:.0%} "
             f"| {result.memory.peak / 2**30:.0f} |"
         )
     return "\n".join(lines) + "\n"

@@ -490,8 +490,8 @@ def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recomp
     hidden = position[None, :] > position[:, None]
     reference = (score.masked_fill(hidden, -math.inf).softmax(-1) @ c).transpose(1, 2).flatten(2)
     expected = torch.autograd.grad(reference.square().sum(), leaves)
-    for ours, theirs in zip((out, *gradients), (reference, *expected), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+    for ours, original in zip((out, *gradients), (reference, *expected), strict=True):
+        torch.testing.assert_close(ours, original, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("q_format", ["bshd", "sbhd", "thd"])

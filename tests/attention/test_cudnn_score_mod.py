@@ -522,10 +522,10 @@ def test_cudnn_computes_the_function_and_its_gradient(
     results = [got, *torch.autograd.grad(got, leaves, transposed.to(dtype))]
     assert torch.equal(inference, got)
     limit = 0.006 if dtype == torch.bfloat16 else 0.001
-    for part, mine, theirs in zip(("o", "dq", "dk", "dv"), results, expected, strict=True):
+    for part, actual, original in zip(("o", "dq", "dk", "dv"), results, expected, strict=True):
         if tensor_format == "sbhd":
-            theirs = theirs.transpose(0, 1)
-        assert relative(mine, theirs) < limit, part
+            original = original.transpose(0, 1)
+        assert relative(actual, original) < limit, part
 
 
 @pytest.mark.gpu

@@ -69,8 +69,8 @@ def oracle_results(q, k, v, grad, sees, extra=(), **options):
 
 
 def assert_same(got, expected):
-    for ours, theirs in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(ours.double().cpu(), theirs, **ATTENDED)
+    for ours, reference in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(ours.double().cpu(), reference, **ATTENDED)
 
 
 def mask_arguments(name, device, size_q=5, size_kv=6):
@@ -318,9 +318,9 @@ def test_low_precision_is_as_accurate_as_its_rounding(dtype, backend, device):
     out, gradients, _ = run(DotProductAttention(2, 4), q, k, v, grad)
     expected, want_gradients, _ = oracle_results(q, k, v, grad, visibility("causal", 5, 6))
     unit = torch.finfo(dtype).eps
-    for ours, theirs in zip((out, *gradients), (expected, *want_gradients), strict=True):
+    for ours, reference in zip((out, *gradients), (expected, *want_gradients), strict=True):
         assert ours.dtype == dtype
-        torch.testing.assert_close(ours.double().cpu(), theirs, atol=4 * unit, rtol=4 * unit)
+        torch.testing.assert_close(ours.double().cpu(), reference, atol=4 * unit, rtol=4 * unit)
 
 
 def test_the_scale_is_one_over_the_root_of_the_query_size_unless_given(device):

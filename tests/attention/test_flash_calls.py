@@ -119,8 +119,8 @@ def test_flash4_computes_the_request(name):
     if request.padded_between or request.mask.padding:
         grad = torch.where(expected.output == 0, 0, grad)
     ours = flash4.backward(request, inputs, got, grad)
-    theirs = reference.backward(request, inputs, expected, grad)
-    for a, b in zip(ours, theirs, strict=True):
+    original = reference.backward(request, inputs, expected, grad)
+    for a, b in zip(ours, original, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b)

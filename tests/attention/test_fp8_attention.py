@@ -103,7 +103,9 @@ def test_high_precision_gradients_of_large_logits_are_those_of_the_quantized_ten
     rounded = [rounded_as(kind, x.detach()).double().requires_grad_() for x in qkv]
     with use_backend(attention="reference"):
         exact = torch.autograd.grad(module(*rounded), rounded, grad.double())
-    assert all(relative(found, expected) < 0.1 for found, expected in zip(grads, exact, strict=True))
+    assert all(
+        relative(found, expected) < 0.1 for found, expected in zip(grads, exact, strict=True)
+    )
 
 
 def rounded_as(kind: str, x: Tensor) -> Tensor:

@@ -114,10 +114,10 @@ def test_gradients_equal_an_attention_that_quantizes_its_inputs(device):
                 out.float().square().sum(), [x, module.qkv.weight, module.proj.weight]
             )
         results[field] = (out, *grad)
-    for ours, theirs in zip(results["fp8_mha"], results["fp8_dpa"], strict=True):
+    for ours, reference in zip(results["fp8_mha"], results["fp8_dpa"], strict=True):
         difference = (
-            ours.detach().float() - theirs.detach().float()
-        ).square().mean() / theirs.detach().float().square().mean()
+            ours.detach().float() - reference.detach().float()
+        ).square().mean() / reference.detach().float().square().mean()
         assert 0.0 < float(difference) < 0.1**2
 
 

@@ -76,9 +76,9 @@ def test_the_joint_node_is_bitwise_equal_to_two_nodes(form, groups, fused, devic
     options = {"qkv_format": form, "attn_mask_type": mask, "num_gqa_groups": groups}
     options |= {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16}
     ours, _ = call(make(device, **options), form, torch.bfloat16)
-    theirs, joint = call(with_core_hook(make(device, **options)), form, torch.bfloat16)
+    reference, joint = call(with_core_hook(make(device, **options)), form, torch.bfloat16)
     assert not joint
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours, reference, strict=True):
         assert torch.equal(a, b)
 
 
@@ -146,8 +146,8 @@ def test_rotated_heads_are_bitwise_equal_to_separate_rotations(
         return *rotation(q, k), v
 
     monkeypatch.setattr(Rotation, "rotate_projection", rotate_apart)
-    theirs, _ = call(make(device, **options), form, torch.bfloat16, rotary_pos_emb=angles)
-    for a, b in zip(ours, theirs, strict=True):
+    reference, _ = call(make(device, **options), form, torch.bfloat16, rotary_pos_emb=angles)
+    for a, b in zip(ours, reference, strict=True):
         assert torch.equal(a, b)
 
 

@@ -94,12 +94,12 @@ def test_every_parameter_layout_means_the_same_attention(
     torch.testing.assert_close(got, expected, **ATTENDED)
     grad = sample(device, *got.shape, seed=2)
     leaves = [x, *module.parameters()]
-    for ours, theirs in zip(
+    for ours, reference in zip(
         torch.autograd.grad(got, leaves, grad),
         torch.autograd.grad(expected, leaves, grad),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(ours, reference, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("input_layernorm", [False, True])

@@ -59,8 +59,10 @@ def test_packed_sequences_equal_each_sequence_alone(mask, gaps, backend, device)
             start = sum(slots_q[:index])
             expected[start : start + length] = alone(*parts)[0]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    for ours, theirs in zip(gradients, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for ours, reference in zip(
+        gradients, torch.autograd.grad(expected, (q, k, v), grad), strict=True
+    ):
+        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
 
 
 def policies(device, *groups):

@@ -90,22 +90,22 @@ def test_context_parallel_ranks_hold_a_chunk_from_each_end(cp_size, tensor_forma
     full = [sample(device, n, 3, 8) for n in lengths]
     freqs = angles(device, 8)
     for rank in range(cp_size):
-        mine, expected = [], []
+        actual, expected = [], []
         for x in full:
             chunks = torch.arange(len(x)).chunk(2 * cp_size)
             rows = torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank])).to(device)
-            mine.append(x[rows])
+            actual.append(x[rows])
             expected.append(apply_rotary_pos_emb(x[None], freqs, "bshd")[0][rows])
         if tensor_format == "thd":
             options = {"cu_seqlens": cumulative(lengths, device)}
             got = apply_rotary_pos_emb(
-                torch.cat(mine), freqs, "thd", cp_size=cp_size, cp_rank=rank, **options
+                torch.cat(actual), freqs, "thd", cp_size=cp_size, cp_rank=rank, **options
             )
             torch.testing.assert_close(got, torch.cat(expected), rtol=1e-6, atol=1e-6)
             continue
         axis = 1 if tensor_format == "sbhd" else 0
         got = apply_rotary_pos_emb(
-            torch.stack(mine, axis), freqs, tensor_format, cp_size=cp_size, cp_rank=rank
+            torch.stack(actual, axis), freqs, tensor_format, cp_size=cp_size, cp_rank=rank
         )
         torch.testing.assert_close(got, torch.stack(expected, axis), rtol=1e-6, atol=1e-6)
 
@@ -168,8 +168,8 @@ def test_packed_qkv_rotation_covers_queries_and_keys_in_each_group(
     for results in (got, (*expected, v)):
         weights = [sample(device, *x.shape, seed=i) for i, x in enumerate(results)]
         grads.append(torch.autograd.grad(results, qkv, weights, retain_graph=True)[0])
-    for ours, theirs in zip(got, (*expected, v), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for ours, reference in zip(got, (*expected, v), strict=True):
+        torch.testing.assert_close(ours, reference)
     torch.testing.assert_close(*grads)
 
 

@@ -200,18 +200,18 @@ def test_starts_with_ranks_equal_the_ranks_part_of_the_full_rotation(
     full = [torch.randn(n, 3, 8, device=device) for n in lengths]
     argument = int32(starts, device)
     for rank in range(cp_size):
-        mine, reference = [], []
+        actual, reference = [], []
         for x, start in zip(full, starts, strict=True):
             chunks = torch.arange(len(x)).chunk(2 * cp_size)
             rows = torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank])).to(device)
-            mine.append(x[rows])
+            actual.append(x[rows])
             reference.append(apply_rotary_pos_emb(x[None], freqs[start:], "bshd")[0][rows])
         if tensor_format == "thd":
-            local, expected = torch.cat(mine), torch.cat(reference)
+            local, expected = torch.cat(actual), torch.cat(reference)
             options = {"cu_seqlens": cumulative(lengths, device)}
         else:
             axis = int(tensor_format == "sbhd")
-            local, expected = torch.stack(mine, axis), torch.stack(reference, axis)
+            local, expected = torch.stack(actual, axis), torch.stack(reference, axis)
             options = {}
         options |= {"start_positions": argument, "cp_size": cp_size, "cp_rank": rank}
         if fused:

@@ -49,12 +49,12 @@ def check(attention, leaves, change, **options):
     q, k, v = leaves[:3]
     got, expected = attention(q, k, v, **options), oracle(q, k, v, change)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
-    for mine, theirs in zip(
+    for actual, reference in zip(
         torch.autograd.grad(got.square().sum(), leaves),
         torch.autograd.grad(expected.square().sum(), leaves),
         strict=True,
     ):
-        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, reference.to(actual.dtype), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [(2, 7, 7), (1, 1, 5), (3, 4, 9)])

@@ -204,11 +204,11 @@ def test_nan_and_infinities_reach_logits_and_denominators_as_in_the_reference(na
     case = Case("special", mask="padding", mask_tensors=True, softmax="learnable", max_logit=True)
     call, inputs = build(case, device, 1)
     getattr(inputs, name)[0, 7, 0, 1] = value
-    ours, theirs = triton.forward(call, inputs), reference.forward(call, inputs)
+    ours, original = triton.forward(call, inputs), reference.forward(call, inputs)
     close = {"rtol": 1e-3, "atol": 1e-3, "equal_nan": True}
-    torch.testing.assert_close(ours.max_logit, theirs.max_logit, **close)
-    torch.testing.assert_close(ours.lse, theirs.lse, **close)
-    assert torch.equal(ours.output.isnan(), theirs.output.isnan())
+    torch.testing.assert_close(ours.max_logit, original.max_logit, **close)
+    torch.testing.assert_close(ours.lse, original.lse, **close)
+    assert torch.equal(ours.output.isnan(), original.output.isnan())
 
 
 STEP = Case(

@@ -113,10 +113,10 @@ def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
     """Write two files with the metadata {"format": "pt"} and an index of them, as Hugging Face does."""
     from safetensors.torch import load_file, save_file
 
-    theirs = torch.nn.Sequential(
+    reference = torch.nn.Sequential(
         torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 32)
     )
-    state = theirs.state_dict()
+    state = reference.state_dict()
     where = {name: f"model-0000{1 + name.startswith('2')}-of-00002.safetensors" for name in state}
     for file in set(where.values()):
         part = {name: value for name, value in state.items() if where[name] == file}
@@ -132,7 +132,7 @@ def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
     )
     assert not any(ours.load_state_dict(read, strict=True))
     x = torch.randn(16, 32)
-    torch.testing.assert_close(ours(x.to(device)).cpu(), theirs(x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours(x.to(device)).cpu(), reference(x), rtol=1e-3, atol=1e-3)
     monkeypatch.setenv("NVTE_STRICT_EXTRA_STATE", "1")
     with pytest.raises(RuntimeError, match=r"0\._extra_state"):
         ours.load_state_dict(read, strict=True)

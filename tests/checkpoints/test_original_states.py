@@ -64,9 +64,9 @@ def test_a_recipe_without_state_leaves_a_module_ready_for_it(kind, device: torch
 
 
 def test_weights_of_another_library_load_strictly(device: torch.device):
-    theirs, ours = torch.nn.Linear(32, 16, device=device), te.Linear(32, 16, device=device)
-    ours.load_state_dict(theirs.state_dict())
-    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+    reference, ours = torch.nn.Linear(32, 16, device=device), te.Linear(32, 16, device=device)
+    ours.load_state_dict(reference.state_dict())
+    assert torch.equal(ours.weight, reference.weight) and torch.equal(ours.bias, reference.bias)
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "codes"])

@@ -91,12 +91,12 @@ def test_plain_torch_does_the_same_work(family: str, device: torch.device):
     plain = next(provider for provider in PROVIDERS if provider.name == "torch")
     recipes = ("delayed",) if family == "quantize" else ("bf16",)
     for case in cases(recipes, True, [family]):
-        theirs, ours = plain.workload(case, device), ENGINE.workload(case, device)
-        assert theirs is not None and ours is not None
-        assert [x.shape for x in theirs.inputs] == [x.shape for x in ours.inputs]
+        reference, ours = plain.workload(case, device), ENGINE.workload(case, device)
+        assert reference is not None and ours is not None
+        assert [x.shape for x in reference.inputs] == [x.shape for x in ours.inputs]
         if family != "quantize":
             with torch.no_grad():
-                expected = theirs.function(*theirs.inputs, **theirs.keywords).shape
+                expected = reference.function(*reference.inputs, **reference.keywords).shape
                 assert ours.function(*ours.inputs, **ours.keywords).shape == expected
 
 

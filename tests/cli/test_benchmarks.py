@@ -196,3 +196,17 @@ def test_training_figures_are_a_table_with_failed_arms():
     lines = table(rows).splitlines()
     assert lines[2] == "| te:stochastic | 8,192 | 12,346 | 663.6 | 66.12 | 66.50 |"
     assert lines[3] == "| ao:AdamWFp8 | exit status 1 | - | - | - | - |"
+
+
+def test_training_figures_of_earlier_runs_are_kept_unless_an_arm_runs_again():
+    merge = importlib.import_module("finetune").merge_rows
+    first = {"machine": "a", "rows": [{"arm": "ao:AdamWFp8", "batch": 1, "step_ms": 2.0}]}
+    second = {"machine": "b", "rows": [{"arm": "te:block", "batch": 1, "step_ms": 3.0}]}
+    rows = merge([first, second], [{"arm": "te:block", "batch": 2, "machine": "c"}])
+    assert [(row["arm"], row["batch"], row["machine"]) for row in rows] == [
+        ("te:block", 1, "b"),
+        ("te:block", 2, "c"),
+        ("ao:AdamWFp8", 1, "a"),
+    ]
+    again = merge([first], [{"arm": "ao:AdamWFp8", "batch": 1, "machine": "c"}])
+    assert again == [{"arm": "ao:AdamWFp8", "batch": 1, "machine": "c"}]

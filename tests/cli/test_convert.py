@@ -18,9 +18,9 @@ def te(*arguments: object):
 
 
 def test_checkpoints_convert_both_ways_and_tensors_are_counted(tmp_path: Path):
-    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
-    write_checkpoint(theirs, "llama", most=60_000)
-    remote = te(theirs, ours)
+    reference, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
+    write_checkpoint(reference, "llama", most=60_000)
+    remote = te(reference, ours)
     assert remote.exit_code == 0, remote.output
     assert "21 tensors made 15" in remote.output and "a TransformerLayer stack" in remote.output
     repeated = te(ours, back, "--dtype", "bfloat16", "--shard-size", "0.00005")

@@ -54,8 +54,8 @@ def main(folder: Path) -> None:
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=False,
         architectures=["Qwen3ForCausalLM"],
     )  # fmt: skip
-    theirs = Qwen3ForCausalLM(config).float()
-    theirs.save_pretrained(folder)
+    reference = Qwen3ForCausalLM(config).float()
+    reference.save_pretrained(folder)
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
     call = {
         "input_ids": tokens,
@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     }
     ours = built(folder, config)
     with torch.no_grad():
-        expected = theirs(tokens).logits
+        expected = reference(tokens).logits
         difference = (ours(**call) - expected).abs().max() / expected.abs().max()
     quantized = built(folder, config, fp8="hybrid", fp8_recipe="tensorwise")
     optimizer = torch.optim.AdamW(quantized.parameters(), 1e-2)

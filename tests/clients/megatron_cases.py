@@ -213,12 +213,12 @@ def count_recomputations() -> bool:
 
 def own_attention(settings: dict[str, Any]) -> dict[str, float]:
     """Greatest differences of logits and gradients between Megatron's SelfAttention and ours, with the same weights."""
-    theirs, ours = model(settings), model(settings, ours=True)
-    ours.load_state_dict(theirs.state_dict())
-    logits = [gpt(*batch()) for gpt in (theirs, ours)]
-    for gpt in (theirs, ours):
+    reference, ours = model(settings), model(settings, ours=True)
+    ours.load_state_dict(reference.state_dict())
+    logits = [gpt(*batch()) for gpt in (reference, ours)]
+    for gpt in (reference, ours):
         model_loss(gpt).backward()
-    pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
+    pairs = zip(reference.parameters(), ours.parameters(), strict=True)
     return {
         "logits": (logits[0] - logits[1]).abs().max().item(),
         "gradients": max((a.grad - b.grad).abs().max().item() for a, b in pairs),
@@ -253,18 +253,20 @@ def t5(ours: bool) -> Any:
 
 def own_cross_attention() -> dict[str, float]:
     """Largest loss and gradient differences on padded batches, with the same weights."""
-    theirs, ours = t5(False), t5(True)
-    ours.load_state_dict(theirs.state_dict())
+    reference, ours = t5(False), t5(True)
+    ours.load_state_dict(reference.state_dict())
     source, target = batch()[0][:, :12], batch()[0][:, 12:21]
     padded, full = (torch.zeros(BATCH, 1, 1, length, dtype=torch.bool) for length in (12, 9))
     padded[1, ..., 8:] = True
     labels = torch.roll(target, -1, 1)
     losses = [
-        t(source, target, padded, None, (full, padded), lm_labels=labels) for t in (theirs, ours)
+        t(source, target, padded, None, (full, padded), lm_labels=labels) for t in (reference, ours)
     ]
     for loss in losses:
         loss.float().mean().backward()
-    pairs = [(a.grad, b.grad) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)]
+    pairs = [
+        (a.grad, b.grad) for a, b in zip(reference.parameters(), ours.parameters(), strict=True)
+    ]
     return {
         "logits": (losses[0] - losses[1]).abs().max().item(),
         "gradients": max((a - b).abs().max().item() for a, b in pairs if a is not None),

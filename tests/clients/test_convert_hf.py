@@ -82,8 +82,8 @@ def stock(family: str = "llama", kind: str = "ForCausalLM", **more: Any) -> Any:
 
 
 def both(family: str = "llama", recipe: Any = None, **more: Any) -> tuple[Any, Any]:
-    theirs = stock(family, **more)
-    return theirs, te.convert_hf(copy.deepcopy(theirs), recipe=recipe)
+    reference = stock(family, **more)
+    return reference, te.convert_hf(copy.deepcopy(reference), recipe=recipe)
 
 
 def their_gradients(model: Any) -> dict[str, Tensor]:
@@ -118,57 +118,57 @@ def train(model: Any, steps: int = 4) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradients_match_the_stock_model(family):
-    theirs, ours = both(family)
+    reference, ours = both(family)
     tokens = installed.tokens(DEVICE)
     expected, actual = (
-        model(tokens, labels=tokens, output_hidden_states=True) for model in (theirs, ours)
+        model(tokens, labels=tokens, output_hidden_states=True) for model in (reference, ours)
     )
     close(actual.logits, expected.logits)
     close(actual.loss, expected.loss)
-    for mine, other in zip(actual.hidden_states, expected.hidden_states, strict=True):
-        close(mine, other)
+    for own, other in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        close(own, other)
     expected.loss.backward()
     actual.loss.backward()
     gradients = their_gradients(ours)
-    assert set(gradients) == {name for name, _ in theirs.named_parameters()}
-    for name, parameter in theirs.named_parameters():
+    assert set(gradients) == {name for name, _ in reference.named_parameters()}
+    for name, parameter in reference.named_parameters():
         close(gradients[name], parameter.grad)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_state_dict_has_the_stock_model_s_names_and_values(family):
-    theirs, ours = both(family)
+    reference, ours = both(family)
     state = {
         name: value
         for name, value in ours.state_dict().items()
         if not name.endswith("_extra_state")
     }
-    assert set(state) == set(theirs.state_dict())
-    assert all(torch.equal(state[name], value) for name, value in theirs.state_dict().items())
+    assert set(state) == set(reference.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in reference.state_dict().items())
     other = te.convert_hf(stock(family).to(DEVICE))
     nn.init.zeros_(other.model.layers[0].mlp.fc1_weight)
-    other.load_state_dict(theirs.state_dict(), strict=True)
+    other.load_state_dict(reference.state_dict(), strict=True)
     tokens = installed.tokens(DEVICE)
     assert torch.equal(other(tokens).logits, ours(tokens).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_restoring_gives_the_stock_model(family):
-    theirs, ours = both(family)
+    reference, ours = both(family)
     te.revert_hf(ours)
     assert [type(module) for module in ours.modules()] == [
-        type(module) for module in theirs.modules()
+        type(module) for module in reference.modules()
     ]
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert ours.config._attn_implementation == theirs.config._attn_implementation
+    assert list(ours.state_dict()) == list(reference.state_dict())
+    assert ours.config._attn_implementation == reference.config._attn_implementation
     tokens = installed.tokens(DEVICE)
-    assert torch.equal(ours(tokens, labels=tokens).loss, theirs(tokens, labels=tokens).loss)
+    assert torch.equal(ours(tokens, labels=tokens).loss, reference(tokens, labels=tokens).loss)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
 def test_generation_matches_the_stock_model(family, cache):
-    theirs, ours = (model.eval() for model in both(family))
+    reference, ours = (model.eval() for model in both(family))
     prompt = installed.tokens(DEVICE)[:, :9]
     seen = torch.ones_like(prompt)
     seen[0, :4] = 0  # left padding: the first sequence's positions begin later
@@ -181,36 +181,38 @@ def test_generation_matches_the_stock_model(family, cache):
     if cache == "static":
         how["cache_implementation"] = "static"
         how["disable_compile"] = True
-    assert torch.equal(ours.generate(prompt, **how), theirs.generate(prompt, **how))
+    assert torch.equal(ours.generate(prompt, **how), reference.generate(prompt, **how))
 
 
 def test_padded_batches_and_given_positions():
-    theirs, ours = both()
+    reference, ours = both()
     tokens = installed.tokens(DEVICE)
     observed = torch.ones_like(tokens)
     observed[1, 20:] = 0
     places = torch.stack([torch.arange(32), torch.arange(32) + 5]).to(DEVICE)
     for options in ({"attention_mask": observed}, {"position_ids": places}):
         saved = observed.bool() if "attention_mask" in options else torch.ones_like(observed).bool()
-        close(ours(tokens, **options).logits[saved], theirs(tokens, **options).logits[saved])
+        close(ours(tokens, **options).logits[saved], reference(tokens, **options).logits[saved])
 
 
 @pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
 def test_models_with_another_head_are_converted_too(kind):
-    theirs = stock(kind=kind)
-    ours = te.convert_hf(copy.deepcopy(theirs))
+    reference = stock(kind=kind)
+    ours = te.convert_hf(copy.deepcopy(reference))
     tokens = installed.tokens(DEVICE)
-    for mine, other in zip(ours(tokens).to_tuple()[:1], theirs(tokens).to_tuple()[:1], strict=True):
-        close(mine, other)
+    for actual, other in zip(
+        ours(tokens).to_tuple()[:1], reference(tokens).to_tuple()[:1], strict=True
+    ):
+        close(actual, other)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_quantizes_training_and_generation(name):
     recipe = RECIPES[name]
-    theirs, ours = both(recipe=recipe)
+    reference, ours = both(recipe=recipe)
     losses = train(ours)
     installed.assert_falls(losses, least=0.1)
-    assert losses[0] == pytest.approx(train(theirs)[0], abs=2e-2)
+    assert losses[0] == pytest.approx(train(reference)[0], abs=2e-2)
     plain = train(te.convert_hf(stock()))
     assert (losses == plain) == (recipe is None)
     assert not current().enabled
@@ -267,10 +269,10 @@ def test_the_caller_s_recipe_is_followed_where_none_was_given():
 
 
 def test_products_are_in_bfloat16_under_torch_autocast():
-    theirs, ours = both()
+    reference, ours = both()
     tokens = installed.tokens(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
-        expected, actual = theirs(tokens, labels=tokens).loss, ours(tokens, labels=tokens).loss
+        expected, actual = reference(tokens, labels=tokens).loss, ours(tokens, labels=tokens).loss
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
@@ -278,19 +280,19 @@ def test_products_are_in_bfloat16_under_torch_autocast():
     "recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=["delayed", "mxfp8"]
 )
 def test_converted_weights_can_be_quantized_parameters(recipe, tmp_path):
-    theirs = stock()
+    reference = stock()
     with te.quantized_model_init(recipe=recipe):
-        ours = te.convert_hf(copy.deepcopy(theirs), recipe=recipe)
+        ours = te.convert_hf(copy.deepcopy(reference), recipe=recipe)
     weight = ours.model.layers[0].mlp.fc1_weight
     assert isinstance(weight, te.QuantizedTensor)
     state = ours.state_dict()
-    for name, value in theirs.state_dict().items():
+    for name, value in reference.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0.07, atol=2e-3)
     other = te.convert_hf(stock())
     other.load_state_dict(state)
     assert not any(isinstance(value, te.QuantizedTensor) for value in state.values())
     ours.save_pretrained(tmp_path)
-    saved = type(theirs).from_pretrained(tmp_path).state_dict()
+    saved = type(reference).from_pretrained(tmp_path).state_dict()
     ours.load_state_dict(state)  # values become the same codes again
     te.revert_hf(ours)
     assert {type(parameter) for parameter in ours.parameters()} == {nn.Parameter}
@@ -301,12 +303,12 @@ def test_converted_weights_can_be_quantized_parameters(recipe, tmp_path):
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
 @pytest.mark.parametrize("family", ["llama", "llama, tied, yarn"])
 def test_saved_files_equal_the_stock_model_files(family, recipe, tmp_path):
-    theirs, ours = both(family, recipe)
+    reference, ours = both(family, recipe)
     train(ours, 2)
     ours.save_pretrained(tmp_path)
-    loaded, about = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    loaded, about = type(reference).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert loaded.config.architectures == [type(theirs).__name__]
+    assert loaded.config.architectures == [type(reference).__name__]
     te.revert_hf(ours)
     assert all(
         torch.equal(value.to(DEVICE), ours.state_dict()[name])
@@ -317,8 +319,8 @@ def test_saved_files_equal_the_stock_model_files(family, recipe, tmp_path):
 
 
 def test_a_part_that_a_state_dict_lacks_is_named_and_kept():
-    model, theirs = te.convert_hf(stock()), stock()
-    before, state = model.state_dict(), theirs.state_dict()
+    model, reference = te.convert_hf(stock()), stock()
+    before, state = model.state_dict(), reference.state_dict()
     name = "model.layers.1.self_attn.q_proj.weight"
     del state[name]
     report = model.load_state_dict(state, strict=False)
@@ -484,14 +486,14 @@ def test_an_unsupported_model_or_layer_is_named():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_bf16_logits_on_a_gpu_are_as_near_to_float32_as_the_stock_model_s(family):
     exact = stock(family, hidden_size=256, intermediate_size=512)
-    theirs = copy.deepcopy(exact).to(torch.bfloat16)
-    ours = te.convert_hf(copy.deepcopy(theirs))
+    reference = copy.deepcopy(exact).to(torch.bfloat16)
+    ours = te.convert_hf(copy.deepcopy(reference))
     tokens = installed.tokens(DEVICE, length=128)
     with torch.no_grad():
         expected = exact(tokens).logits
         error = {
             name: (model(tokens).logits - expected).norm()
-            for name, model in (("theirs", theirs), ("ours", ours))
+            for name, model in (("theirs", reference), ("ours", ours))
         }
     assert error["ours"] <= 1.1 * error["theirs"]
 

@@ -160,10 +160,10 @@ def logits_and_gradients(model, side: str, device: str = "cpu") -> list[torch.Te
 def test_logits_and_gradients_match_stock_attention(family, way, side):
     model = stock(family)
     ours = engine(model, way)
-    for mine, right in zip(
+    for actual, right in zip(
         logits_and_gradients(ours, side), logits_and_gradients(model, side), strict=True
     ):
-        torch.testing.assert_close(mine, right, **ATTENDED)
+        torch.testing.assert_close(actual, right, **ATTENDED)
     assert all_computed(LAYERS)
 
 
@@ -176,12 +176,12 @@ def test_full_attention_layers_ignore_the_window(side):
     kinds = ["sliding_attention", "full_attention"]
     config = transformers.Exaone4Config(**GROUPED, sliding_window=4, layer_types=kinds)
     model = transformers.Exaone4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    for mine, right in zip(
+    for actual, right in zip(
         logits_and_gradients(engine(model, "injected"), side),
         logits_and_gradients(model, side),
         strict=True,
     ):
-        torch.testing.assert_close(mine, right, **ATTENDED)
+        torch.testing.assert_close(actual, right, **ATTENDED)
     assert all_computed(LAYERS)
 
 
@@ -263,12 +263,12 @@ def create_softcap_model(attention: str = "eager"):
 @pytest.mark.parametrize("side", list(PADDING))
 def test_a_softcap_is_computed_as_in_eager_attention(side):
     model = create_softcap_model()
-    for mine, right in zip(
+    for actual, right in zip(
         logits_and_gradients(engine(model, "attn_implementation"), side),
         logits_and_gradients(model, side),
         strict=True,
     ):
-        torch.testing.assert_close(mine, right, **ATTENDED)
+        torch.testing.assert_close(actual, right, **ATTENDED)
     assert all_computed(LAYERS)
     assert (model(tokens()).logits - create_softcap_model("sdpa")(tokens()).logits).abs().max() > 1
 
@@ -401,17 +401,17 @@ def test_logits_and_gradients_on_a_gpu(family, way, side, dtype):
     model = stock(family, initializer_range=0.1)
     exact = logits_and_gradients(model, side)
     model = model.cuda().to(dtype)
-    theirs = logits_and_gradients(model, side, "cuda")
+    reference = logits_and_gradients(model, side, "cuda")
     ours = logits_and_gradients(engine(model, way), side, "cuda")
     assert all_computed(LAYERS)
     # Key bias gradients are 0 up to rounding: errors are relative to the largest gradient.
     least = 0.01 * max(right.norm() for right in exact)
-    for mine, stocks, right in zip(ours, theirs, exact, strict=True):
+    for actual, stocks, right in zip(ours, reference, exact, strict=True):
         if dtype == torch.float32:
-            torch.testing.assert_close(mine.cpu(), right, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(actual.cpu(), right, rtol=1e-3, atol=1e-4)
             continue
         errors = [
-            (x.float().cpu() - right).norm() / max(right.norm(), least) for x in (mine, stocks)
+            (x.float().cpu() - right).norm() / max(right.norm(), least) for x in (actual, stocks)
         ]
         assert errors[0] <= 2 * errors[1] + 2**-7
 

@@ -493,8 +493,8 @@ def test_fused_attention_keeps_the_requested_order_of_axes(local, other, device)
         do_format=other,
         dqkv_layout="_".join([other] * 3),
     )
-    for mine, theirs in zip(got[:3], expected[:3], strict=True):
-        assert torch.equal(mine, theirs.permute(axes))
+    for actual, reference in zip(got[:3], expected[:3], strict=True):
+        assert torch.equal(actual, reference.permute(axes))
 
 
 def test_formats_without_effect_warn_once_and_wrong_ones_are_named(device):
@@ -526,11 +526,11 @@ def test_rotations_are_the_same_as_autograd_functions(device):
     assert torch.equal(*grads)
     packed = values(device, 8, 2, 1, 64).requires_grad_()
     ours = FusedQKVRoPEFunc.apply(packed, angles, angles, (32, 16, 16))
-    theirs = apply_fused_qkv_rotary_pos_emb(packed, angles, angles, (32, 16, 16))
-    assert all(map(torch.equal, ours, theirs))
+    reference = apply_fused_qkv_rotary_pos_emb(packed, angles, angles, (32, 16, 16))
+    assert all(map(torch.equal, ours, reference))
     grads = [
         torch.autograd.grad(sum(y.square().sum() for y in result), packed)[0]
-        for result in (ours, theirs)
+        for result in (ours, reference)
     ]
     assert torch.equal(*grads)
 

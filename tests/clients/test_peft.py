@@ -161,12 +161,12 @@ def test_a_converted_llama_is_adapted(recipe, tmp_path):
     llama.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(model(), tmp_path)
     assert loaded.peft_config["default"].target_modules == {"layernorm_qkv", "o_proj", "mlp"}
-    ours, theirs = (
+    ours, reference = (
         {name: value for name, value in m.state_dict().items() if "lora_" in name}
         for m in (llama, loaded)
     )
-    assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert set(ours) == set(reference)
+    assert all(torch.equal(ours[name], reference[name]) for name in ours)
     with pytest.raises(ValueError, match="adapters of peft"):
         te.revert_hf(llama)
 

@@ -45,17 +45,17 @@ def differences(callable_, text: str, bound: bool = False) -> list[str]:
         if index >= len(places) or places[index] != reference.name:
             results.append(f"place {index} is {places[index : index + 1]}, not {reference.name}")
     for reference in expected:
-        mine = by_name.get(reference.name)
-        if mine is None:
+        actual = by_name.get(reference.name)
+        if actual is None:
             results.append(f"{reference.name} is missing")
-        elif (mine.default is WITHOUT_DEFAULT) != (reference.default is WITHOUT_DEFAULT):
+        elif (actual.default is WITHOUT_DEFAULT) != (reference.default is WITHOUT_DEFAULT):
             results.append(f"{reference.name} differs in having a default")
         elif (
             reference.default is not UNKNOWN
             and reference.default is not WITHOUT_DEFAULT
-            and mine.default != reference.default
+            and actual.default != reference.default
         ):
-            results.append(f"{reference.name}={mine.default!r}, not {reference.default!r}")
+            results.append(f"{reference.name}={actual.default!r}, not {reference.default!r}")
     listed = {p.name for p in expected}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     results += [
@@ -248,8 +248,10 @@ def test_a_score_mod_gets_its_tensors_as_keywords(device):
     expected = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h] * j)
     leaves = (q, k, v, table)
     got = torch.autograd.grad(out.square().sum(), leaves)
-    for mine, theirs in zip(got, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for actual, reference in zip(
+        got, torch.autograd.grad(expected.square().sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(actual, reference)
     assert torch.equal(out, expected)
     other = attention(q, k, v, score_mod=shift, score_mod_tensors={"slope": -table})
     assert not torch.allclose(other, out)

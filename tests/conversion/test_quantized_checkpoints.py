@@ -199,12 +199,12 @@ def test_model_of_transformers_is_saved_under_its_names(tmp_path: Path):
     model.model.layers[0].self_attn.o_proj = replaced
     conversion.save_quantized(model, tmp_path / "by_transformers", "fp8_block")
     conversion.convert(source, tmp_path / "converted", quantization="fp8_block")
-    ours, theirs = (
+    ours, reference = (
         decode_folder(tmp_path / "converted"),
         decode_folder(tmp_path / "by_transformers"),
     )
-    assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert set(ours) == set(reference)
+    assert all(torch.equal(ours[key], reference[key]) for key in ours)
 
 
 @pytest.mark.skipif(not optional.installed("transformers"), reason="needs transformers")
@@ -212,18 +212,18 @@ def test_transformers_decodes_blocks_to_the_same_weights(model: conversion.Decod
     import transformers
 
     folder = save_folder(model, tmp_path / "quantized", "fp8_block")
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         output_loading_info=True,
         quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    state = theirs.state_dict()
+    state = reference.state_dict()
     for key, value in decode_folder(folder).items():
         assert torch.equal(state[key].float(), value), key
     logits = conversion.load_model(folder, device="cpu", dtype=torch.float32)(tokens())
-    torch.testing.assert_close(theirs(tokens()).logits, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reference(tokens()).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(
@@ -243,7 +243,7 @@ def test_compressed_tensors_decodes_the_same_weights(
     conversion.save_quantized(model, folder, name, sample=tokens() if sampled else None)
     # The library decodes MXFP8 and NVFP4 to bfloat16, and rounds FP8 scales to the dtype of the model.
     dtype = torch.bfloat16 if name in ("mxfp8", "nvfp4") else torch.float32
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         output_loading_info=True,
@@ -254,10 +254,10 @@ def test_compressed_tensors_decodes_the_same_weights(
         and not report["unexpected_keys"]
         and not report["mismatched_keys"]
     )
-    state = theirs.state_dict()
+    state = reference.state_dict()
     for key, value in decode_folder(folder).items():
         assert torch.equal(state[key], value.to(dtype)), key
-    assert theirs.generate(tokens()[:1], max_new_tokens=4).shape[1] == tokens().shape[1] + 4
+    assert reference.generate(tokens()[:1], max_new_tokens=4).shape[1] == tokens().shape[1] + 4
 
 
 @pytest.mark.parametrize(

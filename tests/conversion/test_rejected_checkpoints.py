@@ -295,7 +295,7 @@ def test_its_own_library_reads_a_file_and_writes_one_that_is_read(tmp_path: Path
 
     inputs = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(2)}
     save_file(inputs, tmp_path / "theirs.safetensors")
-    theirs = SafetensorsFile.open(tmp_path / "theirs.safetensors")
+    reference = SafetensorsFile.open(tmp_path / "theirs.safetensors")
     write(
         tmp_path / "ours.safetensors",
         {name: Described(value.dtype, tuple(value.shape)) for name, value in inputs.items()},
@@ -303,5 +303,5 @@ def test_its_own_library_reads_a_file_and_writes_one_that_is_read(tmp_path: Path
     )
     ours = load_file(tmp_path / "ours.safetensors")
     for name, value in inputs.items():
-        assert torch.equal(theirs.read(name), value)
+        assert torch.equal(reference.read(name), value)
         assert torch.equal(ours[name], value)

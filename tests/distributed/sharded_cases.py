@@ -47,13 +47,13 @@ class Run:
 
     reshard: bool | int | None = True
     prefetch: bool = False
-    accumulate: int = 1
     # The model is made without gradients, so its shards have no column-wise codes.
     rowwise_only: bool = False
     evaluate: bool = False  # a forward without gradients before every step
     recompute: bool = False  # the fused layer recomputes its forward in the backward
     replicated: bool = False  # every rank holds a whole copy
     autocast: bool = True
+    accumulate: int = 1
     steps: int = 2
 
 

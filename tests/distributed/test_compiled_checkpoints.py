@@ -63,10 +63,10 @@ def assert_compiled_equals_eager(layer, recipe, way, inside, device, backend="ao
     expected = train_two_steps(module, RECIPES[recipe], WAYS["te"], inside)
     actual = train_two_steps(twin, RECIPES[recipe], compiled(WAYS[way], backend, frames), inside)
     assert len(expected) == len(actual) > 0 and frames[0].frame_count > 0
-    for ours, theirs in zip(actual, expected, strict=True):
+    for ours, reference in zip(actual, expected, strict=True):
         if backend == "aot_eager" and not ours.is_cuda:
-            assert torch.equal(ours, theirs)
-        assert relative_error(ours.float(), theirs.float()) <= 1e-2
+            assert torch.equal(ours, reference)
+        assert relative_error(ours.float(), reference.float()) <= 1e-2
     assert not compiled_runs.is_recomputed()
 
 
@@ -128,10 +128,10 @@ def test_eager_and_compiled_layers_in_one_checkpoint(device):
     twin[1] = torch.compile(twin[1], backend="aot_eager")  # pyright: ignore[reportArgumentType]
     expected = train_two_steps(model, RECIPES["delayed"], torch_checkpoint_caller(False), False)
     actual = train_two_steps(twin, RECIPES["delayed"], torch_checkpoint_caller(False), False)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.is_cuda or torch.equal(ours, theirs)
+    for ours, reference in zip(actual, expected, strict=True):
+        assert ours.is_cuda or torch.equal(ours, reference)
         # a GPU's eager kernels fuse more
-        assert relative_error(ours.float(), theirs.float()) <= 1e-2
+        assert relative_error(ours.float(), reference.float()) <= 1e-2
 
 
 def test_a_scale_that_the_first_run_did_not_read_raises(device):

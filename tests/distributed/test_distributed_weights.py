@@ -132,10 +132,10 @@ def case(
         full = weight.main_grad.to(weight.dtype) if fused else weight.grad
         expected.append(full.chunk(SIZE)[rank])
         actual.append(getattr(layer, member).grad)
-    equal = [torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True)]
+    equal = [torch.equal(ours, reference) for ours, reference in zip(actual, expected, strict=True)]
     error = max(
-        float((ours.float() - theirs.float()).norm() / theirs.float().norm())
-        for ours, theirs in zip(actual, expected, strict=True)
+        float((ours.float() - reference.float()).norm() / reference.float().norm())
+        for ours, reference in zip(actual, expected, strict=True)
     )
     return {"equal": equal, "error": error, "calls": calls}
 
@@ -179,9 +179,10 @@ def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) 
     for i, weight in weights:
         full = getattr(one[i], weight)
         gradient = full.main_grad if fused else full.grad
-        theirs = gradient.chunk(SIZE)[rank].float()
+        reference = gradient.chunk(SIZE)[rank].float()
         error = max(
-            error, float((getattr(ours[i], weight).grad.float() - theirs).norm() / theirs.norm())
+            error,
+            float((getattr(ours[i], weight).grad.float() - reference).norm() / reference.norm()),
         )
     return {"equal": equal, "error": error, "calls": calls}
 

@@ -230,7 +230,7 @@ def _compare_quantized_layers(
         )
         results.append([y.detach(), module.weight.grad, module.bias.grad])
     collected["equal"] = all(
-        torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)
+        torch.equal(ours, reference) for ours, reference in zip(*results, strict=True)
     )
     return collected
 

@@ -46,9 +46,9 @@ def values(rows: int) -> Tensor:
 def assert_equal_tensors(actual: Any, expected: Any) -> None:
     """Compare the flags and bytes in two quantized tensors."""
     assert actual._with_gemm_swizzled_scales is expected._with_gemm_swizzled_scales is True
-    ours, theirs = actual.get_metadata(), expected.get_metadata()
-    assert ours.keys() == theirs.keys()
-    for field, value in theirs.items():
+    ours, reference = actual.get_metadata(), expected.get_metadata()
+    assert ours.keys() == reference.keys()
+    for field, value in reference.items():
         if isinstance(value, Tensor):
             assert torch.equal(ours[field].view(torch.uint8), value.view(torch.uint8)), field
         else:

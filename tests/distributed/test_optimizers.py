@@ -51,8 +51,8 @@ def test_two_ranks_step_distributed_parameters_like_one_rank(tmp_path):
             p.grad = grad
         optimizer.step()
     expected = [*params, *(optimizer.state[p]["exp_avg"] for p in params)]
-    for ours, theirs, right in zip(first, second, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, reference, right in zip(first, second, expected, strict=True):
+        assert torch.equal(ours, reference)
         torch.testing.assert_close(ours, right.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -156,8 +156,8 @@ def test_muon_steps_on_sharded_matrices_equal_unsharded_steps(tmp_path):
         for p, grad in zip(params, _matrices(step + 1), strict=True):
             p.grad = grad
         optimizer.step()
-    for ours, theirs, right in zip(first, second, params, strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, reference, right in zip(first, second, params, strict=True):
+        assert torch.equal(ours, reference)
         torch.testing.assert_close(ours, right.detach(), rtol=1e-5, atol=1e-5)
     for dimension in (0, 1):
         joined = torch.cat((upper[dimension], lower[dimension]), dimension)

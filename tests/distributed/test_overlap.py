@@ -28,7 +28,7 @@ from transformer_engine.pytorch.distributed.overlap import (
     PROCESS_GROUP,
     SYMMETRIC,
     GroupBuffers,
-    Request,
+    OverlapRequest,
     unsupported_reason,
 )
 from transformer_engine.pytorch.distributed.overlap_measurement import Thresholds
@@ -322,9 +322,11 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
                 for part in range(common.randrange(1, 4)):
                     time.sleep(local.random() * 1e-3)
                     full = torch.arange(ranks * 6.0).view(-1, 2) + 100 * turn + 10 * part
-                    mine = full[3 * rank : 3 * rank + 3]
+                    actual = full[3 * rank : 3 * rank + 3]
                     if common.random() < 0.5:
-                        gathered = GatheredRows(buffers, [mine], ((mine.shape, mine.dtype),), list)
+                        gathered = GatheredRows(
+                            buffers, [actual], ((actual.shape, actual.dtype),), list
+                        )
                         assert torch.equal(gathered.wait()[0], full)
                         continue
 
@@ -332,9 +334,9 @@ def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture, monk
                         time.sleep(local.random() * 1e-3)
                         out.copy_(whole[3 * other : 3 * other + 3] * (rank + 1))
 
-                    layout = ((mine.shape, mine.dtype),) * (ranks - 1)
+                    layout = ((actual.shape, actual.dtype),) * (ranks - 1)
                     result = ScatteredRows(buffers, layout, multiply).wait()
-                    assert torch.equal(result, mine * (ranks * (ranks + 1) / 2))
+                    assert torch.equal(result, actual * (ranks * (ranks + 1) / 2))
                 outer = outer if replays else buffers._turn
         except BaseException as error:
             errors.append(error)
@@ -378,7 +380,7 @@ def test_parts_are_added_in_order_in_float32_and_rounded_once(size, parts, dtype
     assert torch.equal(add_parts(total.clone(), received), expected.to(dtype))
 
 
-REQUEST = Request("all_gather", "cuda", "cuda:nccl", 1 << 20, 1 << 24, 1 << 18, "")
+REQUEST = OverlapRequest("all_gather", "cuda", "cuda:nccl", 1 << 20, 1 << 24, 1 << 18, "")
 
 
 @pytest.mark.parametrize(

@@ -208,4 +208,6 @@ def test_torchs_checkpoint_repeats_draws_from_trackers(reentrant, nested, tracke
 
     (expected, registered), (actual, repeated) = train_model(False), train_model(True)
     assert registered == repeated
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+    assert all(
+        torch.equal(ours, reference) for ours, reference in zip(actual, expected, strict=True)
+    )

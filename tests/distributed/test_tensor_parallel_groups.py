@@ -210,4 +210,4 @@ def test_all_collectives_of_a_layer_use_its_own_group(monkeypatch):
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         recording(name)
     local = run_on_threads(run, SIZE)
-    assert len(groups) >= 12 and all(any(group is mine for mine in local) for group in groups)
+    assert len(groups) >= 12 and all(any(group is actual for actual in local) for group in groups)

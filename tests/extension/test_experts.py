@@ -33,9 +33,9 @@ def test_permute_and_unpermute_by_index(experts, device):
     dback = torch.randn_like(back)
     dy, dprobs = tex.moe_unpermute_bwd(dback, y, FLOAT, row_id_map, probs.detach())
     dx = tex.moe_permute_bwd(dy, FLOAT, row_id_map, None, T, K)
-    theirs = torch.autograd.grad(back, (x, probs), dback)
-    for mine, gradient in zip((dx, dprobs), theirs, strict=True):
-        torch.testing.assert_close(mine, gradient)
+    reference = torch.autograd.grad(back, (x, probs), dback)
+    for actual, gradient in zip((dx, dprobs), reference, strict=True):
+        torch.testing.assert_close(actual, gradient)
 
 
 def test_rows_are_padded_and_unpadded_in_place(device):

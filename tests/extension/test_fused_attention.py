@@ -143,11 +143,11 @@ def run(
 
 
 def check(actual, gradients, expected, extra, close=CLOSE):
-    for ours, theirs in zip([actual[0], *gradients[:3]], expected, strict=True):
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours.cpu().double(), theirs, **close)
-    for ours, theirs in zip([x for x in gradients[3:] if x is not None], extra, strict=True):
-        torch.testing.assert_close(ours.cpu().double().reshape(theirs.shape), theirs, **close)
+    for ours, reference in zip([actual[0], *gradients[:3]], expected, strict=True):
+        assert ours.shape == reference.shape
+        torch.testing.assert_close(ours.cpu().double(), reference, **close)
+    for ours, reference in zip([x for x in gradients[3:] if x is not None], extra, strict=True):
+        torch.testing.assert_close(ours.cpu().double().reshape(reference.shape), reference, **close)
 
 
 PLAIN = [name for name in LAYOUTS if "Paged" not in name]

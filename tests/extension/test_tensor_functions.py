@@ -103,8 +103,8 @@ def test_norms_and_their_gradients(kind, zero_centered, quantizer, device):
     reference = torch.autograd.grad(expected, leaves, grad.double())
     statistics = (rsigma,) if mu is None else (mu, rsigma)
     actual = getattr(tex, kind + "_bwd")(grad, x, *statistics, gamma, 0, zero_centered)
-    for ours, theirs in zip(actual, reference, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=1e-4)
+    for ours, original in zip(actual, reference, strict=True):
+        torch.testing.assert_close(ours.double(), original, atol=1e-4, rtol=1e-4)
     if kind == "rmsnorm":
         added = tex.rmsnorm_bwd_add(grad, x, grad, rsigma, gamma, 0, zero_centered)
         torch.testing.assert_close(

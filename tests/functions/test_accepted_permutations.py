@@ -141,8 +141,8 @@ def test_token_counts_and_alignment_may_be_floats(align):
     x, probs = sample(T, H), torch.rand(T, E)
     actual = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0).float(), align)
     expected = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0), 4)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours is theirs is None or torch.equal(ours, theirs)
+    for ours, reference in zip(actual, expected, strict=True):
+        assert ours is reference is None or torch.equal(ours, reference)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_top_k_accepts_all_number_types_and_bias_dtypes(scalar, shape, dtype):
     torch.testing.assert_close(probs, expected)
     assert torch.equal(actual, routed)
     dprobs = sample(*shape, seed=2)
-    ours, theirs = (torch.autograd.grad(y, logits, dprobs)[0] for y in (probs, expected))
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    ours, reference = (torch.autograd.grad(y, logits, dprobs)[0] for y in (probs, expected))
+    torch.testing.assert_close(ours, reference, atol=1e-6, rtol=1e-5)
     raw = tex.fused_topk_with_score_function_fwd(
         logits.detach(), form(K), False, None, None, form(2.5), "sigmoid", bias
     )
@@ -62,7 +62,7 @@ def test_top_k_accepts_all_number_types_and_bias_dtypes(scalar, shape, dtype):
     tex.fused_topk_with_score_function_bwd(
         raw[1], raw[2], dprobs, grad, form(K), False, form(2.5), "sigmoid"
     )
-    torch.testing.assert_close(grad, theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(grad, reference, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [2.0, numpy.int64(2), torch.tensor([2])])
@@ -125,9 +125,9 @@ def test_float64_logits_are_computed_in_float32():
     assert loss.dtype == torch.float32
     expected = torch_loss(logits, target)
     torch.testing.assert_close(loss.view(-1).double(), expected, atol=1e-6, rtol=1e-6)
-    ours, theirs = (torch.autograd.grad(y.sum(), logits)[0] for y in (loss, expected))
+    ours, reference = (torch.autograd.grad(y.sum(), logits)[0] for y in (loss, expected))
     assert ours.dtype == torch.float64
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours, reference, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 6), (2, 3, 1), (6, 1), (2, 1, 3)])

@@ -38,15 +38,15 @@ def torch_loss(logits, target, smoothing, mean):
 @MEAN
 def test_the_loss_and_its_gradient_equal_torch(dtype, smoothing, mean, device):
     logits, target = sample(dtype, device)
-    theirs = logits.detach().clone().requires_grad_()
+    reference = logits.detach().clone().requires_grad_()
     loss = parallel_cross_entropy(logits, target, smoothing, mean)
-    expected = torch_loss(theirs, target, smoothing, mean)
+    expected = torch_loss(reference, target, smoothing, mean)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     loss.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(
-        logits.grad.float(), theirs.grad.float(), rtol=ROUNDED[dtype], atol=1e-6
+        logits.grad.float(), reference.grad.float(), rtol=ROUNDED[dtype], atol=1e-6
     )
     assert (logits.grad[0, 2] == 0).all()
 
@@ -74,18 +74,18 @@ def test_an_empty_vocabulary_is_rejected(device):
 @pytest.mark.parametrize("value", [8e37, -8e37, 3e38])
 def test_large_logits_have_torchs_smoothed_loss(value, device):
     logits = torch.full((1, 2, 40), value, device=device, requires_grad=True)
-    theirs = logits.detach().clone().requires_grad_()
+    reference = logits.detach().clone().requires_grad_()
     target = torch.tensor([[0, 39]], device=device)
     loss, expected = (
         parallel_cross_entropy(logits, target, 0.1),
-        torch_loss(theirs, target, 0.1, False),
+        torch_loss(reference, target, 0.1, False),
     )
     # The mean of equal logits has a rounding error proportional to the logits.
     torch.testing.assert_close(loss, expected, rtol=0.0, atol=abs(value) * 0.1 * 2**-20)
     assert torch.isfinite(loss).all()
     loss.sum().backward()
     expected.sum().backward()
-    torch.testing.assert_close(logits.grad, theirs.grad)
+    torch.testing.assert_close(logits.grad, reference.grad)
 
 
 def test_a_bfloat16_gradient_is_the_float32_gradient_rounded_once(device):
@@ -245,12 +245,12 @@ def test_the_compiled_loss_equals_the_eager_loss(device):
     compiled = torch.compile(
         lambda x, y: parallel_cross_entropy(x, y, 0.1, True), fullgraph=True, backend="aot_eager"
     )
-    theirs = logits.detach().clone().requires_grad_()
-    loss, expected = compiled(theirs, target), parallel_cross_entropy(logits, target, 0.1, True)
+    reference = logits.detach().clone().requires_grad_()
+    loss, expected = compiled(reference, target), parallel_cross_entropy(logits, target, 0.1, True)
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
-    torch.testing.assert_close(theirs.grad, logits.grad)
+    torch.testing.assert_close(reference.grad, logits.grad)
 
 
 @pytest.mark.parametrize(
@@ -326,12 +326,12 @@ def test_the_fused_linear_head_loss_equals_the_loss_from_logits(dtype, smoothing
     )
     assert loss.dtype == torch.float32 and loss.shape == plain.shape
     torch.testing.assert_close(loss, plain, rtol=ROUNDED[dtype], atol=1e-5)
-    for ours, theirs, right in zip(gradients(loss, leaves), in_steps, exactly, strict=True):
+    for ours, reference, right in zip(gradients(loss, leaves), in_steps, exactly, strict=True):
         assert ours.dtype == dtype
         if dtype is torch.float32:
             torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-5)
         else:
-            assert_as_good_as(ours, theirs, right)
+            assert_as_good_as(ours, reference, right)
 
 
 @pytest.mark.parametrize("features", [8, 24, 128], ids="{} features".format)
@@ -342,8 +342,8 @@ def test_fused_head_gradients_equal_gradients_through_the_logits(features, preci
     expected = gradients(torch_loss(linear(*leaves), target, 0.1, True), leaves)
     how = {"label_smoothing": 0.1, "precise": precise}
     loss = fused_linear_cross_entropy(hidden, weight, target, bias, **how)
-    for ours, theirs in zip(gradients(3 * loss, leaves), expected, strict=True):
-        torch.testing.assert_close(ours, 3 * theirs, rtol=1e-4, atol=1e-5)
+    for ours, reference in zip(gradients(3 * loss, leaves), expected, strict=True):
+        torch.testing.assert_close(ours, 3 * reference, rtol=1e-4, atol=1e-5)
 
 
 def test_a_precise_weight_gradient_is_as_exact_as_two_separate_steps(device):
@@ -371,8 +371,8 @@ def test_gradients_are_multiplied_in_place_unless_the_graph_is_retained(device):
         actual = torch.autograd.grad(
             loss, leaves, torch.tensor(factor, device=device), retain_graph=saved
         )
-        for ours, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(ours, factor * theirs, rtol=1e-4, atol=1e-5)
+        for ours, reference in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, factor * reference, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
 
@@ -386,8 +386,8 @@ def test_only_required_gradients_are_computed(frozen, precise, device):
     expected = gradients(torch_loss(linear(*leaves), target, smoothing=0.0, mean=True), leaves)
     fused_linear_cross_entropy(hidden, weight, target, bias, precise=precise).backward()
     assert leaves[frozen].grad is None
-    for leaf, theirs in zip(leaves, expected, strict=True):
-        assert theirs is None or torch.allclose(leaf.grad, theirs, rtol=1e-4, atol=1e-5)
+    for leaf, reference in zip(leaves, expected, strict=True):
+        assert reference is None or torch.allclose(leaf.grad, reference, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         loss = fused_linear_cross_entropy(hidden, weight, target)
     torch.testing.assert_close(
@@ -463,8 +463,8 @@ def test_a_head_without_features_has_the_loss_of_its_bias(mean, device):
         expected = torch.nn.functional.cross_entropy(logits, target, reduction=reduction)
         torch.testing.assert_close(loss, expected)
         if argument is not None:
-            (mine,), (theirs,) = (torch.autograd.grad(x.sum(), bias) for x in (loss, expected))
-            torch.testing.assert_close(mine, theirs)
+            (actual,), (reference,) = (torch.autograd.grad(x.sum(), bias) for x in (loss, expected))
+            torch.testing.assert_close(actual, reference)
     loss.sum().backward()
     assert hidden.grad.shape == (5, 0) and weight.grad.shape == (7, 0)
 
@@ -497,8 +497,8 @@ def test_the_losses_are_traced_with_dynamic_shapes(mean, device):
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         twins = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         actual, expected = compiled(*leaves, target, smoothing), both(*twins, target, smoothing)
-        for ours, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for ours, reference in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, reference)
         for losses in (actual, expected):
             (losses[0].sum() + losses[1].sum()).backward()
         for leaf, twin in zip(leaves, twins, strict=True):
@@ -568,8 +568,8 @@ def test_a_captured_head_is_replayed_with_other_features():
     expected = torch_loss(linear(*plain), target, smoothing=0.0, mean=True)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
     (2 * expected).backward()
-    for ours, theirs in zip(gradients, plain, strict=True):
-        torch.testing.assert_close(ours, theirs.grad, rtol=1e-3, atol=1e-4)
+    for ours, reference in zip(gradients, plain, strict=True):
+        torch.testing.assert_close(ours, reference.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -63,13 +63,13 @@ def make_layer(name: str, device: torch.device, **options) -> torch.nn.Module:
 def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, name, device):
     """Delayed scales change between each step's forward and backward pass."""
     with columns("saved"):
-        theirs, more = train(make_layer(name, device), RECIPES[recipe](), SHAPE)
+        reference, more = train(make_layer(name, device), RECIPES[recipe](), SHAPE)
     request = {"weight_columns": "recomputed"} | (
         {} if name == "layer" else {"input_columns": "saved"}
     )
     with te.emulate(), use_backend(**request):
         ours, less = train(make_layer(name, device), RECIPES[recipe](), SHAPE)
-    assert same(ours, theirs)
+    assert same(ours, reference)
     if torch.cuda.is_available() or name == "layer":
         return  # some GPUs' products read the row-wise codes in both directions
     scales = {"linear": 1, "layernorm_linear": 1, "mlp": 2}[name] * 4
@@ -85,8 +85,8 @@ def test_a_recomputed_rms_norm_is_bitwise_equal_to_saved_columns(recipe, name, d
     with te.emulate(), use_backend(norm_columns="recomputed", weight_columns="saved"):
         ours, less = train(make_layer(name, device, **options), RECIPES[recipe](), SHAPE)
     with columns("saved"):
-        theirs, more = train(make_layer(name, device, **options), RECIPES[recipe](), SHAPE)
-    assert same(ours, theirs)
+        reference, more = train(make_layer(name, device, **options), RECIPES[recipe](), SHAPE)
+    assert same(ours, reference)
     if not torch.cuda.is_available():
         # One byte per element, and the codes' scale; the multiplier or the maximum instead.
         assert more - less in (TOKENS * HIDDEN, TOKENS * HIDDEN + 4)
@@ -140,8 +140,8 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
     with te.emulate(), use_backend(weight_columns="recomputed"):
         ours = measure()
     with columns("saved"):
-        theirs = measure()
-    assert same(ours, theirs)
+        reference = measure()
+    assert same(ours, reference)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -165,8 +165,8 @@ def test_retained_graphs_and_overlapping_passes_equal_saved_columns_bitwise(reci
     with te.emulate(), use_backend(weight_columns="recomputed"):
         ours = measure()
     with columns("saved"):
-        theirs = measure()
-    assert same(ours, theirs)
+        reference = measure()
+    assert same(ours, reference)
 
 
 def test_a_weight_that_changes_before_the_backward_pass_raises(device):

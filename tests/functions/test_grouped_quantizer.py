@@ -55,8 +55,8 @@ def test_a_grouped_quantizer_equals_separate_quantizers(recipe, device):
     )
     assert torch.equal(result.codes.view(torch.uint8), expected)
     if isinstance(recipe, DelayedScaling):
-        for mine, other in zip(joint, alone, strict=True):
-            assert torch.equal(mine.amax, other.amax)
+        for actual, other in zip(joint, alone, strict=True):
+            assert torch.equal(actual.amax, other.amax)
 
 
 def test_delayed_slots_with_unequal_distances_are_not_fused(device):

@@ -43,8 +43,8 @@ def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, activatio
     with te.emulate():
         ours, less = train(mlp(activation, device, bias=bias), RECIPES[recipe](), SHAPE)
         with use_backend(mlp_columns="saved"):
-            theirs, more = train(mlp(activation, device, bias=bias), RECIPES[recipe](), SHAPE)
-    assert same(ours, theirs)
+            reference, more = train(mlp(activation, device, bias=bias), RECIPES[recipe](), SHAPE)
+    assert same(ours, reference)
     summed = bias and (recipe == "delayed" or activation == "gelu")
     if torch.cuda.is_available():
         return  # some GPUs' products read the row-wise codes in both directions
@@ -79,8 +79,8 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
     with te.emulate():
         ours = measure()
         with use_backend(mlp_columns="saved"):
-            theirs = measure()
-    assert same(ours, theirs)
+            reference = measure()
+    assert same(ours, reference)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -107,8 +107,8 @@ def test_microbatches_and_retained_graphs_equal_saved_columns_bitwise(recipe, de
     with te.emulate():
         ours = measure()
         with use_backend(mlp_columns="saved"):
-            theirs = measure()
-    assert same(ours, theirs)
+            reference = measure()
+    assert same(ours, reference)
 
 
 def gradient_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -125,9 +125,9 @@ def test_a_cached_quantized_input_leaves_the_output_and_halves_its_bytes(
     with te.emulate():
         options = {"cache_quantized_activation_input": True}
         (y, *ours), less = train(mlp(activation, device, **options), RECIPES[recipe](), SHAPE, 1)
-        (expected, *theirs), more = train(mlp(activation, device), RECIPES[recipe](), SHAPE, 1)
+        (expected, *reference), more = train(mlp(activation, device), RECIPES[recipe](), SHAPE, 1)
     assert torch.equal(y, expected)
-    assert 0 < gradient_difference(ours, theirs) < 2**-3
+    assert 0 < gradient_difference(ours, reference) < 2**-3
     if not torch.cuda.is_available():
         width = 2 * INNER if activation == "swiglu" else INNER
         scales = TOKENS * (width // 128) * 4

@@ -29,9 +29,9 @@ def leaf(*shape, device, dtype=torch.float32):
 
 
 def assert_same_gradients(actual, expected, leaves, gradient):
-    ours, theirs = (torch.autograd.grad(y, leaves, gradient) for y in (actual, expected))
-    for mine, exact in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, exact)
+    ours, reference = (torch.autograd.grad(y, leaves, gradient) for y in (actual, expected))
+    for own, exact in zip(ours, reference, strict=True):
+        torch.testing.assert_close(own, exact)
 
 
 class TestByMask:
@@ -43,8 +43,8 @@ class TestByMask:
         assert torch.equal(y, expected)
         assert row_id_map.dtype is torch.int32 and row_id_map.shape == (T, 2 * E + 1)
         dy = torch.randn_like(y)
-        actual, theirs = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
-        torch.testing.assert_close(actual, theirs, rtol=UNIT[dtype], atol=UNIT[dtype])
+        actual, reference = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
+        torch.testing.assert_close(actual, reference, rtol=UNIT[dtype], atol=UNIT[dtype])
 
     def test_the_map_holds_rows_and_experts_from_the_highest_on(self, device):
         routed = torch.tensor([[0, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]], device=device)
@@ -59,10 +59,10 @@ class TestByMask:
         expected = probs[token, expert]
         assert torch.equal(row_probs, expected) and torch.equal(y, x[token])
         gradient = torch.randn_like(row_probs)
-        actual, theirs = (
+        actual, reference = (
             torch.autograd.grad(out, probs, gradient)[0] for out in (row_probs, expected)
         )
-        assert torch.equal(actual, theirs)
+        assert torch.equal(actual, reference)
 
     def test_a_row_of_probability_zero_is_zero(self, mask, device):
         y, row_probs, _ = moe_permute_with_probs(
@@ -221,8 +221,10 @@ class TestByIndex:
         torch.testing.assert_close(merged, expected)
         g = torch.randn_like(merged)
         ours = torch.autograd.grad(merged, (x, probs), g, retain_graph=True)
-        for mine, theirs in zip(ours, torch.autograd.grad(expected, (x, probs), g), strict=True):
-            torch.testing.assert_close(mine, theirs)
+        for actual, reference in zip(
+            ours, torch.autograd.grad(expected, (x, probs), g), strict=True
+        ):
+            torch.testing.assert_close(actual, reference)
 
 
 class TestChunks:
@@ -421,12 +423,12 @@ def test_permutation_functions_compile_in_one_graph(mask, device, backend):
     compiled = torch.compile(there_and_back, fullgraph=True, backend=backend)
     actual, expected = compiled(x, probs, mask), there_and_back(x, probs, mask)
     torch.testing.assert_close(actual, expected)
-    for mine, theirs in zip(
+    for own, reference in zip(
         torch.autograd.grad(actual.sum(), (x, probs)),
         torch.autograd.grad(expected.sum(), (x, probs)),
         strict=True,
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(own, reference)
 
 
 @pytest.mark.gpu

@@ -38,8 +38,8 @@ def test_softmax_over_the_top_k_equals_plain_pytorch(logits, dtype):
     assert probs.dtype is dtype and routing_map.dtype is torch.bool
     torch.testing.assert_close(probs, expected, rtol=tolerance, atol=1e-6)
     gradient = torch.randn_like(probs)
-    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
-    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    actual, reference = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
+    torch.testing.assert_close(actual, reference, rtol=tolerance, atol=tolerance)
 
 
 def test_leading_dimensions_are_kept(logits):
@@ -59,10 +59,10 @@ def test_a_bit_map_equals_the_byte_map(logits, named):
     places = torch.arange(E, device=x.device)
     assert torch.equal(((bits[:, places // 8] >> (places % 8)) & 1).bool(), bytemap)
     gradient = torch.randn_like(probs)
-    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
+    actual, reference = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
     assert torch.equal(probs, expected)
     # from two kernels, whose sums have their own order
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(actual, reference, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
@@ -74,8 +74,8 @@ def test_indices_are_written_and_returned_instead_of_a_map(logits, dtype):
     assert torch.equal(argument.long(), x.topk(K).indices)
     expected = topk(x, score="sigmoid")[0]
     gradient = torch.randn_like(probs)
-    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
-    assert torch.equal(mine, theirs)
+    actual, reference = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
+    assert torch.equal(actual, reference)
 
 
 def test_a_single_sigmoid_expert_keeps_its_score(logits):
@@ -99,8 +99,8 @@ def test_scores_over_all_experts_sum_to_one_and_have_a_gradient(logits, score):
     )()
     expected = plain / plain.sum(1, keepdim=True)
     gradient = torch.randn_like(scores)
-    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (scores, expected))
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    actual, reference = (torch.autograd.grad(y, x, gradient)[0] for y in (scores, expected))
+    torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
@@ -113,8 +113,8 @@ def test_the_loss_and_its_gradient_equal_plain_pytorch(device, kind, dynamic):
     expected = (probs.sum(0) * tokens).sum() * (E * 0.01 / (K * T * T))
     assert loss.shape == ()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    mine, theirs = (torch.autograd.grad(y, probs)[0] for y in (loss, expected))
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+    actual, reference = (torch.autograd.grad(y, probs)[0] for y in (loss, expected))
+    torch.testing.assert_close(actual, reference, rtol=1e-5, atol=0)
 
 
 X = torch.ones(T, E)
@@ -198,8 +198,8 @@ def test_router_functions_compile_in_one_graph(logits):
     compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
     actual, expected = compiled(x, bias), route(x, bias)
     torch.testing.assert_close(actual, expected)
-    mine, theirs = (torch.autograd.grad(y, x)[0] for y in (actual, expected))
-    torch.testing.assert_close(mine, theirs)
+    own, reference = (torch.autograd.grad(y, x)[0] for y in (actual, expected))
+    torch.testing.assert_close(own, reference)
 
 
 @pytest.mark.gpu

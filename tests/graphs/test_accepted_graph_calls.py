@@ -117,15 +117,15 @@ def test_an_argument_in_another_dtype_is_copied_to_the_captured_one(dtype, rerun
     result = te.make_graphed_callables(graphed[0], (sample().requires_grad_(),))
     x = (4 * sample(3)).to(dtype)
     differentiable = dtype.is_floating_point
-    ours, theirs = (x.clone().requires_grad_(differentiable) for _ in range(2))
+    ours, reference = (x.clone().requires_grad_(differentiable) for _ in range(2))
     with pytest.warns(
         UserWarning, match=f"argument 0 is {dtype}, the graph was captured for torch.float32"
     ):
         actual = result(ours)
-    expected = eager[0](theirs.float())
+    expected = eager[0](reference.float())
     assert torch.equal(actual, expected)
     actual.square().sum().backward()
     expected.square().sum().backward()
     assert torch.equal(graphed[0].weight.grad, eager[0].weight.grad)
     if differentiable:
-        assert ours.grad.dtype == dtype and torch.equal(ours.grad, theirs.grad)
+        assert ours.grad.dtype == dtype and torch.equal(ours.grad, reference.grad)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +30,7 @@ from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -126,13 +128,13 @@ def test_uneven_rows_equal_rows_that_are_padded_by_hand(rows: int):
     x = torch.randn(rows, WIDTH)
     padded = nn.functional.pad(x, (0, 0, 0, -rows % 16))
     convert_model(layer, recipe, convert_outputs=True)
-    ours, theirs = x.clone().requires_grad_(), padded.requires_grad_()
-    y, z = layer(ours), exact(theirs)[:rows]
+    ours, reference = x.clone().requires_grad_(), padded.requires_grad_()
+    y, z = layer(ours), exact(reference)[:rows]
     assert torch.equal(y, z)
     (y * torch.arange(32)).sum().backward()
     (z * torch.arange(32)).sum().backward()
-    assert theirs.grad is not None and ours.grad is not None
-    assert torch.equal(ours.grad, theirs.grad[:rows])
+    assert reference.grad is not None and ours.grad is not None
+    assert torch.equal(ours.grad, reference.grad[:rows])
     assert torch.equal(layer.weight.grad, exact.layer.weight.grad)
     assert torch.equal(layer.bias.grad, exact.layer.bias.grad)
 
@@ -147,8 +149,8 @@ def test_state_dicts_load_strictly_in_both_directions():
         nn.init.normal_(parameter, std=0.1)
     model.load_state_dict(original.state_dict())
     original.load_state_dict(model.state_dict())
-    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, reference in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(ours, reference)
 
 
 def test_an_optimizer_from_before_the_conversion_trains_the_model():
@@ -301,7 +303,7 @@ def test_experts_in_one_parameter_are_not_converted_and_have_a_reason():
         nn.ModuleDict({"experts": StackedExperts(), "conv": nn.Conv1d(4, 8, 3)}),
         Float8CurrentScaling(),
     )
-    assert list(reasons(model)) == ["experts"] and "te.GroupedLinear" in reasons(model)["experts"]
+    assert list(reasons(model)) == ["experts"] and "grouped_mm" in reasons(model)["experts"]
 
 
 def test_modules_unused_by_the_sample_are_not_converted():
@@ -384,6 +386,75 @@ def test_compiled_models_compute_the_same(recipe: Recipe | None):
     results = gradients(torch.compile(block, backend="aot_eager", fullgraph=True), x)  # pyright: ignore
     for result, exact in zip(results, expected, strict=True):
         torch.testing.assert_close(result, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "autocast", "dtype"),
+    [
+        ({}, False, torch.float32),
+        ({}, True, torch.float32),
+        ({"use_power_2_scales": True}, False, torch.bfloat16),
+        ({"fp8_format": Format.E4M3}, True, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_current_scaling_is_traced_as_torch_operations_with_equal_bits(options, autocast, dtype):
+    """A compiler fuses them, which it cannot do with the engine's operators."""
+    torch._dynamo.reset()
+    layers = (
+        nn.Linear(WIDTH, 128),
+        nn.GELU(),
+        nn.Linear(128, WIDTH, bias=False),
+        nn.LayerNorm(WIDTH),
+    )
+    model, x = nn.Sequential(*layers).to(dtype), features().to(dtype)
+    convert_model(model, Float8CurrentScaling(**options), sample=x, compiled=True)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=lambda graph, _: graph.forward)(graph, inputs)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = gradients(model, x)
+        results = gradients(torch.compile(model, backend=backend, fullgraph=True), x)  # pyright: ignore
+    for result, exact in zip(results, expected, strict=True):
+        assert torch.equal(result, exact)
+    (graph,) = graphs
+    names = {
+        str(node.target)
+        for part in graph.modules()
+        for node in getattr(part, "graph", torch.fx.Graph()).nodes
+    }
+    assert not [name for name in names if "transformer_engine" in name]
+    assert any("amax" in name for name in names)
+
+
+@pytest.mark.parametrize("frozen", ["weights", "input", "everything"])
+def test_traced_layers_without_some_gradients_compute_the_others(frozen: str):
+    torch._dynamo.reset()
+    model, x = convert_model(Block(), Float8CurrentScaling()), features()
+    model.requires_grad_(frozen == "input")
+    x.requires_grad_(frozen == "weights")
+    tensors = [tensor for tensor in (x, *model.parameters()) if tensor.requires_grad]
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    exact, y = model(x), compiled(x)
+    assert torch.equal(y, exact)
+    if tensors:
+        expected = torch.autograd.grad(exact.square().sum(), tensors)
+        for result, gradient in zip(
+            torch.autograd.grad(y.square().sum(), tensors), expected, strict=True
+        ):
+            assert torch.equal(result, gradient)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33])
+def test_traced_layers_take_any_number_of_rows(rows: int):
+    torch._dynamo.reset()
+    layer = convert_model(nn.Linear(WIDTH, 32), Float8CurrentScaling(), convert_outputs=True)
+    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(rows, WIDTH)
+    assert torch.equal(compiled(x), layer(x))
 
 
 def test_repeated_blocks_share_one_compiled_graph():

@@ -114,8 +114,8 @@ def output_and_gradients(model: nn.Module, x: torch.Tensor, **options) -> list[t
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for mine, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, right, **ATTENDED)
+    for actual, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, right, **ATTENDED)
 
 
 CALLS = {
@@ -160,9 +160,9 @@ def test_repeated_keys_reach_the_attention_once(monkeypatch):
 def test_padded_batches_match_on_their_real_tokens():
     stock, injected = pair()
     x, mask = tokens(), causal((LENGTH, 5))
-    ours, theirs = injected(x, mask=mask), stock(x, mask=mask)
-    torch.testing.assert_close(ours[0], theirs[0], **ATTENDED)
-    torch.testing.assert_close(ours[1, :5], theirs[1, :5], **ATTENDED)
+    ours, reference = injected(x, mask=mask), stock(x, mask=mask)
+    torch.testing.assert_close(ours[0], reference[0], **ATTENDED)
+    torch.testing.assert_close(ours[1, :5], reference[1, :5], **ATTENDED)
     assert stats_equal(te_hits=2)
 
 
@@ -271,8 +271,8 @@ def test_a_copy_computes_with_its_own_weights(copied):
 
 def test_an_injected_forward_has_the_signature_of_the_stock_one():
     stock, injected = pair()
-    ours, theirs = (inspect.signature(model.layers[0].forward) for model in (injected, stock))
-    assert list(ours.parameters) == list(theirs.parameters)
+    ours, reference = (inspect.signature(model.layers[0].forward) for model in (injected, stock))
+    assert list(ours.parameters) == list(reference.parameters)
 
 
 def test_torchs_own_attention_is_untouched_outside():

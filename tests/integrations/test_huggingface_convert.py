@@ -46,9 +46,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("prefix", ["", "model.layers.3."])
 def test_names_are_converted_both_ways(prefix):
-    theirs = {prefix + name: torch.randn(shape) for name, shape in SHAPES.items()}
+    reference = {prefix + name: torch.randn(shape) for name, shape in SHAPES.items()}
     names = LayerNames.of("qwen3", DECODER)
-    state: dict[str, Any] = dict(theirs)
+    state: dict[str, Any] = dict(reference)
     names.to_ours(state, prefix)
     assert {name.removeprefix(prefix) for name in state} == {
         "self_attn.layernorm_qkv.layer_norm_weight",
@@ -61,11 +61,11 @@ def test_names_are_converted_both_ways(prefix):
     }
     qkv = state[f"{prefix}self_attn.layernorm_qkv.weight"]
     # the first group's two heads
-    assert torch.equal(qkv[:6], theirs[f"{prefix}self_attn.q_proj.weight"][:6])
-    assert torch.equal(qkv[6:9], theirs[f"{prefix}self_attn.k_proj.weight"][:3])
+    assert torch.equal(qkv[:6], reference[f"{prefix}self_attn.q_proj.weight"][:6])
+    assert torch.equal(qkv[6:9], reference[f"{prefix}self_attn.k_proj.weight"][:3])
     names.to_theirs(state, prefix)
-    assert set(state) == set(theirs)
-    assert all(torch.equal(state[name], value) for name, value in theirs.items())
+    assert set(state) == set(reference)
+    assert all(torch.equal(state[name], value) for name, value in reference.items())
     storages = [value.untyped_storage().data_ptr() for value in state.values()]
     assert len(set(storages)) == len(storages)
 

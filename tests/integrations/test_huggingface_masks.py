@@ -293,10 +293,10 @@ def test_padding_masks_become_lengths_on_a_gpu(side, dtype):
     torch.testing.assert_close(out.double(), exact, **bound)
     gradient = torch.randn_like(out)
     ours = torch.autograd.grad(out, (q, k, v), gradient)
-    theirs = torch.autograd.grad(exact, (q, k, v), gradient.double())
-    for mine, right in zip(ours, theirs, strict=True):
-        assert torch.isfinite(mine).all()
-        torch.testing.assert_close(mine, right, rtol=2**-5, atol=2**-5)
+    reference = torch.autograd.grad(exact, (q, k, v), gradient.double())
+    for actual, right in zip(ours, reference, strict=True):
+        assert torch.isfinite(actual).all()
+        torch.testing.assert_close(actual, right, rtol=2**-5, atol=2**-5)
 
 
 @pytest.mark.gpu

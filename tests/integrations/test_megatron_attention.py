@@ -81,12 +81,12 @@ def test_self_attention_and_gradients_match_torch(gates):
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     assert bias.shape == (HIDDEN,)
     parameters = [x, layer.linear_qkv.weight, layer.linear_proj.weight]
-    for ours, theirs in zip(
+    for ours, reference in zip(
         torch.autograd.grad(y.square().sum(), parameters),
         torch.autograd.grad(expected.square().sum(), parameters),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -219,11 +219,11 @@ def test_a_t5_like_encoder_and_decoder_match_torch():
     out = out.permute(2, 0, 1, 3).flatten(2)
     expected = state + F.linear(out, cross.linear_proj.weight, cross.linear_proj.bias)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    ours, theirs = (
+    ours, reference = (
         torch.autograd.grad(result.square().sum(), target, retain_graph=True)[0]
         for result in (y, expected)
     )
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
 
 
 def test_cross_attention_leaves_the_caches_of_self_attention_alone():
@@ -578,7 +578,7 @@ def test_a_context_parallel_rank_turns_its_tokens_by_their_own_angles(monkeypatc
     expected = layer._rotated(query, key, (local, local), None, None)
     monkeypatch.setattr(attention, "count_ranks", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
-    for ours, theirs in zip(
+    for ours, reference in zip(
         layer._rotated(query, key, (local, local), None, None), expected, strict=True
     ):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, reference)

@@ -89,14 +89,14 @@ def assert_same_bytes(array: jax.Array | None, tensor: torch.Tensor | None, name
     assert (array is None) == (tensor is None), name
     if array is None or tensor is None:
         return
-    ours, theirs = jax_bytes(array), torch_bytes(tensor)
-    assert ours.size == theirs.size, f"{name}: {ours.shape} against {theirs.shape}"
+    ours, reference = jax_bytes(array), torch_bytes(tensor)
+    assert ours.size == reference.size, f"{name}: {ours.shape} against {reference.shape}"
     ours = erase_nan_signs(ours, array.dtype).ravel()
-    theirs = erase_nan_signs(theirs, array.dtype).ravel()
-    different = np.flatnonzero(ours != theirs)
+    reference = erase_nan_signs(reference, array.dtype).ravel()
+    different = np.flatnonzero(ours != reference)
     assert not different.size, (
         f"{name}: {different.size} of {ours.size} differ, first at {different[0]}: "
-        f"{ours[different[0]]} against {theirs[different[0]]}"
+        f"{ours[different[0]]} against {reference[different[0]]}"
     )
 
 

@@ -156,8 +156,8 @@ def test_16_bit_error_is_at_most_twice_the_error_in_jax_attention(mask, dtype):
         < (np.asarray(lengths) if "padding" in mask else np.full(2, 32))[:, None]
     )
     expected = literal(*qkv, rule(mask, [20, 32], [20, 32], queries=32, keys=32), 0.3)[inside]
-    ours, theirs = (np.abs(np.asarray(y, np.float64)[inside] - expected) for y in (out, plain))
-    assert out.dtype == dtype and np.sqrt((ours**2).mean()) <= 2 * np.sqrt((theirs**2).mean())
+    ours, reference = (np.abs(np.asarray(y, np.float64)[inside] - expected) for y in (out, plain))
+    assert out.dtype == dtype and np.sqrt((ours**2).mean()) <= 2 * np.sqrt((reference**2).mean())
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off_by_one", "learnable"])

@@ -126,11 +126,11 @@ def test_both_frameworks_train_on_the_same_batches_with_models_of_the_same_size(
 ):
     pytest.importorskip("torch")
     ours = Trainer(tiny(), corpus, tmp_path)
-    theirs = Trainer(tiny(framework="torch"), corpus, tmp_path)
-    assert ours.runs[HIGH_PRECISION].parameters == theirs.runs[HIGH_PRECISION].parameters
+    reference = Trainer(tiny(framework="torch"), corpus, tmp_path)
+    assert ours.runs[HIGH_PRECISION].parameters == reference.runs[HIGH_PRECISION].parameters
     # The batch of a step depends on the text and on these settings alone.
     for setting in ("seed", "batch", "sequence"):
-        assert getattr(ours.config, setting) == getattr(theirs.config, setting)
+        assert getattr(ours.config, setting) == getattr(reference.config, setting)
 
 
 # Trains, and continues as if the program had been killed while it replaced a checkpoint.

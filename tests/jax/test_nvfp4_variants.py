@@ -49,15 +49,15 @@ def test_nvfp4_variants_are_bitwise_equal_to_the_torch_reference(name):
         x = matrix(content, *SHAPE, generator)
         expected, actual = quantize(x, spec), result(jnp.asarray(x.numpy()))
         for field in expected._fields:
-            theirs, ours = getattr(expected, field), getattr(actual, field)
-            if theirs is None or ours is None:
-                assert theirs is ours, (content, field)
+            reference, ours = getattr(expected, field), getattr(actual, field)
+            if reference is None or ours is None:
+                assert reference is ours, (content, field)
             elif field.startswith("codes"):
                 nibbles = np.asarray(jax.lax.bitcast_convert_type(ours, jnp.uint4)).astype(np.uint8)
-                assert np.array_equal(nibbles, unpack_fp4(theirs).numpy()), (content, field)
+                assert np.array_equal(nibbles, unpack_fp4(reference).numpy()), (content, field)
             else:
                 values = np.asarray(ours.astype(jnp.float32))
-                assert np.array_equal(values, theirs.float().numpy(), equal_nan=True), (
+                assert np.array_equal(values, reference.float().numpy(), equal_nan=True), (
                     content,
                     field,
                 )

@@ -24,6 +24,7 @@ from transformer_engine.common.kernels import (
     norm,
     rope_packed,
     softmax,
+    symmetric_product,
     transpose,
 )
 from transformer_engine.common.kernels.launch import Launch, Machine
@@ -87,6 +88,12 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         sums,
     )
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
+    products = {"a": VALUES, "b": VALUES, "c": VALUES, "out": VALUES}
+    for name, rows in (("symmetric_product", 2048), ("symmetric_product_odd", 2040)):
+        launch = symmetric_product.symmetric_product(
+            2, rows, 1024, "bfloat16", (1.0, 2.0), 163 << 10
+        )
+        yield name, launch, products
 
 
 def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:

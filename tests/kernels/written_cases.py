@@ -39,6 +39,7 @@ from transformer_engine.common.kernels import (
     grouped_block_product,
     grouped_cast,
     grouped_gemm,
+    grouped_held_cast,
     grouped_layout,
     grouped_product,
     grouped_scaled,
@@ -60,6 +61,7 @@ from transformer_engine.common.kernels import (
     softmax,
     statistics,
     swizzled_scales,
+    symmetric_product,
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
@@ -121,6 +123,9 @@ def casts() -> Iterator[Case]:
     yield "row maxima", nvfp4.row_maxima(SHAPE), (HALF,)
     yield "transformed maximum", nvfp4.hadamard_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
+    for added in (None, HALF):
+        launch = symmetric_product.symmetric_product(2, 384, 128, "bfloat16", (1.0, 2.0))
+        yield f"symmetric product {added}", launch, (HALF, HALF, added)
     yield "part sums", part_sums.part_sums(math.prod(SHAPE), math.prod(SHAPE), 3), (HALF, HALF)
     yield (
         "scale update",
@@ -451,6 +456,11 @@ def hopper_grouped() -> Iterator[Case]:
             )
             name = f"hopper gradient of blocks by_address={by_address} accumulates={accumulates}"
             yield name, launch, inputs
+    for by_rows, tables in ((False, (ADDRESS, None)), (True, (None, INDEX))):
+        launch = grouped_held_cast.held_cast(
+            SHAPE, 4, by_rows, E4M3, False, 0.0, True, True, processors=132
+        )
+        yield f"hopper held cast by_rows={by_rows}", launch, (HALF, *tables)
     launch = grouped_block_product.product_of_rows(*SHAPE, 512, 4, "bfloat16", processors=132)
     yield "hopper product of rows of blocks", launch, (CODES, CODES, *scales, HALF, INDEX, None)
 

@@ -136,5 +136,5 @@ def test_two_calls_share_one_graph(name):
     actual = torch.compile(twice, fullgraph=True, dynamic=True, backend="eager")(x, mask)
     expected = twice(x, mask)
     assert torch.equal(actual, expected)
-    mine, theirs = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (actual, expected))
-    assert torch.equal(mine, theirs)
+    own, reference = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (actual, expected))
+    assert torch.equal(own, reference)

@@ -118,8 +118,8 @@ def test_a_compiled_pass_is_bitwise_equal_to_its_steps(name, kind, microbatches,
     results = [step(written, recipe, *args, microbatches) for args in data]
     unwritten()
     expected = [step(plain, recipe, *args, microbatches) for args in data]
-    for number, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
-        for a, b in zip(mine, theirs, strict=True):
+    for number, (actual, reference) in enumerate(zip(results, expected, strict=True)):
+        for a, b in zip(actual, reference, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
     assert find_generated_passes(written) and not find_generated_passes(plain), reasons(written)
     # torch adds up norm(x)'s gradients; compiled passes do not launch its kernels.

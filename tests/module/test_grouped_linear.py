@@ -57,7 +57,7 @@ def test_results_equal_a_loop_of_linears_bit_for_bit(name, bias, device):
     linears = make_linear_loop(layer)
     weights = [f"weight{i}" for i in range(GROUPS)]
     ours = [getattr(layer, n) for n in [*weights, *(f"bias{i}" for i in range(GROUPS) if bias)]]
-    theirs = [linear.weight for linear in linears] + [linear.bias for linear in linears if bias]
+    reference = [linear.weight for linear in linears] + [linear.bias for linear in linears if bias]
 
     def loop(x):
         return torch.cat(
@@ -68,7 +68,7 @@ def test_results_equal_a_loop_of_linears_bit_for_bit(name, bias, device):
         x = sample(device)
         assert same(
             results(lambda x: layer(x, SPLITS), ours, x, RECIPES[name]),
-            results(loop, theirs, x, RECIPES[name]),
+            results(loop, reference, x, RECIPES[name]),
         )
 
 

@@ -95,11 +95,11 @@ def test_stacked_parameters_equal_separate_parameters(device):
 def test_stacked_results_and_gradients_equal_separate_parameters(name, bias, device):
     single, separate = make_layer_pair(device, bias=bias)
     for first in (None, True, False):
-        ours, theirs = (
+        ours, reference = (
             outcome(layer, sample(device), RECIPES[name], is_first_microbatch=first)
             for layer in (single, separate)
         )
-        assert len(ours) == 3 + bias and same(ours, theirs)
+        assert len(ours) == 3 + bias and same(ours, reference)
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
@@ -107,11 +107,11 @@ def test_grouped_products_with_stacks_equal_separate_parameters(name, device, mo
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     single, separate = make_layer_pair(device, params_dtype=torch.bfloat16)
     for first in (None, True, False):
-        ours, theirs = (
+        ours, reference = (
             outcome(layer, sample(device, torch.bfloat16), RECIPES[name], is_first_microbatch=first)
             for layer in (single, separate)
         )
-        assert same(ours, theirs)
+        assert same(ours, reference)
 
 
 @pytest.mark.parametrize("joint", ["0", "1"])
@@ -160,8 +160,10 @@ def test_quantized_stacks_have_the_same_codes_as_separate_parameters(name, devic
     for i, member in enumerate(single.weight.split_into_quantized_tensors()):
         assert type(member) is type(getattr(separate, f"weight{i}").data)
         assert torch.equal(member.dequantize(), getattr(separate, f"weight{i}").dequantize())
-    ours, theirs = (outcome(layer, sample(device), RECIPES[name]) for layer in (single, separate))
-    assert same(ours, theirs)
+    ours, reference = (
+        outcome(layer, sample(device), RECIPES[name]) for layer in (single, separate)
+    )
+    assert same(ours, reference)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -315,10 +317,10 @@ def test_dtype_and_device_conversions_keep_plain_groups(device):
         isinstance(single.weight, GroupedTensor)
         and single.weight.rowwise_data.dtype == torch.bfloat16
     )
-    ours, theirs = (
+    ours, reference = (
         outcome(layer, sample(device, torch.bfloat16), None) for layer in (single, separate)
     )
-    assert same(ours, theirs)
+    assert same(ours, reference)
     with torch.device("meta"):
         layer = GroupedLinear(GROUPS, IN, OUT, device="meta", **SINGLE)
     layer.reset_parameters()

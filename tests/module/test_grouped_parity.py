@@ -123,13 +123,13 @@ class Case:
 def test_random_settings_are_bitwise_equal_to_a_loop_over_linears(seed, device):
     case = Case(seed, device)
     ours, saved = case.trained([case.layer], True)
-    theirs, saved_by_linears = case.trained(list(case.linears), False)
-    assert len(ours) == len(theirs)
+    reference, saved_by_linears = case.trained(list(case.linears), False)
+    assert len(ours) == len(reference)
     assert saved <= saved_by_linears
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine is None) == (other is None)
-        if mine is not None and other is not None:
-            assert same([mine], [other])
+    for actual, other in zip(ours, reference, strict=True):
+        assert (actual is None) == (other is None)
+        if actual is not None and other is not None:
+            assert same([actual], [other])
 
 
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])

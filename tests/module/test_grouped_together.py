@@ -93,9 +93,9 @@ def test_grouped_results_equal_those_one_by_one(name, splits, bias, device, monk
     for _ in range(3):
         x = sample(splits, device)
         ours = outcome(joint, x, splits, RECIPES[name])
-        theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
-        for mine, other in zip(ours, theirs, strict=True):
-            assert_close(mine, other)
+        reference = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
+        for actual, other in zip(ours, reference, strict=True):
+            assert_close(actual, other)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -149,9 +149,9 @@ def test_grouped_and_one_by_one_runs_keep_equal_delayed_scaling_states(device, m
         outcome(joint, x, splits, RECIPES["delayed"])
         one_by_one(monkeypatch, alone, x, splits, RECIPES["delayed"])
     for key in ("scaling_fwd", "scaling_bwd"):
-        ours, theirs = joint.fp8_meta[key], alone.fp8_meta[key]
-        assert torch.equal(ours.scale, theirs.scale)
-        assert torch.equal(ours.amax_history, theirs.amax_history)
+        ours, reference = joint.fp8_meta[key], alone.fp8_meta[key]
+        assert torch.equal(ours.scale, reference.scale)
+        assert torch.equal(ours.amax_history, reference.amax_history)
         assert ours.amax_history.any()
 
 
@@ -164,12 +164,12 @@ def test_a_state_from_a_checkpoint_applies_to_all_groups(device):
         outcome(fresh, x, splits, RECIPES["delayed"])
     fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
     FP8GlobalStateManager.reset()
-    for mine, other in zip(
+    for actual, other in zip(
         outcome(fresh, x, splits, RECIPES["delayed"]),
         outcome(layer, x, splits, RECIPES["delayed"]),
         strict=True,
     ):
-        assert torch.equal(mine, other)
+        assert torch.equal(actual, other)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -178,8 +178,8 @@ def test_device_splits_are_bitwise_equal_to_host_splits(name, device):
     layer, x = make_layer(splits, device), sample(splits, device)
     listed = outcome(copy.deepcopy(layer), x, splits, RECIPES[name])
     tensor = outcome(layer, x, torch.tensor(splits, device=device), RECIPES[name])
-    for mine, other in zip(tensor, listed, strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(tensor, listed, strict=True):
+        assert torch.equal(actual, other)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -200,15 +200,15 @@ def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
         y.backward(sample_gradient(y))
         return list(layer.parameters())
 
-    for ours, theirs in zip(gradients(fused), gradients(plain), strict=True):
+    for ours, reference in zip(gradients(fused), gradients(plain), strict=True):
         assert ours.grad is None
-        assert_close(ours.main_grad, theirs.grad + 1)
-        theirs.grad = None
+        assert_close(ours.main_grad, reference.grad + 1)
+        reference.grad = None
     # A step's first microbatch overwrites the previous step's gradients.
-    for ours, theirs in zip(
+    for ours, reference in zip(
         gradients(fused, is_first_microbatch=True), gradients(plain), strict=True
     ):
-        assert_close(ours.main_grad, theirs.grad)
+        assert_close(ours.main_grad, reference.grad)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -225,9 +225,9 @@ def test_experts_that_share_one_main_grad_add_their_gradients(first, device):
         y = layer(x, splits, **({"is_first_microbatch": True} if first and layer is fused else {}))
         y.backward(sample_gradient(y))
     before = 0.0 if first else 1.0
-    theirs = [parameter.grad.float() for parameter in plain.parameters()]
-    assert_close(shared, theirs[1] + theirs[3] + theirs[7] + before)
-    assert_close(fused.weight0.main_grad, theirs[0] + before)
+    reference = [parameter.grad.float() for parameter in plain.parameters()]
+    assert_close(shared, reference[1] + reference[3] + reference[7] + before)
+    assert_close(fused.weight0.main_grad, reference[0] + before)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
@@ -336,9 +336,9 @@ def test_groups_with_full_blocks_equal_one_by_one_runs(
         torch.manual_seed(3)
         ours = outcome(joint, x, splits, recipe, **passed)
         torch.manual_seed(3)
-        theirs = one_by_one(monkeypatch, alone, x, splits, recipe, **passed)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert_close(mine, other)
+        reference = one_by_one(monkeypatch, alone, x, splits, recipe, **passed)
+        for actual, other in zip(ours, reference, strict=True):
+            assert_close(actual, other)
 
 
 @pytest.mark.parametrize("splits", [[128, 16, 112], [40, 0, 88]])
@@ -382,9 +382,9 @@ def test_few_grouped_products_are_bitwise_equal_to_one_by_one_runs(name, monkeyp
     for _ in range(3):
         x = sample(splits, "cuda")
         ours = outcome(joint, x, splits, RECIPES[name])
-        theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
-        for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, other)
+        reference = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
+        for actual, other in zip(ours, reference, strict=True):
+            assert torch.equal(actual, other)
 
 
 @pytest.mark.gpu
@@ -404,5 +404,5 @@ def test_a_step_with_many_groups_is_captured_in_a_graph():
         grads = torch.autograd.grad(y, [x, *layer.parameters()], gradient)
     graph.replay()
     torch.cuda.synchronize()
-    for mine, other in zip((y, *grads), expected, strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip((y, *grads), expected, strict=True):
+        assert torch.equal(actual, other)

@@ -331,9 +331,9 @@ def test_a_split_weight_equals_the_full_weight(split, device):
         full.weight.copy_(torch.cat([getattr(layer, f"{n}_weight") for n in names]))
         full.bias.copy_(torch.cat([getattr(layer, f"{n}_bias") for n in names]))
     x = sample(device)
-    mine, theirs = step(layer, x, RECIPES["current"]), step(full, x, RECIPES["current"])
-    assert same(mine[:2], theirs[:2])
-    assert torch.equal(torch.cat(mine[2 : 2 + len(names)]), theirs[2])
+    actual, reference = step(layer, x, RECIPES["current"]), step(full, x, RECIPES["current"])
+    assert same(actual[:2], reference[:2])
+    assert torch.equal(torch.cat(actual[2 : 2 + len(names)]), reference[2])
 
 
 @pytest.mark.parametrize(
@@ -406,9 +406,9 @@ def test_delayed_state_survives_a_checkpoint(kind, device):
     restored = LAYERS[kind](device=device)
     restored.load_state_dict(torch.load(file, weights_only=True))
     for direction in ("scaling_fwd", "scaling_bwd"):
-        ours, theirs = restored.fp8_meta[direction], layer.fp8_meta[direction]
-        assert torch.equal(ours.scale, theirs.scale)
-        assert torch.equal(ours.amax_history, theirs.amax_history)
+        ours, reference = restored.fp8_meta[direction], layer.fp8_meta[direction]
+        assert torch.equal(ours.scale, reference.scale)
+        assert torch.equal(ours.amax_history, reference.amax_history)
     assert same(step(layer, x, RECIPES["delayed"]), step(restored, x, RECIPES["delayed"]))
 
 

@@ -428,10 +428,10 @@ def test_a_planned_operation_returns_the_operations_shapes(name: str):
         planned = call()
     pairs = list(zip(tree_leaves(planned), tree_leaves(expected), strict=True))
     assert pairs
-    for ours, theirs in pairs:
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    for ours, reference in pairs:
+        assert (ours is None) == (reference is None)
+        if reference is not None:
+            assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype)
 
 
 @pytest.mark.parametrize(

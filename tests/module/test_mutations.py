@@ -173,15 +173,15 @@ def test_no_changed_recipe_field_leaves_a_stale_cache(kind: str, name: str, in_p
     for field, changed in changes:
         FP8GlobalStateManager.reset()
         forget()
-        mine, layer, fresh = copy.deepcopy(recipe), make_layer(kind), make_layer(kind)
-        outcome(layer, mine)
+        actual, layer, fresh = copy.deepcopy(recipe), make_layer(kind), make_layer(kind)
+        outcome(layer, actual)
         copy_shared_state(layer, fresh)
         if in_place:
-            setattr(mine, field, getattr(changed, field))
-            changed = copy.deepcopy(mine)
+            setattr(actual, field, getattr(changed, field))
+            changed = copy.deepcopy(actual)
         else:
-            mine = changed
-        after = outcome(layer, mine)
+            actual = changed
+        after = outcome(layer, actual)
         forget()
         assert agree(after, outcome(fresh, changed)), f"{field}={getattr(changed, field)!r}"
 

@@ -38,18 +38,18 @@ def test_state_dict_holds_the_parameters_only(cls, device):
 
 @CLASSES
 def test_a_torch_module_and_ours_exchange_weights_and_gradients(cls, device):
-    theirs = torch.nn.LayerNorm(8) if cls is LayerNorm else torch.nn.RMSNorm(8, eps=1e-5)
-    theirs = theirs.to(device)
-    for parameter in theirs.parameters():
+    reference = torch.nn.LayerNorm(8) if cls is LayerNorm else torch.nn.RMSNorm(8, eps=1e-5)
+    reference = reference.to(device)
+    for parameter in reference.parameters():
         torch.nn.init.normal_(parameter)
     ours = cls(8, device=device)
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(reference.state_dict())
     x = torch.randn(5, 8, device=device)
     dy = torch.randn(5, 8, device=device)
     ours(x).backward(dy)
-    theirs(x).backward(dy)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+    reference(x).backward(dy)
+    for actual, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @CLASSES

@@ -175,10 +175,10 @@ def eager(case: Settings, device: torch.device, steps: int = STEPS) -> list[Any]
 
 def compare(expected: list[Any], actual: list[Any]) -> None:
     assert len(expected) == len(actual)
-    for number, (mine, other) in enumerate(zip(actual, expected, strict=True)):
-        assert (mine is None) == (other is None), number
-        if mine is not None:
-            assert same([mine], [other]), number
+    for number, (own, other) in enumerate(zip(actual, expected, strict=True)):
+        assert (own is None) == (other is None), number
+        if own is not None:
+            assert same([own], [other]), number
 
 
 def check_compiled(case: Settings, device: torch.device) -> None:

@@ -40,8 +40,8 @@ def test_a_projection_that_adds_its_bias_can_replace_one_that_returns_it():
     local = te.Linear(proj.in_features, proj.out_features, device=proj.weight.device)
     local.load_state_dict(proj.state_dict())
     layer.self_attention.proj = local
-    (_, ours), (_, theirs) = make_call(layer), make_call(other)
-    torch.testing.assert_close(ours(), theirs(), rtol=1e-5, atol=1e-5)
+    (_, ours), (_, reference) = make_call(layer), make_call(other)
+    torch.testing.assert_close(ours(), reference(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_warns_once_that_it_runs_in_high_precision():

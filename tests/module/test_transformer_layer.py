@@ -113,12 +113,12 @@ def test_every_variant_equals_its_formula(variant, device):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     leaves = [x, *layer.parameters()] + ([encoder] if encoder is not None else [])
     grad = sample(device, *got.shape, seed=3)
-    for ours, theirs in zip(
+    for ours, reference in zip(
         torch.autograd.grad(got, leaves, grad),
         torch.autograd.grad(expected, leaves, grad),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(ours, reference, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("tensor_format", ["bshd", "thd"])

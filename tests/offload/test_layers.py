@@ -134,8 +134,12 @@ def test_layers_below_the_trained_ones_and_evaluations_move_nothing(trained):
         y.square().sum().backward()
         expected.square().sum().backward()
         assert torch.equal(y, expected)
-        for mine, theirs in zip(offloading.parameters(), plain.parameters(), strict=True):
-            assert mine.grad is None if theirs.grad is None else torch.equal(mine.grad, theirs.grad)
+        for actual, reference in zip(offloading.parameters(), plain.parameters(), strict=True):
+            assert (
+                actual.grad is None
+                if reference.grad is None
+                else torch.equal(actual.grad, reference.grad)
+            )
         moved = link.log.count("out")
         assert moved == link.log.count("back") and (moved > 0) == (trained < OFFLOADED)
         with torch.no_grad():
@@ -259,8 +263,8 @@ def test_steps_that_are_queued_behind_one_another_have_the_bits_of_a_model_that_
         results = [
             _step_results(offloading, x, RECIPES[recipe], context, synchronize) for x in inputs
         ]
-    for step, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
+    for step, (ours, reference) in enumerate(zip(results, expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, reference, strict=True)), step
 
 
 def _step_results(model, x, recipe, context, synchronize):

@@ -92,20 +92,20 @@ def dequantized(tensor: Tensor) -> Tensor:
 
 
 def compare(actual: Any, expected: Any, bound: float, names: str) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        if ours is None or theirs is None:
+    for ours, reference in zip(actual, expected, strict=True):
+        if ours is None or reference is None:
             # An extra input gets no gradient if no later operation depends on its operation.
             assert ours is None or ours.abs().max() == 0
-            assert theirs is None or theirs.abs().max() == 0
+            assert reference is None or reference.abs().max() == 0
             continue
-        assert ours.shape == theirs.shape, names
+        assert ours.shape == reference.shape, names
         if bound == 0.0:
-            assert torch.equal(ours, theirs), f"{names}: {relative_error(ours, theirs):.2e}"
-        elif theirs.norm() < 1e-4 * max(1.0, theirs.numel() ** 0.5):
-            assert (ours - theirs).norm() <= max(bound, 1e-3) * theirs.numel() ** 0.5, names
+            assert torch.equal(ours, reference), f"{names}: {relative_error(ours, reference):.2e}"
+        elif reference.norm() < 1e-4 * max(1.0, reference.numel() ** 0.5):
+            assert (ours - reference).norm() <= max(bound, 1e-3) * reference.numel() ** 0.5, names
         else:
-            assert relative_error(ours, theirs) <= bound, (
-                f"{names}: {relative_error(ours, theirs):.2e} > {bound}"
+            assert relative_error(ours, reference) <= bound, (
+                f"{names}: {relative_error(ours, reference):.2e} > {bound}"
             )
 
 
@@ -196,8 +196,8 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
         if name == "nvfp4"
         else FP8
     )
-    for ours, theirs in zip(records[count:], records[:count], strict=True):
-        compare(ours, theirs, bound, f"{name}: {described}, {backend} against eager mode")
+    for ours, reference in zip(records[count:], records[:count], strict=True):
+        compare(ours, reference, bound, f"{name}: {described}, {backend} against eager mode")
 
 
 @pytest.mark.skipif(

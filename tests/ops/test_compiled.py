@@ -55,8 +55,8 @@ def test_a_chain_compiles_without_graph_breaks(name, emulated):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     expected = steps(eager, eager, RECIPES[name])
     actual = steps(compiled, module, RECIPES[name])
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert relative_error(ours, theirs) <= 1e-5
+    for ours, reference in zip(actual, expected, strict=True):
+        assert relative_error(ours, reference) <= 1e-5
 
 
 def test_a_compiled_activation_saves_the_same_codes_as_eager_mode():
@@ -111,8 +111,8 @@ def test_a_compiled_backward_pass_equals_one_with_a_contiguous_gradient(layout):
         assert leaf.grad is not None
         gradients.append([leaf.grad, *[p.grad.clone() for p in norms.parameters()]])  # pyright: ignore
     traced, contiguous, strided = gradients
-    for ours, theirs, other in zip(traced, contiguous, strided, strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, reference, other in zip(traced, contiguous, strided, strict=True):
+        assert torch.equal(ours, reference)
         assert relative_error(ours, other) <= 1e-6
 
 
@@ -176,9 +176,9 @@ def test_experts_with_a_row_count_tensor_compile_in_one_graph(name, emulated):
     actual = expert_steps(compiled, module, RECIPES[name])
     assert graphs.frame_count == 1
     assert len(expected) > 20 and any(part is None for part in expected)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or theirs is None or torch.equal(ours, theirs)
+    for ours, reference in zip(actual, expected, strict=True):
+        assert (ours is None) == (reference is None)
+        assert ours is None or reference is None or torch.equal(ours, reference)
 
 
 def test_delayed_weight_gradients_of_experts_need_eager_mode():
@@ -204,8 +204,8 @@ def test_a_replayed_graph_equals_eager_calls(name, emulated, monkeypatch):
     expected = steps(eager, eager, recipe, 3)
     actual = steps(module, module, recipe, 3)
     assert rerun.recordings
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, reference in zip(actual, expected, strict=True):
+        assert torch.equal(ours, reference)
 
 
 class Offset(ops.BasicOperation):

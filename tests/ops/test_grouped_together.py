@@ -85,16 +85,16 @@ def test_mxfp8_groups_with_full_blocks_equal_a_loop(name, monkeypatch):
         twin.main_grad = parameter.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue]
     ours = outcome(layer, sample(192), [128, 0, 64], RECIPES["mxfp8"])
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
-    theirs = outcome(alone, sample(192), [128, 0, 64], RECIPES["mxfp8"])
-    assert_close(ours, theirs)
+    reference = outcome(alone, sample(192), [128, 0, 64], RECIPES["mxfp8"])
+    assert_close(ours, reference)
 
 
 def assert_close(ours: list[Any], theirs: list[Any]) -> None:
     """Sums in another order differ in the last bit of a bfloat16 result, 2^-9 of it."""
     assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.dtype == other.dtype and mine.shape == other.shape
-        assert (mine.double() - other.double()).norm() <= 4e-3 * other.double().norm()
+    for actual, other in zip(ours, theirs, strict=True):
+        assert actual.dtype == other.dtype and actual.shape == other.shape
+        assert (actual.double() - other.double()).norm() <= 4e-3 * other.double().norm()
 
 
 def choose_implementation(
@@ -127,8 +127,8 @@ def test_grouped_results_equal_the_loop(name, options, monkeypatch):
         ours = outcome(joint, x, splits, RECIPES[name])
         with monkeypatch.context() as patch:
             patch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
-            theirs = outcome(alone, x, splits, RECIPES[name])
-        assert_close(ours, theirs)
+            reference = outcome(alone, x, splits, RECIPES[name])
+        assert_close(ours, reference)
     assert choose_implementation(joint, x, splits, RECIPES[name]) == ("together", "")
 
 
@@ -246,11 +246,11 @@ def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
     layer, alone, splits = make_layer(), make_layer(), [64, 32, 32]
     x = sample(192)
     # a loop, because the host knows the other rows
-    theirs = outcome(alone, x, splits, RECIPES[name])
+    reference = outcome(alone, x, splits, RECIPES[name])
     with sizes_stay_on_the_device(splits, monkeypatch):
         ours = outcome(layer, x, splits, RECIPES[name])
     assert not ours[0][128:].any() and not ours[1][128:].any()
-    assert_close(ours, theirs)
+    assert_close(ours, reference)
 
 
 @pytest.mark.parametrize("to_single", [False, True])

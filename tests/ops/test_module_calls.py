@@ -242,8 +242,8 @@ def test_channels_connect_operations_that_are_called_as_modules(
     DIVIDED[how](chain)
     for _ in range(2):
         chain.zero_grad()
-        for ours, theirs in zip(gradients(chain), expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for ours, reference in zip(gradients(chain), expected, strict=True):
+            torch.testing.assert_close(ours, reference)
     assert len(chain._module_groups or ()) > 1
 
 
@@ -259,8 +259,8 @@ def test_channels_connect_all_operations_while_hooks_are_registered_for_all_modu
         handle.remove()
     chain.zero_grad()
     for results in (actual, gradients(chain)):
-        for ours, theirs in zip(results, expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for ours, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, reference)
     hidden = chain[1]
     # the operation alone returns no hidden output
     assert isinstance(hidden(torch.randn(2, 16)), torch.Tensor)

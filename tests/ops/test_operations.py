@@ -101,9 +101,9 @@ def test_operation_equals_plain_pytorch(case):
     actual = gradients(ops.Sequential(op), op, leaves)
     double = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = gradients(lambda *args: run_plain([op], *args), op, double)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.shape == theirs.shape and ours.dtype == torch.float32
-        assert relative_error(ours, theirs) <= 1e-5, case
+    for ours, reference in zip(actual, expected, strict=True):
+        assert ours.shape == reference.shape and ours.dtype == torch.float32
+        assert relative_error(ours, reference) <= 1e-5, case
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -114,10 +114,12 @@ def test_operation_in_bfloat16_is_as_good_as_plain_pytorch(case):
     low = gradients(lambda *args: run_plain([op], *args), op, leaves)
     double = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact = gradients(lambda *args: run_plain([op], *args), op, double)
-    for ours, theirs, best in zip(actual, low, exact, strict=True):
-        if ours.dtype is torch.bfloat16 and not torch.equal(theirs.double(), best.double()):
+    for ours, reference, best in zip(actual, low, exact, strict=True):
+        if ours.dtype is torch.bfloat16 and not torch.equal(reference.double(), best.double()):
             # Plain PyTorch may be exact by chance where a single rounding is left.
-            assert relative_error(ours, best) <= max(2 * relative_error(theirs, best), 2**-8), case
+            assert relative_error(ours, best) <= max(2 * relative_error(reference, best), 2**-8), (
+                case
+            )
 
 
 @pytest.mark.parametrize("case", ["GELU", "SwiGLU", "ClampedSwiGLU"])
@@ -194,8 +196,8 @@ def test_grouped_linear_equals_plain_pytorch(options):
 
     actual = gradients(run, op, leaves)
     expected = gradients(lambda x, *scales: run_plain([op], x, splits, *scales), op, leaves)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert relative_error(ours, theirs) <= 1e-5
+    for ours, reference in zip(actual, expected, strict=True):
+        assert relative_error(ours, reference) <= 1e-5
 
 
 def test_grouped_linear_rows_without_a_group_are_zero():
@@ -218,10 +220,10 @@ def test_split_sizes_are_sequences_or_tensors_of_any_integers(compiles):
         [] if compiles else [splits.to(dtype) for dtype in (torch.uint8, torch.int16, torch.int32)]
     )
     for form in forms:
-        for ours, theirs in zip(
+        for ours, reference in zip(
             gradients(lambda x, form=form: run(x, form), chain, [x]), expected, strict=True
         ):
-            assert torch.equal(ours, theirs)
+            assert torch.equal(ours, reference)
     if not compiles:
         assert torch.equal(op(x, rows), op(x, splits))
         with pytest.raises(
@@ -242,8 +244,8 @@ def test_grouped_linear_writes_caller_buffers():
         return chain(x, splits, op_kwargs={op: {"output": output, "grad_input": grad_input}})
 
     actual = gradients(run, op, [x])
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, reference in zip(actual, expected, strict=True):
+        assert torch.equal(ours, reference)
     assert torch.equal(output, actual[0]) and torch.equal(grad_input, actual[1])
     with pytest.raises(ValueError, match="output is"):
         chain(x, splits, op_kwargs={op: {"output": output[:8]}})

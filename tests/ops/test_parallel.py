@@ -108,9 +108,9 @@ def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
             (got["grads"][1], reference["b1"]),
             (got["grads"][2], reference["fc2"]),
         ]
-        for ours, theirs in pairs:
-            assert ours.shape == theirs.shape
-            assert (ours - theirs).norm() <= bound * theirs.norm()
+        for ours, original in pairs:
+            assert ours.shape == original.shape
+            assert (ours - original).norm() <= bound * original.norm()
 
 
 def collectives(device: torch.device):

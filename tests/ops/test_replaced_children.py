@@ -118,8 +118,8 @@ def test_a_changed_sequential_runs_its_present_modules(way: str, kind: str, emul
 
             actual, expected = results(chain, chain, recipe), results(one_by_one, chain, recipe)
             assert all(gradient is not None for gradient in actual)
-            for ours, theirs in zip(actual, expected, strict=True):
-                torch.testing.assert_close(ours, theirs)
+            for ours, reference in zip(actual, expected, strict=True):
+                torch.testing.assert_close(ours, reference)
             assert before is None or not torch.equal(actual[0], before)  # pyright: ignore[reportArgumentType]
 
 

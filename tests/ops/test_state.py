@@ -173,8 +173,8 @@ def test_quantized_parameters_compute_as_parameters_that_are_quantized_in_each_c
     actual, expected = step(quantized, x, recipe), step(plain, x, recipe)
     # Codes of decoded values may differ from the codes that were decoded, by a scale or by random rounding.
     bound = 0.3 if isinstance(recipe, NVFP4BlockScaling) else 0.05
-    for ours, theirs in zip(actual[:2], expected[:2], strict=True):
-        assert (ours - theirs).norm() <= bound * theirs.norm()
+    for ours, reference in zip(actual[:2], expected[:2], strict=True):
+        assert (ours - reference).norm() <= bound * reference.norm()
     torch.optim.SGD(quantized.parameters(), lr=0.1).step()
     assert isinstance(quantized[0].weight, QuantizedTensor)
     step(quantized, x)  # without a recipe the codes are dequantized
@@ -242,8 +242,8 @@ def test_backward_override_changes_gradients_but_not_results(override, emulated)
     module = te.Linear(128, 128, device=PLACE["device"], params_dtype=torch.bfloat16)
     op = ops.Linear(128, 128, **PLACE)
     op.load_state_dict({"weight": module.weight, "bias": module.bias}, strict=False)
-    for ours, theirs in zip(step(op, x, recipe), step(module, x, recipe), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-5)
+    for ours, reference in zip(step(op, x, recipe), step(module, x, recipe), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1.6e-2, atol=1e-5)
 
 
 @by_name
@@ -267,8 +267,8 @@ def test_a_chain_computes_as_the_fused_modules(recipe, emulated):
     for _ in range(2):
         actual, expected = step(chain, x, recipe), step(module, x, recipe)
     expected = [*expected[:2], *[getattr(module, name).grad for name in names]]
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+    for ours, reference in zip(actual, expected, strict=True):
+        assert (ours - reference).norm() <= 2e-2 * reference.norm()
 
 
 def test_memory_plans_and_explanations_cover_operations(emulated):

@@ -80,7 +80,7 @@ def errors(chain: ops.Sequential, recipe: Recipe | None) -> list[float]:
     pairs_of_values += [
         (p.grad, q.grad) for p, q in zip(chain.parameters(), parameters, strict=True)
     ]
-    return [relative_error(ours.double(), theirs) for ours, theirs in pairs_of_values]  # pyright: ignore
+    return [relative_error(ours.double(), reference) for ours, reference in pairs_of_values]  # pyright: ignore
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])

@@ -85,13 +85,13 @@ def test_adam_takes_every_form_of_numbers(form, betas, capturable):
 def test_adam_takes_every_form_of_numbers_in_a_group(form):
     number = FORMS[form]
     p, q = pair()
-    ours, theirs = FusedAdam([p]), torch.optim.AdamW([q], weight_decay=0.0)
-    run(ours, theirs, p, q)
+    ours, reference = FusedAdam([p]), torch.optim.AdamW([q], weight_decay=0.0)
+    run(ours, reference, p, q)
     values = {"lr": 0.125, "eps": 0.0625, "weight_decay": 0.25}
     ours.param_groups[0].update({name: number(value) for name, value in values.items()})
     ours.param_groups[0]["betas"] = ListConfig([0.5, 0.75])
-    theirs.param_groups[0].update(values, betas=(0.5, 0.75))
-    run(ours, theirs, p, q)
+    reference.param_groups[0].update(values, betas=(0.5, 0.75))
+    run(ours, reference, p, q)
 
 
 def test_numbers_that_change_inside_an_array_are_checked_again():
@@ -118,7 +118,7 @@ def test_adam_maximizes_with_a_negative_learning_rate():
 
 def test_adam_takes_a_negative_weight_decay():
     p, q = pair()
-    ours, theirs = (
+    ours, reference = (
         FusedAdam([p], lr=0.125, weight_decay=-0.5),
         torch.optim.AdamW([q], 0.125, weight_decay=0.0),
     )
@@ -126,20 +126,20 @@ def test_adam_takes_a_negative_weight_decay():
     ours.step()
     with torch.no_grad():
         q.mul_(1 + 0.125 * 0.5)
-    theirs.step()
+    reference.step()
     torch.testing.assert_close(p, q)
 
 
 def test_a_saved_number_of_steps_may_be_a_float():
     p, q = pair()
-    ours, theirs = FusedAdam([p], lr=0.125), torch.optim.AdamW([q], 0.125, weight_decay=0.0)
-    run(ours, theirs, p, q)
+    ours, reference = FusedAdam([p], lr=0.125), torch.optim.AdamW([q], 0.125, weight_decay=0.0)
+    run(ours, reference, p, q)
     saved = ours.state_dict()
     saved["param_groups"][0]["step"] = 3.0
     repeated = FusedAdam([p], lr=0.125)
     repeated.load_state_dict(saved)
     assert repeated.param_groups[0]["step"] == 3
-    run(repeated, theirs, p, q)
+    run(repeated, reference, p, q)
 
 
 @pytest.mark.parametrize("form", FORMS)

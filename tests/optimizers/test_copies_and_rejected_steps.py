@@ -159,17 +159,17 @@ def test_an_optimizer_under_a_scheduler_is_pickled(device):
 
 def test_unequal_numbers_of_steps_of_torchs_are_rejected_with_nothing_changed(device):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
-    theirs = torch.optim.AdamW(params, lr=0.1)
+    reference = torch.optim.AdamW(params, lr=0.1)
     for p in (params[0], params[1]):
         p.grad = torch.ones_like(p)
-        theirs.step()
+        reference.step()
     joint = FusedAdam(params, lr=0.5)
     with pytest.raises(ValueError, match=r"parameters of one group have made \[1, 2\] steps"):
-        joint.load_state_dict(theirs.state_dict())
+        joint.load_state_dict(reference.state_dict())
     assert not joint.state and joint.param_groups[0]["lr"] == 0.5
     exact = [torch.nn.Parameter(p.detach().clone()) for p in params]
     alone = torch.optim.AdamW([{"params": [p]} for p in exact], lr=0.1)
-    state = theirs.state_dict()
+    state = reference.state_dict()
     (group,) = state["param_groups"]
     state["param_groups"] = [group | {"params": [index]} for index in range(2)]
     alone.load_state_dict(copy.deepcopy(state))

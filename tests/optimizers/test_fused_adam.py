@@ -41,12 +41,12 @@ def both(device, dtype=torch.float32, steps=50, lr=1e-2, decay=0.1, **options):
     exact = as_float32(params)
     ours = FusedAdam(params, lr=lr, weight_decay=decay, **options)
     kind = torch.optim.AdamW if ours.adam_w_mode else torch.optim.Adam
-    theirs = kind(exact, lr=lr, weight_decay=decay)
+    reference = kind(exact, lr=lr, weight_decay=decay)
     for _ in range(steps):
         give_gradients(params, exact)
         ours.step()
-        theirs.step()
-    return ours, params, theirs, exact
+        reference.step()
+    return ours, params, reference, exact
 
 
 def assert_parameters_close(params, exact, tolerance):
@@ -177,11 +177,14 @@ def test_parameters_of_several_dtypes_step_in_one_group(device):
         *parameters(device, torch.float16),
     ]
     exact = as_float32(params)
-    ours, theirs = FusedAdam(params, lr=1e-3), torch.optim.AdamW(exact, lr=1e-3, weight_decay=0.0)
+    ours, reference = (
+        FusedAdam(params, lr=1e-3),
+        torch.optim.AdamW(exact, lr=1e-3, weight_decay=0.0),
+    )
     give_gradients(params, exact)
     params[0].grad = exact[0].grad = None
     ours.step()
-    theirs.step()
+    reference.step()
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p.detach().float(), q.detach(), rtol=UNIT[p.dtype], atol=1e-6)
     assert set(ours.state[params[0]]) == {
@@ -194,13 +197,13 @@ def test_gradients_may_have_another_dtype_and_come_decoupled(device):
     params = parameters(device, torch.bfloat16)
     exact = as_float32(params)
     ours = FusedAdam(params, lr=1e-2, master_weights=True, use_decoupled_grad=True)
-    theirs = torch.optim.AdamW(exact, lr=1e-2, weight_decay=0.0)
+    reference = torch.optim.AdamW(exact, lr=1e-2, weight_decay=0.0)
     give_gradients(exact)
     for p, q in zip(params[1:], exact[1:], strict=True):
         p.decoupled_grad = q.grad
     exact[0].grad = None
     ours.step()
-    theirs.step()
+    reference.step()
     assert_parameters_close([ours.master_values(p) for p in params], exact, 1e-6)
     ours.zero_grad()
     assert params[1].decoupled_grad is None
@@ -227,7 +230,7 @@ def test_a_gradient_scaler_is_undone_and_an_overflow_skips_the_step(device):
     params = parameters(device)
     exact = as_float32(params)
     ours = FusedAdam(params, lr=1e-2, capturable=True)
-    theirs = torch.optim.AdamW(exact, lr=1e-2, weight_decay=0.0)
+    reference = torch.optim.AdamW(exact, lr=1e-2, weight_decay=0.0)
     scaler = torch.amp.GradScaler(device.type, init_scale=8.0, enabled=True)
     give_gradients(params, exact)
     for p in params:
@@ -235,7 +238,7 @@ def test_a_gradient_scaler_is_undone_and_an_overflow_skips_the_step(device):
     scaler.scale(torch.zeros((), device=device))  # makes its scale
     with pytest.warns(FutureWarning):
         scaler.step(ours)
-    theirs.step()
+    reference.step()
     assert_parameters_close(params, exact, 1e-5)
     scaler.update()
     params[1].grad.fill_(float("inf"))
@@ -290,14 +293,14 @@ def test_masters_and_remainders_are_taken_for_each_other(device):
 
 
 def test_the_states_of_torchs_adamw_are_taken_over(device):
-    _, _, theirs, exact = both(device, steps=4, decay=0.0)
+    _, _, reference, exact = both(device, steps=4, decay=0.0)
     repeated = as_float32(exact)
     ours = FusedAdam(repeated, lr=1e-2)
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(reference.state_dict())
     assert ours.param_groups[0]["step"] == 4
     give_gradients(repeated, exact)
     ours.step()
-    theirs.step()
+    reference.step()
     assert_parameters_close(repeated, exact, 1e-6)
 
 
@@ -412,18 +415,18 @@ def test_a_captured_step_is_replayed(device):
     params = parameters(device, shapes=((64, 64), (100,)))
     exact = as_float32(params)
     give_gradients(params, exact)
-    ours, theirs = (
+    ours, reference = (
         FusedAdam(params, capturable=True),
         torch.optim.AdamW(exact, lr=1e-3, weight_decay=0.0),
     )
     ours.step()
-    theirs.step()
+    reference.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ours.step()
     for _ in range(3):
         graph.replay()
-        theirs.step()
+        reference.step()
     assert_parameters_close(params, exact, 1e-5)
 
 

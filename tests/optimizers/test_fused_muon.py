@@ -59,31 +59,31 @@ def reference_steps(
 @pytest.mark.parametrize("adjustment", [None, "original", "match_rms_adamw"])
 def test_single_matrices_equal_torch_bit_for_bit(dtype, nesterov, adjustment):
     for shape in SHAPES:
-        ours, theirs = parameters([shape], dtype), parameters([shape], dtype)
+        ours, original = parameters([shape], dtype), parameters([shape], dtype)
         settings = {
             "lr": 0.02,
             "weight_decay": 0.3,
             "nesterov": nesterov,
             "adjust_lr_fn": adjustment,
         }
-        mine, reference = FusedMuon(ours, **settings), torch.optim.Muon(theirs, **settings)
+        actual, reference = FusedMuon(ours, **settings), torch.optim.Muon(original, **settings)
         for step in range(4):
             set_gradients(ours, step)
-            set_gradients(theirs, step)
-            mine.step()
+            set_gradients(original, step)
+            actual.step()
             if dtype == torch.bfloat16 and not nesterov:
                 # torch 2.13 divides the bfloat16 momentum itself by its norm.
-                buffer = mine.state[ours[0]]["momentum_buffer"].clone()
+                buffer = actual.state[ours[0]]["momentum_buffer"].clone()
                 reference.step()
-                reference.state[theirs[0]]["momentum_buffer"].copy_(buffer)
+                reference.state[original[0]]["momentum_buffer"].copy_(buffer)
             else:
                 reference.step()
             if dtype == torch.bfloat16 and shape[0] > shape[1]:
                 # torch adds a transposed update to a bfloat16 parameter by a kernel with another rounding.
-                torch.testing.assert_close(ours[0], theirs[0], rtol=2.0**-7, atol=2.0**-9)
-                theirs[0].data.copy_(ours[0])
+                torch.testing.assert_close(ours[0], original[0], rtol=2.0**-7, atol=2.0**-9)
+                original[0].data.copy_(ours[0])
             else:
-                assert torch.equal(ours[0], theirs[0])
+                assert torch.equal(ours[0], original[0])
 
 
 def test_batches_of_equal_shapes_equal_the_iteration_in_float64():
@@ -253,14 +253,14 @@ def test_state_dict_resumes_and_reads_the_state_of_torch():
     steps(repeated, resumed, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
 
-    (theirs,), (ours,) = parameters([(8, 16)]), parameters([(8, 16)])
-    reference, mine = torch.optim.Muon([theirs]), FusedMuon([ours])
-    steps(reference, [theirs], range(2))
-    ours.data.copy_(theirs)
-    mine.load_state_dict(reference.state_dict())
-    steps(reference, [theirs], range(2, 4))
-    steps(mine, [ours], range(2, 4))
-    assert torch.equal(ours, theirs)
+    (original,), (ours,) = parameters([(8, 16)]), parameters([(8, 16)])
+    reference, actual = torch.optim.Muon([original]), FusedMuon([ours])
+    steps(reference, [original], range(2))
+    ours.data.copy_(original)
+    actual.load_state_dict(reference.state_dict())
+    steps(reference, [original], range(2, 4))
+    steps(actual, [ours], range(2, 4))
+    assert torch.equal(ours, original)
 
 
 def test_copies_step_alike():

@@ -34,9 +34,9 @@ def create_parameters(device, dtype=torch.float32):
 @pytest.mark.parametrize("how", WAYS, ids=str)
 def test_sgd_steps_equal_torch(how, device):
     params, exact = create_parameters(device)
-    ours, theirs = FusedSGD(params, 0.1, **how), torch.optim.SGD(exact, 0.1, **how)
+    ours, reference = FusedSGD(params, 0.1, **how), torch.optim.SGD(exact, 0.1, **how)
     for _ in range(20):
-        step_both(ours, theirs, params, exact)
+        step_both(ours, reference, params, exact)
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
         assert "momentum_buffer" in ours.state[p]
@@ -45,8 +45,8 @@ def test_sgd_steps_equal_torch(how, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_parameters_of_16_bits_step_too(dtype, device):
     params, exact = create_parameters(device, dtype)
-    ours, theirs = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
-    step_both(ours, theirs, params, exact)
+    ours, reference = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
+    step_both(ours, reference, params, exact)
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(
             p.detach().float(), q.detach(), rtol=UNIT[dtype], atol=2 * UNIT[dtype]
@@ -55,11 +55,11 @@ def test_parameters_of_16_bits_step_too(dtype, device):
 
 def test_the_most_recent_scale_is_undone_once(device):
     params, exact = create_parameters(device)
-    ours, theirs = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
+    ours, reference = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
     ours.most_recent_scale = 4.0
-    step_both(ours, theirs, params, exact, factor=4.0)
+    step_both(ours, reference, params, exact, factor=4.0)
     assert ours.most_recent_scale == 1.0
-    step_both(ours, theirs, params, exact)
+    step_both(ours, reference, params, exact)
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
@@ -76,13 +76,13 @@ def test_weight_decay_may_come_after_the_momentum(device):
 
 def test_a_loaded_optimizer_resumes(device):
     params, exact = create_parameters(device)
-    ours, theirs = FusedSGD(params, 0.1, momentum=0.9), torch.optim.SGD(exact, 0.1, momentum=0.9)
+    ours, reference = FusedSGD(params, 0.1, momentum=0.9), torch.optim.SGD(exact, 0.1, momentum=0.9)
     for _ in range(3):
-        step_both(ours, theirs, params, exact)
+        step_both(ours, reference, params, exact)
     repeated = [torch.nn.Parameter(p.detach().clone()) for p in params]
     resumed = FusedSGD(repeated, 0.5)
-    resumed.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch shares the tensors
-    step_both(resumed, theirs, repeated, exact)
+    resumed.load_state_dict(copy.deepcopy(reference.state_dict()))  # torch shares the tensors
+    step_both(resumed, reference, repeated, exact)
     for p, q in zip(repeated, exact, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_a_rejected_step_changes_nothing(device):
     bad = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16, device=device))
     exact = torch.nn.Parameter(torch.ones(6, 4, device=device))
     how = {"momentum": 0.9, "dampening": 0.5}
-    ours, theirs = FusedSGD([good, bad], 1.0, **how), torch.optim.SGD([exact], 1.0, **how)
+    ours, reference = FusedSGD([good, bad], 1.0, **how), torch.optim.SGD([exact], 1.0, **how)
     good.grad, bad.grad = (
         torch.ones_like(good),
         torch.ones(6, 4, dtype=torch.bfloat16, device=device).t(),
@@ -127,13 +127,16 @@ def test_a_rejected_step_changes_nothing(device):
     ours.param_groups[0]["lr"] = 1.0
     exact.grad = torch.ones_like(exact)
     ours.step()
-    theirs.step()
+    reference.step()
     assert torch.equal(good, exact) and torch.equal(bad.float(), exact.view(4, 6))
 
 
 def test_a_parameter_without_dimensions_is_stepped(device):
     scale, exact = (torch.nn.Parameter(torch.tensor(1.0, device=device)) for _ in range(2))
-    ours, theirs = FusedSGD([scale], 0.1, momentum=0.9), torch.optim.SGD([exact], 0.1, momentum=0.9)
+    ours, reference = (
+        FusedSGD([scale], 0.1, momentum=0.9),
+        torch.optim.SGD([exact], 0.1, momentum=0.9),
+    )
     for _ in range(3):
-        step_both(ours, theirs, [scale], [exact])
+        step_both(ours, reference, [scale], [exact])
     torch.testing.assert_close(scale, exact)

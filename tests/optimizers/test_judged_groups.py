@@ -140,23 +140,23 @@ TORCHS = {
 )
 def test_a_state_of_torchs_that_steps_otherwise_is_rejected_with_nothing_changed(kind, options):
     optimizer = create_stepped_optimizer(kind)
-    theirs = TORCHS[kind](
+    reference = TORCHS[kind](
         [{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)], **options
     )
-    give_gradients(theirs)
-    theirs.step()
+    give_gradients(reference)
+    reference.step()
     before = everything(optimizer)
     with pytest.raises(RuntimeError, match=f"{next(iter(options))}=True in a parameter group"):
-        optimizer.load_state_dict(theirs.state_dict())
+        optimizer.load_state_dict(reference.state_dict())
     assert same(before, everything(optimizer))
 
 
 def test_a_state_of_torchs_without_momentum_is_loaded():
-    theirs = TORCHS["sgd"]([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)])
-    give_gradients(theirs)
-    theirs.step()
+    reference = TORCHS["sgd"]([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)])
+    give_gradients(reference)
+    reference.step()
     optimizer = create_stepped_optimizer("sgd")
-    optimizer.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
     before = optimizer.param_groups[0]["params"][0].detach().clone()
     optimizer.step()
     assert torch.equal(optimizer.param_groups[0]["params"][0], before - 0.1 * 0.5)

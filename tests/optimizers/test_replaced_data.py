@@ -50,11 +50,11 @@ def values(optimizer, params):
 
 
 def assert_same(actual, expected):
-    for ours, theirs in zip(actual[0], expected[0], strict=True):
-        assert torch.equal(ours, theirs)
-    for ours, theirs in zip(actual[1], expected[1], strict=True):
+    for ours, reference in zip(actual[0], expected[0], strict=True):
+        assert torch.equal(ours, reference)
+    for ours, reference in zip(actual[1], expected[1], strict=True):
         for name, value in ours.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(reference[name])), name
     assert actual[2] == expected[2]
 
 
@@ -181,15 +181,15 @@ def test_masters_follow_data_of_another_dtype(kind, first, then, device):
         for p in params
     ]
     exact = [torch.nn.Parameter(p.detach().double()) for p in params]
-    theirs = torch.optim.AdamW(exact, lr=0.1, weight_decay=0.0)
+    reference = torch.optim.AdamW(exact, lr=0.1, weight_decay=0.0)
     for q, moment in zip(exact, moments, strict=True):
-        theirs.state[q] = {"step": torch.tensor(2.0), **moment}
+        reference.state[q] = {"step": torch.tensor(2.0), **moment}
     for _ in range(5):
         give_gradients(params)
         for p, q in zip(params, exact, strict=True):
             q.grad = p.grad.double()
         optimizer.step()
-        theirs.step()
+        reference.step()
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(
@@ -212,7 +212,10 @@ def test_the_local_tensor_of_a_distributed_parameter_may_be_replaced(device):
         local = torch.randn(6, 4, device=device)
         p = torch.nn.Parameter(DTensor.from_local(local.clone(), mesh, [Replicate()]))
         twin = torch.nn.Parameter(local.clone())
-        ours, theirs = FusedAdam([p], lr=0.1), torch.optim.AdamW([twin], lr=0.1, weight_decay=0.0)
+        ours, reference = (
+            FusedAdam([p], lr=0.1),
+            torch.optim.AdamW([twin], lr=0.1, weight_decay=0.0),
+        )
         for step in range(4):
             grad = torch.randn(6, 4, device=device)
             p.grad, twin.grad = DTensor.from_local(grad, mesh, [Replicate()]), grad
@@ -220,7 +223,7 @@ def test_the_local_tensor_of_a_distributed_parameter_may_be_replaced(device):
                 old = p._local_tensor
                 p._local_tensor = old.detach().clone()
             ours.step()
-            theirs.step()
+            reference.step()
         torch.testing.assert_close(p._local_tensor, twin.detach(), rtol=1e-5, atol=1e-6)
         assert not torch.equal(old, p._local_tensor)
     finally:

@@ -42,7 +42,7 @@ def quantized(
     name: str, spec: QuantizeSpec, values, groups, tiled: bool = False
 ) -> dict[str, bool]:
     """Compare the kernels' codes, scales and recorded maxima with a loop over groups."""
-    ours, theirs = (slots(), slots()) if "given" in name else (None, None)
+    ours, original = (slots(), slots()) if "given" in name else (None, None)
     by_matrices = isinstance(values, Matrices)
     count, shape = (
         (len(values.tensors), values.shape) if by_matrices else (groups.count, tuple(values.shape))
@@ -53,14 +53,14 @@ def quantized(
         spec, by_matrices, count, shape, torch.bfloat16, cpu, places, tiled
     )
     result = triton.bind(request)(values, groups, ours)
-    expected = reference.BACKEND.bind(request)(values, groups, theirs)
+    expected = reference.BACKEND.bind(request)(values, groups, original)
     pairs = zip(result, expected, strict=True)
     if spec.format == FLOAT8:  # the first column of scales counts
         pairs = [(m if m is None or m.dtype != torch.float32 else m[:, :1], e) for m, e in pairs]
         pairs = [(m, e if e is None or e.dtype != torch.float32 else e[:, :1]) for m, e in pairs]
     equal = all(interpreter.same_bits(m, e) for m, e in pairs)
-    if ours is not None and theirs is not None:
-        equal = equal and torch.equal(ours.amax, theirs.amax)
+    if ours is not None and original is not None:
+        equal = equal and torch.equal(ours.amax, original.amax)
     return {name: equal}
 
 

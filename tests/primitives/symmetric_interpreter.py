@@ -24,7 +24,7 @@ def errors(matrices: int, rows: int, depth: int, adds: bool) -> tuple[float, flo
     a = torch.randn(matrices, rows, depth).half()
     c = torch.randn(matrices, rows, rows).half() if adds else None
     c = None if c is None else (c + c.mT).contiguous()
-    launch = symmetric_product(matrices, rows, depth, "float16", 0.5, 2.0)
+    launch = symmetric_product(matrices, rows, depth, "float16", (0.5, 2.0))
     (out,) = run(launch, (a, a, c))
     exact = 0.5 * a.double() @ a.double().mT + (0.0 if c is None else 2.0 * c.double())
     unit = torch.finfo(torch.float16).eps / 2 * exact.abs().clamp(min=1.0)
@@ -34,9 +34,9 @@ def errors(matrices: int, rows: int, depth: int, adds: bool) -> tuple[float, flo
 def asymmetry() -> float:
     """Difference between a product of polynomials of one matrix, which commute within rounding, and its transpose."""
     x = torch.randn(1, 200, 200).half() / 16
-    gram = run(symmetric_product(1, 200, 200, "float16", 1.0, 0.0), (x, x, None))[0]
-    square = run(symmetric_product(1, 200, 200, "float16", 0.1, 1.5), (gram, gram, gram))[0]
-    out = run(symmetric_product(1, 200, 200, "float16", 0.1, 0.0), (gram, square, None))[0]
+    gram = run(symmetric_product(1, 200, 200, "float16", (1.0, 0.0)), (x, x, None))[0]
+    square = run(symmetric_product(1, 200, 200, "float16", (0.1, 1.5)), (gram, gram, gram))[0]
+    out = run(symmetric_product(1, 200, 200, "float16", (0.1, 0.0)), (gram, square, None))[0]
     return (out - out.mT).abs().max().item()
 
 

@@ -409,10 +409,10 @@ def test_the_result_equals_the_same_library_through_torch(pair, exact, biased):
     with use_backend(gemm="cublaslt"):
         ours = gemm(a, b, epilogue)
     with use_backend(gemm=other):
-        theirs = gemm(a, b, epilogue)
+        reference = gemm(a, b, epilogue)
     # Another algorithm may add in another order; then a sum may round to the neighbouring bfloat16.
     torch.testing.assert_close(
-        ours, theirs, rtol=2.0**-7, atol=2.0**-7 * theirs.float().std().item()
+        ours, reference, rtol=2.0**-7, atol=2.0**-7 * reference.float().std().item()
     )
 
 

@@ -195,11 +195,11 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
             alone = quantize(
                 matrix, spec, multiplier=None if slots is None else slots.of_group(group)[0]
             )
-        for ours, theirs in zip(result[:4], alone[:4], strict=True):
-            assert (ours is None) == (theirs is None)
+        for ours, reference in zip(result[:4], alone[:4], strict=True):
+            assert (ours is None) == (reference is None)
             if ours is not None:
-                mine = bits(ours[group]).reshape(-1)
-                assert torch.equal(mine[: theirs.numel()], bits(theirs).reshape(-1))
+                actual = bits(ours[group]).reshape(-1)
+                assert torch.equal(actual[: reference.numel()], bits(reference).reshape(-1))
 
 
 def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
@@ -224,12 +224,12 @@ def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
                 result.scale_t[:, first // 16 : (first + len(part)) // 16],
             ]
             maxima = [result.amax[group, None], result.amax_t[group, None]]
-            for ours, theirs in zip([*rows, *columns, *maxima], alone, strict=True):
-                assert torch.equal(bits(ours), bits(theirs))
+            for ours, reference in zip([*rows, *columns, *maxima], alone, strict=True):
+                assert torch.equal(bits(ours), bits(reference))
         else:
             assert result.amax[group] == result.amax_t[group] == 0
-        for ours, theirs in zip(stack, quantize(matrices.tensors[group], spec), strict=True):
-            assert torch.equal(bits(ours[group]).reshape(-1), bits(theirs).reshape(-1))
+        for ours, reference in zip(stack, quantize(matrices.tensors[group], spec), strict=True):
+            assert torch.equal(bits(ours[group]).reshape(-1), bits(reference).reshape(-1))
     with pytest.raises(ValueError, match="unknown on the host"):
         quantize_rows_separately(x, groups._replace(rows=None), spec, quantize)
 

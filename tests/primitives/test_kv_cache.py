@@ -103,8 +103,8 @@ def test_tokens_are_appended_to_their_sequences_and_nothing_else_changes(
         append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)
     ]
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for ours, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=0)
 
 
 @APPEND
@@ -117,8 +117,8 @@ def test_tokens_beyond_the_cache_are_left_out(run, paged):
         cache[7 if paged else 0, 3 if paged else LENGTH - 1] = x[0, 0]
     pages = torch.tensor([[1, 2, 7]], dtype=torch.int32, device=DEVICE) if paged else None
     run(*new, *got, pages, cumulative([4]), cumulative([LENGTH + 3]), "bshd", 4)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for ours, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="large shapes reach several programs on a GPU")
@@ -139,8 +139,8 @@ def test_sequences_split_over_several_programs_are_appended_completely(
     run = Kernels(kv_cache, "kv_cache").append
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
     triton._launch.cache_clear()
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for ours, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("heads", [8, 32, 128])
@@ -188,8 +188,8 @@ def test_a_step_without_tokens_changes_nothing(run):
     for size in (0, 3):
         new = sample(4, size, 2, 8)
         run(new, new, *got, table(True), cumulative([0] * 4), cumulative(STARTS), "bshd", size)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for ours, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=0)
 
 
 @APPEND
@@ -219,8 +219,8 @@ def test_appending_traces_and_writes_in_a_compiled_graph():
     pairs = [caches(False, 2, (8, 8), torch.float32) for _ in range(2)]
     cu = cumulative([3, 1, 2, 0])
     torch.testing.assert_close(compiled(new, *pairs[0], cu), step(new, *pairs[1], cu))
-    for ours, theirs in zip(*pairs, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for ours, reference in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])

@@ -127,9 +127,9 @@ def test_scratch_memory_is_allocated_by_torch_in_every_thread_and_not_for_the_ca
 
     start = records._with_scratch(start_kernel)
     before = _allocation._allocator.get()
-    triton.set_allocator(mine := lambda size, alignment, stream: None)
+    triton.set_allocator(actual := lambda size, alignment, stream: None)
     start(0, [1])
-    assert _allocation._allocator.get() is mine
+    assert _allocation._allocator.get() is actual
     triton.set_allocator(before)
     thread = threading.Thread(target=start, args=(0, [2]))
     thread.start()

@@ -57,8 +57,8 @@ def clone_lists(lists):
 
 
 def assert_alike(actual, expected):
-    for ours, theirs in zip(actual, expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
+    for ours, wanted in zip(actual, expected, strict=True):
+        for a, b in zip(ours, wanted, strict=True):
             unit = UNIT.get(a.dtype, 0.0)
             torch.testing.assert_close(a.float(), b.float(), rtol=max(unit, 1e-6), atol=1e-6)
 
@@ -73,8 +73,8 @@ def test_the_scaling_kernel_is_bitwise_equal_to_the_reference(sizes, dtype):
     kernels.scale_all(lists, factor, flags[0])
     reference.scale(expected, factor, flags[1])
     assert flags[0].item() == flags[1].item() == 0
-    for ours, theirs in zip(lists[1], expected[1], strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, original in zip(lists[1], expected[1], strict=True):
+        assert torch.equal(ours, original)
 
 
 @runs_kernels
@@ -214,8 +214,8 @@ def test_a_set_flag_leaves_all_block_scaled_moments_unchanged():
     flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
     rates = copy_to_device(RATES, torch.device(DEVICE))
     kernels.adam_step(lists, rates, Adam(block_scaled=True, stochastic=True), flag)
-    for ours, theirs in zip(lists, before, strict=True):
-        assert all(map(torch.equal, ours, theirs))
+    for ours, wanted in zip(lists, before, strict=True):
+        assert all(map(torch.equal, ours, wanted))
 
 
 @runs_kernels
@@ -241,8 +241,8 @@ def test_a_set_flag_leaves_all_tensors_unchanged():
     momenta = sample_lists((5, 300), *(torch.float32,) * 3)
     saved = clone_lists(momenta)
     kernels.sgd_step(momenta, torch.ones(5, device=DEVICE), Sgd(momentum=True), flag)
-    for ours, theirs in zip((*lists, *momenta), (*before, *saved), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for ours, wanted in zip((*lists, *momenta), (*before, *saved), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
 
 
 @runs_kernels

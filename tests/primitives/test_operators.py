@@ -121,8 +121,8 @@ def test_an_operator_on_a_fake_gpu_returns_the_references_shapes(name: str):
         (x, y) for x, y in zip(result, expected, strict=True) if x is not None or y is not None
     ]
     assert pairs
-    for ours, theirs in pairs:
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    for ours, reference in pairs:
+        assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype)
         assert ours.device.type == "cuda"
 
 

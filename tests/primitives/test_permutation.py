@@ -129,13 +129,13 @@ class TestKernels:
         probs = torch.rand(TOKENS, 6, device=DEVICE)
         probs[4] = 0.0
         for argument in (None, probs, probs.bfloat16()):
-            for mine, theirs in zip(
+            for actual, wanted in zip(
                 kernels.send(x, routes, rows, argument),
                 literal.send(x, routes, rows, argument),
                 strict=True,
             ):
-                assert (mine is None) == (theirs is None)
-                assert mine is None or torch.equal(mine, theirs)
+                assert (actual is None) == (wanted is None)
+                assert actual is None or torch.equal(actual, wanted)
 
     @WIDTHS
     @DTYPES
@@ -183,8 +183,8 @@ class TestKernels:
         x, weights = torch.randn(23, 40, device=DEVICE), torch.rand(23, 3, device=DEVICE)
         y = kernels.send(x, routes, 50, every_row=True)[0]
         assert torch.equal(y, literal.send(x, routes, 50)[0])
-        mine, theirs = (by.collect(y, routes, weights)[0] for by in (kernels, literal))
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+        actual, reference = (by.collect(y, routes, weights)[0] for by in (kernels, literal))
+        torch.testing.assert_close(actual, reference, rtol=1e-6, atol=1e-6)
         for ours, expected in zip(
             kernels.send_weighted(x, routes, 50, weights, y),
             literal.send_weighted(x, routes, 50, weights, y),

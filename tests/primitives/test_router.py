@@ -105,9 +105,9 @@ class TestReference:
         torch.testing.assert_close(probs, expected.detach())
         assert torch.equal(map != 0, expected != 0) and int(map.sum()) == 9 * k
         gradient = torch.randn_like(probs)
-        (theirs,) = torch.autograd.grad(expected, x, gradient)
-        mine = literal.choose_backward(map, scores, gradient, choice, torch.float32)
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        (reference,) = torch.autograd.grad(expected, x, gradient)
+        actual = literal.choose_backward(map, scores, gradient, choice, torch.float32)
+        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     def test_the_scores_of_all_experts_add_up_to_one(self, score):
@@ -117,10 +117,10 @@ class TestReference:
         torch.testing.assert_close(probs, expected.detach())
         torch.testing.assert_close(probs.sum(1), torch.ones(9))
         gradient = torch.randn_like(probs)
-        (theirs,) = torch.autograd.grad(expected, x, gradient)
+        (reference,) = torch.autograd.grad(expected, x, gradient)
         torch.testing.assert_close(
             literal.choose_backward(map, scores, gradient, choice, torch.float32),
-            theirs,
+            reference,
             rtol=1e-5,
             atol=1e-6,
         )
@@ -173,35 +173,35 @@ class TestKernels:
         choice = Choice(4, score, groups=groups, scale=1.5, map=map)
         results = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         argument = results if map == INDICES else [None, None]
-        ours, theirs = (
+        ours, reference = (
             by.choose(x, choice, torch.float32, bias, indices)
             for by, indices in zip((kernels, literal), argument, strict=True)
         )
-        torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
-        torch.testing.assert_close(ours[2], theirs[2], rtol=CURVED[torch.float32], atol=1e-6)
+        torch.testing.assert_close(ours[0], reference[0], rtol=CURVED[torch.float32], atol=1e-6)
+        torch.testing.assert_close(ours[2], reference[2], rtol=CURVED[torch.float32], atol=1e-6)
         assert torch.equal(*results)
-        assert (ours[1] is None) == (theirs[1] is None) == (map == INDICES)
-        assert ours[1] is None or torch.equal(ours[1], theirs[1])
-        gradient = torch.randn_like(theirs[0])
-        read = results[0] if map == INDICES else theirs[1]
-        mine, expected = (
-            by.choose_backward(read, theirs[2], gradient, choice, torch.float32)
+        assert (ours[1] is None) == (reference[1] is None) == (map == INDICES)
+        assert ours[1] is None or torch.equal(ours[1], reference[1])
+        gradient = torch.randn_like(reference[0])
+        read = results[0] if map == INDICES else reference[1]
+        actual, expected = (
+            by.choose_backward(read, reference[2], gradient, choice, torch.float32)
             for by in (kernels, literal)
         )
-        torch.testing.assert_close(mine, expected, rtol=CURVED[torch.float32], atol=2e-6)
+        torch.testing.assert_close(actual, expected, rtol=CURVED[torch.float32], atol=2e-6)
 
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_the_scores_of_all_experts_are_those_of_the_reference(self, score, dtype):
         x, choice = sample_logits(6, 24, DEVICE).to(dtype), Choice(3, score, all_weights=True)
-        ours, theirs = (by.choose(x, choice, torch.float32) for by in (kernels, literal))
-        torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
-        gradient = torch.randn_like(theirs[0])
-        mine, expected = (
-            by.choose_backward(theirs[1], theirs[2], gradient, choice, dtype)
+        ours, reference = (by.choose(x, choice, torch.float32) for by in (kernels, literal))
+        torch.testing.assert_close(ours[0], reference[0], rtol=CURVED[torch.float32], atol=1e-6)
+        gradient = torch.randn_like(reference[0])
+        actual, expected = (
+            by.choose_backward(reference[1], reference[2], gradient, choice, dtype)
             for by in (kernels, literal)
         )
-        torch.testing.assert_close(mine, expected, rtol=UNIT[dtype], atol=UNIT[dtype])
+        torch.testing.assert_close(actual, expected, rtol=UNIT[dtype], atol=UNIT[dtype])
 
     @pytest.mark.parametrize("experts", [16, 20])
     @SCORES
@@ -232,28 +232,28 @@ class TestKernels:
                 back = by.choose_backward(read, saved, gradient, choice, torch.float32)
                 results.append([t.cpu() for t in (read, probs, saved, back)])
             assert torch.equal(results[0][0], results[1][0])
-            for ours, theirs in zip(*(result[1:] for result in results), strict=True):
+            for ours, wanted in zip(*(result[1:] for result in results), strict=True):
                 close = {"rtol": CURVED[torch.float32], "atol": 2e-6, "equal_nan": True}
-                torch.testing.assert_close(ours, theirs, **close)
+                torch.testing.assert_close(ours, wanted, **close)
 
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     def test_weights_of_all_experts_propagate_nan(self, score):
         x, choice = special_logits(20), Choice(3, score, all_weights=True)
-        ours, theirs = (
+        ours, reference = (
             by.choose(x.to(device), choice, torch.float32)[0].cpu()
             for by, device in ((kernels, DEVICE), (literal, "cpu"))
         )
         torch.testing.assert_close(
-            ours, theirs, rtol=CURVED[torch.float32], atol=1e-6, equal_nan=True
+            ours, reference, rtol=CURVED[torch.float32], atol=1e-6, equal_nan=True
         )
 
     def test_small_scores_keep_their_digits(self):
         x = torch.linspace(-40, -1, 16, device=DEVICE)[None]
-        ours, theirs = (
+        ours, reference = (
             by.choose(x, Choice(2, SQRTSOFTPLUS, all_weights=True), torch.float32)
             for by in (kernels, literal)
         )
-        torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=0)
+        torch.testing.assert_close(ours[0], reference[0], rtol=CURVED[torch.float32], atol=0)
 
     def test_of_equal_scores_the_lower_number_is_chosen(self):
         indices = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
@@ -268,8 +268,8 @@ class TestKernels:
         probs = torch.rand(rows, columns, device=DEVICE)
         tokens = torch.arange(columns, device=DEVICE)
         total = torch.tensor([rows], device=DEVICE) if dynamic else None
-        ours, theirs = (by.balance_loss(probs, tokens, 0.01, total) for by in (kernels, literal))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+        ours, reference = (by.balance_loss(probs, tokens, 0.01, total) for by in (kernels, literal))
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=0)
 
     @parametrize_sizes(
         "tokens, experts, k", [(5, 24, 3), (9, 40, 1)], [(16384, 256, 8), (4096, 2048, 4)]

@@ -183,10 +183,10 @@ def test_methods_of_the_original_are_enough(kind, name, device):
     x = torch.randn(32, 64, device=device)
     got = step(module, x, create_recipe(kind, device), **call)
     local = CustomRecipe(qfactory=lambda role: te.Float8CurrentScalingQuantizer(E4M3, device))
-    for mine, theirs in zip(got, step(module, x, local, **call), strict=True):
+    for actual, reference in zip(got, step(module, x, local, **call), strict=True):
         # On a GPU a norm that makes codes rounds its float32 statistics otherwise than one that makes values.
         tolerance = 1e-6 if device.type == "cuda" else 0.0
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual, reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -209,10 +209,10 @@ def test_tensors_of_another_library_are_multiplied(kind, name, device):
     x = torch.randn(32, 64, device=device)
     ByProduct.kinds.clear()
     got = step(module, x, create_recipe(kind, device), **call)
-    for mine, exact in zip(got, step(module, x, None, **call), strict=True):
+    for actual, exact in zip(got, step(module, x, None, **call), strict=True):
         # the step is 1/100 of the largest value, so each operand's error is at most 1/200
-        assert (mine - exact).norm() <= 0.05 * exact.norm()
-        assert not torch.equal(mine, exact) or mine.dim() == 1
+        assert (actual - exact).norm() <= 0.05 * exact.norm()
+        assert not torch.equal(actual, exact) or actual.dim() == 1
     products = {"Linear": 1, "LayerNormLinear": 1}.get(name, 2)
     expected = ["FPROP", "DGRAD", "WGRAD"] * products if kind is ByProduct else []
     assert sorted(ByProduct.kinds) == sorted(expected)

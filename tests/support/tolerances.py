@@ -56,5 +56,5 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 def assert_as_good_as(actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
     """Assert that the fused error is at most twice the error of the same steps in low-precision PyTorch."""
-    ours, theirs = relative_error(actual, exact), relative_error(plain, exact)
-    assert ours <= 2 * theirs, f"error {ours:.2e} > 2 x {theirs:.2e} of the plain computation"
+    ours, reference = relative_error(actual, exact), relative_error(plain, exact)
+    assert ours <= 2 * reference, f"error {ours:.2e} > 2 x {reference:.2e} of the plain computation"

@@ -81,7 +81,7 @@ def payload(tensor) -> dict[str, torch.Tensor]:
 
 
 def same_payload(first, second) -> bool:
-    mine, theirs = payload(first), payload(second)
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(mine[name], theirs[name]) for name in mine
+    actual, reference = payload(first), payload(second)
+    return actual.keys() == reference.keys() and all(
+        torch.equal(actual[name], reference[name]) for name in actual
     )

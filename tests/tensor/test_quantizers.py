@@ -339,8 +339,8 @@ def test_blocks_take_vectors_and_numbers_as_one_row(name, shape, usage, device):
     q = quantizer(x)
     assert quantizer.is_quantizable(x) and q.shape == x.shape and q.get_usages() == row.get_usages()
     assert torch.equal(q.dequantize(), row.dequantize().view(shape))
-    for mine, theirs in zip(payload(q).values(), payload(row).values(), strict=True):
-        assert torch.equal(mine.flatten(), theirs.flatten())
+    for actual, reference in zip(payload(q).values(), payload(row).values(), strict=True):
+        assert torch.equal(actual.flatten(), reference.flatten())
     for contents in (quantizer.make_empty(shape, dtype=x.dtype, device=device), q.clone()):
         quantizer.update_quantized(2 * x, contents)
         assert torch.equal(contents.dequantize(), quantizer(2 * x).dequantize())

@@ -180,9 +180,9 @@ def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, 
     assert not any(part.untyped_storage().size() for part in payload(full).values())
     for tensor in (*gathered, *derived):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-    for mine, theirs in zip(gathered, sent, strict=True):
-        with torch.autograd._unsafe_preserve_version_counter(mine):
-            mine.copy_(theirs)
+    for actual, reference in zip(gathered, sent, strict=True):
+        with torch.autograd._unsafe_preserve_version_counter(actual):
+            actual.copy_(reference)
     q.fsdp_post_all_gather(gathered, metadata, q.dtype, out=full)
     assert same_payload(full, q)
     for view, bytes_then, version in saved.values():

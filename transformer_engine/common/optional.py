@@ -19,7 +19,7 @@ from .tracing import constant_while_tracing
 
 # Raised by importing a damaged package: a submodule or shared library is missing, or a name has moved.
 FAILURES = (ImportError, OSError, AttributeError, RuntimeError)
-GLUON_RELEASES = ((3, 6), (3, 7), (3, 8))  # of Triton; 3.9 has renamed stores of the copy engine
+GLUON_RELEASES = ((3, 6), (3, 7), (3, 8), (3, 9))  # of Triton
 
 
 @constant_while_tracing

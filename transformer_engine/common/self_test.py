@@ -18,7 +18,8 @@ EMULATING = (
     "composed",
     "separate",
 )
-SECONDS = 110.0
+SECONDS = 115.0
+COMPILED = "compiled the programs of JAX"  # progress line of a process that waits for its turn
 # Half a unit in the last place of E4M3, E5M2 and E2M1, relative to a value, averaged over all values.
 ROUNDING_BOUNDS = {"e4m3": 0.05, "e5m2": 0.1, "e2m1": 0.2}
 

@@ -18,9 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
+from threading import Thread
 from typing import Any
 
 import jax
@@ -42,6 +44,7 @@ from ..common.formats import (
 )
 from ..common.quantize_spec import QuantizeSpec
 from ..common.self_test import (
+    COMPILED,
     ROUNDING_BOUNDS,
     SAMPLE,
     SelfTestResult,
@@ -73,6 +76,9 @@ REFERENCES = {
     "jax_activation_codes": "separate",
     "jax_grouped_gemm": "ragged_dot",
 }
+WAITING_NICENESS = (
+    10  # of a process that compiles during the test of PyTorch, whose processes go first
+)
 THREADS = 8  # programs that are lowered and compiled at a time
 COMPILE_SHARE = 0.85  # of the time limit, after which no further case is compiled
 RUNS, TIMED_SECONDS = 20, 0.02
@@ -541,6 +547,7 @@ def self_test(
             else:
                 pending.append(compile_case(case, threads))
         if wait is not None:
+            Thread(target=_report_end, args=(pending, progress), daemon=True).start()
             runs = wait()
             seconds = time.perf_counter() - start + runs
         for path, group in itertools.groupby(pending, lambda compilation: compilation.case.path):
@@ -553,6 +560,18 @@ def self_test(
             results += found
         threads.shutdown(wait=False, cancel_futures=True)
     return results
+
+
+def _report_end(pending: list[CasePrograms], progress: Callable[[str], None]) -> None:
+    """Report when all programs are compiled; a command that tests several parts first runs those."""
+    for compilation in pending:
+        wait_for(
+            [
+                *compilation.programs.values(),
+                *filter(None, (compilation.expected, compilation.baseline)),
+            ]
+        )
+    progress(COMPILED)
 
 
 def _not_run(case: JaxCase) -> SelfTestResult:
@@ -568,6 +587,8 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="index and number of the parts")
     options = parser.parse_args()
     index, parts = map(int, options.part.split("/"))
+    if options.wait and hasattr(os, "nice"):
+        os.nice(WAITING_NICENESS)
     results = self_test(
         SelfTestSizes(*options.extents) if options.extents else None,
         options.seconds,

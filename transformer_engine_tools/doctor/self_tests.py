@@ -15,12 +15,20 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from transformer_engine.common import optional
-from transformer_engine.common.self_test import SECONDS, SelfTest, SelfTestResult, SelfTestSizes
+from transformer_engine.common.self_test import (
+    COMPILED,
+    SECONDS,
+    SelfTest,
+    SelfTestResult,
+    SelfTestSizes,
+)
 
 JAX_MODULE = "transformer_engine.jax.self_test"
 # After the limit, the process has this time to report the other cases as not run; then it is killed.
 START_SECONDS = 60.0
 MOST_PROCESSES, CORES_PER_PROCESS = 4, 4
+RUN_SECONDS = 8.0  # for the compiled programs of a process
+POLL_SECONDS = 0.05
 KEPT_LINES = 20  # last lines of the error output, for the reason of a failure
 # JAX otherwise allocates three quarters of the GPU's memory; formats that the GPU lacks are emulated, as in PyTorch.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TE_EMULATE": "1"}
@@ -81,13 +89,30 @@ class JaxSelfTest:
         """Run the programs, and return the results with the time that this call takes."""
         if not self._processes:
             return SelfTest({"JAX": "not installed"}, (), 0.0)
-        end = time.time() + seconds
-        first, *others = (process.run(progress, end) for process in self._processes)
-        return sum(others, first)
+        end, waiting = time.time() + seconds, list(self._processes)
+        tests: list[SelfTest] = []
+        while waiting:
+            process = _choose_process(waiting, end)
+            waiting.remove(process)
+            tests.append(process.run(progress, end))
+        return sum(tests[1:], tests[0])
+
+
+def _choose_process(waiting: list[_JaxProcess], end: float) -> _JaxProcess:
+    """Choose a process that has compiled its programs, or the first one when the time for all runs begins."""
+    while len(waiting) > 1 and time.time() < end - RUN_SECONDS * len(waiting):
+        for process in waiting:
+            if process.compiled.wait(POLL_SECONDS):
+                return process
+    return waiting[0]
 
 
 class _JaxProcess:
-    """A process with a part of the self-test of JAX."""
+    """A process with a part of the self-test of JAX.
+
+    Attributes:
+        compiled: Set once the programs are compiled, or the process has ended.
+    """
 
     def __init__(self, arguments: list[str]) -> None:
         path = os.pathsep.join(path for path in sys.path if path)
@@ -102,6 +127,7 @@ class _JaxProcess:
             encoding="utf-8",
             errors="replace",
         )
+        self.compiled = threading.Event()
         # A full pipe would stop the process during the test of PyTorch.
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read_lines, daemon=True).start()
@@ -115,7 +141,10 @@ class _JaxProcess:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._lines.put(line.rstrip())
+            if line.rstrip() == COMPILED:
+                self.compiled.set()
         self._lines.put(None)
+        self.compiled.set()
 
     def run(self, progress: Callable[[str], None], end: float) -> SelfTest:
         """Run the programs until `end`, a `time.time()`, and return the results with the time of this call."""

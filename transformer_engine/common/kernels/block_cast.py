@@ -47,6 +47,62 @@ def _row_blocks(
 
 
 @triton.jit
+def row_blocks_in_pairs(
+    codes,
+    scale,
+    M,
+    K,
+    first_m,
+    first_k,
+    half,
+    k,
+    even,
+    odd,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
+    """Store codes and scales for a tile's rows 2 half, `even`, and 2 half + 1, `odd`; every row is one block."""
+    _row_blocks(
+        codes,
+        scale,
+        M,
+        K,
+        first_m,
+        first_k,
+        half * 2,
+        k,
+        even,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        EVEN,
+        CONVERSION,
+    )
+    _row_blocks(
+        codes,
+        scale,
+        M,
+        K,
+        first_m,
+        first_k,
+        half * 2 + 1,
+        k,
+        odd,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        EVEN,
+        CONVERSION,
+    )
+
+
+@triton.jit
 def tile_blocks(
     even,
     odd,
@@ -74,32 +130,16 @@ def tile_blocks(
     need a 128-row tile.
     """
     if codes is not None:
-        _row_blocks(
+        row_blocks_in_pairs(
             codes,
             scale,
             M,
             K,
             first_m,
             first_k,
-            half * 2,
+            half,
             k,
             even,
-            MAXIMUM,
-            EPSILON,
-            POWER_OF_TWO,
-            VALUE_FOR_INF,
-            EVEN,
-            CONVERSION,
-        )
-        _row_blocks(
-            codes,
-            scale,
-            M,
-            K,
-            first_m,
-            first_k,
-            half * 2 + 1,
-            k,
             odd,
             MAXIMUM,
             EPSILON,

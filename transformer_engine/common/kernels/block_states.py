@@ -13,6 +13,7 @@ import triton.language as tl
 from .rounding import as_float, magnitude_bits
 
 _NONFINITE = tl.constexpr(255)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
 _LEAST_EXPONENT = tl.constexpr(16)
 
 
@@ -49,7 +50,10 @@ def encode(values, words, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
     """
     magnitude = tl.abs(values)
     largest = tl.max(magnitude_bits(values), 1)
-    exponent = tl.maximum(largest >> 23, _LEAST_EXPONENT)
+    # The carry reaches the exponent field if the largest magnitude can round up to a power of two.
+    carry = 0xFFFFF if STOCHASTIC else 0x80000
+    exponent = tl.minimum(tl.maximum((largest + carry) >> 23, _LEAST_EXPONENT), _NONFINITE - 1)
+    exponent = tl.where(largest >= _INFINITY_BITS, _NONFINITE, exponent)
     scaled = magnitude * as_float((254 + _top(SIGNED) - exponent) << 23)[:, None]
     if SIGNED:
         shifted = (scaled * 7.52316384526264e-37).to(tl.int32, bitcast=True)  # 2^-120

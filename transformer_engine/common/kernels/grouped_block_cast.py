@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..formats import Element, ceil_div
 from . import tile
-from .block_cast import _row_blocks
+from .block_cast import row_blocks_in_pairs
 from .conversion import NATIVE
 from .grouped_cast import address_tables, cast_codes, cast_grid, locate_program, store_transposed
 from .grouped_layout import TILE_ROWS
@@ -55,34 +55,16 @@ def row_block_kernel(
         even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, False)
         odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, False)
         if codes is not None:
-            pointer = codes + start * K
-            decode = scale + start * TILES_K
-            _row_blocks(
-                pointer,
-                decode,
+            row_blocks_in_pairs(
+                codes + start * K,
+                scale + start * TILES_K,
                 rows,
                 K,
                 first_m,
                 first_k,
-                half * 2,
+                half,
                 k,
                 even,
-                MAXIMUM,
-                EPSILON,
-                POWER_OF_TWO,
-                INFINITE,
-                False,
-                CONVERSION,
-            )
-            _row_blocks(
-                pointer,
-                decode,
-                rows,
-                K,
-                first_m,
-                first_k,
-                half * 2 + 1,
-                k,
                 odd,
                 MAXIMUM,
                 EPSILON,

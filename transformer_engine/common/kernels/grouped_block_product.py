@@ -1,8 +1,8 @@
 """y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e from FP8 codes in 128-element blocks.
 
 Written in Gluon, Triton's explicit language, for Hopper (capability 9.0). Programs, warps and tiles are as in
-`grouped_product`; the copy engine also loads the scales of every 128 of the contracted axis. Each such product is
-multiplied by its scales and added to a float32 sum, as in `block_product`. Sums have the bits of `grouped_gemm`.
+`grouped_product`; the copy engine also loads the scales for each 128 elements along the contracted axis. Each such
+product is multiplied by its scales and added to a float32 sum, as in `block_product`. Sums have `grouped_gemm`'s bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from .block_product import (
     wait_for_full_stage,
 )
 from .grouped_layout import TILE_ROWS, tiles_at_most
-from .grouped_product import CODE_BYTES, HALF, SIDE, TILE_COLUMNS, locate, write_tile
+from .grouped_product import (
+    CODE_BYTES,
+    HALF,
+    SIDE,
+    TILE_COLUMNS,
+    count_rows,
+    locate,
+    map_codes,
+    skip_stages,
+    write_tile,
+)
 from .launch import WRITTEN, AddressTable, Launch, Output
 
 ALIGNMENT = gl.constexpr(4)  # the copy engine reads scales at multiples of 16 bytes
@@ -51,9 +61,9 @@ def fetch(
     BAND: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Load the codes and scales of every tile, 128 of the contracted axis per stage, as soon as a stage is free.
+    """Load every tile's codes and scales, 128 elements along the contracted axis per stage, once a stage is free.
 
-    The scales of a group with another number of rows than a multiple of 4 are loaded by the warp.
+    The warp itself loads scales that do not begin at multiples of 16 bytes.
     """
     a, b = matrices
     scale_a, scale_b = scales
@@ -70,17 +80,17 @@ def fetch(
         height = M
         aligned = TILES > 0
         if not COLUMNS:
-            # The scales of a group are [steps, height], and begin behind those of all earlier rows.
+            # A group's scales are [steps, height], and begin behind the scales for all earlier rows.
             start = gl.load(layout + group)
             height = gl.load(layout + group + 1) - start
             aligned = (start * steps | height) % ALIGNMENT == 0
         n = tile_n * 2 * SIDE
         both = n + SIDE < N  # otherwise no column belongs to the second group of warps
         for block in range(steps):
-            place = wait_for_free_stage(free, step, STAGES)
-            arrived = full.index(place)
             row_a, row_b, column = row, group * N + n, block * SIDE
             first_scale = start * steps + block * height + row - start
+            place = wait_for_free_stage(free, step, STAGES)
+            arrived = full.index(place)
             if not aligned:
                 at = first_scale + gl.arange(0, SIDE, LINE)
                 values = gl.load(scale_pointer + at, mask=at < steps * TOTAL, other=0.0)
@@ -103,6 +113,17 @@ def fetch(
             load_tile(b, [row_b, column], arrived, b_stages.index(2 * place))
             load_tile(b, [row_b + SIDE, column], arrived, b_stages.index(2 * place + 1), pred=both)
             step += 1
+
+
+@gluon.jit
+def column_scales(
+    stages, place, otherwise, LAYOUT: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Load the scales for 128 columns if they differ; otherwise return `otherwise`."""
+    if COLUMNS:
+        return stages.index(place).slice(GROUP * SIDE, SIDE).load(gl.SliceLayout(0, LAYOUT))
+    else:
+        return otherwise
 
 
 @gluon.jit
@@ -129,15 +150,14 @@ def multiply(
     COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Compute the columns [128 GROUP, 128 GROUP + 128) of every tile."""
+    """Compute the columns [128 GROUP, 128 GROUP + 128) in every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     RIGHT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    BELOW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
     full, free = barriers
+    step = 0
     never = TILES < 0  # always false, which the assembler cannot know; see `block_product.added`
     product = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
-    step = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         group, row, tile_n, steps, _, rows = locate(
             tile, layout, TILES_M, N, K, GROUPS, BAND, COLUMNS
@@ -153,10 +173,12 @@ def multiply(
             lower = gl.zeros([HALF, SIDE], gl.float32, LAYOUT)
             for block in range(steps):
                 place = wait_for_full_stage(full, step, STAGES)
-                by_rows = scale_a_stages.index(place)
-                first = by_rows.slice(0, HALF).load(RIGHT) * square
-                second = by_rows.slice(HALF, HALF).load(RIGHT) * square
-                codes = a_stages.index(place)
+                codes, by_rows = a_stages.index(place), scale_a_stages.index(place)
+                first, second = (
+                    by_rows.slice(0, HALF).load(RIGHT),
+                    by_rows.slice(HALF, HALF).load(RIGHT),
+                )
+                first, second = first * square, second * square
                 b = b_stages.index(2 * place + GROUP).permute((1, 0))
                 product = hopper.warpgroup_mma(
                     codes.slice(0, HALF), b, product, use_acc=never, is_async=True
@@ -164,16 +186,13 @@ def multiply(
                 if not COLUMNS:
                     square = gl.load(squares + min(block + 1, steps - 1))
                 product = hopper.warpgroup_mma_wait(0, deps=[product])
-                by_column = first
-                if COLUMNS:
-                    by_column = scale_b_stages.index(place).slice(GROUP * SIDE, SIDE).load(BELOW)
+                by_column = column_scales(scale_b_stages, place, first, LAYOUT, GROUP, COLUMNS)
                 upper = added(upper, product, first, by_column, COLUMNS)
                 product = hopper.warpgroup_mma(
                     codes.slice(HALF, HALF), b, product, use_acc=never, is_async=True
                 )
                 product = hopper.warpgroup_mma_wait(0, deps=[product])
-                if COLUMNS:
-                    by_column = scale_b_stages.index(place).slice(GROUP * SIDE, SIDE).load(BELOW)
+                by_column = column_scales(scale_b_stages, place, second, LAYOUT, GROUP, COLUMNS)
                 mbarrier.arrive(free.index(place), count=1)
                 lower = added(lower, product, second, by_column, COLUMNS)
                 step += 1
@@ -182,6 +201,7 @@ def multiply(
                 out,
                 upper,
                 lower,
+                None,
                 bias,
                 table,
                 buffers,
@@ -198,10 +218,7 @@ def multiply(
                 ACCUMULATE,
             )
         else:
-            for _ in range(steps):
-                place = wait_for_full_stage(full, step, STAGES)
-                mbarrier.arrive(free.index(place), count=1)
-                step += 1
+            step = skip_stages(full, free, step, steps, STAGES)
     tma.store_wait(0)
 
 
@@ -236,23 +253,15 @@ def grouped_block_kernel(
     Args:
         scale_a: Rows: group after group, [ceil(K / 128), rows]. Columns: [tiles, M].
         scale_b: Rows: [GROUPS, ceil(N / 128), ceil(K / 128)]. Columns: [tiles, N].
-        table: Addresses of the matrices [M, N] to write instead of out, whose dtype they have; or None.
+        table: Addresses for the matrices [M, N] to write instead of out, whose dtype they have; or None.
         BUFFERS: Number of 64-row result buffers per warp group.
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     LINE: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     RESULT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIDE], out.dtype.element_ty)
-    if COLUMNS:
-        tiles = max(gl.load(layout + 2 * GROUPS + 1), 1)  # a tensor map has no empty axis
-        rows_a, rows_b, width, rows_out = tiles * M, tiles * N, SIDE, GROUPS * M
-        scales_a = rows_a
-    else:
-        rows_a, rows_b, width, rows_out = TOTAL, GROUPS * N, K, TOTAL
-        scales_a = TOTAL * gl.cdiv(K, SIDE)
-    matrices = (
-        tma.make_tensor_descriptor(a, [rows_a, width], [width, 1], [SIDE, SIDE], CODES),
-        tma.make_tensor_descriptor(b, [rows_b, width], [width, 1], [SIDE, SIDE], CODES),
-    )
+    rows_a, rows_b, rows_out = count_rows(layout, TOTAL, M, N, GROUPS, COLUMNS)
+    matrices = map_codes(a, b, rows_a, rows_b, SIDE if COLUMNS else K, CODES)
+    scales_a = rows_a if COLUMNS else TOTAL * gl.cdiv(K, SIDE)
     of_rows = tma.make_tensor_descriptor(scale_a, [scales_a], [1], [SIDE], LINE)
     scales = (of_rows, of_rows)
     if COLUMNS:

@@ -1,12 +1,12 @@
-"""FP8 codes of many matrices or row groups, each scaled by its own maximum, in one launch that reads memory once.
+"""FP8 codes for many matrices or row groups, each scaled by its own maximum, in one launch that reads memory once.
 
 Written in Gluon, Triton's explicit language, for Hopper (capability 9.0). All programs run at the same time (a
-cooperative launch) and visit tiles in turns: program p visits the tiles p, p + P, p + 2 P, .. of all groups together.
-In turn r it starts to load the tile of turn r + 2, measures the tile of turn r and publishes its maximum, and casts the
-tile of turn r - 3, which shared memory holds. All programs have measured that tile's group by then.
+cooperative launch) and visit tiles in turns: program p visits the tiles p, p + P, p + 2 P, .., counted over all groups.
+In turn r it starts to load tile r + 2, measures tile r, publishes the maximum, and casts tile r - 3, which is still in
+shared memory. All programs have measured that tile's group by then.
 
-A maximum is published in a slot per tile, whose initial value is negative. A program therefore finds out whether a
-group is measured by reading its slots, without counters.
+A tile's maximum is published in a slot, whose initial value is negative. A program therefore finds out whether a group
+is measured by reading its slots, without counters.
 """
 
 from __future__ import annotations
@@ -30,20 +30,26 @@ TILE_M, TILE_K = TILE_ROWS, 64
 ROWS, COLUMNS = gl.constexpr(TILE_M), gl.constexpr(TILE_K)
 HALF = gl.constexpr(TILE_M // 2)
 VALUE_FOR_INF = gl.constexpr(FLOAT32_MAX)
-AHEAD = gl.constexpr(2)  # turns between the begin of a load and the measurement
-BEHIND = gl.constexpr(3)  # turns between the measurement and the cast
+AHEAD = gl.constexpr(2)  # turns from a load to the measurement
+BEHIND = gl.constexpr(3)  # turns from the measurement to the cast
 PLACES_HELD = gl.constexpr(6)
 PROGRAM_WARPS = 8
 WARPS = gl.constexpr(PROGRAM_WARPS)
 scale_from_amax = gluon.jit(rounding.scale_from_amax.fn)
+# Triton 3.8 renamed the copy, and 3.9 removed its former name.
+copy_elements = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
 
 
 @gluon.jit
 def locate(layout, place, M, K, PARTS, TILES, GROUPS: gl.constexpr, BY_ROWS: gl.constexpr):
     """Locate a tile.
 
-    The place is: group, rows of the group, first row and column of the tile in it, the group's first row in the codes,
-    its first 128-row tile and 128-row tile count, and its first slot and slot count.
+    The place is: group, its row count, the tile's first row and column in it, the group's first row in the codes, its
+    first 128-row tile and 128-row tile count, and its first slot and slot count.
     """
     if BY_ROWS:
         tiles_k = K // COLUMNS
@@ -81,7 +87,7 @@ def start_load(
     GROUPS: gl.constexpr,
     BY_ROWS: gl.constexpr,
 ):
-    """Start to load the tile of a turn, if there is one, as a group of copies; rows past the group's become zero."""
+    """Start to load a turn's tile, if there is one, as one copy group; rows past the group's become zero."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     if place < PLACES:
         group, rows, first_m, first_k, start, _, _, _, _ = locate(
@@ -97,11 +103,9 @@ def start_load(
         places = corner + (m[:, None] * K + k[None, :])
         stage = held.index(turn % PLACES_HELD)
         if BY_ROWS:
-            async_copy.async_copy_global_to_shared(
-                stage, places, mask=(first_m + m < rows)[:, None] & (k >= 0)[None, :]
-            )
+            copy_elements(stage, places, mask=(first_m + m < rows)[:, None] & (k >= 0)[None, :])
         else:
-            async_copy.async_copy_global_to_shared(stage, places)
+            copy_elements(stage, places)
     async_copy.commit_group()
 
 
@@ -117,7 +121,7 @@ def cast_tile(
     TILED: gl.constexpr,
     WHOLE: gl.constexpr,
 ):
-    """Store the codes of a tile and of its transpose."""
+    """Store a tile's codes, and its transpose's codes."""
     _, rows, first_m, first_k, start, first_tile, tiles, _, _ = place
     if codes is not None:
         m = gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
@@ -130,8 +134,11 @@ def cast_tile(
         else:
             gl.store(places, narrow)
     if codes_t is not None:
-        # Rows 2 r and 2 r + 1 form one word; see `tile`.
+        # Rows 2 r and 2 r + 1 form one word, whose codes must result from one instruction; see `tile`. A thread has
+        # both rows: the layout only orders its registers.
+        PAIRS: gl.constexpr = gl.BlockedLayout([1, 8, 2], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
         pairs = values.reshape([HALF, 2, COLUMNS]).permute((0, 2, 1))
+        pairs = gl.convert_layout(pairs, PAIRS)
         low, high = gl.split((pairs.to(gl.float32) * factor).to(codes_t.dtype.element_ty))
         words = low.to(gl.uint8, bitcast=True).to(gl.uint16) | (
             high.to(gl.uint8, bitcast=True).to(gl.uint16) << 8
@@ -175,11 +182,11 @@ def held_cast_kernel(
     """Measure, hold and cast every P-th tile; each row's first entry in scale [GROUPS, SLOT] is written.
 
     Args:
-        slots: Negative numbers [PLACES], which become the maxima of the tiles.
-        PLACES: Tiles of all matrices; of row groups at most, the layout has their number.
-        PARTS: Tiles of a matrix along M.
-        TILES: Tiles of a matrix.
-        WIDTH: Power of two, at least the tiles of a group.
+        slots: Negative numbers [PLACES], which become the tiles' maxima.
+        PLACES: Tile count; for row groups an upper bound, because the layout contains the count.
+        PARTS: Tiles along M, for matrices.
+        TILES: Tiles per matrix.
+        WIDTH: Power of two, at least the tile count for each group.
     """
     WHOLE: gl.constexpr = gl.BlockedLayout([2, 8], [4, 8], [WARPS, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -219,8 +226,11 @@ def held_cast_kernel(
             where = locate(layout, cast, M, K, PARTS, TILES, GROUPS, BY_ROWS)
             group, slot, count = where[0], where[7], where[8]
             own = maxima + slot + of_group
-            while gl.min(measured, 0) < 0:
-                measured = gl.load(own, mask=of_group < count, other=0, volatile=True)
+            inside = of_group < count
+            if gl.min(measured, 0) < 0:
+                while gl.min(gl.load(own, mask=inside, other=0, volatile=True), 0) < 0:
+                    pass
+                measured = gl.load(own, mask=inside, other=0, volatile=True)
             largest = gl.max(measured, 0).to(gl.float32, bitcast=True)
             factor, inverse = scale_from_amax(
                 largest, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
@@ -251,16 +261,16 @@ _REGISTERS = 128  # per thread, so that these programs fit
 
 
 def _largest_group(processors: int) -> int:
-    """Largest number of tiles of a group.
+    """Largest tile count for a group.
 
-    A tile is cast three turns after its measurement. Two turns measure all tiles of a group with twice as many tiles
-    as there are programs, and the third one covers the delay of a publication.
+    A tile is cast three turns after its measurement. Two turns measure a group with twice as many tiles as there are
+    programs, and the third one covers the delay before a maximum is visible.
     """
     return 2 * _PROGRAMS * processors
 
 
 def fits(rows: int, depth: int, by_rows: bool, itemsize: int, processors: int) -> bool:
-    """Whether programs can hold groups of at most `rows` rows, or matrices [rows, depth], until they are measured."""
+    """Whether programs can hold groups with at most `rows` rows, or matrices [rows, depth], until they are measured."""
     if itemsize != 2 or depth % TILE_K or (not by_rows and rows % TILE_M):
         return False
     return ceil_div(rows, TILE_M) * (depth // TILE_K) <= _largest_group(processors)

@@ -84,7 +84,7 @@ def fetch(
     BAND: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Load the codes of every tile, 128 of the contracted axis per stage, as soon as a stage is free."""
+    """Load every tile's codes, 128 elements along the contracted axis per stage, as soon as a stage is free."""
     a, b = matrices
     a_stages, b_stages = stages
     full, free = barriers
@@ -123,10 +123,21 @@ def added(total, product):
 
 
 @gluon.jit
+def skip_stages(full, free, step, steps, STAGES: gl.constexpr):
+    """Free the next stages without reading them, and return the step behind them."""
+    for _ in range(steps):
+        place = wait_for_full_stage(full, step, STAGES)
+        mbarrier.arrive(free.index(place), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
 def write(
     results,
     out,
     total,
+    scales,
     bias,
     first,
     rows,
@@ -138,7 +149,13 @@ def write(
     ACCUMULATE: gl.constexpr,
     BY_ADDRESS: gl.constexpr,
 ):
-    """Write total [64, 128] to rows first + m of out, of which those below `rows` exist, and columns n."""
+    """Write total [64, 128] to rows first + m of out, of which those below `rows` exist, and columns n.
+
+    Args:
+        scales: Two factors, or None. The last one and the bias form one fused multiply-add, as in `grouped_gemm`.
+    """
+    if scales is not None:
+        total = total * scales[0] * scales[1]
     if bias is not None:
         columns = n + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
         total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -169,6 +186,7 @@ def write_tile(
     out,
     upper,
     lower,
+    scales,
     bias,
     table,
     buffers,
@@ -184,7 +202,7 @@ def write_tile(
     COLUMNS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Write the 64 upper and the 64 lower rows of a tile, from row `row` of the group's codes on."""
+    """Write a tile's 64 upper and 64 lower rows, from row `row` in the group's codes on."""
     matrix = out
     first = row
     if COLUMNS:
@@ -203,6 +221,7 @@ def write_tile(
         results,
         matrix,
         upper,
+        scales,
         added_row,
         first,
         rows,
@@ -220,6 +239,7 @@ def write_tile(
         results,
         matrix,
         lower,
+        scales,
         added_row,
         first,
         rows,
@@ -259,7 +279,7 @@ def multiply(
     EXACT: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Compute the columns [128 GROUP, 128 GROUP + 128) of every tile."""
+    """Compute the columns [128 GROUP, 128 GROUP + 128) in every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     a_stages, b_stages = stages
     full, free = barriers
@@ -307,8 +327,9 @@ def multiply(
             write_tile(
                 results,
                 out,
-                upper * by_a * by_b,
-                lower * by_a * by_b,
+                upper,
+                lower,
+                (by_a, by_b),
                 bias,
                 table,
                 buffers,
@@ -325,11 +346,27 @@ def multiply(
                 ACCUMULATE,
             )
         else:
-            for _ in range(steps):
-                place = wait_for_full_stage(full, step, STAGES)
-                mbarrier.arrive(free.index(place), count=1)
-                step += 1
+            step = skip_stages(full, free, step, steps, STAGES)
     tma.store_wait(0)
+
+
+@gluon.jit
+def count_rows(layout, TOTAL, M, N, GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Count the rows in the left codes, the right codes and the result, each as one matrix."""
+    if COLUMNS:
+        tiles = max(gl.load(layout + 2 * GROUPS + 1), 1)  # a tensor map has no empty axis
+        return tiles * M, tiles * N, GROUPS * M
+    else:
+        return TOTAL, GROUPS * N, TOTAL
+
+
+@gluon.jit
+def map_codes(a, b, rows_a, rows_b, width, CODES: gl.constexpr):
+    """Describe the codes as tensor maps, [rows, width] each."""
+    return (
+        tma.make_tensor_descriptor(a, [rows_a, width], [width, 1], [SIDE, SIDE], CODES),
+        tma.make_tensor_descriptor(b, [rows_b, width], [width, 1], [SIDE, SIDE], CODES),
+    )
 
 
 @gluon.jit
@@ -367,15 +404,8 @@ def grouped_kernel(
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     RESULT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIDE], out.dtype.element_ty)
-    if COLUMNS:
-        tiles = max(gl.load(layout + 2 * GROUPS + 1), 1)  # a tensor map has no empty axis
-        rows_a, rows_b, width, rows_out = tiles * M, tiles * N, SIDE, GROUPS * M
-    else:
-        rows_a, rows_b, width, rows_out = TOTAL, GROUPS * N, K, TOTAL
-    matrices = (
-        tma.make_tensor_descriptor(a, [rows_a, width], [width, 1], [SIDE, SIDE], CODES),
-        tma.make_tensor_descriptor(b, [rows_b, width], [width, 1], [SIDE, SIDE], CODES),
-    )
+    rows_a, rows_b, rows_out = count_rows(layout, TOTAL, M, N, GROUPS, COLUMNS)
+    matrices = map_codes(a, b, rows_a, rows_b, SIDE if COLUMNS else K, CODES)
     results = tma.make_tensor_descriptor(out, [rows_out, N], [N, 1], [HALF, SIDE], RESULT)
     stages = (
         gl.allocate_shared_memory(a.dtype.element_ty, [STAGES, SIDE, SIDE], CODES),

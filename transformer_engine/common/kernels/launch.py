@@ -170,8 +170,8 @@ class Launch:
         dependent: May start before the previous launch has ended (programmatic dependent launch); the kernel waits
             before it reads the results of that launch.
         fuses: A product and a following sum may become one fused multiply-add, which rounds once.
-        cooperative: All programs run at the same time; the grid must fit the GPU.
         in_place: Indices of inputs that are also written, if present; they are passed once.
+        cooperative: All programs run at the same time; the grid must fit the GPU.
         tables: Inputs with the addresses of further tensors.
         handles: Starters for the compiled kernel, by the properties that the record does not fix.
         makers: Output allocators, by device; filled by a framework.
@@ -189,8 +189,8 @@ class Launch:
     registers: int | None = None
     dependent: bool = False
     fuses: bool = True
-    cooperative: bool = False
     in_place: tuple[int, ...] = ()
+    cooperative: bool = False
     tables: tuple[AddressTable, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     makers: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
-from .launch import Launch, Output
+from .launch import MEASURED_MEMORY, Launch, Machine, Output
 
-_TILE, _DEPTH, _STAGES, _WARPS = 128, 64, 4, 8
+_ROWS, _DEPTH, _STAGES, _WARPS = 128, 64, 4, 8
 
 
 @triton.jit
@@ -27,25 +27,27 @@ def symmetric_product_kernel(
     depth,
     alpha,
     beta,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute one tile and its mirror image; EVEN: the sizes are multiples of the tile's."""
+    """Compute one tile [ROWS, 2 ROWS] on or below the diagonal; EVEN: the sizes are multiples of the tile's."""
     number = tl.program_id(0)
-    # The row of tiles whose first number is at most `number`: i (i + 1) / 2 <= number < (i + 1) (i + 2) / 2.
-    i = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)
-    i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
-    j = number - i * (i + 1) // 2
+    # Both rows of tiles in pair p have p + 1 tiles: p (p + 1) tiles precede them.
+    pair = ((tl.sqrt(4.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    pair = tl.where(pair * (pair + 1) > number, pair - 1, pair)
+    pair = tl.where((pair + 1) * (pair + 2) <= number, pair + 1, pair)
+    rest = number - pair * (pair + 1)
+    second = (rest > pair).to(tl.int32)
+    i, j = 2 * pair + second, rest - second * (pair + 1)
     matrix = tl.program_id(1).to(tl.int64)
-    m = i * TILE + tl.arange(0, TILE)
-    n = j * TILE + tl.arange(0, TILE)
+    m = i * ROWS + tl.arange(0, ROWS)
+    n = j * (2 * ROWS) + tl.arange(0, 2 * ROWS)
     k = tl.arange(0, DEPTH)
     a_tile = a + matrix * rows * depth + m.to(tl.int64)[:, None] * depth + k[None, :]
     b_tile = b + matrix * rows * depth + n.to(tl.int64)[:, None] * depth + k[None, :]
-    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    total = tl.zeros((ROWS, 2 * ROWS), dtype=tl.float32)
     for block in tl.range(0, tl.cdiv(depth, DEPTH), num_stages=STAGES):
         if EVEN:
             a_values = tl.load(a_tile)
@@ -58,24 +60,26 @@ def symmetric_product_kernel(
         a_tile += DEPTH
         b_tile += DEPTH
     total = total * alpha
-    within = (m < rows)[:, None] & (n < rows)[None, :]
+    # Elements above the diagonal are those of other tiles, or of this one: results are symmetric to the bit, since
+    # iterations would amplify a difference.
+    lower = (m < rows)[:, None] & (n[None, :] <= m[:, None])
     place = matrix * rows * rows + m.to(tl.int64)[:, None] * rows + n[None, :]
     if c is not None:
-        total += tl.load(c + place, mask=within, other=0.0).to(tl.float32) * beta
-    if (
-        i == j
-    ):  # both halves of this tile are sums of other roundings; iterations amplify a difference
-        total = tl.where(m[:, None] >= n[None, :], total, total.T)
+        total += tl.load(c + place, mask=lower, other=0.0).to(tl.float32) * beta
     result = total.to(out.dtype.element_ty)
-    tl.store(out + place, result, mask=within)
-    if i != j:
-        mirror = matrix * rows * rows + n.to(tl.int64)[:, None] * rows + m[None, :]
-        tl.store(out + mirror, result.T, mask=(n < rows)[:, None] & (m < rows)[None, :])
+    tl.store(out + place, result, mask=lower)
+    mirror = matrix * rows * rows + n.to(tl.int64)[:, None] * rows + m[None, :]
+    tl.store(out + mirror, result.T, mask=(m < rows)[None, :] & (n[:, None] < m[None, :]))
 
 
 @functools.cache
 def symmetric_product(
-    matrices: int, rows: int, depth: int, dtype: str, alpha: float, beta: float
+    matrices: int,
+    rows: int,
+    depth: int,
+    dtype: str,
+    factors: tuple[float, float],
+    shared_memory: int = MEASURED_MEMORY,
 ) -> Launch:
     """Launch (a [L, M, K], b [L, M, K], c [L, M, M] or None) -> out [L, M, M]; all contiguous.
 
@@ -84,15 +88,18 @@ def symmetric_product(
         rows: M.
         depth: K.
         dtype: Result dtype.
-        alpha: Factor for the product.
-        beta: Factor for c.
+        factors: Factors alpha for the product and beta for c.
+        shared_memory: Bytes per program.
     """
-    tiles = ceil_div(rows, _TILE)
+    pairs = ceil_div(rows, 2 * _ROWS)
+    # The last pair has no second row of tiles if the rows end in its first.
+    tiles = pairs * (pairs + 1) - (pairs if rows % (2 * _ROWS) in range(1, _ROWS + 1) else 0)
+    stages = Machine(0, shared_memory, 2).stages(3 * _ROWS * _DEPTH, _STAGES)
     return Launch(
         symmetric_product_kernel,
-        (tiles * (tiles + 1) // 2, matrices, 1),
+        (tiles, matrices, 1),
         (Output((matrices, rows, rows), dtype),),
-        (rows, depth, alpha, beta),
-        (_TILE, _DEPTH, _STAGES, rows % _TILE == 0 and depth % _DEPTH == 0),
+        (rows, depth, *factors),
+        (_ROWS, _DEPTH, stages, rows % (2 * _ROWS) == 0 and depth % _DEPTH == 0),
         warps=_WARPS,
     )

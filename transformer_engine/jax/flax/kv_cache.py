@@ -90,8 +90,7 @@ class KeyValueCache:
             if array.dtype != cached.dtype:
                 raise TypeError(
                     f"decode=True with a {name} of {array.dtype} and a cache of {cached.dtype}; give inputs of "
-                    f"the dtype "
-                    "that init had"
+                    "the dtype that init had"
                 )
         index = self.index.value
         if is_known(index) and int(index) >= self.length:

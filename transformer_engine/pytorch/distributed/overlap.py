@@ -24,7 +24,7 @@ from .symmetric_memory import PROCESS_GROUP, SYMMETRIC, allocate_together
 GATHER, SCATTER = "all_gather", "reduce_scatter"
 
 
-class Request(NamedTuple):
+class OverlapRequest(NamedTuple):
     """A collective that could overlap with its product.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request(NamedTuple):
     problem: str
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: OverlapRequest) -> str | None:
     """Return why a collective does not overlap with its product, or None."""
     if reason := _lasting_reason(request):
         return reason
@@ -61,7 +61,7 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def _lasting_reason(request: Request) -> str | None:
+def _lasting_reason(request: OverlapRequest) -> str | None:
     """Return the reason that holds for all sizes."""
     if request.device != "cuda":
         return f"symmetric memory exists on GPUs, the values are on {request.device}"
@@ -72,10 +72,10 @@ def _lasting_reason(request: Request) -> str | None:
     return request.problem or None
 
 
-OVERLAP: Table[Request] = Table(
+OVERLAP: Table[OverlapRequest] = Table(
     "overlap",
     (Backend(SYMMETRIC, unsupported_reason=unsupported_reason), Backend(PROCESS_GROUP)),
-    describe=Request,
+    describe=OverlapRequest,
 )
 
 
@@ -135,7 +135,9 @@ def peer_buffers(operation: str, device: torch.device, size: int, group: Any) ->
         cached = _first_buffers(operation, device, size, group)
     if isinstance(cached, GroupBuffers):
         least = cached.least.gather if operation == GATHER else cached.least.scatter
-        request = Request(operation, device.type, cached.backends, size, _reserved.size, least, "")
+        request = OverlapRequest(
+            operation, device.type, cached.backends, size, _reserved.size, least, ""
+        )
         if OVERLAP.choose(request) == SYMMETRIC:
             return cached.buffers
     else:
@@ -154,10 +156,10 @@ def peer_buffers(operation: str, device: torch.device, size: int, group: Any) ->
 
 def _first_buffers(
     operation: str, device: torch.device, size: int, group: Any
-) -> GroupBuffers | Request:
+) -> GroupBuffers | OverlapRequest:
     """Return buffers for a group that has none yet, or a request with the reason why it cannot have them."""
     backends = dist.get_backend_config(group)
-    request = Request(operation, device.type, backends, size, _reserved.size, 0, "")
+    request = OverlapRequest(operation, device.type, backends, size, _reserved.size, 0, "")
     if _lasting_reason(request) is not None:
         return request
     cached = _group_buffers(group, device)

@@ -35,7 +35,7 @@ _WARM_UPS = 2
 EAGER_SIGNATURES = 64
 
 
-class Situation(NamedTuple):
+class GraphSituation(NamedTuple):
     """A call to a graphed module.
 
     Attributes:
@@ -55,10 +55,10 @@ class Situation(NamedTuple):
     most: int
 
 
-def describe_situation(obstacle: str | None, entry: Any, graphs: Any) -> Situation:
+def describe_situation(obstacle: str | None, entry: Any, graphs: Any) -> GraphSituation:
     """Return the situation of a call: its obstacle, the entry of its signature, and the graph counts."""
     calls = min(entry.calls, graphs.after)
-    return Situation(
+    return GraphSituation(
         obstacle, entry.graph is not None, calls, graphs.after, graphs.kept, graphs.signatures
     )
 
@@ -71,7 +71,7 @@ def free_graphs(entries: dict[Any, Any]) -> None:
     entries.clear()
 
 
-def unsupported_reason(call: Situation) -> str | None:
+def unsupported_reason(call: GraphSituation) -> str | None:
     """Return why the backend does not support the call, or None."""
     if call.obstacle is not None:
         return call.obstacle
@@ -84,10 +84,10 @@ def unsupported_reason(call: Situation) -> str | None:
     return None
 
 
-TABLE: Table[Situation] = Table(
+TABLE: Table[GraphSituation] = Table(
     "graphed",
     (Backend(CAPTURED, unsupported_reason=unsupported_reason), Backend(EAGER)),
-    describe=Situation,
+    describe=GraphSituation,
 )
 
 

@@ -95,8 +95,7 @@ def _as_captured(
     if tensor.shape != shape:
         raise ValueError(
             f"argument {position} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the graph "
-            f"was captured for "
-            f"{list(shape)} {dtype} on {device}. Capture one for each shape"
+            f"was captured for {list(shape)} {dtype} on {device}. Capture one for each shape"
         )
     if not torch.can_cast(tensor.dtype, dtype):
         raise ValueError(

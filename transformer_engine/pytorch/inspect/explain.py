@@ -108,6 +108,5 @@ def _call_function(
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"function is the class {function.__name__}, which cannot be constructed from the given arguments: "
-            f"{error}. "
-            f"To explain a forward pass, construct the module first: explain({function.__name__}(...), x)"
+            f"{error}. To explain a forward pass, construct the module first: explain({function.__name__}(...), x)"
         ) from error

@@ -195,7 +195,7 @@ class Linear(PassFusedOperation):
         operations = self.basic_operations()
         keys: dict[str, str] = {}
         for name, index in _OPERATION_INDEX.items():
-            # A parametrization removes the name from `_parameters`. None means that there is no bias.
+            # A parametrization removes the name from `_parameters`. None means no bias.
             is_none = name in self._parameters and self._parameters[name] is None
             if is_none or index >= len(operations):
                 continue

@@ -329,7 +329,7 @@ def _options_by_operation(
 
 
 class _Division(NamedTuple):
-    """Division of a Sequential into parts, and what it depends on.
+    """Division of a Sequential into parts, and its dependencies.
 
     Channels are left out, because the first call fixes them (`fix_channels`).
 

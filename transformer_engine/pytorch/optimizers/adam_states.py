@@ -158,10 +158,10 @@ class AdamStates(CopiedWhole):
         local = local_part(param).detach()
         dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[state_name]
         is_own_master = state_name == "master_param" and _is_own(local)
-        of = self._block_format(state_name)
-        values = local if is_own_master else states.zeros(local, dtype, of)
+        block_format = self._block_format(state_name)
+        values = local if is_own_master else states.zeros(local, dtype, block_format)
         if dtype in states.RANGES and not is_own_master:
-            self._scales.setdefault(param, {})[state_name] = states.zero_scale(local, of)
+            self._scales.setdefault(param, {})[state_name] = states.zero_scale(local, block_format)
         self.state[param][state_name] = like(param, values)
 
     def _keeps_remainder(self, param: Tensor) -> bool:

@@ -1,10 +1,11 @@
-"""FusedAdam steps of single parameters from hooks of a backward pass."""
+"""Single-parameter FusedAdam steps from backward-pass hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +14,40 @@ from ...common.operation_settings import CHUNK
 from ..tensor.quantized_tensor import QuantizedTensor
 from .adam_states import NAMES
 from .buckets import Bucket, BucketKey, GroupBuckets
-from .checks import check_parameter, check_states
-from .multi_tensor_apply import local_part
+from .checks import GroupChecks, check_parameter, check_states
+from .multi_tensor_apply import Checked, local_part
 
-if TYPE_CHECKING:
-    from .fused_adam import FusedAdam
+
+class SteppableOptimizer(Protocol):
+    """The FusedAdam members that single-parameter steps use."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    capturable: bool
+    master_weights: bool
+    stochastic_rounding: bool
+    use_decoupled_grad: bool
+    _backward_buckets: dict[Tensor, GroupBuckets]
+    _known_states: list[dict[str, Tensor]]
+    _checked: GroupChecks
+
+    def _forget_replaced_states(self) -> None: ...
+    def _advance(
+        self, group: dict[str, Any], devices: set[torch.device], inverse: Tensor | None
+    ) -> dict[torch.device, Tensor]: ...
+    def _complete(self, param: Tensor) -> None: ...
+    def _keeps_remainder(self, param: Tensor) -> bool: ...
+    def _buckets(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Bucket]: ...
+    def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked: ...
+    def _step_bucket(
+        self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor], may_skip: bool
+    ) -> None: ...
 
 
 @contextmanager
-def step_in_backward(optimizer: FusedAdam) -> Iterator[None]:
+def step_in_backward(optimizer: SteppableOptimizer) -> Iterator[None]:
     """Step parameters from hooks; see `FusedAdam.step_in_backward`."""
     if optimizer.use_decoupled_grad:
         raise RuntimeError(
@@ -29,12 +55,10 @@ def step_in_backward(optimizer: FusedAdam) -> Iterator[None]:
         )
     steps = _Steps(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(steps.step) for p in parameters]
-    try:
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(steps.step).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     for parameter in parameters:
         if parameter.grad is not None:
             steps.step(parameter)
@@ -42,15 +66,15 @@ def step_in_backward(optimizer: FusedAdam) -> Iterator[None]:
 
 
 class _Steps:
-    """The steps of one context.
+    """The steps within one context.
 
     Attributes:
-        rates: The numbers for `adam_step` of each parameter, float32 [12].
-        stepped: Parameters that have had their step.
+        rates: Per-parameter numbers for `adam_step`, float32 [12].
+        stepped: Parameters after their step.
     """
 
     @torch.no_grad()
-    def __init__(self, optimizer: FusedAdam) -> None:
+    def __init__(self, optimizer: SteppableOptimizer) -> None:
         optimizer._checked.check(optimizer.param_groups)
         optimizer._forget_replaced_states()
         self.optimizer = optimizer
@@ -64,7 +88,9 @@ class _Steps:
                 own = [p for p in params if local_part(p).device == device]
                 table = numbers.repeat(len(own), 1)
                 if optimizer.stochastic_rounding:
-                    firsts = torch.tensor([chunks[p] for p in own], dtype=torch.float32)
+                    firsts = torch.tensor(
+                        [chunks[p] for p in own], dtype=torch.float32, device="cpu"
+                    )
                     table[:, -1] = firsts.to(device)
                 self.rates.update(zip(own, table.unbind(), strict=True))
 
@@ -74,9 +100,9 @@ class _Steps:
         optimizer = self.optimizer
         if parameter in self.stepped:
             raise RuntimeError(
-                f"a parameter of shape {list(parameter.shape)} got a second gradient in one step_in_backward(); enter "
-                "the context for the last backward pass of a step only, and use checkpoints with use_reentrant=False "
-                "for functions that share parameters"
+                f"a parameter {list(parameter.shape)} got a second gradient in one step_in_backward(); enter the "
+                "context for a step's last backward pass only, and use checkpoints with use_reentrant=False for "
+                "functions that share parameters"
             )
         self.stepped.add(parameter)
         bucket = self._bucket(parameter)
@@ -86,7 +112,7 @@ class _Steps:
         parameter.grad = None
 
     def _bucket(self, parameter: Tensor) -> Bucket:
-        """The bucket of one parameter, cached while its properties are equal."""
+        """Bucket with one parameter, cached while its properties are equal."""
         optimizer, grad = self.optimizer, parameter.grad
         assert grad is not None
         ways = (optimizer.master_weights, optimizer.use_decoupled_grad)
@@ -105,8 +131,8 @@ class _Steps:
         return found.buckets[0]
 
 
-def _first_chunks(optimizer: FusedAdam, params: list[Tensor]) -> dict[Tensor, int]:
-    """Number of each parameter's first chunk in the launch that `step` has for parameters with gradients."""
+def _first_chunks(optimizer: SteppableOptimizer, params: list[Tensor]) -> dict[Tensor, int]:
+    """Index per parameter: its first chunk in the launch by which `step` updates parameters with gradients."""
     totals: dict[tuple[Any, ...], int] = {}
     firsts: dict[Tensor, int] = {}
     for parameter in params:

@@ -124,7 +124,7 @@ def _iterate_symmetric(
 
     All matrices of the iteration are polynomials of the Gram matrix G = x x^T [M, M], times x [M, N]:
 
-        Z = b G + c G^2,  x' = (a + Z) x,  G' = (a + Z) G (a + Z).
+        Z = b G + c G^2, x' = (a + Z) x, G' = (a + Z) G (a + Z).
 
     If x is wider than high, two or three iterations are joined in Q = .. (a' + Z') (a + Z) [M, M], and x is multiplied
     once by Q: five iterations multiply 2 (N / M) + 14 / 3 times as much as one general product [M, M] x [M, M] does,
@@ -134,17 +134,33 @@ def _iterate_symmetric(
     Returns:
         Results [n, rows, columns].
     """
-    stacked = torch.cat([matrix.reshape(-1, *shape) for matrix in batch])
-    norms = torch.linalg.vector_norm(stacked, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     wide = shape[0] <= shape[1]
-    x = (stacked / norms.clamp(min=eps)).to(torch.float16)
-    x = x if wide else x.mT.contiguous()
+    x = _normalized(batch, shape, wide, eps)
     counts = [1] * len(coefficients) if shape[0] == shape[1] else _joined_counts(coefficients)
     start = 0
     for count in counts:
         x = _joined_iterations(x, coefficients[start : start + count])
         start += count
     return x if wide else x.mT
+
+
+def _normalized(batch: list[Tensor], shape: tuple[int, int], wide: bool, eps: float) -> Tensor:
+    """Matrices divided by their norms, in float16 [n, M, N] with M <= N; each is read twice and written once."""
+    parts = [matrix.reshape(-1, *shape) for matrix in batch]
+    rows, columns = shape if wide else shape[::-1]
+    x = parts[0].new_empty((sum(map(len, parts)), rows, columns), dtype=torch.float16)
+    norms = [
+        torch.linalg.vector_norm(part, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+        for part in parts
+    ]
+    factors = torch.cat(norms).clamp(min=eps).reciprocal()
+    start = 0
+    for part in parts:
+        end = start + len(part)
+        target = x[start:end] if wide else x[start:end].mT
+        torch.mul(part, factors[start:end], out=target)
+        start = end
+    return x
 
 
 def _joined_iterations(x: Tensor, coefficients: Sequence[CoeffT]) -> Tensor:

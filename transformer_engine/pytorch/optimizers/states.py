@@ -28,9 +28,9 @@ from ..tensor.float8_tensor import Float8Quantizer, Float8Tensor
 RANGES = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
 
 
-def zeros(like: Tensor, dtype: torch.dtype, of: BlockFormat | None = None) -> Tensor:
-    """Return a zero state with the shape of a tensor; of: format of block-scaled codes."""
-    if dtype == torch.uint8 and of is None:
+def zeros(like: Tensor, dtype: torch.dtype, block_format: BlockFormat | None = None) -> Tensor:
+    """Return a zero state with the shape of a tensor, block-scaled if a format is given."""
+    if dtype == torch.uint8 and block_format is None:
         nothing = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
         return Float8Tensor.from_storage(_writer(like.device).encode(nothing, True, False))
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
@@ -47,18 +47,18 @@ def _writer(device: torch.device) -> Float8Quantizer:
     return Float8Quantizer(one, torch.zeros_like(one), DType.kFloat8E4M3, columnwise=False)
 
 
-def zero_scale(like: Tensor, of: BlockFormat | None) -> Tensor:
+def zero_scale(like: Tensor, block_format: BlockFormat | None) -> Tensor:
     """Return the scale of a zero state: float32 [1], or the exponents of its blocks."""
-    if of is None:
+    if block_format is None:
         return torch.ones(1, dtype=torch.float32, device=like.device)
     exponents = torch.empty(block_count(like.numel()), dtype=torch.uint8, device=like.device)
     return exponents.fill_(LEAST_EXPONENT)
 
 
-def unscale(state: Tensor, scale: Tensor | None, of: BlockFormat | None = None) -> Tensor:
+def unscale(state: Tensor, scale: Tensor | None, block_format: BlockFormat | None = None) -> Tensor:
     """Return the values of a state in float32; float32 and int16 states are returned unchanged."""
-    if of is not None and scale is not None:
-        return decode(state, scale, of)
+    if block_format is not None and scale is not None:
+        return decode(state, scale, block_format)
     if isinstance(state, Float8Tensor):
         return state.dequantize(dtype=torch.float32)
     if state.dtype in (torch.float32, torch.int16):
@@ -68,11 +68,11 @@ def unscale(state: Tensor, scale: Tensor | None, of: BlockFormat | None = None) 
 
 
 def store(
-    values: Tensor, state: Tensor, scale: Tensor | None, of: BlockFormat | None = None
+    values: Tensor, state: Tensor, scale: Tensor | None, block_format: BlockFormat | None = None
 ) -> None:
     """Write float32 numbers into a state, rounded to nearest, and their scale into scale."""
-    if of is not None and scale is not None:
-        codes, exponents = encode(values, of)
+    if block_format is not None and scale is not None:
+        codes, exponents = encode(values, block_format)
         state.copy_(codes)
         scale.copy_(exponents)
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.dispatch import BY_ALGORITHM, Backend, Table
-from ..runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
+from ..runtime.launching import DTYPE_NAMES, processors, run, unsupported_elementwise
 
 __all__ = ["TABLE", "SymmetricRequest", "symmetric_product"]
 
@@ -65,9 +65,11 @@ def _bind(request: SymmetricRequest) -> Callable[..., Tensor]:
     )
 
     sizes = (*request.shape, DTYPE_NAMES[request.dtype])
+    index = request.device.index
+    memory = processors(torch.cuda.current_device() if index is None else index).shared_memory
 
     def multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
-        return run(launch(*sizes, alpha, beta), (a, b, c))[0]
+        return run(launch(*sizes, (alpha, beta), memory), (a, b, c))[0]
 
     return multiply
 

@@ -191,7 +191,7 @@ register(
         DelayedScalingRecipeState,
         None,
         kind="fp8",
-        needs=FP8,
+        requirement=FP8,
         samples=(
             FormatSample(
                 "delayed",
@@ -219,7 +219,7 @@ register(
         Float8CurrentScalingRecipeState,
         _current_scaling,
         kind="fp8",
-        needs=FP8,
+        requirement=FP8,
         samples=(
             FormatSample(
                 "current",
@@ -245,7 +245,7 @@ register(
         Float8BlockScalingRecipeState,
         _block_scaling,
         kind="fp8_block_scaling",
-        needs=Requirement("FP8 block scaling", "fp8_block_scaling recipe", cuda=(12, 9)),
+        requirement=Requirement("FP8 block scaling", "fp8_block_scaling recipe", cuda=(12, 9)),
         samples=(
             FormatSample(
                 "block1d",
@@ -273,7 +273,7 @@ register(
         MXFP8BlockScalingRecipeState,
         _mxfp8,
         kind="mxfp8",
-        needs=Requirement("MXFP8", "mxfp8 recipe"),
+        requirement=Requirement("MXFP8", "mxfp8 recipe"),
         alignment=lambda recipe: 32,
         samples=(
             FormatSample(
@@ -292,7 +292,7 @@ register(
         NVFP4BlockScalingRecipeState,
         _nvfp4,
         kind="nvfp4",
-        needs=Requirement("NVFP4", "nvfp4 recipe"),
+        requirement=Requirement("NVFP4", "nvfp4 recipe"),
         alignment=lambda recipe: 128,
         samples=(FormatSample("nvfp4", NVFP4, lambda device, **usage: NVFP4Quantizer(**usage)),),
         batch_dependence=_dependence_of_nvfp4,

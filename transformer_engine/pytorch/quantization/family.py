@@ -65,7 +65,7 @@ class Family:
         quantizer: `quantizer(recipe, mode, tensor, device)` returns the quantizer of a slot; None:
             the state creates the quantizers.
         kind: Hardware requirement name (see `support`).
-        needs: The hardware requirement; None: no requirement.
+        requirement: Hardware that runs the formats natively; None: any hardware.
         alignment: `alignment(recipe)` returns the multiple to which a group's rows are padded before quantization.
         samples: Formats of the family, which are measured one by one.
         attention: FP8 attention scaling: "delayed", "current", "mxfp8" or "block"; None: unsupported.
@@ -83,7 +83,7 @@ class Family:
     state: Callable[..., Any]
     quantizer: Callable[[Any, str, str, torch.device], Quantizer] | None
     kind: str | None = None
-    needs: Requirement | None = None
+    requirement: Requirement | None = None
     alignment: Callable[[Any], int] = lambda recipe: 16
     samples: tuple[FormatSample, ...] = ()
     attention: str | None = None

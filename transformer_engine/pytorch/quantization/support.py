@@ -101,24 +101,20 @@ def _hardware_reason(kind: str) -> str:
 @functools.cache
 def _device_reason(kind: str, hardware: Hardware, cuda: tuple[int, int]) -> str:
     """Return the reason for a device; cached, because every autocast block reads it."""
-    needs = _requirement(kind)
-    if not hardware.has(needs.capability):
-        least, below = capability_limits(needs.capability)
+    requirement = _requirement(kind)
+    if not hardware.has(requirement.capability):
+        least, below = capability_limits(requirement.capability)
         if hardware.vendor == "nvidia" and not is_older(hardware, least):
             assert below is not None
             limit = below.architecture
-            return f"{needs.title} execution is not supported on device compute capability {limit} and higher."
+            return f"{requirement.title} execution is not supported on device compute capability {limit} and higher."
         if hardware.vendor == "nvidia":
             limit = least.architecture
-            return (
-                f"Device compute capability {limit} or higher required for {needs.title} execution."
-            )
+            return f"Device compute capability {limit} or higher required for {requirement.title} execution."
         remark = f": {hardware.remark}" if hardware.remark else ""
-        return f"{hardware.title} has no {needs.title} execution{remark}."
-    if cuda < needs.cuda:
-        return (
-            f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
-        )
+        return f"{hardware.title} has no {requirement.title} execution{remark}."
+    if cuda < requirement.cuda:
+        return f"CUDA {requirement.cuda[0]}.{requirement.cuda[1]} or higher required for {requirement.title} execution."
     return ""
 
 
@@ -134,8 +130,8 @@ def _requirement(kind: str) -> Requirement:
     if kind == "bf16":
         return _BF16
     for family in all_families():
-        if family.kind == kind and family.needs is not None:
-            return family.needs
+        if family.kind == kind and family.requirement is not None:
+            return family.requirement
     raise ValueError(f"unknown format kind {kind!r}; choose one of {', '.join(kinds())}")
 
 

@@ -59,8 +59,7 @@ def restore_from_saved(
         if isinstance(tensor, Tensor):
             raise TypeError(
                 f"tensors holds {with_article(type(tensor))}; give the objects that prepare_for_saving "
-                f"returned second, "
-                "then the saved tensors"
+                "returned second, then the saved tensors"
             )
     saved = list(saved_tensors)
     restored: list[Any] = []

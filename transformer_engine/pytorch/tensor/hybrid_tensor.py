@@ -74,8 +74,7 @@ class HybridQuantizer(Quantizer):
             if not isinstance(quantizer, Quantizer):
                 raise TypeError(
                     f"{name}={described(quantizer)} is not a Quantizer; give an instance of one, "
-                    f"te.IdentityQuantizer() "
-                    "for high precision"
+                    "te.IdentityQuantizer() for high precision"
                 )
         check_option("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
         self.rowwise_quantizer = rowwise_quantizer

@@ -58,7 +58,7 @@ class ActivationKernel(Kernel):
 
 @dataclass(frozen=True)
 class ActivationForward(ActivationKernel):
-    """x [rows, n, width] -> y [rows, width]"""
+    """Compute the activation y [rows, width] of x [rows, n, width]."""
 
     @property
     def rule(self) -> ShardingRule:
@@ -81,7 +81,7 @@ class ActivationForward(ActivationKernel):
 
 @dataclass(frozen=True)
 class ActivationBackward(ActivationKernel):
-    """(dy [rows, width], x [rows, n, width]) -> dx like x"""
+    """Compute the gradient dx [rows, n, width] from dy [rows, width] and x."""
 
     @property
     def rule(self) -> ShardingRule:

@@ -110,7 +110,10 @@ class _ActivationCodes(ActivationKernel):
 
 @dataclass(frozen=True)
 class ActivationCodes(_ActivationCodes):
-    """(x, [multiplier [1]]) -> `code_shapes` for y [rows, width]"""
+    """Compute an activation and quantize its result.
+
+    Operands: x and, for FLOAT8, a multiplier [1]. Results: `code_shapes` for y [rows, width].
+    """
 
     @property
     def rule(self) -> ShardingRule:
@@ -138,7 +141,10 @@ class ActivationCodes(_ActivationCodes):
 
 @dataclass(frozen=True)
 class GradientCodes(_ActivationCodes):
-    """(dy [rows, width], x, [multiplier [1]]) -> `code_shapes` for dx [rows, n, width], [column sums of dx]
+    """Compute the gradient of an activation and quantize it.
+
+    Operands: dy [rows, width], x and, for FLOAT8, a multiplier [1]. Results: `code_shapes` for dx [rows, n, width], and
+    column sums of dx if requested.
 
     Attributes:
         sums: dtype for the column sums, or None to omit them.
@@ -196,7 +202,10 @@ class GradientCodes(_ActivationCodes):
 
 @dataclass(frozen=True)
 class MeasuredActivation(ActivationKernel):
-    """x [rows, n, width] -> max|y| [1], y [rows, width]; with backward (dy, x) -> max|dx| [1], dx, [sums [n, width]]
+    """Compute an activation, or its gradient, and the absolute maximum of the result.
+
+    Forward: max|y| [1] and y [rows, width] from x [rows, n, width]. Backward: max|dx| [1], dx and, if requested, column
+    sums [n, width] from dy and x.
 
     Attributes:
         backward: Whether the kernel computes dx instead of y.

@@ -103,8 +103,7 @@ def _like(name: str, result: Any, scores: Array) -> Array:
     ):
         raise ValueError(
             f"{name} returned {described(result)} for scores of shape {list(scores.shape)} and "
-            f"{scores.dtype}; return an "
-            "array of that shape that holds floating-point numbers"
+            f"{scores.dtype}; return an array of that shape that holds floating-point numbers"
         )
     return result.astype(scores.dtype)
 

@@ -216,7 +216,10 @@ class _AttentionKernel(Kernel):
 
 @dataclass(frozen=True)
 class AttentionForward(_AttentionKernel):
-    """(q [b, q, h, d], k [b, k, g, d], v [b, k, g, e], optional operands) -> out [b, q, h, e], lse, [maxima [b, h]]"""
+    """Forward pass: out [b, q, h, e], lse and, if requested, logit maxima [b, h].
+
+    Operands: q [b, q, h, d], k [b, k, g, d], v [b, k, g, e], then the optional operands.
+    """
 
     @property
     def rule(self) -> ShardingRule:
@@ -255,7 +258,10 @@ class AttentionForward(_AttentionKernel):
 
 @dataclass(frozen=True)
 class AttentionBackward(_AttentionKernel):
-    """(forward operands, out, dout, lse) -> dq, dk, dv, [dbias], [dsink [b, h]]"""
+    """Backward pass: dq, dk, dv and, where the operand exists, dbias and dsink [b, h].
+
+    Operands: the operands of the forward pass, out, dout and lse.
+    """
 
     @property
     def rule(self) -> ShardingRule:

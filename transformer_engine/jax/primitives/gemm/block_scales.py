@@ -26,7 +26,9 @@ Product = TypeVar("Product", bound="BlockScaledProduct")
 
 @dataclass(frozen=True)
 class BlockScaledProduct(Kernel):
-    """(codes a [M, K], codes b [N, K], scales of a, scales of b, maxima for formats that have one) -> out [M, N]
+    """Multiply block-scaled codes: out [M, N] = a [M, K] @ b [N, K].T.
+
+    Operands: codes of a and b, scales of a and b, and maxima for formats with second-level scales.
 
     Scales are [M / r, K / c] and [N / r, K / c] for blocks r x c, one-byte scales as uint8. Maxima are float32 [1], or
     one per row. E2M1 codes are E4M3 values, or two in a byte, [M, K / 2], if `packs`.

@@ -51,7 +51,9 @@ def multiply_codes(
 
 @dataclass(frozen=True)
 class CodesProduct(Kernel):
-    """(a [M, K], b [N, K], scale of a, scale of b) -> out [M, N]
+    """Multiply FP8 codes with float32 block scales: out [M, N] = a [M, K] @ b [N, K].T.
+
+    Operands: codes of a and b, scales of a and b.
 
     Scales are [1] and [1]; or [ceil(K/128), M] with [ceil(N/128), ceil(K/128)]; or [ceil(K/128), M] with
     [ceil(K/128), N].

@@ -90,7 +90,9 @@ def scaled_unsupported_reason(request: GemmRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Float8Product(OperationsKernel):
-    """(codes a [M, K], codes b [N, K], scale of a [1], scale of b [1]) -> out [M, N]
+    """Multiply FP8 codes with one scale per matrix: out [M, N] = a [M, K] @ b [N, K].T.
+
+    Operands: codes of a and b, scales [1] of a and b.
 
     Devices exchange codes instead of dequantized values, and every device's part is a matrix product, the form that XLA
     recognizes.

@@ -38,7 +38,10 @@ class _NormKernel(Kernel):
 
 @dataclass(frozen=True)
 class NormForward(_NormKernel):
-    """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
+    """Normalize x [rows, width]: y, the mean [rows] if centered, and rstdev [rows].
+
+    Operands: x, gamma and, if centered, beta.
+    """
 
     epsilon: float
 
@@ -70,7 +73,10 @@ class NormForward(_NormKernel):
 
 @dataclass(frozen=True)
 class NormBackward(_NormKernel):
-    """(dy, x, [add] [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: for the last two"""
+    """Gradients dx, dgamma and, if centered, dbeta; `dtype` is the dtype of dgamma and dbeta.
+
+    Operands: dy and x [rows, width], a tensor that is added to dx, if any, gamma, the mean if centered, and rstdev.
+    """
 
     dtype: str
     adds: bool = False

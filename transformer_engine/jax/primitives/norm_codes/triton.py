@@ -54,7 +54,11 @@ def unsupported_reason(request: NormCodesRequest) -> str | None:
 
 @dataclass(frozen=True)
 class _CodedNormKernel(Kernel):
-    """(x [rows, width], gamma, [beta], ..) -> .., [mean [rows]], rstdev [rows]"""
+    """Base class for kernels that normalize x [rows, width] and quantize the result.
+
+    Operands begin with x, gamma and, if centered, beta. Results end with the statistics: the mean [rows] if centered,
+    and rstdev [rows].
+    """
 
     centered: bool
     zero_centered: bool
@@ -92,7 +96,10 @@ class _CodedNormKernel(Kernel):
 
 @dataclass(frozen=True)
 class ScaledNormCodes(_CodedNormKernel):
-    """(x, gamma, [beta], multiplier [1]) -> codes, [codes_t], scale [1], max|y| [1], statistics"""
+    """Normalize and quantize with a given multiplier [1], the last operand.
+
+    Results: codes, codes_t if requested, scale [1], max|y| [1] and the statistics.
+    """
 
     spec: QuantizeSpec
 
@@ -121,7 +128,7 @@ class ScaledNormCodes(_CodedNormKernel):
 
 @dataclass(frozen=True)
 class MeasuredNorm(_CodedNormKernel):
-    """(x, gamma, [beta]) -> max|y| [1], y like x, statistics"""
+    """Normalize, and compute the absolute maximum: max|y| [1], y and the statistics."""
 
     @property
     def rule(self) -> ShardingRule:
@@ -143,7 +150,7 @@ class MeasuredNorm(_CodedNormKernel):
 
 @dataclass(frozen=True)
 class BlockNormCodes(_CodedNormKernel):
-    """(x, gamma, [beta]) -> codes, scales [rows, ceil(width / 128)], statistics"""
+    """Normalize and quantize in 1 x 128 blocks: codes, scales [rows, ceil(width / 128)] and the statistics."""
 
     spec: QuantizeSpec
 

@@ -25,7 +25,7 @@ def unsupported_reason(request: RopeRequest) -> str | None:
 
 @dataclass(frozen=True)
 class RotationKernel(Kernel):
-    """(x [outer, inner, heads, features], angles [positions, features]) -> y
+    """Rotate x [outer, inner, heads, features] by angles [positions, features].
 
     Attributes:
         interleaved: Whether the features of a pair are adjacent; otherwise they are half the rotated features
@@ -68,7 +68,9 @@ class RotationKernel(Kernel):
 
 @dataclass(frozen=True)
 class PackedRotationKernel(RotationKernel):
-    """(packed [outer, inner, 3, heads * width], angles [positions, width]) -> q, k, v [outer, inner, heads, width]
+    """Rotate queries and keys of packed [outer, inner, 3, heads * width] by angles [positions, width].
+
+    Results: q, k and v [outer, inner, heads, width].
 
     With back, (dq, dk, dv, angles) -> the gradient of packed.
     """

@@ -32,7 +32,10 @@ def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
 
 @dataclass(frozen=True)
 class AdvanceScales(Kernel):
-    """Up to six histories [length], then scales [1], then this step's maxima [1] -> new histories, new scales
+    """Advance up to six delayed-scaling states by one step.
+
+    Operands: the histories [length], then the scales [1], then this step's maxima [1]. Results: the new histories and
+    the new scales.
 
     Attributes:
         takes_maximum: Whether a scale follows from the maximum of the history; otherwise from this step's maximum.

@@ -33,7 +33,9 @@ def unsupported_reason(request: SoftmaxRequest) -> str | None:
 
 @dataclass(frozen=True)
 class SoftmaxForward(Kernel):
-    """(x [b, h, q, k], [hidden uint8, with 1 where an extent broadcasts]) -> p
+    """Compute the softmax p of x [b, h, q, k].
+
+    A mask `hidden`, uint8 with extents of 1 where it broadcasts, may follow as the second operand.
 
     Attributes:
         mask: Factors for hidden's axes; None without a mask.
@@ -61,7 +63,7 @@ class SoftmaxForward(Kernel):
 
 @dataclass(frozen=True)
 class SoftmaxBackward(Kernel):
-    """(dp, p [b, h, q, k]) -> dx"""
+    """Compute the gradient dx from dp and p [b, h, q, k]."""
 
     @property
     def rule(self) -> ShardingRule:

@@ -98,8 +98,7 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
                 if forward is not None and not isinstance(forward, InjectedForward):
                     raise ValueError(
                         f"{path} of {location} has a replaced forward, which would be lost; convert the model "
-                        f"before its "
-                        "forward is replaced"
+                        "before its forward is replaced"
                     )
         for name in NORMS:
             _check_epsilon(layer.get_submodule(name), config, f"{name} of {location}")
@@ -149,8 +148,7 @@ def check_hooks(decoder: nn.Module) -> None:
         if hooked is not None:
             raise ValueError(
                 f"{location} has a hook{f' on {hooked}' if hooked else ''} and is replaced; remove the "
-                f"hook, and register "
-                "it on the model that you get"
+                "hook, and register it on the model that you get"
             )
 
 
@@ -160,8 +158,7 @@ def _check_products(layer: nn.Module, location: str) -> None:
         if type(part) is not nn.Linear:
             raise ValueError(
                 f"{name} of {location} is {with_article(type(part))}, not a torch.nn.Linear; convert the "
-                f"model before it "
-                "is quantized, adapted or parallelized"
+                "model before it is quantized, adapted or parallelized"
             )
     for module in layer.modules():
         if hasattr(module, "_hf_hook"):
@@ -189,8 +186,7 @@ def _check_products(layer: nn.Module, location: str) -> None:
         if len(flags) > 1:
             raise ValueError(
                 f"{', '.join(names)} of {location} become one weight, but only some of them require "
-                f"gradients; freeze all "
-                "or leave all trainable"
+                "gradients; freeze all or leave all trainable"
             )
 
 

@@ -18,9 +18,12 @@ from ....common.recipe import Float8CurrentScaling, Format, Recipe
 from ...functions.linear_spec import Accumulation, recipe_accumulation
 from ...primitives.gemm import Epilogue, reference, torch_mm
 from ...primitives.operand import Operand
-from ...primitives.quantize.encodings import cast, scale_from_amax, transposed
+from ...primitives.quantize.encodings import scale_from_amax, transposed
+from ...primitives.quantize.spec import CODE_DTYPES
+from ...runtime.autograd import Function
 from ...runtime.checks import PLAIN_TENSORS
 from ...runtime.device import autocast_dtype, current_hardware
+from ...runtime.double_backward import once_differentiable
 from ...runtime.tracing import export_mode
 
 
@@ -51,10 +54,10 @@ def traced_recipe(recipe: Recipe | None) -> TracedRecipe | None:
         (E4M3, recipe.fp8_quant_fwd_weight),
         (last, recipe.fp8_quant_bwd_grad),
     )
-    scalings = [
+    x, weight, dy = (
         Scaling(element, params.power_2_scale, params.amax_epsilon) for element, params in slots
-    ]
-    return TracedRecipe(*scalings, recipe_accumulation(recipe))
+    )
+    return TracedRecipe(x, weight, dy, recipe_accumulation(recipe))
 
 
 def is_traced_as_torch(x: Tensor, weight: Tensor) -> bool:
@@ -84,7 +87,7 @@ def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Traced
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-class _TracedLinear(torch.autograd.Function):
+class _TracedLinear(Function):
     """The three products of `functions/linear.py`. The compiler chooses what is saved between the passes."""
 
     @staticmethod
@@ -104,6 +107,7 @@ class _TracedLinear(torch.autograd.Function):
         return _distinct(_multiply(x_codes, x_scale, w_codes, w_scale, epilogue))
 
     @staticmethod
+    @once_differentiable("Linear")
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_codes, x_scale, w_codes, w_scale = ctx.saved_tensors
         (x_dtype, w_dtype, has_bias), exact = ctx.dtypes, ctx.recipe.accumulation
@@ -125,13 +129,14 @@ def _distinct(x: Tensor) -> Tensor:
 def _quantize(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """Codes [M, K] and scale float32 [1] for a matrix."""
     amax = x.abs().amax().to(torch.float32).reshape(1)
+    limit = scaling.element.maximum
     multiplier = scale_from_amax(
-        amax,
-        scaling.element.maximum,
-        power_of_two=scaling.power_of_two,
-        epsilon=scaling.epsilon,
+        amax, limit, power_of_two=scaling.power_of_two, epsilon=scaling.epsilon
     )
-    return cast(x.to(torch.float32) * multiplier, scaling.element), multiplier.reciprocal()
+    # Without the sign of NaN, which `encodings.cast` clears: compilers would not compute its operation again in the
+    # backward pass, and would save the codes of weights instead.
+    codes = (x.to(torch.float32) * multiplier).clamp(-limit, limit)
+    return codes.to(CODE_DTYPES[scaling.element.name]), multiplier.reciprocal()
 
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, epilogue: Epilogue) -> Tensor:

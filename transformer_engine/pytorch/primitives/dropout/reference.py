@@ -50,7 +50,12 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def bind(request: DropoutRequest) -> Callable[..., Any]:
-    """(x, bias, residual, seed) -> (y, mask), (x, bias, residual) -> y, or (dy, mask) -> dx"""
+    """Return the operation as a callable.
+
+    * forward: (x, bias, residual, seed) -> (y, mask)
+    * bias_add: (x, bias, residual) -> y
+    * backward: (dy, mask) -> dx
+    """
     p = request.p
     if request.operation == "forward":
         return lambda x, bias, residual, seed: forward(x, bias, residual, seed, p)
@@ -62,7 +67,7 @@ def bind(request: DropoutRequest) -> Callable[..., Any]:
 def forward(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
-    """(y like x, mask uint8 [ceil(numel / 8)], element i in bit i % 8 of byte i // 8)"""
+    """Return y and the mask, uint8 [ceil(numel / 8)] with element i in bit i % 8 of byte i // 8."""
     size = x.numel()
     # An element is kept if its 16 random bits, half a word, are at least p * 2^16.
     words = torch.stack(_philox(seed, torch.arange(-(-size // 8), device=seed.device)), dim=1)
@@ -77,7 +82,7 @@ def forward(
 
 
 def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    """y like x"""
+    """Add bias and residual to x."""
     return _sum(_sum(x, bias), residual)
 
 
@@ -87,7 +92,7 @@ def _sum(x: Tensor, y: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
-    """dx, like dy"""
+    """Return dx, shaped like dy."""
     places = torch.arange(8, device=mask.device)
     keep_mask = (mask.reshape(-1)[:, None].to(torch.int64) >> places) & 1
     return _scaled(dy, keep_mask.reshape(-1)[: dy.numel()] != 0, p)

@@ -46,10 +46,6 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return "rows of no group are cleared, which its products leave undefined"
     if request.along == "rows" and not request.tiled:
         return "the codes of columns are contiguous per group; it reads tiles of 128 rows"
-    if request.a_format == BLOCK_1D and request.along == "columns":
-        scales = request.rows * ceil_div(request.k, TILE_ROWS)
-        if scales >= _LARGEST_AXIS:
-            return f"{scales} scales of 1x128 blocks reach {_LARGEST_AXIS}"
     if request.accumulates and request.result != torch.float32:
         return f"it adds to float32, not to {request.result}"
     return None
@@ -59,6 +55,11 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     # They import triton.
     from ....common.kernels import grouped_block_product, grouped_product
 
+    if (
+        request.a_format == BLOCK_1D
+        and request.rows * ceil_div(request.k, TILE_ROWS) >= _LARGEST_AXIS
+    ):
+        return triton.bind(request)
     n, k, groups, dtype = request.n, request.k, request.groups, DTYPE_NAMES[request.result]
     options: dict[str, Any] = {"processors": processors(request.device.index).count}
     kernels: Any = grouped_block_product

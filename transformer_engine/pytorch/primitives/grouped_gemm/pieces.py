@@ -1,4 +1,4 @@
-"""One group's operands, as parts of a grouped product's operands."""
+"""One group's operands, as parts of all groups' operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRow
 
 
 def iterate_rows(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
-    """Iterate over a_e [M_e, K] of every group."""
+    """Iterate over every group's a_e [M_e, K]."""
     if a.format is None or a.scale is None:
         for codes in groups.split(a.codes):
             yield Operand(codes, dtype=codes.dtype)
@@ -36,7 +36,7 @@ def iterate_rows(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
 
 
 def iterate_columns(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operand]:
-    """Iterate over a_e.T [width, M_e] of every group; quantized: M_e rounded up to 128, with zero codes."""
+    """Iterate over every group's a_e.T [width, M_e]; quantized: M_e rounded up to 128, with zero codes."""
     if a.format is None or a.scale is None:
         for codes in groups.split(a.codes):
             yield Operand(codes.t(), dtype=codes.dtype)
@@ -66,7 +66,7 @@ def iterate_columns(a: GroupedColumns, groups: Groups, width: int) -> Iterator[O
 
 
 def iterate_matrices(b: GroupedMatrices) -> Iterator[Operand]:
-    """Iterate over b_e [N, K] of every group."""
+    """Iterate over every group's b_e [N, K]."""
     if b.codes is None or b.scale is None:
         assert b.matrices is not None
         for matrix in b.matrices.tensors:
@@ -79,7 +79,7 @@ def iterate_matrices(b: GroupedMatrices) -> Iterator[Operand]:
 
 
 def _amaxes(a: GroupedRows | GroupedColumns, groups: Groups) -> Sequence[Tensor | None]:
-    """Second-level maxima of each group, [1] or [M_e]; None for a format without a second level."""
+    """Each group's second-level maxima, [1] or [M_e]; None for a format without a second level."""
     if a.amax is None or a.format is None:
         return [None] * groups.count
     return groups.split(a.amax) if a.format.row_scaled else a.amax.split(1)
@@ -95,7 +95,7 @@ def list_results(product: GroupedProduct) -> tuple[Tensor, ...]:
 
 
 def iterate_operands(product: GroupedProduct) -> Iterator[tuple[int, Operand, Operand, Tensor]]:
-    """Iterate over (rows, a, b, result) of every group."""
+    """Iterate over every group's (rows, a, b, result)."""
     groups = product.groups
     if isinstance(product.b, GroupedMatrices):
         assert isinstance(product.a, GroupedRows)

@@ -23,7 +23,7 @@ def unsupported_reason(request: CacheRequest) -> str | None:
 
 
 def bind(request: CacheRequest) -> Callable[..., None]:
-    """(new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None"""
+    """Return (new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None, which writes the caches."""
     if request.longest == 0 or request.empty or request.batch < 1:
         return lambda *_: None
     launch = _launch(request._replace(longest=_round_length(request.longest)))

@@ -1,10 +1,10 @@
 """Block-scaled FP8 optimizer states: codes uint8, and one exponent, uint8, per 128 consecutive values.
 
-The exponent is the float32 exponent field of the block's largest magnitude, at least 16. It scales this magnitude by a
-power of two to [2^7, 2^8) for first moments (E4M3) and to [2^14, 2^15) for second moments, whose codes have no sign (5
-exponent bits, 3 mantissa bits). No value saturates, and decoded values have the same codes again. A block with an
-infinity or a NaN has the exponent 255 and decodes to NaN. A positive second moment never becomes 0, because Adam
-divides by its root.
+The exponent is the float32 exponent field of the block's largest magnitude, at least 16, and one more if this magnitude
+can round up to the next power of two. It scales the block by a power of two, so that rounded magnitudes are below 2^8
+in first moments (E4M3) and below 2^15 in second moments, whose codes have no sign (5 exponent bits, 3 mantissa bits).
+No value saturates, and decoded values are encoded without an error. A block with an infinity or a NaN has the exponent
+255 and decodes to NaN. A positive second moment never becomes 0, because Adam divides by its root.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ....common.operation_settings import STATE_BLOCK
 _DROPPED = 20  # mantissa bits that the codes lack
 LEAST_EXPONENT = 16
 _NONFINITE = 255
+_INFINITY_BITS = 0x7F800000
 _WORD = 0xFFFFFFFF
 
 
@@ -28,7 +29,7 @@ class BlockFormat(NamedTuple):
     Attributes:
         signed: The highest bit is the sign; otherwise it belongs to the exponent.
         top: Exponent of a block's largest scaled magnitude.
-        rebias: Difference between the exponent biases of float32 and of the format.
+        rebias: float32's exponent bias minus the format's.
         multiplier: Factor that derives the format's random bits from a random word.
     """
 
@@ -43,28 +44,30 @@ SECOND = BlockFormat(signed=False, top=14, rebias=112, multiplier=0x85EBCA6B)
 
 
 def block_count(elements: int) -> int:
-    """Number of blocks, the last of which may be incomplete."""
+    """Number of blocks; the last one may be incomplete."""
     return -(-elements // STATE_BLOCK)
 
 
-def decode(codes: Tensor, exponents: Tensor, of: BlockFormat) -> Tensor:
-    """Decode states to float32 with the shape of the codes."""
+def decode(codes: Tensor, exponents: Tensor, block_format: BlockFormat) -> Tensor:
+    """Decode states to float32, shaped like the codes."""
     code = codes.reshape(-1).to(torch.int32)
-    magnitude = code & 0x7F if of.signed else code
-    values = (magnitude << _DROPPED).view(torch.float32) * 2.0**of.rebias
-    if of.signed:
+    magnitude = code & 0x7F if block_format.signed else code
+    values = (magnitude << _DROPPED).view(torch.float32) * 2.0**block_format.rebias
+    if block_format.signed:
         values = torch.where(code >= 0x80, -values, values)
-    scale = _power_of_two(exponents.to(torch.int32) - of.top)
+    scale = _power_of_two(exponents.to(torch.int32) - block_format.top)
     scale = torch.where(exponents == _NONFINITE, torch.nan, scale)
     return (values * _spread(scale, code.numel())).view(codes.shape)
 
 
-def encode(values: Tensor, of: BlockFormat, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Round float32 values to codes of their shape and exponents [blocks].
+def encode(
+    values: Tensor, block_format: BlockFormat, words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Round float32 values to codes with their shape and exponents [blocks].
 
     Args:
-        values: Values; of second moments the magnitudes count.
-        of: `FIRST` or `SECOND`.
+        values: Values; signs count in first moments only.
+        block_format: `FIRST` or `SECOND`.
         words: Random words as int64, one per value, for stochastic rounding; None: to nearest, ties to even.
     """
     flat = values.reshape(-1).to(torch.float32)
@@ -72,15 +75,18 @@ def encode(values: Tensor, of: BlockFormat, words: Tensor | None = None) -> tupl
     magnitude = flat.abs()
     bits = torch.nn.functional.pad(magnitude, (0, blocks * STATE_BLOCK - flat.numel()))
     largest = bits.view(torch.int32).view(blocks, STATE_BLOCK).amax(1)
-    exponents = (largest >> 23).clamp_(min=LEAST_EXPONENT)
-    inverse = _spread(_power_of_two(254 + of.top - exponents), flat.numel())
-    shifted = ((magnitude * inverse) * 2.0**-of.rebias).view(torch.int32)
+    # The carry reaches the exponent field if the largest magnitude can round up to a power of two.
+    carry = 1 << _DROPPED - 1 if words is None else (1 << _DROPPED) - 1
+    exponents = (largest + carry >> 23).clamp_(LEAST_EXPONENT, _NONFINITE - 1)
+    exponents = torch.where(largest >= _INFINITY_BITS, _NONFINITE, exponents)
+    inverse = _spread(_power_of_two(254 + block_format.top - exponents), flat.numel())
+    shifted = ((magnitude * inverse) * 2.0**-block_format.rebias).view(torch.int32)
     if words is None:
         added = (1 << _DROPPED - 1) - 1 + ((shifted >> _DROPPED) & 1)
     else:
-        added = (((words * of.multiplier) & _WORD) >> 32 - _DROPPED).to(torch.int32)
+        added = (((words * block_format.multiplier) & _WORD) >> 32 - _DROPPED).to(torch.int32)
     code = (shifted + added) >> _DROPPED
-    if of.signed:
+    if block_format.signed:
         code = torch.where(flat < 0, code | 0x80, code)
     else:
         code = torch.maximum(code, (magnitude > 0).to(torch.int32))
@@ -91,7 +97,7 @@ def encode(values: Tensor, of: BlockFormat, words: Tensor | None = None) -> tupl
 def random_words(
     first: int | Tensor, count: int, seed: int | Tensor, device: torch.device
 ) -> Tensor:
-    """Random words in [0, 2^32) as int64 [count], a function of the seed and the numbers first, first + 1, ..
+    """Random words in [0, 2^32) as int64 [count], determined by the seed and the numbers first, first + 1, ..
 
     The function is the "lowbias32" integer hash.
     """
@@ -117,5 +123,5 @@ def _power_of_two(field: Tensor) -> Tensor:
 
 
 def _spread(of_blocks: Tensor, elements: int) -> Tensor:
-    """One number per element from one number per block."""
+    """One number per element from one per block."""
     return of_blocks.repeat_interleave(STATE_BLOCK)[:elements]

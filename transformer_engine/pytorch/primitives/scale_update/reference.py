@@ -50,7 +50,7 @@ def roll_history(history: Tensor) -> Tensor:
 
 
 def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-    """(histories, scales) -> None, in place"""
+    """Return (histories, scales) -> None, which updates both in place."""
 
     def step(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         by_length: dict[int, list[int]] = {}

@@ -31,7 +31,7 @@ def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
 
 
 def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-    """(histories, scales) -> None, in place"""
+    """Return (histories, scales) -> None, which updates both in place."""
     from ....common.kernels import delayed_scaling
 
     assert request.length is not None

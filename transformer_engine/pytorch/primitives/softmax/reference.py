@@ -36,7 +36,7 @@ def causal_shift(causal: str | None, shape: torch.Size) -> int | None:
 
 
 def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
-    """(x, mask) -> y, or (dy, y) -> dx"""
+    """Return the operation as a callable: (x, mask) -> y, or (dy, y) -> dx."""
     scale, causal = request.scale, request.causal
     if request.operation == "forward":
         return lambda x, mask: forward(x, scale, mask, causal)
@@ -59,7 +59,7 @@ def forward(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) ->
 
 
 def backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
-    """dx [.., q, k]"""
+    """Return dx [.., q, k]."""
     weight, gradient = y.to(torch.float32), dy.to(torch.float32)
     if causal is not None:
         gradient = gradient.masked_fill(_hidden(y, causal), 0.0)

@@ -22,7 +22,7 @@ def unsupported_reason(request: SoftmaxRequest) -> str | None:
 
 
 def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
-    """(x, mask) -> y, or (dy, y) -> dx: [.., q, k], contiguous"""
+    """Return the operation as a callable: (x, mask) -> y, or (dy, y) -> dx, contiguous [.., q, k]."""
     shape = request.shape
     if shape.numel() == 0:
         return lambda x, _: x.new_empty(shape)

@@ -365,7 +365,6 @@ def place_members(
         if memory is None or memory.numel() < end:
             raise ValueError(
                 f"{buffer.lstrip('_')} has {0 if memory is None else memory.numel()} elements; "
-                f"{len(shapes)} tensors of "
-                f"shapes {[tuple(shape) for shape in shapes]} need {end}"
+                f"{len(shapes)} tensors of shapes {[tuple(shape) for shape in shapes]} need {end}"
             )
     return tuple(members)

@@ -168,7 +168,7 @@ def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
 
 @dataclass(frozen=True)
 class TransformedMaximum(Kernel):
-    """x [M, K] -> max|transform(x.T)| [1]
+    """Compute max|transform(x.T)| [1] of x [M, K].
 
     Attributes:
         random_sign: Whether the transform multiplies by signs.
@@ -197,7 +197,9 @@ class TransformedMaximum(Kernel):
 
 @dataclass(frozen=True)
 class NVFP4Blocks(Kernel):
-    """(x [M, K], [amax], [amax_t], [random [M, K]], [random_t [K, M]]) -> [codes, scale], [codes_t, scale_t]
+    """Quantize x [M, K] to NVFP4: codes and scale, codes_t and scale_t, or both.
+
+    Operands: x, then amax, amax_t, random [M, K] and random_t [K, M] where they are given.
 
     A byte holds two codes: uint8 [M, K / 2].
 

@@ -132,7 +132,7 @@ def dequantize(operand: Operand, scale: Array, multiply: Callable[[Array, Array]
 
 @dataclass(frozen=True)
 class Tiles(Kernel):
-    """x [M, K] -> [codes, scale], [codes_t, scale_t]
+    """Quantize x [M, K] with block scales: codes and scale, codes_t and scale_t, or both.
 
     Attributes:
         spec: Format and directions.

@@ -21,7 +21,7 @@ from ....runtime.launching import DTYPE_NAMES, perform, processors, run_program_
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..dropout import random_state
 from ..passes import Passes
-from . import packed_gradients, triton_decode
+from . import triton_decode
 from .triton_layout import (
     Strides,
     as_bytes,
@@ -116,8 +116,6 @@ def backward(
     call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
     """Compute the gradients of a call from the gradient [.., h, d_v] of its output."""
-    if call.batch_invariant and packed_gradients.unsupported_reason(call) is None:
-        return packed_gradients.backward(call, inputs, attended, grad_output)
     assert attended.lse is not None
     sources, q, lse = _sources(call, inputs), inputs.q, attended.lse
     plan = _backward_plan(
