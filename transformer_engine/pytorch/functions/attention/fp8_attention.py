@@ -31,6 +31,8 @@ QKV, OUTPUT, SOFTMAX = 2, 3, 8
 # report the largest probability: a multiplier computed from the largest probability would saturate them.
 SOFTMAX_SCALE = 256.0
 
+Codes = QuantizedTensorStorage | None
+
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -129,10 +131,10 @@ class Rounded(NamedTuple):
             d, and the error of o's codes in this sum moves all logits of a row.
     """
 
-    q: QuantizedTensorStorage | None
-    k: QuantizedTensorStorage | None
-    v: QuantizedTensorStorage | None
-    codes: QuantizedTensorStorage | None
+    q: Codes
+    k: Codes
+    v: Codes
+    codes: Codes
     output: Tensor | None
     lse: Tensor | None
     rng_state: Tensor | None = None
