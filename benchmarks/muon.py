@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from transformer_engine.pytorch.optimizers import FusedMuon
 from transformer_engine.pytorch.primitives.symmetric_product import symmetric_product
+from transformer_engine_tools.bench.measure import Effort, measure, measure_in_turns
 
 
 def make_parameters(layers: int, hidden: int, device: str, dtype: torch.dtype) -> list[Any]:
@@ -53,44 +52,35 @@ def updates(arm: str, hidden: int, device: str) -> list[Tensor]:
     return [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
 
 
-def measure(arm: str, layers: int, hidden: int, device: str, steps: int) -> dict[str, float]:
-    """Median step time and peak memory."""
-    optimizer = make_optimizer(arm, make_parameters(layers, hidden, device, torch.bfloat16))
-    times = []
-    for step in range(steps + 2):
-        if step == 2 and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
+def measure_steps(
+    arm: str, layers: int, hidden: int, device: torch.device, steps: int
+) -> dict[str, float]:
+    """Time per step, waited for, and peak memory."""
+    optimizer = make_optimizer(arm, make_parameters(layers, hidden, device.type, torch.bfloat16))
+    effort = Effort(warmup=2, fewest=steps, most=steps)
+    figures = {"ms": measure(optimizer.step, device, effort).eager_ms}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
         optimizer.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    found = {"ms": 1e3 * statistics.median(times[2:])}
-    if device == "cuda":
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return found
+        figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return figures
 
 
 def measure_products(hidden: int) -> dict[str, float]:
     """Teraflops of general and symmetric products [4, hidden, hidden]; a symmetric one counts as a whole one."""
     x = torch.randn(4, hidden, hidden, device="cuda", dtype=torch.float16)
-    found = {}
-    for name, function in (
-        ("bmm", lambda: torch.bmm(x, x.mT)),
-        ("symmetric", lambda: symmetric_product(x, x)),
-        ("baddbmm", lambda: torch.baddbmm(x, x, x.mT)),
-        ("symmetric with a sum", lambda: symmetric_product(x, x, x, beta=2.0)),
-    ):
-        for _ in range(3):
-            function()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(20):
-            function()
-        end.record()
-        torch.cuda.synchronize()
-        found[name] = 20 * 8 * hidden**3 / (1e-3 * begin.elapsed_time(end)) / 1e12
-    return found
+    products = {
+        "bmm": lambda: torch.bmm(x, x.mT),
+        "symmetric": lambda: symmetric_product(x, x),
+        "baddbmm": lambda: torch.baddbmm(x, x, x.mT),
+        "symmetric with a sum": lambda: symmetric_product(x, x, x, beta=2.0),
+    }
+    milliseconds = measure_in_turns(list(products.values()), runs=20)
+    operations = 8 * hidden**3
+    return {
+        name: operations / (1e-3 * time) / 1e12
+        for name, time in zip(products, milliseconds, strict=True)
+    }
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -115,11 +105,11 @@ def main() -> None:
         print(json.dumps(results), flush=True)
     exact = updates("float32", hidden, device)
     for arm in ("torch", "bfloat16", "default"):
-        found = measure(arm, layers, hidden, device, arguments.steps)
+        figures = measure_steps(arm, layers, hidden, torch.device(device), arguments.steps)
         pairs = zip(updates(arm, hidden, device), exact, strict=True)
-        found["error"] = max(((one - other).norm() / other.norm()).item() for one, other in pairs)
-        results[arm] = found
-        print(json.dumps({arm: found}), flush=True)
+        figures["error"] = max(((one - other).norm() / other.norm()).item() for one, other in pairs)
+        results[arm] = figures
+        print(json.dumps({arm: figures}), flush=True)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(results, indent=1))
     ratio = results["default"]["ms"] / results["torch"]["ms"]
