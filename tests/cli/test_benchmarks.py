@@ -84,9 +84,10 @@ def test_no_script_times_by_itself():
             "convert",
             "finetune",
             "model_step",
+            "muon",
             "recipe_table",
             "train_switches",
-        ),  # training runs
+        ),  # training runs, and steps of optimizers
         *(
             "context_parallel",
             "jax_ranks",

@@ -62,3 +62,20 @@ def test_sharded_models_train_as_on_one_rank(tmp_path: Path):
         alone = results.pop("alone")
         for losses in results.values():
             torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
+
+
+def _convert_sharded_layers(device: torch.device) -> dict[str, Any]:
+    mesh = init_device_mesh(device.type, (2,))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model.to(device)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with te.emulate():
+        te.convert(model, Float8CurrentScaling(), verbose=False)
+    return {row.name: f"{row.choice}: {row.reason}" for row in te.conversion_table(model)}
+
+
+def test_the_table_names_layers_that_were_sharded_one_by_one(tmp_path: Path):
+    for rows in run_on_ranks(_convert_sharded_layers, 2, tmp_path):
+        assert rows["0"].startswith("torch: fully_shard was applied to this module itself")
+        assert rows["1"] == "Float8CurrentScaling: supported"

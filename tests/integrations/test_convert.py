@@ -333,6 +333,38 @@ def test_the_sample_changes_no_random_state_buffer_or_gradient():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("present", [True, False], ids=["accumulated", "absent"])
+def test_a_sample_with_a_backward_pass_leaves_gradients_as_they_were(present: bool):
+    model, x = Encoder(), features()
+    if present:
+        model(x).square().sum().backward()
+    objects = [parameter.grad for parameter in model.parameters()]
+    values = copy.deepcopy(objects)
+
+    def sample(model: nn.Module) -> None:
+        model(x).square().sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    convert_model(model, Float8CurrentScaling(), sample=sample)
+    for parameter, gradient, value in zip(model.parameters(), objects, values, strict=True):
+        assert parameter.grad is gradient
+        assert gradient is None or torch.equal(gradient, value)
+
+
+def test_gradients_are_restored_after_a_sample_that_fails():
+    model, x = Encoder(), features()
+    model(x).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+
+    def sample(model: nn.Module) -> None:
+        model(x).sum().backward()
+        raise KeyError("sample")
+
+    with pytest.raises(KeyError, match="sample"):
+        convert_model(model, Float8CurrentScaling(), sample=sample)
+    assert [parameter.grad for parameter in model.parameters()] == gradients
+
+
 def test_torch_autocast_gives_the_dtypes_of_the_original():
     model, x = Encoder(), features()
     with torch.autocast("cpu", torch.bfloat16):
@@ -540,6 +572,18 @@ def test_a_model_is_converted_once_and_restored_once():
         te.restore(model)
     with pytest.raises(ValueError, match="is not converted"):
         te.conversion_table(model)
+
+
+def test_a_parametrized_layer_names_the_remedy_and_can_be_restored_after_it():
+    model = convert_model(nn.Sequential(nn.Linear(WIDTH, WIDTH)), Float8CurrentScaling())
+    layer = model[0]
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(
+        ValueError, match=r"^0 is parametrized; .*remove_parametrizations for weight$"
+    ):
+        te.restore(model)
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert type(te.restore(model)[0]) is nn.Linear
 
 
 def test_the_table_prints_repeated_layers_as_one_row(capsys):

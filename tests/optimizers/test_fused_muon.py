@@ -316,6 +316,28 @@ def test_settings_out_of_range_raise_an_error(settings, error, sentence):
         FusedMuon(parameters([(16, 32)]), **settings)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_without_elements_are_accepted_as_by_torch(dtype):
+    shapes = [(0, 32), (16, 32), (0, 32)]
+    ours, theirs = parameters(shapes, dtype), parameters(shapes, dtype)
+    for params, optimizer in ((ours, FusedMuon(ours)), (theirs, torch.optim.Muon(theirs))):
+        for seed in range(2):
+            set_gradients(params, seed)
+            optimizer.step()
+    for parameter, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(parameter, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 32, 16), (2, 0, 16), (2, 32, 0)], ids=str)
+@pytest.mark.parametrize("split", [None, (2, 2)], ids=str)
+def test_an_optimizer_of_parameters_without_elements_steps(shape, split):
+    params = parameters([shape])
+    optimizer = FusedMuon(params, split=split)
+    set_gradients(params, 0)
+    optimizer.step()
+    assert params[0].shape == shape and optimizer.state[params[0]]["momentum_buffer"].shape == shape
+
+
 def test_vectors_and_unsupported_gradients_are_rejected_before_any_change():
     with pytest.raises(ValueError, match="use FusedAdam for the others"):
         FusedMuon(parameters([(16,)]))

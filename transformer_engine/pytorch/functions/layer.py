@@ -244,11 +244,20 @@ def _restore_shape(
         if result.shape == shape and not traced:
             continue
         # A quantized result without autograd (`Quantizer.internal`) is a storage, not a tensor.
-        is_tensor = isinstance(result, Tensor)
-        results[i] = reshape_result(result, shape) if is_tensor else result.view(shape)
+        # A compiler saves the result itself: only a view keeps callers from writing to it.
+        is_view = not isinstance(result, Tensor) or (traced and _is_saved(result, saved))
+        results[i] = result.view(shape) if is_view else reshape_result(result, shape)
         if not traced:
             saved = [_replace_result(value, result, results[i]) for value in saved]
     return results, saved
+
+
+def _is_saved(result: Any, saved: Sequence[Any]) -> bool:
+    """Whether a result, or `TransposedValues` of it, is among the saved values."""
+    return any(
+        value is result or (isinstance(value, TransposedValues) and value.values is result)
+        for value in saved
+    )
 
 
 def _replace_result(saved: Any, result: Any, returned: Any) -> Any:

@@ -330,7 +330,7 @@ def _adjustment(name: str | None, part: Tensor) -> float:
     rows, columns = math.prod(part.shape[1:-1]), part.shape[-1]
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1.0, rows / columns))
+    return math.sqrt(max(1.0, rows / max(1, columns)))
 
 
 def _gathered(shard: Tensor, dimension: int, group: dist_group_type | None) -> Tensor:

@@ -23,10 +23,12 @@ def part_matrices(full: Tensor, split: Sequence[int] | None) -> list[Tensor]:
         [n, rows, columns] for whole matrices; [n, repeats, rows, columns] for each part of `split`,
         whose repeats are one matrix, such as the queries of all groups.
     """
-    stack = full.view(-1, *full.shape[-2:])
+    stack = full.view(math.prod(full.shape[:-2]), *full.shape[-2:])
     if split is None:
         return [stack]
-    return list(stack.unflatten(1, (-1, sum(split))).split(list(split), dim=2))
+    return list(
+        stack.unflatten(1, (stack.shape[1] // sum(split), sum(split))).split(list(split), dim=2)
+    )
 
 
 def orthogonalize(
@@ -38,7 +40,7 @@ def orthogonalize(
     """Replace matrices [n, rows, columns], or [n, repeats, rows, columns], by their orthogonal factors, in place.
 
     Args:
-        matrices: The matrices.
+        matrices: The matrices; those without elements have no factors.
         coefficients: (a, b, c) for each iteration.
         eps: Least norm that a matrix is divided by.
         dtype: Iteration dtype; float16 iterates by symmetric products. None: float16 where a kernel computes these
@@ -46,6 +48,8 @@ def orthogonalize(
     """
     waiting: dict[tuple[Any, ...], list[Tensor]] = {}
     for matrix in matrices:
+        if not matrix.numel():
+            continue
         rows = math.prod(matrix.shape[1:-1])
         waiting.setdefault((rows, matrix.shape[-1], matrix.device), []).append(matrix)
     for (rows, columns, _), stacks in waiting.items():

@@ -89,10 +89,8 @@ def reshape_result(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Reshape the result y of an autograd function, without making it a view for autograd.
 
     A view that is created within an autograd function cannot be written in place. The reshaped tensor shares y's memory
-    but not its version counter: the function must save the reshaped tensor, not y. torch.compile tracks views itself.
+    but not its version counter: the function must save the reshaped tensor, not y.
     """
-    if torch.compiler.is_compiling():
-        return y.view(shape)
     return _unsafe_view(y, shape)
 
 

@@ -78,7 +78,8 @@ def convert(
         model: Any module, compiled or not, sharded by `fully_shard` or not.
         recipe: Linear layer recipe, without history. None: high precision, or the caller's `te.autocast`.
         sample: A tensor, an argument tuple, a keyword argument dict, or a function `sample(model)`,
-            for example one that returns the loss. It runs once, and is timed with `timed`.
+            for example one that returns the loss. It runs once, and is timed with `timed`. Gradients, buffers and
+            random states remain as they were.
         include: Module names to convert: a pattern ("layers.*.mlp.*"), several, or a function
             `include(name, module)`. None: all.
         exclude: Module names to leave, likewise.
@@ -141,15 +142,22 @@ def restore(model: M) -> M:
             and peft results. Parameters keep their present values.
 
     Raises:
-        ValueError: No module in the model is converted, or `fully_shard` wrapped a converted module.
+        ValueError: No module in the model is converted, `fully_shard` wrapped a converted module, or one is
+            parametrized.
     """
     if not any(map(_is_converted, model.modules())):
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to restore")
     for name, module in model.named_modules():
-        if isinstance(module, CONVERTED) and type(module) not in CONVERTED:
+        if not isinstance(module, CONVERTED) or type(module) in CONVERTED:
+            continue
+        if nn.utils.parametrize.is_parametrized(module):
             raise ValueError(
-                f"{name} is {type(module).__name__}; restore the model before it is sharded"
+                f"{name} is parametrized; remove its parametrizations before the model is restored, by "
+                f"torch.nn.utils.parametrize.remove_parametrizations for {_parametrized_names(module)}"
             )
+        raise ValueError(
+            f"{name} is {type(module).__name__}; restore the model before it is sharded"
+        )
     _restore(model)
     for module in model.modules():
         module.__dict__.pop(_TABLE, None)
@@ -168,6 +176,11 @@ def conversion_table(model: nn.Module) -> ConversionTable:
     if _TABLE not in vars(model):
         raise ValueError(f"{type(model).__name__} is not converted; call convert(model) first")
     return vars(model)[_TABLE]
+
+
+def _parametrized_names(module: nn.Module) -> str:
+    parametrizations: Any = module.parametrizations
+    return ", ".join(parametrizations)
 
 
 def _is_converted(module: nn.Module) -> bool:

@@ -119,6 +119,8 @@ def _modification_reason(module: nn.Module) -> str | None:
         return f"{type(module).__name__} is a sharded or derived form of a converted module"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "parametrized"
+    if type(module).__bases__[-1] in CONVERTIBLE and hasattr(module, "set_reshard_after_forward"):
+        return "fully_shard was applied to this module itself; convert the model before"
     if type(module) not in CONVERTIBLE:
         return f"{type(module).__name__} is a subclass of {_base(module)}, which may compute something else"
     if "forward" in vars(module):

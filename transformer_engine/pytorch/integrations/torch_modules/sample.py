@@ -82,7 +82,7 @@ def record(model: nn.Module, sample: Sample, modules: Mapping[str, nn.Module]) -
 
     A model in shards runs without gradients, and its inputs count as if they required gradients.
 
-    Random states and buffers, such as batch norm statistics, have their values from before afterwards.
+    Random states, buffers, such as batch norm statistics, and gradients have their values from before afterwards.
     """
     recorder = _SampleMode(model, modules)
     eager = torch.compiler.set_stance("force_eager")
@@ -111,15 +111,23 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore random states and the model's buffers on exit."""
+    """Restore random states, the model's buffers and the gradients of its parameters on exit.
+
+    Within the context parameters have no gradients, so that a backward pass adds to none.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {
         tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda
     }
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
         try:
+            for parameter, _ in gradients:
+                parameter.grad = None
             yield
         finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)

@@ -24,7 +24,7 @@ from ...runtime.autograd import Function
 from ...runtime.checks import PLAIN_TENSORS
 from ...runtime.device import autocast_dtype, current_hardware
 from ...runtime.double_backward import once_differentiable
-from ...runtime.tracing import export_mode
+from ...runtime.tracing import export_mode, reshape_result
 
 
 class Scaling(NamedTuple):
@@ -104,7 +104,8 @@ class _TracedLinear(Function):
         ctx.save_for_backward(x_codes, x_scale, w_codes, w_scale)
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, bias is not None)
         epilogue = Epilogue(dtype, bias, exact=recipe.accumulation.forward)
-        return _distinct(_multiply(x_codes, x_scale, w_codes, w_scale, epilogue))
+        y = _multiply(x_codes, x_scale, w_codes, w_scale, epilogue)
+        return reshape_result(y, y.shape)  # distinct as well, and callers may write in place
 
     @staticmethod
     @once_differentiable("Linear")
