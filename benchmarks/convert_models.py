@@ -71,22 +71,34 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class LlamaBlock(nn.Module):
-    """RMSNorm, rotary attention and SwiGLU, as in torchtitan."""
+class RotaryBlock(nn.Module):
+    """RMSNorm, rotary attention and the `feed_forward` of a subclass."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, eps: float) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = (nn.RMSNorm(size.hidden, eps=1e-5) for _ in range(2))
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(size.hidden, eps=eps) for _ in range(2))
         self.attention = Attention(size, bias=False, causal=True)
-        self.w1, self.w3 = (nn.Linear(size.hidden, size.inner, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(size.inner, size.hidden, bias=False)
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor | None
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
-        h = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LlamaBlock(RotaryBlock):
+    """RMSNorm, rotary attention and SwiGLU, as in torchtitan."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size, eps=1e-5)
+        self.w1, self.w3 = (nn.Linear(size.hidden, size.inner, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(size.inner, size.hidden, bias=False)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Experts(nn.Module):
@@ -114,20 +126,15 @@ class Experts(nn.Module):
         return torch.zeros_like(tokens).index_add(0, owners, y).view_as(x)
 
 
-class ExpertsBlock(nn.Module):
+class ExpertsBlock(RotaryBlock):
     """RMSNorm, rotary attention and experts, as in Qwen3-MoE."""
 
     def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = (nn.RMSNorm(size.hidden, eps=1e-6) for _ in range(2))
-        self.attention = Attention(size, bias=False, causal=True)
+        super().__init__(size, eps=1e-6)
         self.experts = Experts(size)
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, condition: Tensor | None
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
-        return x + self.experts(self.ffn_norm(x))
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.experts(x)
 
 
 class EncoderBlock(nn.Module):

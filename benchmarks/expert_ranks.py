@@ -16,21 +16,23 @@ the ranks, each on 8192 tokens per rank. The speedup is the throughput relative 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from record import join_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.functions.activation import activation
+from transformer_engine.pytorch.integrations.torch_modules.timing import time_steps
 from transformer_engine.pytorch.module.row_groups import alignment
 
 WARM_UP, TURNS, STEPS = 3, 3, 5
@@ -159,14 +161,8 @@ def milliseconds(step: Callable[[], object], device: torch.device) -> float:
     """Measure a step in a loop, on the slowest rank."""
     for _ in range(WARM_UP):
         step()
-    times = []
-    for _ in range(TURNS):
-        _synchronize(device)
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        _synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start) / STEPS)
+    synchronize = functools.partial(_synchronize, device)
+    times = [1e3 * time_steps(step, STEPS, synchronize) / STEPS for _ in range(TURNS)]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, statistics.median(times))
     return max(found)
@@ -257,11 +253,7 @@ def main() -> None:
         "--tiny", action="store_true", help="small sizes, to test the program itself"
     )
     options = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = join_ranks("cpu:gloo,cuda:nccl")
     shape = TINY if options.tiny else QWEN3
     te.ep.ep_bootstrap(dist.group.WORLD, shape.experts, shape.tokens, shape.hidden, shape.chosen)
     rows: list[dict[str, Any]] = []

@@ -93,7 +93,8 @@ def measure_products(hidden: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Options of this program."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,7 +102,11 @@ def main() -> None:
     options.add_argument("--hidden", type=int, default=2048)
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--out", type=Path)
-    arguments = options.parse_args()
+    return options.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layers, hidden = arguments.layers, arguments.hidden
     results: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from transformer_engine import __version__
 from transformer_engine_tools.bench.measure import measure
@@ -45,6 +46,16 @@ def options(result: argparse.ArgumentParser) -> argparse.Namespace:
         raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
     torch.manual_seed(0)
     return chosen
+
+
+def join_ranks(gpu_backends: str) -> torch.device:
+    """Join the process group that torchrun describes, and return this rank's device; ranks on CPUs use gloo."""
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group(gpu_backends if on_gpu else "gloo")
+    if not on_gpu:
+        return torch.device("cpu")
+    torch.cuda.set_device(dist.get_rank())
+    return torch.device("cuda", dist.get_rank())
 
 
 def select_cases(cases: Iterable[C], only: str) -> Iterator[C]:

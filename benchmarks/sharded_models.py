@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model_arms import SIZES, LanguageModel, Size, make_model
+from record import join_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -300,11 +301,7 @@ def main() -> None:
         "--gathers", action="store_true", help="measure the gathers of parameters alone"
     )
     chosen = options.parse_args()
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = join_ranks("nccl")
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.cache_size_limit = 64
     rows = []
@@ -316,14 +313,14 @@ def main() -> None:
             else:
                 steps = ShardedSteps(arm, MODELS[chosen.size], device, not chosen.eager)
                 row |= steps.measure()
-                if chosen.trace and on_gpu:
+                if chosen.trace and device.type == "cuda":
                     print_kernels(steps.run, device)
                 del steps
         except (ImportError, RuntimeError, ValueError) as error:  # the next arm may run
             row["error"] = f"{type(error).__name__}: {error}"[:400]
         gc.collect()
         torch._dynamo.reset()
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
         rows.append(row)
         if dist.get_rank() == 0:

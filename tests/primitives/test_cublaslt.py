@@ -228,7 +228,7 @@ REJECTIONS = {
     "neither axis": {"a_layout": MatrixLayout(row_major=True, stride=0)},
     "dtypes differ": {"b_element": torch.float16},
     "operands are torch.float64": {"a_element": torch.float64, "b_element": torch.float64},
-    "writes their dtype or float32": {"dtype": torch.float16},
+    "supported: their dtype or float32": {"dtype": torch.float16},
     "one operand is quantized": {"a_format": formats.FLOAT8},
     "rows of `out`": {"out_layout": MatrixLayout(False, 32)},
     "bias is torch.float64": {"bias": torch.float64},

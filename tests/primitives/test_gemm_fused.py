@@ -483,7 +483,7 @@ def test_descriptors_are_reused_and_destroyed_with_their_plan(library):
 QUANTIZED = {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D}
 REJECTIONS = {
     "needs a CUDA device": (GELU, {"device": "cpu"}),
-    "kept in bfloat16 or float16": (GELU, {"dtype": torch.float32}),
+    "saved in bfloat16 or float16": (GELU, {"dtype": torch.float32}),
     "N=100 is not a multiple of 8": (GELU, {"n": 100}),
     "no activation to products of block scales": (
         GELU,

@@ -40,7 +40,7 @@ def recipe_description(recipe: Any) -> str:
 
 
 def recipe_revision(recipe: Any) -> object:
-    """Object that is replaced on each write to a field; caches derived from a recipe compare it."""
+    """Object that is replaced when a write changes the description; caches derived from a recipe compare it."""
     return getattr(recipe, "_description", None)
 
 
@@ -93,7 +93,7 @@ def set_specialization(specialized: Callable[[Any], Any]) -> None:
     _specialized = specialized
 
 
-def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
+def construct_as_constant(cls: RecipeClass) -> RecipeClass:
     """Class decorator: a compiler that traces a constructor call reads the finished object.
 
     Compilers cannot trace the inspection of a dataclass's fields. `__new__` constructs the object in eager mode, and
@@ -137,7 +137,7 @@ def _constructing() -> Iterator[None]:
 def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
     """Construct an object in eager mode, and return the name of the equal attribute in `_constructed`."""
     with _constructing():
-        return _attribute_name(cls(*args, **keywords))
+        return _store(cls(*args, **keywords))
 
 
 tracing.constant_while_tracing(_construct)  # a decorator's type would rename its parameter `cls`
@@ -152,11 +152,11 @@ def _assign_field(description: str, field: str, value: Any) -> str:
         # Descriptions do not show a subclass's other attributes, which remain the assigned recipe's.
         for name in vars(result).keys() - {"_description", *(f.name for f in fields(result))}:
             del result.__dict__[name]
-        return _attribute_name(result)
+        return _store(result)
 
 
-def _attribute_name(instance: Any) -> str:
-    """Name the attribute in `_constructed` that equals an object; store the object if none does."""
+def _store(instance: Any) -> str:
+    """Store an object in `_constructed`, and return its attribute name there; equal objects share one."""
     cached = vars(_constructed)
     for name, other in cached.items():
         if type(other) is type(instance) and vars(other) == vars(instance):
@@ -167,7 +167,7 @@ def _attribute_name(instance: Any) -> str:
 
 
 @tracing.constant_while_tracing
-def _attribute_names(name: str) -> tuple[str, ...]:
+def _attributes_of_stored(name: str) -> tuple[str, ...]:
     """List the attribute names of an object in `_constructed`."""
     return tuple(vars(getattr(_constructed, name)))
 
@@ -175,7 +175,7 @@ def _attribute_names(name: str) -> tuple[str, ...]:
 def _traced_copy(target: Any, name: str) -> Any:
     """Copy the attributes of an object in `_constructed` to another one, in operations that compilers trace."""
     constructed = getattr(_constructed, name)
-    for attribute in _attribute_names(name):
+    for attribute in _attributes_of_stored(name):
         object.__setattr__(target, attribute, getattr(constructed, attribute))
     return target
 
@@ -192,9 +192,9 @@ def has_no_effect(name: str, value: Any) -> bool:
 
 
 def recipe_class(cls: RecipeClass) -> RecipeClass:
-    """Decorate a recipe class: register instances, and drop keywords of other versions.
+    """Decorate a recipe class: register instances, and drop unknown keywords.
 
-    Warns if the value of a dropped keyword would have an effect.
+    Warns of each dropped keyword, except keywords of earlier releases with a value that changes nothing.
     """
     strict = cls.__init__
     names = frozenset(f.name for f in fields(cls) if f.init)
@@ -213,7 +213,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
             warnings.warn(
                 f"{cls.__name__} ignores unknown arguments: {', '.join(listed)}",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,  # through the __init__ of `construct_as_constant`
             )
         self.__dict__.pop("_description", None)
         strict(self, *args, **keywords)
@@ -221,7 +221,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
 
     cls.__init__ = __init__
     cls._is_recipe_class = True
-    return constant_while_tracing(cls)
+    return construct_as_constant(cls)
 
 
 def enroll(recipe: Any) -> None:

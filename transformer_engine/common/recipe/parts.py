@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..checks import number
 from ..numbers import parse_bool, parse_float, parse_int
 from .field_checks import convert_fields, instance_of_fields, member_of_value
-from .living import constant_while_tracing
+from .living import construct_as_constant
 
 
 class _FormatHelper(NamedTuple):
@@ -31,7 +31,7 @@ class Format(enum.Enum):
         return f"Format.{self.name}"
 
 
-@constant_while_tracing
+@construct_as_constant
 @dataclass(frozen=True, repr=False)
 class MMParams:
     """Parameters for a matrix product.
@@ -49,7 +49,7 @@ class MMParams:
         return describe_fields(self)
 
 
-@constant_while_tracing
+@construct_as_constant
 @dataclass(frozen=True, repr=False)
 class QParams:
     """How a recipe quantizes one type of tensor.

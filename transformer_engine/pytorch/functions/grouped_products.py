@@ -200,6 +200,8 @@ def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype) -> 
         dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
         x = GroupedColumns(x.contiguous()) if isinstance(x, Tensor) else x
         return stack_weight_gradients(call, call.layout, dy, x, dtype)
+    # Groups may share one main_grad: its first gradient overwrites it, later ones are added. A compiler cannot trace
+    # `overwrite_once`, so the loop below decides.
     if call.groups[0].weight_gradient.fused and not (
         call.spec.stacked_weight or torch.compiler.is_compiling()
     ):

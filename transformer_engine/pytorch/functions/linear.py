@@ -14,7 +14,7 @@ kernel reads it row-wise, as it is; otherwise it reads the transposed matrix, co
 | dx [M, K] = dy [M, N] @ weight [N, K] | N | row-wise dy, column-wise weight |
 | dw [N, K] = dy [M, N].T @ x [M, K] | M | column-wise dy, column-wise x |
 
-**Quantization.** FP8 represents a matrix by 8-bit codes and a scale: x = codes * scale. The format
+**Quantization.** FP8 represents a matrix by 8-bit codes and a scale: x is approximately codes * scale. The format
 E4M3 has codes up to fp8_max = 448; E5M2 up to 57,344, with one bit less precision. Values are
 multiplied before they are rounded, so that they use this range. With per-tensor scaling, a matrix
 has one float32 scale. Current scaling derives the multiplier from the matrix itself:
@@ -34,12 +34,13 @@ more, is E5M2. Block formats have one scale per block:
 | MXFP8BlockScaling | 1 x 32 | 1 x 32 | E4M3 | powers of two (E8M0) |
 | NVFP4BlockScaling | 1 x 16 | 16 x 16 | E2M1, 4 bits | E4M3, and one float32 per tensor |
 
-`quantization/families.py` chooses a quantizer for each matrix. The multiplication
+`quantization/families.py` chooses a quantizer for each matrix. With one scale per tensor, the multiplication
 
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
-multiplies codes, which GPUs do twice as fast as with bfloat16 values, and sums the results in float32. On Hopper the
-sums of FP8 products have about 14 bits, unless `spec.accumulation` requests float32.
+multiplies codes, which GPUs do twice as fast as with bfloat16 values. The sums are float32, except on Hopper: there,
+sums of FP8 products have about 14 bits unless `spec.accumulation` requests float32. With block scales, the kernel
+multiplies the partial sum of each block by the scales of the block.
 
 y and dx have the dtype `spec.dtype`, unless the caller requests them quantized. Parameters are in high precision,
 unless the caller created them quantized. MXFP8 requires that M, N and K are multiples of 32, NVFP4 of 16; for other
@@ -62,17 +63,19 @@ matrix. Unquantized values serve both directions without a copy: row-wise the te
 
 | setting | x and weight are saved as | the backward pass |
 | --- | --- | --- |
-| default | column-wise codes, or the values in an unquantized layer | multiplies them |
+| SAVED (default) | column-wise codes, or the values in an unquantized layer | multiplies them |
 | `input_columns`, `weight_columns` are RECOMPUTED | values, and their multiplier or amax | casts the columns again |
 | `input_columns` is PRODUCED | the weight as by default, no x | receives x columns from `produce_input` |
 | `keep_input` | x values, the weight as by default | quantizes x again |
 | `backward_operands` is HIGH_PRECISION | values | multiplies these values |
 | `backward_operands` is DEQUANTIZED | row-wise codes | multiplies the decoded codes |
+| `gather_input` is VALUES | the values in this rank's rows of x | gathers and quantizes them again |
+| `gather_input` is ROW_CODES | the row-wise codes of this rank's rows of x | gathers and transposes them |
 
-RECOMPUTED is chosen for large per-tensor scaled operands whose values are in memory anyway, such as an unquantized
-weight (`deferred_columns.py`). An update of multipliers between the passes does not change the backward pass: saved
-codes have their own scale, recomputed columns have the multiplier of the forward pass, and `keep_input` is rejected
-under delayed scaling.
+RECOMPUTED is chosen for per-tensor scaled operands of at least 2**21 elements whose values are in memory anyway
+(`deferred_columns.py`): attention outputs, and unquantized weights if x has at least 16,384 rows. An update of
+multipliers between the passes does not change the backward pass: saved codes have their own scale, recomputed columns
+have the multiplier of the forward pass, and `keep_input` is rejected under delayed scaling.
 
 **Memory.** A function that takes a list of operands empties the list, and names are deleted after their last use: a
 buffer must be free before the next product allocates its result.
@@ -89,12 +92,13 @@ buffer must be free before the next product allocates its result.
 | How are sharded x and dy gathered from the ranks? | `gathered_operands.py`; each is `Pending` until it has arrived |
 | How is dw accumulated into `main_grad`, or delayed? | `weight_gradient.py` |
 
-**Breakpoints.** Calls are of one kind if their shapes, dtypes and settings are equal. On a GPU,
-`fast/compiled.py` compiles a pass in the second call of each kind: it runs the functions on symbols in
-place of tensors and records the kernels that they launch. Later calls repeat these kernels, so a
-print or a breakpoint in this file takes no effect from the third call on. The environment variable TE_FAST=0,
-set before the import, disables compilation. Some calls always run these functions, for example under a forced
-backend, and so do backward passes that accumulate into `main_grad` or delay the weight gradient.
+**Breakpoints.** Calls are of one kind if their shapes, strides, dtypes and settings are equal. On a GPU,
+`fast/compiled.py` compiles a forward pass in the second call of each kind, and its backward pass one iteration later:
+it runs the functions on symbols in place of tensors and records the kernels that they launch. Later calls repeat
+these kernels: a print or a breakpoint takes no effect from the third forward and the fourth backward pass on. The
+environment variable TE_FAST=0, set before the import, disables compilation. Some calls always run these functions,
+for example under a forced backend, and so do backward passes that accumulate into `main_grad` or delay the weight
+gradient.
 """
 
 from __future__ import annotations
@@ -186,7 +190,8 @@ def linear_forward(
     y_is_product = not (
         spec.communicates or spec.inspector is not None or spec.output_quantizer is not None
     )
-    # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: x row-wise, the weight row-wise.
+    # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: x row-wise, the weight row-wise. `compute_output` would return
+    # the same; the product is written out below its equation.
     if y_is_product:
         y = multiply(to_operand(x_rows), to_operand(w_rows), epilogue)
     else:  # y is summed over ranks, inspected or quantized
@@ -271,7 +276,7 @@ def linear_backward(
     del dy
     dx: Any = None
     if spec.needs_grad_input:
-        # `weight_column_operand` returns other saved weights unchanged.
+        # Only a shortcut: `weight_column_operand` returns weights that are saved otherwise unchanged.
         if spec.backward_operands == DEQUANTIZED or spec.weight_columns != SAVED or offloading.used:
             weight = weight_column_operand(weight, spec)
         epilogue = _epilogue(spec, None, accumulate_into, spec.accumulation.grad_input)
@@ -294,7 +299,7 @@ def linear_backward(
     del dy_rows
     dw = None
     if spec.needs_grad_weight:
-        # `input_column_operand` returns other saved inputs unchanged.
+        # Only a shortcut: `input_column_operand` returns inputs that are saved otherwise unchanged.
         casts_again = spec.keep_input or spec.input_columns == RECOMPUTED
         if (
             casts_again

@@ -24,9 +24,9 @@ per call kind: FUSED_CAST if the linear layer's quantizer can run in the norm's 
 `te.explain` prints the reason.
 
 **Columns of h.** dw reads the column-wise codes of h, which the forward pass saves by default. With
-`use_backend(norm_columns="recomputed")`, for an RMSNorm in the mode FUSED_CAST, the forward pass saves only the
-multiplier or amax of h, and `linear.input_columns` is PRODUCED. The backward pass then normalizes x again and casts h
-with the saved number (`columns_producer`).
+`use_backend(norm_columns="recomputed")`, which an RMSNorm in the mode FUSED_CAST supports in an unsharded layer with
+per-tensor scaling, the forward pass saves only the multiplier or amax of h, and `linear.input_columns` is PRODUCED.
+The backward pass then normalizes x again and casts h with the saved number (`columns_producer`).
 
 **Residual.** In a transformer layer x is also the residual. With `returns_residual` the node returns x as a
 second output, so that the residual's gradient arrives in the same node, and the norm's backward kernel adds it to
@@ -106,7 +106,8 @@ def norm_linear(
     Returns:
         (y; h = norm(x) [.., K] with `spec.returns_norm_output`, otherwise None; x [.., K] with `returns_residual`,
         otherwise None). `norm_backward` adds the gradient of the returned x to dx. The sum is bit-equal to autograd's
-        sum of the two gradients. Only one of h and x is returned.
+        sum of the two gradients. `returns_residual` requires that x needs a gradient and that the spec does not return
+        h (`residual_unsupported_reason`).
     """
     if not spec.needs_grad:
         y, h = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias))

@@ -61,7 +61,7 @@ class MemoryPlan:
     """Predicted memory in bytes; str() is a readable table.
 
     Attributes:
-        peak: Maximum allocated memory. The figures below are its parts at that moment.
+        peak: Maximum allocated memory: the sum of `parameters` to `workspace`, and `optimizer`, at that moment.
         parameters: Parameters, buffers and the recipe state.
         gradients: Parameter gradients.
         weight_copies: Weights as quantized for the products.
@@ -71,7 +71,8 @@ class MemoryPlan:
         workspace: Workspaces in matrix product libraries.
         saved: All activations after the forward pass.
         modules: Figures per module.
-        options: With a budget, the options with which the model is planned; empty if it fits as it is.
+        options: With a budget, the options with which the model is planned; empty if it fits without any, or if none
+            lowers its peak.
         fits: With a budget, whether the peak is within the budget; None without one.
         optimizer: States of the optimizer, if one is planned.
     """
@@ -148,10 +149,10 @@ def memory_plan(
         inputs: The model's arguments, for models that do not begin with a module from this package.
             Tensors may be on the meta device.
         input_gradient: Whether the first input receives a gradient, as in a model with preceding layers.
-        budget: GiB for the peak, without the states of an optimizer that is not planned. The plan then has the
-            cheapest `options` that fit, or those with the lowest peak: weight columns that the backward pass casts,
-            quantized activation inputs in LayerNormMLPs, and as few checkpointed LayerNormMLPs as possible. The model
-            is not changed.
+        budget: GiB for the peak; subtract the states of an optimizer that is not planned. The plan has the cheapest
+            `options` that fit, otherwise the options with the lowest peak: columns of weights and of norm outputs that
+            the backward pass computes again, quantized activation inputs in LayerNormMLPs, and as few checkpointed
+            LayerNormMLPs as possible. The model is not changed.
         optimizer: Count the states of this optimizer, also before they exist if it is a `FusedAdam`.
         step_in_backward: Each gradient is freed as soon as it is complete, as in `FusedAdam.step_in_backward`.
         keywords: Model keyword arguments.
@@ -234,14 +235,18 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the states of an optimizer, and of those that a FusedAdam will have."""
     if isinstance(optimizer, FusedAdam):
         return optimizer.state_bytes()
+    if isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] for group in optimizer.param_groups
+    ):
+        return 0
     tensors = [x for state in optimizer.state.values() for x in state.values()]
-    found = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
-    if not found:
+    total = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
+    if not total:
         raise ValueError(
             f"{type(optimizer).__name__} has no states before its first step; plan without optimizer, and add its "
             "bytes, or give a FusedAdam"
         )
-    return found
+    return total
 
 
 class _TrainingStep:
@@ -272,7 +277,7 @@ class _TrainingStep:
         for name, parameter in self.model.named_parameters():
             self.owners |= dict.fromkeys(self.ledger.numbers([parameter]), name.rpartition(".")[0])
         state = [*self.model.parameters(), *self.model.buffers()]
-        self.ledger.numbers(state)
+        self.ledger.numbers(state)  # buffers too, which the first pass would count as its own
         tensors = [x for x in (*self.arguments, *self.keywords.values()) if isinstance(x, Tensor)]
         boundary = self.ledger.numbers(tensors)
         with planning(self._quantized), emulate(), self.ledger, self._watched():
@@ -402,6 +407,7 @@ def _copy_without_memory(model: nn.Module, device: torch.device, mode: FakeTenso
     for module in model.modules():
         if isinstance(module, TransformerEngineBaseModule):
             replaced[id(module.numerics)] = Numerics()
+    # deepcopy's memo: it takes the fake tensor where it meets the id of a real one.
     copied = copy.deepcopy(model, replaced)
     for module in copied.modules():
         if isinstance(module, RecipeSlots):

@@ -45,7 +45,7 @@ from .verified_runs import (
     LossFunction,
     RecordKey,
     RunRecord,
-    called,
+    call_model,
     convert_to_float32,
     first_tensor,
     record_run,
@@ -140,7 +140,7 @@ def verify(
     differences = copy_parameters(parallel, (exact, single), rank_place, weights == "gathered")
     full_batch = convert_to_float32(batch)
     with torch.no_grad():
-        first, second = (first_tensor(called(exact, full_batch)) for _ in range(2))
+        first, second = (first_tensor(call_model(exact, full_batch)) for _ in range(2))
     if not torch.equal(first, second):
         raise ValueError(
             "two runs of the model of one device differ, so nothing can be compared; set every dropout to 0, or call "

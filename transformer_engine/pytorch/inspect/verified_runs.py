@@ -1,8 +1,9 @@
-"""One forward and backward pass of a model with its module outputs and all gradients recorded.
+"""A forward and backward pass of a model that records module outputs and their gradients.
 
-A run with noise multiplies every module output, and its gradient, by 1 + u eps with u uniform in [-1, 1]: a rounding in
-the run's dtype at each module boundary. Differences between several such runs measure how far the summation order can
-move each tensor in this model (stochastic arithmetic), also tensors that are differences between nearly equal numbers.
+A run with noise multiplies the first tensor in each module output, and its gradient, by 1 + u eps with u uniform in
+[-1, 1]: a rounding in the run's dtype at each module boundary. Differences between several such runs measure how far
+the summation order can move each tensor in this model (stochastic arithmetic), also tensors that are differences
+between nearly equal numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RunRecord:
         forward: Module outputs.
         backward: Module output and input gradients, in backward order.
         loss: Loss of this rank.
-        gradients: {name: gradient} of the parameters after the backward pass.
+        gradients: {name: parameter gradient}; empty until `verification` adds them.
     """
 
     forward: dict[RecordKey, Tensor] = field(default_factory=dict)
@@ -78,7 +79,7 @@ def original_name(name: str) -> str:
     return name.rstrip(".")
 
 
-def called(model: nn.Module, batch: Batch) -> Any:
+def call_model(model: nn.Module, batch: Batch) -> Any:
     """Call a model with a tensor, an argument tuple or a keyword argument dictionary."""
     if isinstance(batch, dict):
         return model(**batch)
@@ -132,7 +133,7 @@ def record_run(
         arguments: Any = tree_unflatten(differentiable, tree)
         with _Recorder(unwrap_model(model), record if step == steps - 1 else RunRecord(), noise):
             with block():
-                output = called(model, arguments)
+                output = call_model(model, arguments)
             loss = loss_fn(output, arguments)
             (loss * scale).backward()
         record.loss = float(loss.detach())
@@ -149,13 +150,15 @@ class _Recorder:
         self._eps, self._seed = noise if noise is not None else (0.0, 0)
         self._generator: torch.Generator | None = None
         self._calls: dict[str, int] = {}
+        self._recomputations: dict[str, int] = {}
+        # {id(tensor): (tensor, its keys)}; holding the tensor keeps its id unique.
         self._labels: dict[int, tuple[Tensor, list[RecordKey]]] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
             self._hooks.append(
-                module.register_forward_hook(partial(self._see, original_name(name)))
+                module.register_forward_hook(partial(self._on_forward, original_name(name)))
             )
 
     def __exit__(self, *_: object) -> None:
@@ -163,40 +166,44 @@ class _Recorder:
             hook.remove()
         self._labels.clear()
 
-    def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
-        recomputed = is_backward_pass()
-        call = self._calls.get(name, 0)
-        if not recomputed:
-            self._calls[name] = call + 1
+    def _on_forward(self, name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
+        recomputed = is_backward_pass()  # a checkpointed module runs its forward again
+        call = self._number_call(name, recomputed)
         result = first_tensor(output)
         if not isinstance(result, Tensor):
             return None
         replaced = None
-        if (
-            self._eps
-            and not recomputed
-            and result is output
-            and not isinstance(result, QuantizedTensor)
-        ):
-            if result.is_floating_point():
-                if self._generator is None:
-                    self._generator = torch.Generator(result.device).manual_seed(self._seed)
-                factor = torch.empty_like(result, dtype=torch.float32).uniform_(
-                    -1, 1, generator=self._generator
-                )
-                result = result * (1 + self._eps * factor).to(result.dtype)
-            replaced = result
+        if self._eps and not recomputed and not isinstance(result, QuantizedTensor):
+            noisy = self._add_noise(result) if result.is_floating_point() else result
+            replaced, result = _replace_tensor(output, result, noisy), noisy
         if not recomputed:
             self._record.forward[RecordKey(name, call, "output")] = _copy(result)
         self._watch(first_tensor(arguments), RecordKey(name, call, "grad_input"))
         self._watch(result, RecordKey(name, call, "grad_output"))
         return replaced
 
+    def _number_call(self, name: str, recomputed: bool) -> int:
+        """Return the number of a module's call; recomputations run from the last call to the first."""
+        calls = self._calls.get(name, 0)
+        if not recomputed:
+            self._calls[name] = calls + 1
+            return calls
+        recomputations = self._recomputations.get(name, 0)
+        self._recomputations[name] = recomputations + 1
+        return max(calls - 1 - recomputations, 0)
+
+    def _add_noise(self, tensor: Tensor) -> Tensor:
+        if self._generator is None:
+            self._generator = torch.Generator(tensor.device).manual_seed(self._seed)
+        noise = torch.empty_like(tensor, dtype=torch.float32)
+        noise.uniform_(-1, 1, generator=self._generator)
+        return tensor * (1 + self._eps * noise).to(tensor.dtype)
+
     def _watch(self, tensor: Any, key: RecordKey) -> None:
         """Record the gradient of a tensor.
 
-        A tensor is the output of one module and the input to others. Its gradient is listed as the gradient
-        of the inputs first, innermost module first, because the pass of an input's module computed it.
+        If a tensor is the output of one module and the input to others, its gradient is recorded under all their keys:
+        inputs first, innermost module first, because the backward pass of the modules that read it has computed it.
         """
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return
@@ -208,11 +215,17 @@ class _Recorder:
         labels = [key]
         self._labels[id(tensor)] = (tensor, labels)
 
-        def see(gradient: Tensor) -> None:
+        def record_gradient(gradient: Tensor) -> None:
             for label in labels:
                 self._record.backward[label] = _copy(gradient)
 
-        tensor.register_hook(see)
+        tensor.register_hook(record_gradient)
+
+
+def _replace_tensor(output: Any, tensor: Tensor, replacement: Tensor) -> Any:
+    """Return a module output with one of its tensors replaced."""
+    leaves, tree = tree_flatten(output)
+    return tree_unflatten([replacement if leaf is tensor else leaf for leaf in leaves], tree)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -20,14 +20,16 @@ recipe creates them and their scaling states. `Linear.build` stores them in the 
 | weight | `spec.weight_quantizer` | `quantize_weight` | `weight_operands` |
 | dy | `spec.grad_output_quantizer` | `prepare_gradient` | `cast_gradient` |
 
-Unless the matrix is quantized or cached already, or multiplied unquantized, each ends in `product_operands`. It calls
-the quantizer's method `operands`, which launches the kernel (`primitives/quantize`). A kernel that computes or sums a
-matrix may quantize it too; it gets the quantizer's `cast` instead (`input_cast`, `gradient_cast`).
+These functions end in `product_operands`, which calls the quantizer's method `operands` and so launches the kernel
+(`primitives/quantize`), unless the matrix is quantized or cached already, or multiplied unquantized. In three cases
+the quantizer's `cast` describes the quantization to a kernel instead: the kernel that computes x (`input_cast`), the
+kernel that computes or sums dy (`gradient_cast`), and the cast of an operand whose columns are recomputed
+(`cast_rows`).
 
 **Settings.** The layer settings are a frozen record, `layer._config`. `@accepts` (`arguments.py`) checks and
 converts the constructor's arguments, `_configure_from` (`linear_base.py`) creates the record from them, and
-`@configure_class` (`config.py`) defines `layer.in_features`, `layer.return_bias` and so on as properties over it.
-Assigning one replaces the record, so that the next call has another spec.
+`@configure_class` (`config.py`) defines `layer.return_bias`, `layer.in_features` and so on as properties over it.
+Assigning one replaces the record, so that the next call has another spec; the sizes cannot be assigned.
 
 **Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names` is
 the set of names that a program has assigned. It is usually empty, and `_compute_output` calls `linear`; otherwise it

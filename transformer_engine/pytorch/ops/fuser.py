@@ -11,8 +11,8 @@ itself (`FusibleOperation.forward`). The fuser replaces each fused operation, su
 | built | once for each key, which describes the shapes, dtypes and settings of a call (`call_key.py`) | in each call |
 | when | usually | if there is a reason not to run prepared |
 
-A segment is either several consecutive operations from this package, or one operation whose methods a user wrote; the
-latter segment runs these methods. A channel between two operations separates their segments.
+A segment is one or more consecutive operations from this package, or one operation whose methods a user wrote, which
+run then. A channel between two operations separates their segments.
 
 Three functions return reasons to run in segments:
 
@@ -31,8 +31,9 @@ reaches: the first operation with an input or a parameter that requires a gradie
 are disabled, the index is the number of basic operations.
 
 **Registered fusions.** Users register functions that replace basic operations by `FusedOperation`s, in both passes or
-in one of them (`fusions.py`). They are applied for each new key, and in each call in segments, unless nothing that they
-depend on has changed (`_update_fusions`). A user's replacement in the forward pass only may leave the basic operations
+in one of them (`fusions.py`). They are applied for each new key, and in each call in segments, but again only if the
+registered functions, `first_with_backward`, or the recipe's class, `amax_history_len` or `backward_override` has
+changed (`fuse_operations`). A user's replacement in the forward pass only may leave the basic operations
 without the state that their own backward passes read: see `ChainRun._save_missing_state`.
 
 **te.explain** must see each choice of a backend, so within it every chain runs in segments. It reports the reasons of
@@ -89,7 +90,8 @@ __all__ = [
 _INTERVENTION = (
     "a backend is forced (te.use_backend), or an observer reads the choices (te.explain)"
 )
-# Prepared chains per fuser. A full cache is cleared. It fills if shapes vary: then each call builds its passes.
+# Prepared chains per fuser. A full cache is cleared: chains with more kinds of calls, for example with varying shapes,
+# are prepared again.
 _MAX_PREPARED = 64
 
 

@@ -1,6 +1,6 @@
 """Linear: a matrix product, a bias and tensor-parallel communication as one fused operation.
 
-| tensor_parallel_mode | operations |
+| tensor_parallel_mode | operations (`Bias` only with bias=True) |
 | --- | --- |
 | None, "column", or any mode with one rank | `BasicLinear`, `Bias` |
 | "row" with several ranks | `BasicLinear`, `Bias`, `AllReduce` (with sequence parallelism `ReduceScatter`) |

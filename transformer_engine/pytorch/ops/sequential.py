@@ -47,8 +47,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
     State dicts are checked before they are loaded (`CheckedLoading`). The list methods follow `Sequential`
     in NVIDIA's Transformer Engine, with whose checkpoints module names must agree. They differ from
-    `torch.nn.Sequential`: `extend` and `+` accept any iterable, a removal does not rename the remaining modules,
-    `append` uses the number after the highest one as the name, and `insert` renames all modules and, as
+    `torch.nn.Sequential`: `+` and `+=` accept any iterable, a removal does not rename the remaining modules, `extend`
+    and `append` name modules by the number after the highest one, and `insert` renames all modules and, as
     `list.insert`, accepts an index outside of the list. `*` repeats the same modules, which share their parameters.
     A child is None after `chain.name = None` or `add_module(name, None)`: iteration and calls skip it, indices and
     `len` count it.

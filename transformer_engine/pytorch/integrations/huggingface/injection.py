@@ -82,16 +82,25 @@ def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
     return True
 
 
-class InjectedForward:
-    """A layer's forward with torch's attention replaced; an object, so that layer copies call their own."""
+class ForwardWrapper:
+    """A module's forward with an operation replaced; an object, so that module copies call their own.
 
-    def __init__(self, forward: Any, replacement: sdpa.Function) -> None:
+    Args:
+        forward: The module's own forward.
+        replacement: Function or torch function mode that computes the operation.
+    """
+
+    def __init__(self, forward: Any, replacement: Any) -> None:
         self.forward, self.replacement = forward, replacement
 
     @property
     def __wrapped__(self) -> Any:
         """The function that `inspect.signature` reads; excluded from pickles, which store functions by name."""
         return self.forward
+
+
+class InjectedForward(ForwardWrapper):
+    """A layer's forward with torch's attention replaced by a function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +43,7 @@ from .sample import (
     run,
 )
 from .table import ConversionTable, LayerChoice
-from .timing import Comparison, compare, time_functions, wait_for_device
+from .timing import Comparison, compare, time_functions, time_steps, wait_for_device
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -296,10 +296,8 @@ class _Chooser:
         """Choices for the modules whose forward pass calls scaled_dot_product_attention itself."""
         if self.recorded is None:
             return []
-        named = dict(model.named_modules())
         rows = []
-        for name, calls in self.recorded.attention.items():
-            module = named[name]
+        for name, module, calls in _callers(model, self.recorded.attention):
             selected = (include is None or matches(include, name, module)) and not matches(
                 exclude, name, module
             )
@@ -322,10 +320,8 @@ class _Chooser:
         """Choices for the modules whose forward pass calls grouped_mm itself."""
         if self.recorded is None:
             return []
-        named = dict(model.named_modules())
         rows = []
-        for name, calls in self.recorded.experts.items():
-            module = named[name]
+        for name, module, calls in _callers(model, self.recorded.experts):
             reason = self._experts_reason(name, module, include, exclude)
             if reason is not None:
                 rows.append(LayerChoice(name, _EXPERTS, "torch", reason))
@@ -353,6 +349,14 @@ class _Chooser:
         return self.recorded.experts_reasons.get(name) or unsupported_sizes(
             self.converter.recipe, self.recorded.experts[name]
         )
+
+
+def _callers(
+    model: nn.Module, recorded: dict[str, Counter[SampleCall]]
+) -> Iterator[tuple[str, nn.Module, Counter[SampleCall]]]:
+    """Names and modules that called a function in the sample, with their calls."""
+    named = dict(model.named_modules())
+    return ((name, named[name], calls) for name, calls in recorded.items())
 
 
 def _list_stacked_experts(model: nn.Module, listed: set[str]) -> list[LayerChoice]:
@@ -455,11 +459,7 @@ def _model_ms(model: nn.Module, sample: Any) -> float | None:
     times = []
     with preserve_state(model), torch.enable_grad():
         for _ in range(8):
-            wait_for_device()
-            begin = time.perf_counter()
-            step()
-            wait_for_device()
-            times.append(1e3 * (time.perf_counter() - begin))
+            times.append(1e3 * time_steps(step, 1, wait_for_device))
     return sorted(times[3:])[2]
 
 

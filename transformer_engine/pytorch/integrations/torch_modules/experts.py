@@ -16,10 +16,11 @@ from ....common.recipe import Recipe
 from ...module import GroupedLinear
 from ...quantization.autocast import autocast
 from ...quantization.model_init import quantized_model_init
+from ..huggingface.injection import ForwardWrapper
 from .eligibility import format_reason
 from .grouped_calls import GROUPED_PRODUCTS, unsupported_call
 from .sample import SampleCall
-from .timing import Comparison, Cost, time_functions
+from .timing import Comparison, sum_costs, time_functions
 
 
 class EngineExperts(TorchFunctionMode):
@@ -75,21 +76,13 @@ class EngineExperts(TorchFunctionMode):
 _NO_BUFFERS = (None, None)
 
 
-class InjectedExperts:
-    """A module's forward with torch's grouped_mm replaced; an object, so that copies of the module call their own."""
-
-    def __init__(self, forward: Any, engine: EngineExperts) -> None:
-        self.forward, self.engine = forward, engine
-
-    @property
-    def __wrapped__(self) -> Any:
-        """The function that `inspect.signature` reads."""
-        return self.forward
+class InjectedExperts(ForwardWrapper):
+    """A module's forward with torch's grouped_mm replaced by `EngineExperts`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
-        with self.engine:
+        with self.replacement:
             return self.forward(*args, **kwargs)
 
 
@@ -118,7 +111,7 @@ def unsupported_sizes(recipe: Recipe | None, calls: Counter[SampleCall]) -> str 
 
 def compare_experts(recipe: Recipe | None, calls: Counter[SampleCall]) -> Comparison:
     """Time torch's grouped_mm and the engine's products with equal numbers of rows per expert."""
-    totals: list[list[Any]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
+    costs = []
     for call, count in calls.items():
         rows, experts = call.shapes[0][0], call.shapes[1][0]
         ends = torch.arange(1, experts + 1, device=call.device) * rows // experts
@@ -127,11 +120,8 @@ def compare_experts(recipe: Recipe | None, calls: Counter[SampleCall]) -> Compar
             for function in (GROUPED_PRODUCTS[0], EngineExperts(recipe).multiply)
         ]
         stored = call._replace(shapes=(call.shapes[0], (experts, *call.shapes[1][:0:-1])))
-        for total, side in zip(totals, time_functions(functions, stored), strict=True):
-            total[0] += count * side.ms
-            total[1] = None if side.held is None else total[1] + count * side.held
-            total[2] += count * side.host_ms
-    return Comparison(Cost(*totals[0]), Cost(*totals[1]))
+        costs.append((count, time_functions(functions, stored)))
+    return sum_costs(costs)
 
 
 def _multiply(function: Any, offs: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +57,23 @@ def compare(module: nn.Module, converter: Converter, calls: Counter[SampleCall])
     """
     copies = _copy(module), _copy(module)
     converter.convert(copies[1])
-    totals: list[list[Any]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
+    costs = []
     for call, count in calls.most_common(_SHAPES):
         for copy in copies:
             copy.requires_grad_(call.trains)
-        for total, side in zip(totals, time_functions(copies, call), strict=True):
+        costs.append((count, time_functions(copies, call)))
+    return sum_costs(costs)
+
+
+def sum_costs(costs: Iterable[tuple[int, Sequence[Cost]]]) -> Comparison:
+    """Sum the costs of original and converted calls.
+
+    Args:
+        costs: For each kind of call, its count, and the costs of one original and one converted call.
+    """
+    totals: list[list[Any]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
+    for count, sides in costs:
+        for total, side in zip(totals, sides, strict=True):
             total[0] += count * side.ms
             total[1] = None if side.held is None else total[1] + count * side.held
             total[2] += count * side.host_ms
@@ -86,6 +99,7 @@ def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall)
         call: Shapes, dtype, device and gradients of the tensors.
     """
     device = call.device
+    wait = functools.partial(wait_for_device, device)
     inputs = [
         torch.randn(shape, dtype=call.dtype, device=device, requires_grad=call.needs_grad)
         for shape in call.shapes
@@ -94,13 +108,13 @@ def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall)
     for step in steps:
         for _ in range(_WARM_STEPS):
             step()
-    single = min(_time_steps(step, 1, device) for step in steps)
+    single = min(time_steps(step, 1, wait) for step in steps)
     repeats = max(1, min(_REPEATS, int(_SECONDS / max(single, 1e-6))))
     host: list[list[float]] = [[] for _ in steps]
     kernels: list[list[float]] = [[] for _ in steps]
     for _ in range(_ROUNDS):
         for number, step in enumerate(steps):
-            seconds = _time_steps(step, repeats, device)
+            seconds = time_steps(step, repeats, wait)
             host[number].append(seconds / repeats)
             kernels[number].append(_time_kernels(step, repeats, device, seconds) / repeats)
     return [
@@ -127,13 +141,19 @@ def _step(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[],
     return step
 
 
-def _time_steps(step: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Seconds for some steps, including the host's time."""
-    wait_for_device(device)
+def time_steps(step: Callable[[], Any], repeats: int, wait: Callable[[], Any]) -> float:
+    """Seconds for some steps, including the host's time.
+
+    Args:
+        step: Function to time.
+        repeats: Number of calls.
+        wait: Function that waits for the work of the device before the first call and after the last.
+    """
+    wait()
     begin = time.perf_counter()
     for _ in range(repeats):
         step()
-    wait_for_device(device)
+    wait()
     return time.perf_counter() - begin
 
 
