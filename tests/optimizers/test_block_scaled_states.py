@@ -179,3 +179,33 @@ def test_exponents_of_another_size_are_rejected(device):
     with pytest.raises(ValueError, match=r"list 4 is torch.uint8 \[3\]; .*uint8 \[128\]"):
         optimizer.step()
     assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2e19])
+def test_a_gradient_without_finite_square_makes_the_moments_of_its_block_nan(value, device):
+    """2e19 is finite, but its square is not a float32 number."""
+    (p,) = parameters(device, shapes=((256,),))
+    optimizer = train([p], 0, **BLOCKS)
+    p.grad = torch.ones_like(p)
+    p.grad[3] = value
+    optimizer.step()
+    moment = optimizer.get_unscaled_state(p, "exp_avg_sq")
+    assert moment[:128].isnan().all() and moment[128:].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1.7e19])
+def test_moments_have_the_range_of_float32_gradients(scale, device):
+    (p,) = parameters(device, shapes=((256,),))
+    optimizer = train([p], 0, **BLOCKS)
+    p.grad = torch.linspace(0.25, 1.0, 256, device=device) * scale
+    optimizer.step()
+    torch.testing.assert_close(
+        optimizer.get_unscaled_state(p, "exp_avg"), 0.1 * p.grad, rtol=2.0**-4, atol=0.0
+    )
+    if scale >= 1e-15:  # the squares of smaller gradients are below the least exponent
+        torch.testing.assert_close(
+            optimizer.get_unscaled_state(p, "exp_avg_sq") / scale,
+            0.001 * p.grad / scale * p.grad,
+            rtol=2.0**-3,
+            atol=0.0,
+        )

@@ -30,6 +30,8 @@ class AdamStates(CopiedWhole):
     name_to_dtype_map: dict[str, torch.dtype]
     _scales: dict[Tensor, dict[str, Tensor]]
     _dummy_overflow_buf: Tensor
+    _opt_called: bool
+    _partial_step: str | None = None  # how an exception has ended a step of some parameters only
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle; a float32 parameter is its own master again."""
@@ -201,6 +203,7 @@ class AdamStates(CopiedWhole):
         """
         steps = check_saved(state_dict, self.param_groups, self.defaults, self.master_weights)
         super().load_state_dict(state_dict)
+        self._partial_step = None
         places = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, parameter in zip(places, self._parameters(), strict=True):
             saved = state_dict["state"].get(index)

@@ -9,8 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...common.operation_settings import CHUNK
+from ...common.warning import warn_once
+from ..runtime.checks import is_distributed
 from ..tensor.quantized_tensor import QuantizedTensor
 from .adam_states import NAMES
 from .buckets import Bucket, BucketKey, GroupBuckets
@@ -30,6 +33,11 @@ class SteppableOptimizer(Protocol):
     _backward_buckets: dict[Tensor, GroupBuckets]
     _known_states: list[dict[str, Tensor]]
     _checked: GroupChecks
+    _dummy_overflow_buf: Tensor
+    _partial_step: str | None
+    _opt_called: bool
+    _optimizer_step_pre_hooks: dict[int, Any]
+    _optimizer_step_post_hooks: dict[int, Any]
 
     def _forget_replaced_states(self) -> None: ...
     def _advance(
@@ -46,23 +54,119 @@ class SteppableOptimizer(Protocol):
     ) -> None: ...
 
 
+_REDUCED_LATER = (
+    "DistributedDataParallel or with another reduction after the backward pass, which the steps would precede; use "
+    "fully_shard (FSDP2), or loss.backward() and step()"
+)
+
+
 @contextmanager
 def step_in_backward(optimizer: SteppableOptimizer) -> Iterator[None]:
     """Step parameters from hooks; see `FusedAdam.step_in_backward`."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    _check_entry(optimizer, parameters)
+    calls = _call_step_hooks(optimizer)
+    next(calls)
+    steps = _Steps(optimizer)
+    try:
+        with ExitStack() as hooks:
+            for parameter in parameters:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(steps.step).remove)
+            yield
+        for parameter in parameters:
+            if parameter.grad is not None:
+                steps.step(parameter)
+    except BaseException as error:
+        _end_by_error(steps, len(parameters), error)
+        raise
+    finally:
+        optimizer._known_states = list(optimizer.state.values())
+    optimizer._opt_called = True  # learning-rate schedulers warn if no step has preceded theirs
+    next(calls, None)
+
+
+def _check_entry(optimizer: SteppableOptimizer, parameters: list[Tensor]) -> None:
+    """Raise RuntimeError if gradients of the next backward pass cannot be stepped, before any state changes."""
     if optimizer.use_decoupled_grad:
         raise RuntimeError(
             "step_in_backward reads .grad, and use_decoupled_grad=True has other gradients; call step()"
         )
-    steps = _Steps(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    with ExitStack() as hooks:
-        for parameter in parameters:
-            hooks.callback(parameter.register_post_accumulate_grad_hook(steps.step).remove)
-        yield
+    check_complete(optimizer._partial_step)
     for parameter in parameters:
-        if parameter.grad is not None:
-            steps.step(parameter)
-    optimizer._known_states = list(optimizer.state.values())
+        shape = list(parameter.shape)
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(isinstance(getattr(hook, "__self__", None), _Steps) for hook in hooks.values()):
+            raise RuntimeError(
+                f"a parameter {shape} is stepped by another step_in_backward() already; leave that context before "
+                "entering this one, and give each parameter to one optimizer"
+            )
+        if getattr(parameter, "main_grad", None) is not None:
+            raise RuntimeError(
+                f"a parameter {shape} has main_grad, and step_in_backward reads .grad; build its layer without "
+                "fuse_wgrad_accumulation and delete main_grad, or copy main_grad to .grad and call step()"
+            )
+        if hasattr(parameter, "_ddp_mp_hook_state"):  # DistributedDataParallel(mixed_precision=..)
+            raise RuntimeError(f"a parameter {shape} belongs to {_REDUCED_LATER}")
+    if _process_count() > 1 and not all(map(is_distributed, parameters)):
+        warn_once(
+            "step_in_backward with parameters that are no DTensors",
+            "step_in_backward steps parameters that are no DTensors from the gradients of this rank; do not use it "
+            f"with {_REDUCED_LATER}",
+            stacklevel=5,  # the with statement, above this function, the generator and its __enter__
+        )
+
+
+def _process_count() -> int:
+    """Processes of the default process group; 1 if there is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
+
+
+def check_complete(partial_step: str | None) -> None:
+    """Raise RuntimeError if an exception has ended the last step after some of its parameters."""
+    if partial_step is not None:
+        raise RuntimeError(
+            f"{partial_step}, and another step from the same batch would step these parameters twice; restore the "
+            "parameters and call load_state_dict(), or skip the batch: call zero_grad()"
+        )
+
+
+def _end_by_error(steps: _Steps, parameters: int, error: BaseException) -> None:
+    """Count no step if no parameter was stepped; note a step of some parameters only."""
+    if not steps.stepped:
+        steps.retract()
+    elif len(steps.stepped) < parameters:
+        steps.optimizer._partial_step = (
+            f"{type(error).__name__} ended step_in_backward() after {len(steps.stepped)} of {parameters} parameters "
+            "were stepped"
+        )
+
+
+def _call_step_hooks(optimizer: SteppableOptimizer) -> Iterator[None]:
+    """Call the optimizer's hooks before a step, yield once, and call its hooks after a step."""
+    args: tuple[Any, ...] = (optimizer,)
+    keywords: dict[str, Any] = {}
+    before: list[Any] = [
+        *_global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+    ]
+    for hook in before:
+        changed = hook(optimizer, args, keywords)
+        if changed is None:
+            continue
+        if not (isinstance(changed, tuple) and len(changed) == 2):
+            raise RuntimeError(
+                f"an optimizer's step pre-hook returned {changed!r}; return None or (args, kwargs)"
+            )
+        args, keywords = changed
+    yield
+    after: list[Any] = [
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+    for hook in after:
+        hook(optimizer, args, keywords)
 
 
 class _Steps:
@@ -80,6 +184,7 @@ class _Steps:
         self.optimizer = optimizer
         self.rates: dict[Tensor, Tensor] = {}
         self.stepped: set[Tensor] = set()
+        self._first_steps = ["step" not in group for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             params = [p for p in group["params"] if p.requires_grad]
             by_device = optimizer._advance(group, {local_part(p).device for p in params}, None)
@@ -95,19 +200,37 @@ class _Steps:
                 self.rates.update(zip(own, table.unbind(), strict=True))
 
     @torch.no_grad()
+    def retract(self) -> None:
+        """Subtract the step that the constructor has counted."""
+        optimizer = self.optimizer
+        counted = (
+            (optimizer._dummy_overflow_buf != 1).to(torch.int32) if optimizer.capturable else 1
+        )
+        for group, is_first in zip(optimizer.param_groups, self._first_steps, strict=True):
+            if is_first:
+                del group["step"]
+            else:
+                group["step"] -= counted
+
+    @torch.no_grad()
     def step(self, parameter: Tensor) -> None:
         """Step a parameter and set its gradient to None."""
         optimizer = self.optimizer
         if parameter in self.stepped:
             raise RuntimeError(
                 f"a parameter {list(parameter.shape)} got a second gradient in one step_in_backward(); enter the "
-                "context for a step's last backward pass only, and use checkpoints with use_reentrant=False for "
-                "functions that share parameters"
+                "context for a step's last backward pass only, use checkpoints with use_reentrant=False for functions "
+                f"that share parameters, and do not use it with {_REDUCED_LATER}"
             )
-        self.stepped.add(parameter)
+        if parameter.grad is None:
+            raise RuntimeError(
+                f"a parameter {list(parameter.shape)} has no .grad after its accumulation; do not free it in a hook "
+                "or accumulate it in main_grad within step_in_backward()"
+            )
         bucket = self._bucket(parameter)
         rates = {bucket.parameters[0].device: self.rates[parameter]}
         lists = optimizer._lists([parameter.grad], bucket)
+        self.stepped.add(parameter)
         optimizer._step_bucket(bucket, lists, rates, may_skip=False)
         parameter.grad = None
 

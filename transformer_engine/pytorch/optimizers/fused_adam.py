@@ -19,7 +19,7 @@ from ..primitives.multi_tensor import adam_rates, copy_to_device
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .adam_states import NAMES, AdamStates, float_values
-from .backward_steps import step_in_backward
+from .backward_steps import check_complete, step_in_backward
 from .buckets import Bucket, BucketKey, GroupBuckets, group_into_buckets
 from .checks import (
     NUMBERS,
@@ -95,6 +95,7 @@ class FusedAdam(AdamStates):
         "fuse_unscale",
         "set_grad_none",
         "_scales",
+        "_partial_step",
         "_dummy_overflow_buf",
         "_step_supports_amp_scaling",
     )
@@ -221,11 +222,17 @@ class FusedAdam(AdamStates):
             with torch.enable_grad():
                 loss = closure()
         self._checked.check(self.param_groups)
+        check_complete(self._partial_step)
         flag = self._dummy_overflow_buf
         inverse = None
         if grad_scaler is not None and self.capturable:
             # float32 [1] = 1 / scale, or 1 if the gradients are unscaled; sets the flag if a gradient is not finite.
             found = grad_scaler._check_inf_per_device(self)
+            if not found:
+                raise RuntimeError(
+                    "no parameter has a gradient for the GradScaler to check; step_in_backward() has freed them, and "
+                    "has stepped without unscaling: use it without a GradScaler, or call loss.backward() outside of it"
+                )
             flag.copy_(
                 torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0
             )
@@ -260,15 +267,25 @@ class FusedAdam(AdamStates):
         The gradients of a model then never exist together, and `step` is not called. If all parameters have gradients,
         the bits are equal to those of `loss.backward(); optimizer.step()`. Gradients of backward passes before the
         context are added. Gradients that appear only after the backward pass, as with FSDP2, are stepped at
-        the end of the context. The norm of all gradients is unknown before the first step and cannot be clipped.
+        the end of the context. The norm of all gradients is unknown before the first step and cannot be clipped, and
+        a GradScaler cannot skip the step or unscale the gradients.
+
+        The context counts as one `step` for learning-rate schedulers and step hooks: pre-hooks run on entry, before
+        the gradients exist, and post-hooks on exit. An exception before the first gradient counts no step. After
+        some parameters were stepped, the step stays counted, and these parameters stay stepped; the next step is an
+        error unless load_state_dict() or zero_grad() precedes it.
+
+        Gradients must be complete in the backward pass. DistributedDataParallel reduces them after the hooks, so that
+        replicas would diverge: a warning tells so in a process group if parameters are no DTensors.
 
         Example:
             with optimizer.step_in_backward():
                 loss.backward()
 
         Raises:
-            RuntimeError: With use_decoupled_grad; or a parameter gets two gradients in one context, as from two
-                backward passes or from two reentrant checkpoints that share it.
+            RuntimeError: With use_decoupled_grad; a parameter has main_grad, or is stepped by another context; or it
+                gets two gradients in one context, as from two backward passes, from two reentrant checkpoints that
+                share it, or under DistributedDataParallel.
         """
         return step_in_backward(self)
 
@@ -444,6 +461,9 @@ class FusedAdam(AdamStates):
             raise ValueError(
                 f"set_grad_none={self.set_grad_none} was given to FusedAdam, set_to_none={set_to_none} here; give one"
             )
+        self._partial_step: str | None = (
+            None  # the gradients that have not been stepped are dropped
+        )
         setting = self.set_grad_none if set_to_none is None else set_to_none
         to_none = True if setting is None else setting
         if not self.use_decoupled_grad:
