@@ -70,7 +70,7 @@ def _divide_groups(layer: Any, name: str, value: Any) -> None:
 class DotProductAttention(TransformerEngineBaseModule):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys.
 
-    The output is 0 for a query without visible keys. Arguments that are not listed are as in `Linear`.
+    The output is 0 for a query without visible keys. The other arguments are as in `Linear`.
 
     Args:
         num_attention_heads: Query heads on all ranks of tp_group.
