@@ -174,20 +174,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    number: dict[str, Any] = {"type": int, "help": "(default: %(default)s)"}
-    parser.add_argument("--layers", default=32, **number)
-    parser.add_argument("--hidden", default=4096, **number)
-    parser.add_argument("--feed-forward", default=14336, **number)
-    parser.add_argument("--head-size", default=128, **number)
-    parser.add_argument("--groups", default=8, **number)
-    parser.add_argument("--vocabulary", default=128256, **number)
-    parser.add_argument("--length", default=8192, **number)
-    parser.add_argument("--batch", default=1, **number)
-    parser.add_argument("--steps", default=50, **number)
+    parser.add_argument("--layers", default=32, type=int, help="decoder layers")
+    parser.add_argument("--hidden", default=4096, type=int, help="features per token")
+    parser.add_argument("--feed-forward", default=14336, type=int, help="features in an MLP")
+    parser.add_argument("--head-size", default=128, type=int, help="features per attention head")
+    parser.add_argument("--groups", default=8, type=int, help="key and value heads")
+    parser.add_argument("--vocabulary", default=128256, type=int, help="tokens in the vocabulary")
+    parser.add_argument("--length", default=8192, type=int, help="tokens per sequence")
+    parser.add_argument("--batch", default=1, type=int, help="sequences per step")
+    parser.add_argument("--steps", default=50, type=int, help="training steps")
     parser.add_argument("--warm-up", default=4, type=int, help="steps before times are measured")
     parser.add_argument("--rate", default=1e-5, type=float, help="learning rate")
-    parser.add_argument("--recipe", choices=RECIPES, default="current")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="stochastic")
+    parser.add_argument("--recipe", choices=RECIPES, default="current", help="recipe")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="stochastic", help="states of the optimizer"
+    )
     parser.add_argument(
         "--quantized", action="store_true", help="FP8 parameters with float32 masters"
     )

@@ -70,7 +70,7 @@ def main() -> None:
                 continue
             if launch.tables:
                 unsupported[name] = "table"
-            elif launch.dependent:
+            elif launch.dependent or launch.cooperative:
                 unsupported[name] = "dependent"
             elif not DTYPES.keys() >= set(kinds) - {None}:
                 # float64, which JAX supports only if it is enabled for the whole process

@@ -18,6 +18,8 @@ from transformer_engine.jax.quantize import (
     GroupedNoScaleTensor,
     GroupedScaledTensor1x,
     NoScaleTensor,
+    QuantizerFactory,
+    ScalingMode,
     get_quantization_recipe,
 )
 from transformer_engine.jax.sharding import MeshResource, global_shard_guard
@@ -54,6 +56,14 @@ def test_a_field_of_the_mesh_resource_is_named_by_both_keywords():
             assert sharding.get_active_resource_axis(**{name: "tp_resource"}) is None
         with pytest.raises(ValueError, match="resource_name='x' is not a field"):
             sharding.get_active_resource_axis("x")
+
+
+def test_mesh_axes_of_a_quantizer_are_accepted_under_both_names():
+    quantizer = QuantizerFactory.create(
+        scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
+    x = normal(jax.random.key(0), (32, 64))
+    equal(quantizer.quantize(x, over=()), quantizer.quantize(x, mesh_axes=()))
 
 
 def test_the_order_of_received_rows_is_accepted_under_both_names():

@@ -377,7 +377,7 @@ def local_permute_after_a2a(
     return rows, counts.sum(axis=0), new_index
 
 
-@accepts_former_keywords(new_index="state")
+@accepts_former_keywords(goes_to="state")
 def local_unpermute_before_a2a(expert_outputs: Array, state: Array) -> Array:
     """Restore the reception order that `local_permute_after_a2a` changed.
 

@@ -15,6 +15,9 @@ from ..formats import ceil_div
 from .launch import MEASURED_MEMORY, Launch, Machine, Output
 
 _ROWS, _DEPTH, _STAGES, _WARPS = 128, 64, 4, 8
+MOST_PAIRS = tl.constexpr(
+    16384
+)  # pairs of rows of tiles: 4 million rows, whose products exceed every memory
 
 
 @triton.jit
@@ -34,13 +37,16 @@ def symmetric_product_kernel(
 ):
     """Compute one tile [ROWS, 2 ROWS] on or below the diagonal; EVEN: the sizes are multiples of the tile's."""
     number = tl.program_id(0)
-    # Both rows of tiles in pair p have p + 1 tiles: p (p + 1) tiles precede them.
+    # Both rows of tiles in pair p have p + 1 tiles: p (p + 1) tiles precede them. The limits of pair and j change no
+    # value; they bound the offsets.
     pair = ((tl.sqrt(4.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    pair = tl.minimum(tl.maximum(pair, 0), MOST_PAIRS)
     pair = tl.where(pair * (pair + 1) > number, pair - 1, pair)
     pair = tl.where((pair + 1) * (pair + 2) <= number, pair + 1, pair)
     rest = number - pair * (pair + 1)
     second = (rest > pair).to(tl.int32)
-    i, j = 2 * pair + second, rest - second * (pair + 1)
+    i = 2 * pair + second
+    j = tl.minimum(tl.maximum(rest - second * (pair + 1), 0), pair)
     matrix = tl.program_id(1).to(tl.int64)
     m = i * ROWS + tl.arange(0, ROWS)
     n = j * (2 * ROWS) + tl.arange(0, 2 * ROWS)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from ...common import env
-from ...common.checks import integer, switch
+from ...common.checks import accepts_former_keywords, integer, switch
 from ...common.quantize_spec import FAST_ERRORS, QuantizeSpec
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
@@ -97,6 +97,7 @@ class Quantizer:
     def __post_init__(self) -> None:
         check_settings({f.name: getattr(self, f.name) for f in fields(self)})
 
+    @accepts_former_keywords(over="mesh_axes")
     def quantize(
         self,
         x: Array,
