@@ -84,10 +84,9 @@ def test_no_script_times_by_itself():
             "convert",
             "finetune",
             "model_step",
-            "muon",
             "recipe_table",
             "train_switches",
-        ),  # training runs, and steps of optimizers
+        ),  # training runs
         *(
             "context_parallel",
             "jax_ranks",

@@ -76,9 +76,8 @@ REFERENCES = {
     "jax_activation_codes": "separate",
     "jax_grouped_gemm": "ragged_dot",
 }
-WAITING_NICENESS = (
-    10  # of a process that compiles during the test of PyTorch, whose processes go first
-)
+# Niceness of a process that compiles during the test of PyTorch, whose processes go first.
+WAITING_NICENESS = 10
 THREADS = 8  # programs that are lowered and compiled at a time
 COMPILE_SHARE = 0.85  # of the time limit, after which no further case is compiled
 RUNS, TIMED_SECONDS = 20, 0.02

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ...common.formats import ceil_div
 from ...common.operation_settings import CHUNK
 from ...common.warning import warn_once
+from ..distributed.collectives import world_size
 from ..runtime.checks import is_distributed
 from ..tensor.quantized_tensor import QuantizedTensor
 from .adam_states import NAMES
@@ -107,20 +109,13 @@ def _check_entry(optimizer: SteppableOptimizer, parameters: list[Tensor]) -> Non
             )
         if hasattr(parameter, "_ddp_mp_hook_state"):  # DistributedDataParallel(mixed_precision=..)
             raise RuntimeError(f"a parameter {shape} belongs to {_REDUCED_LATER}")
-    if _process_count() > 1 and not all(map(is_distributed, parameters)):
+    if world_size() > 1 and not all(map(is_distributed, parameters)):
         warn_once(
             "step_in_backward with parameters that are no DTensors",
             "step_in_backward steps parameters that are no DTensors from the gradients of this rank; do not use it "
             f"with {_REDUCED_LATER}",
             stacklevel=5,  # the with statement, above this function, the generator and its __enter__
         )
-
-
-def _process_count() -> int:
-    """Processes of the default process group; 1 if there is none."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
 
 
 def check_complete(partial_step: str | None) -> None:
@@ -188,11 +183,11 @@ class _Steps:
         for group in optimizer.param_groups:
             params = [p for p in group["params"] if p.requires_grad]
             by_device = optimizer._advance(group, {local_part(p).device for p in params}, None)
-            chunks = _first_chunks(optimizer, params)
+            chunks = _first_chunks(optimizer, params) if optimizer.stochastic_rounding else None
             for device, numbers in by_device.items():
                 own = [p for p in params if local_part(p).device == device]
                 table = numbers.repeat(len(own), 1)
-                if optimizer.stochastic_rounding:
+                if chunks is not None:
                     firsts = torch.tensor(
                         [chunks[p] for p in own], dtype=torch.float32, device="cpu"
                     )
@@ -263,5 +258,5 @@ def _first_chunks(optimizer: SteppableOptimizer, params: list[Tensor]) -> dict[T
         kind = type(local) if isinstance(local, QuantizedTensor) else local.dtype
         bucket = (local.device, kind, optimizer._keeps_remainder(parameter))
         firsts[parameter] = totals.get(bucket, 0)
-        totals[bucket] = firsts[parameter] + -(-local.numel() // CHUNK)
+        totals[bucket] = firsts[parameter] + ceil_div(local.numel(), CHUNK)
     return firsts

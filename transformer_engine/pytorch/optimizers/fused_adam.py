@@ -461,9 +461,8 @@ class FusedAdam(AdamStates):
             raise ValueError(
                 f"set_grad_none={self.set_grad_none} was given to FusedAdam, set_to_none={set_to_none} here; give one"
             )
-        self._partial_step: str | None = (
-            None  # the gradients that have not been stepped are dropped
-        )
+        # The gradients that have not been stepped are dropped.
+        self._partial_step: str | None = None
         setting = self.set_grad_none if set_to_none is None else set_to_none
         to_none = True if setting is None else setting
         if not self.use_decoupled_grad:

@@ -60,9 +60,7 @@ def _unsupported_reason(request: SymmetricRequest) -> str | None:
 
 
 def _bind(request: SymmetricRequest) -> Callable[..., Tensor]:
-    from ...common.kernels.symmetric_product import (
-        symmetric_product as launch,  # it imports triton
-    )
+    from ...common.kernels.symmetric_product import symmetric_product as launch
 
     sizes = (*request.shape, DTYPE_NAMES[request.dtype])
     index = request.device.index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,14 @@ from .attention import (
     restore_attention,
     unsupported_module,
 )
-from .eligibility import Eligibility, Filter, candidates, check_filter, check_recipe, matches
+from .eligibility import (
+    Eligibility,
+    Filter,
+    candidates,
+    check_filter,
+    check_recipe,
+    is_selected,
+)
 from .experts import (
     compare_experts,
     convert_experts,
@@ -285,9 +292,16 @@ class _Chooser:
         if not self.timed or calls is None:
             return LayerChoice(name, described_as, choice, "supported")
         key = described_as, *_tensor_facts(module), frozenset(calls.items())
+        costs = self._costs(key, compare, module, self.converter, calls)
+        return _time_choice(name, described_as, choice, costs)
+
+    def _costs(
+        self, key: tuple[Any, ...], measure: Callable[..., Comparison], *args: Any
+    ) -> Comparison:
+        """Costs of the layers with this key, measured once."""
         if key not in self._compared:
-            self._compared[key] = compare(module, self.converter, calls)
-        return _time_choice(name, described_as, choice, self._compared[key])
+            self._compared[key] = measure(*args)
+        return self._compared[key]
 
     def _sample_reason(
         self, name: str, linear: bool, calls: Counter[SampleCall] | None
@@ -311,10 +325,7 @@ class _Chooser:
             return []
         rows = []
         for name, module, calls in _callers(model, self.recorded.attention):
-            selected = (include is None or matches(include, name, module)) and not matches(
-                exclude, name, module
-            )
-            reason = None if selected else "not selected"
+            reason = None if is_selected(name, module, include, exclude) else "not selected"
             reason = (
                 reason or self.recorded.attention_reasons.get(name) or unsupported_module(module)
             )
@@ -323,10 +334,8 @@ class _Chooser:
             if reason is not None:
                 rows.append(LayerChoice(name, _ATTENTION, "torch", reason))
                 continue
-            key = _ATTENTION, frozenset(calls.items())
-            if key not in self._compared:
-                self._compared[key] = _compare_attention(calls)
-            rows.append(_time_choice(name, _ATTENTION, "te", self._compared[key]))
+            costs = self._costs((_ATTENTION, frozenset(calls.items())), _compare_attention, calls)
+            rows.append(_time_choice(name, _ATTENTION, "te", costs))
         return rows
 
     def experts(self, model: nn.Module, include: Filter, exclude: Filter) -> list[LayerChoice]:
@@ -342,18 +351,15 @@ class _Chooser:
                 rows.append(LayerChoice(name, _EXPERTS, self.converted_name, "supported"))
             else:
                 key = _EXPERTS, frozenset(calls.items())
-                if key not in self._compared:
-                    self._compared[key] = compare_experts(self.converter.recipe, calls)
-                row = _time_choice(name, _EXPERTS, self.converted_name, self._compared[key])
-                rows.append(row)
+                costs = self._costs(key, compare_experts, self.converter.recipe, calls)
+                rows.append(_time_choice(name, _EXPERTS, self.converted_name, costs))
         return rows
 
     def _experts_reason(
         self, name: str, module: nn.Module, include: Filter, exclude: Filter
     ) -> str | None:
         assert self.recorded is not None
-        selected = include is None or matches(include, name, module)
-        if not selected or matches(exclude, name, module):
+        if not is_selected(name, module, include, exclude):
             return "not selected"
         if self.compiled:
             return "torch.compile traces torch's grouped_mm"
@@ -411,7 +417,7 @@ def _time_choice(name: str, module: str, converted: str, compared: Comparison) -
 def _by_host_time(rows: list[LayerChoice]) -> list[LayerChoice]:
     """Rows without the layers that take longer than the original when the host's launches count."""
 
-    def kept(row: LayerChoice) -> LayerChoice:
+    def choose(row: LayerChoice) -> LayerChoice:
         if row.choice == "torch" or row.costs is None:
             return row
         ratio = row.costs.converted.host_ms / row.costs.original.host_ms
@@ -420,7 +426,7 @@ def _by_host_time(rows: list[LayerChoice]) -> list[LayerChoice]:
         reason = f"{row.reason}, {ratio:.2f} with the host's launches"
         return dataclasses.replace(row, choice="torch", reason=reason)
 
-    return [kept(row) for row in rows]
+    return [choose(row) for row in rows]
 
 
 def _every_linear(rows: list[LayerChoice]) -> list[LayerChoice]:

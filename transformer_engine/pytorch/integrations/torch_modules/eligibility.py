@@ -35,6 +35,12 @@ def matches(rule: Filter, name: str, module: nn.Module) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def is_selected(name: str, module: nn.Module, include: Filter, exclude: Filter) -> bool:
+    """Whether `include` selects a module (None: all) and `exclude` does not."""
+    included = include is None or matches(include, name, module)
+    return included and not matches(exclude, name, module)
+
+
 def check_filter(argument: str, rule: Filter) -> None:
     """Raise TypeError for a filter that is neither patterns nor a function."""
     patterns = isinstance(rule, Sequence) and all(isinstance(pattern, str) for pattern in rule)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....common.formats import ceil_div
 from ....common.operation_settings import STATE_BLOCK
 
 _DROPPED = 20  # mantissa bits that the codes lack
@@ -45,7 +46,7 @@ SECOND = BlockFormat(signed=False, top=14, rebias=112, multiplier=0x85EBCA6B)
 
 def block_count(elements: int) -> int:
     """Number of blocks; the last one may be incomplete."""
-    return -(-elements // STATE_BLOCK)
+    return ceil_div(elements, STATE_BLOCK)
 
 
 def decode(codes: Tensor, exponents: Tensor, block_format: BlockFormat) -> Tensor:
