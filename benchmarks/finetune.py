@@ -1,4 +1,4 @@
-"""Tokens/s and peak memory of training all of 8 billion parameters on one GPU: this engine beside torchao.
+"""Compare this engine and torchao: tokens/s and peak memory for training 8 billion parameters on one GPU.
 
     python benchmarks/finetune.py [--json FILE] [--arms NAME ...] [--batch N ...] [--steps N] [--tiny] [--eager]
     python benchmarks/finetune.py --arms --earlier FILE ... --json FILE

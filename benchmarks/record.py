@@ -85,7 +85,7 @@ def write(path: Path | None, about: dict[str, Any] | None = None, **figures: Any
 
 
 def kernel_durations(call: Callable[[], object], passes: int) -> dict[str, list[float]]:
-    """Profile a call that has run before: microseconds of every kernel, copy and fill by name, in order."""
+    """Profile a call that has run before: {kernel, copy or fill: microseconds of each launch, in order}."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as observed:
         for _ in range(passes):

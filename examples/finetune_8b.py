@@ -4,7 +4,7 @@ Sequences of 8192 tokens, FP8 products and bfloat16 parameters. Three things kee
 block-scaled FP8, 2 bytes per parameter together; each parameter is stepped in the backward pass, so that gradients
 never exist together; and the loss stores no logits. Parameters are rounded stochastically and need no masters.
 
-The program plans the peak memory, trains, and prints tokens per second beside the measured and the planned peak. The
+The program plans the peak memory, trains, and prints tokens per second, the measured and the planned peak. The
 weights are random, or those of a Hugging Face checkpoint: `--checkpoint FOLDER --data TEXT --save FOLDER`.
 """
 

@@ -362,7 +362,7 @@ _BAND = 8  # tile rows that are visited together
 
 
 def _buffers(dtype: str) -> int:
-    """Number of buffers per warp group, which fit 227 KiB of shared memory beside the stages."""
+    """Buffers per warp group: as many as the stages leave room for in 227 KiB of shared memory."""
     return 1 if dtype == "float32" else 2
 
 

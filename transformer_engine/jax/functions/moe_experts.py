@@ -140,7 +140,7 @@ def _expert_of_rows(padded_counts: Array, counts: Array, num_rows: int) -> Array
         num_rows: Number of rows.
     """
     expert = group_of_rows(padded_counts, num_rows)
-    # Index E belongs to the rows after the last expert: none of them is a token.
+    # Rows after the last expert have the index E, and are padding.
     token_ends = jnp.append(jnp.cumsum(padded_counts) - padded_counts + counts, 0)
     is_token = jnp.arange(num_rows) < token_ends[expert]
     return jnp.where(is_token, expert, padded_counts.shape[0])

@@ -6,7 +6,7 @@ Read this page, then `linear_forward` and `linear_backward`, which compute each 
 pass. M is the number of rows of x: the product of all its dimensions but the last. dy, dx, dw and db are the
 gradients of the loss with respect to y, x, weight and bias. A product is one call, `multiply(a, b, epilogue)`, which
 computes a @ b.T: the kernel contracts the last axis of both arrays. If a matrix stores the contracted axis last, the
-kernel reads it row-wise, as it is; otherwise it reads the transposed matrix, column-wise:
+kernel reads it row-wise, untransposed; otherwise it reads the transposed matrix, column-wise:
 
 | product | contracts | reads |
 | --- | --- | --- |
@@ -87,7 +87,7 @@ buffer must be free before the next product allocates its result.
 | How do x, weight and dy become operands? | `linear_operands.py`, by the quantizers in `tensor/` |
 | What are the call settings? | `linear_spec.py`: `LinearSpec` |
 | Where is the weight that `is_first_microbatch` keeps? | `LinearSpec.cached_weight`, from `module/weight_cache.py` |
-| Who calls the passes, and saves operands between them? | `layer.py` |
+| Which functions call the passes, and save operands between them? | `layer.py` |
 | How are y and dx summed over ranks, inspected or returned quantized? | `linear_results.py` |
 | How are sharded x and dy gathered from the ranks? | `gathered_operands.py`; each is `Pending` until it has arrived |
 | How is dw accumulated into `main_grad`, or delayed? | `weight_gradient.py` |

@@ -154,7 +154,7 @@ def memory_plan(
             the backward pass computes again, quantized activation inputs in LayerNormMLPs, and as few checkpointed
             LayerNormMLPs as possible. The model is not changed.
         optimizer: Count the states of this optimizer, also before they exist if it is a `FusedAdam`.
-        step_in_backward: Each gradient is freed as soon as it is complete, as in `FusedAdam.step_in_backward`.
+        step_in_backward: Each gradient is freed once it is complete, as in `FusedAdam.step_in_backward`.
         keywords: Model keyword arguments.
 
     Raises:
@@ -232,7 +232,7 @@ def _free_gradient(parameter: Tensor) -> None:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the states of an optimizer, and of those that a FusedAdam will have."""
+    """Bytes of optimizer states, including the states that a FusedAdam has not created yet."""
     if isinstance(optimizer, FusedAdam):
         return optimizer.state_bytes()
     if isinstance(optimizer, torch.optim.SGD) and not any(

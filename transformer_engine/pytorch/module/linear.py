@@ -4,7 +4,7 @@ This file contains the module: its arguments, parameters and settings. The compu
 next file to read. A module call has three steps:
 
 1. `Linear.forward` reads the parameters and converts the call switches.
-2. `ProductsModule.spec` (`linear_base.py`) looks up the `LinearSpec`, all settings that the computation reads, by the
+2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads, for the
    `Call` (`specs.py`): configuration, recipe, tensor metadata, switches, autograd and torch.autocast state. For a new
    call, `Linear.build` computes the spec.
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.

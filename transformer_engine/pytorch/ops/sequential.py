@@ -335,7 +335,7 @@ class _Division(NamedTuple):
 
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
-        operations: Those that are operations.
+        operations: The operations among the modules.
         ops_and_basic_ops: The operations and their basic operations. The latter are included so that
             replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
         fusing_ops: The operations that fuse: nothing intercepts their calls or their basic operations' calls.

@@ -111,8 +111,8 @@ def _check_entry(optimizer: SteppableOptimizer, parameters: list[Tensor]) -> Non
             raise RuntimeError(f"a parameter {shape} belongs to {_REDUCED_LATER}")
     if world_size() > 1 and not all(map(is_distributed, parameters)):
         warn_once(
-            "step_in_backward with parameters that are no DTensors",
-            "step_in_backward steps parameters that are no DTensors from the gradients of this rank; do not use it "
+            "step_in_backward with parameters that are not DTensors",
+            "step_in_backward steps parameters that are not DTensors from the gradients of this rank; do not use it "
             f"with {_REDUCED_LATER}",
             stacklevel=5,  # the with statement, above this function, the generator and its __enter__
         )

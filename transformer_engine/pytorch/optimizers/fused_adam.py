@@ -276,7 +276,7 @@ class FusedAdam(AdamStates):
         error unless load_state_dict() or zero_grad() precedes it.
 
         Gradients must be complete in the backward pass. DistributedDataParallel reduces them after the hooks, so that
-        replicas would diverge: a warning tells so in a process group if parameters are no DTensors.
+        replicas would diverge: in a process group, a warning says so unless all parameters are DTensors.
 
         Example:
             with optimizer.step_in_backward():

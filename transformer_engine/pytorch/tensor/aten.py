@@ -392,7 +392,7 @@ def _new_zeros(
 
 
 def _run_on_plain(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation that reads only metadata: the argument is a plain tensor without memory of its own size."""
+    """Run an operation that reads only metadata: the argument is an expanded scalar with the shape."""
     plain = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     return func(plain, *args, **kwargs)
 

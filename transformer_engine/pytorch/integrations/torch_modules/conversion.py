@@ -29,7 +29,7 @@ from .eligibility import (
     candidates,
     check_filter,
     check_recipe,
-    is_selected,
+    passes_filters,
 )
 from .experts import (
     compare_experts,
@@ -325,7 +325,7 @@ class _Chooser:
             return []
         rows = []
         for name, module, calls in _callers(model, self.recorded.attention):
-            reason = None if is_selected(name, module, include, exclude) else "not selected"
+            reason = None if passes_filters(name, module, include, exclude) else "not selected"
             reason = (
                 reason or self.recorded.attention_reasons.get(name) or unsupported_module(module)
             )
@@ -359,7 +359,7 @@ class _Chooser:
         self, name: str, module: nn.Module, include: Filter, exclude: Filter
     ) -> str | None:
         assert self.recorded is not None
-        if not is_selected(name, module, include, exclude):
+        if not passes_filters(name, module, include, exclude):
             return "not selected"
         if self.compiled:
             return "torch.compile traces torch's grouped_mm"
@@ -417,7 +417,7 @@ def _time_choice(name: str, module: str, converted: str, compared: Comparison) -
 def _by_host_time(rows: list[LayerChoice]) -> list[LayerChoice]:
     """Rows without the layers that take longer than the original when the host's launches count."""
 
-    def choose(row: LayerChoice) -> LayerChoice:
+    def compare_hosts(row: LayerChoice) -> LayerChoice:
         if row.choice == "torch" or row.costs is None:
             return row
         ratio = row.costs.converted.host_ms / row.costs.original.host_ms
@@ -426,7 +426,7 @@ def _by_host_time(rows: list[LayerChoice]) -> list[LayerChoice]:
         reason = f"{row.reason}, {ratio:.2f} with the host's launches"
         return dataclasses.replace(row, choice="torch", reason=reason)
 
-    return [choose(row) for row in rows]
+    return [compare_hosts(row) for row in rows]
 
 
 def _every_linear(rows: list[LayerChoice]) -> list[LayerChoice]:

@@ -35,7 +35,7 @@ def matches(rule: Filter, name: str, module: nn.Module) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def is_selected(name: str, module: nn.Module, include: Filter, exclude: Filter) -> bool:
+def passes_filters(name: str, module: nn.Module, include: Filter, exclude: Filter) -> bool:
     """Whether `include` selects a module (None: all) and `exclude` does not."""
     included = include is None or matches(include, name, module)
     return included and not matches(exclude, name, module)

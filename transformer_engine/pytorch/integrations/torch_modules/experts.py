@@ -51,7 +51,7 @@ class EngineExperts(TorchFunctionMode):
         layer = self._layer(tuple(weight.shape))
         splits = torch.diff(offs, prepend=offs.new_zeros(1)).to(torch.int64)
         rows = x.shape[0]
-        if not x.is_cuda:  # the number of rows is checked, because it is known
+        if not x.is_cuda:  # GroupedLinear compares the row count with the splits
             x = x[: int(offs[-1])]
         tensors = (weight.mT, *[None] * len(layer._config.bias_names))
         with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):

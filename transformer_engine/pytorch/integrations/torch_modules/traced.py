@@ -88,7 +88,7 @@ def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Traced
 
 
 class _TracedLinear(Function):
-    """The three products of `functions/linear.py`. The compiler chooses what is saved between the passes."""
+    """The three products of `functions/linear.py`. The compiler chooses the tensors to save between the passes."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Products and sums for dense attention in constant-size blocks, added in the keys' or queries' order.
 
-The bits of a query's result then depend on its own keys only: not on the query count, nor on the hidden keys and
-sequences beside them. A library's product adds in an order that depends on the extents. A hidden
+The bits of a query's result then depend on its own keys only: not on the query count, hidden keys or other
+sequences. A library's product adds in an order that depends on the extents. A hidden
 key adds zero, which changes no bits. Row counts are padded to multiples of `ROWS`, see `primitives/gemm/any_rows.py`.
 """
 
